@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Dynamic-precision serving for LLMs on vLLM: several quantised variants of a model, one KV cache."""
+
+import logging
+import sys
+
+__version__ = "0.1.0"
+
+
+def register() -> None:
+    """Tell vLLM about merged checkpoints; the ``vllm.general_plugins`` entry point.
+
+    vLLM calls it in every one of its processes, for every model, possibly more than once. It therefore
+    imports no model code, does nothing in a process without vLLM, and never raises: a failure is logged
+    and leaves vLLM as it was.
+    """
+    if "vllm" not in sys.modules:
+        return
+    try:
+        from flexquant.vllm_registration import register_with_vllm
+
+        register_with_vllm()
+    except Exception:
+        logging.getLogger("vllm.flexquant").exception(
+            "FlexQuant could not register with this vLLM; merged checkpoints cannot be served"
+        )

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The ``flexquant`` command: one file a subcommand.
+
+A subcommand is a module with ``NAME``, ``HELP``, ``configure(parser)`` and ``run(args) -> dict``; ``run``
+prints for people on stdout, progress goes to stderr, and the dict is the last line with ``--json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+
+from flexquant.errors import FlexQuantError, UsageError
+
+SUBCOMMANDS = ("quantize", "merge", "inspect", "verify", "split", "policy")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flexquant", description="Merge quantised variants of one model and choose among them while serving."
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in SUBCOMMANDS:
+        module = importlib.import_module(f"flexquant.cli.{name}")
+        subparser = subparsers.add_parser(
+            name,
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        subparser.add_argument(
+            "--json", action="store_true", help="print the result as JSON on the last line of stdout"
+        )
+        module.configure(subparser)
+        subparser.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return 0, 1 for a failure, or 2 for wrong usage."""
+    args = build_parser().parse_args(argv)
+    try:
+        result = args.run(args)
+    except FlexQuantError as e:
+        print(f"flexquant {args.command}: error: {e}", file=sys.stderr)
+        return 2 if isinstance(e, UsageError) else 1
+    except KeyboardInterrupt:
+        print(f"flexquant {args.command}: interrupted", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(result))
+    return 0

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What several subcommands share: ``name=DIR`` pairs, sizes, and the progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from flexquant.errors import UsageError
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
+
+
+def parse_folders(pairs: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (variant name, folder) for each ``name=DIR``; raise UsageError for anything else."""
+    parsed = [pair.partition("=") for pair in pairs]
+    for pair, (name, _, folder) in zip(pairs, parsed, strict=True):
+        if not name or not folder:
+            raise UsageError(f"'{pair}' is not NAME=DIR; write e.g. w8a8=path/to/checkpoint")
+    return [(name, folder) for name, _, folder in parsed]
+
+
+def parse_size(text: str) -> int:
+    """Return bytes for e.g. ``5GB``, ``500MB`` or ``2GiB`` (an argparse type)."""
+    match = SIZE.fullmatch(text.strip())
+    size = 0
+    if match:
+        unit = 1024 if match[3] else 1000
+        size = int(float(match[1]) * unit ** " KMGT".index(match[2].upper() or " "))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 5GB, 500MB or 2GiB")
+    return size
+
+
+def add_shard_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-shard-size",
+        type=parse_size,
+        default=parse_size("5GB"),
+        metavar="SIZE",
+        help="most bytes of tensors in one file (default: 5GB)",
+    )
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Give a function of (bytes done, bytes in all) that moves a bar on stderr."""
+    from tqdm import tqdm
+
+    with tqdm(desc=title, unit="B", unit_scale=True, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Merge quantised variants of one model into one checkpoint.
+
+Each variant is a compressed-tensors checkpoint folder such as llmcompressor writes. Tensors that are equal
+in all of them are stored once. Everything is checked first; the output appears only when it is complete.
+
+examples:
+  flexquant merge w8a8=model-w8a8 w4a16=model-w4a16 --output model-merged
+  flexquant merge w8a8=model-w8a8 w4a16=model-w4a16 --output model-merged --policy phase --overwrite
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from flexquant.cli._arguments import add_shard_size, parse_folders, progress_bar
+
+NAME = "merge"
+HELP = "merge quantised variants of one model into one checkpoint"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("variants", nargs="+", metavar="NAME=DIR", help="a variant's name and its checkpoint")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME|FILE",
+        help="policy to store as the default, built-in or a YAML file (default: none, so that serving "
+        "uses its built-in default)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    parser.add_argument(
+        "--allow-incompatible-kv",
+        action="store_true",
+        help="merge even though the variants' KV caches are not interchangeable (for experiments)",
+    )
+    add_shard_size(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from flexquant.merge import merge_checkpoints
+    from flexquant.merge.report import format_report
+
+    folders = parse_folders(args.variants)
+    with progress_bar("merging") as progress:
+        report = merge_checkpoints(
+            folders,
+            args.output,
+            policy=args.policy,
+            overwrite=args.overwrite,
+            allow_incompatible_kv=args.allow_incompatible_kv,
+            max_shard_size=args.max_shard_size,
+            progress=progress,
+        )
+    print(f"{args.output}: {format_report(report)}")
+    return {"output": args.output, **report.to_json()}

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""List policies, check one, and show which plan serving takes for each forward pass.
+
+flexquant policy list
+flexquant policy validate my-policy.yaml
+flexquant policy show phase-batch
+flexquant policy show my-policy.yaml --model merged/ --max-tokens 8192
+flexquant policy show --model merged/        # the policy that serving merged/ takes by default
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from flexquant.checkpoint import MergedConfig
+from flexquant.errors import FlexQuantError
+from flexquant.policy import DEFAULT_POLICY, PHASES, Policy, builtin_policies, load_policy, parse_policy
+from flexquant.routes import build_route_table, matching_rules
+
+HELP = "list, validate and show policies"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument(
+            "--json",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="print the result as JSON on the last line of stdout",
+        )
+        return action
+
+    add("list", "list the built-in policies")
+    show = add("show", "show which plan serving takes for each forward pass")
+    show.add_argument(
+        "policy",
+        nargs="?",
+        metavar="NAME|FILE",
+        help=f"built-in name or policy file (default: the one stored in the model, else {DEFAULT_POLICY})",
+    )
+    show.add_argument(
+        "--model",
+        type=Path,
+        metavar="OUT",
+        help="merged checkpoint to check the policy's variants and layers with",
+    )
+    show.add_argument(
+        "--max-tokens",
+        type=_positive,
+        default=sys.maxsize,
+        metavar="N",
+        help="most tokens in one pass, vLLM's --max-num-batched-tokens (default: no limit)",
+    )
+    validate = add("validate", "check a policy file without a model")
+    validate.add_argument("policy", metavar="FILE", help="policy file, or a built-in name")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    return {"list": _list, "show": _show, "validate": _validate}[args.action](args)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    return int(text)
+
+
+def _list(args: argparse.Namespace) -> dict[str, Any]:
+    policies = [load_policy(name) for name in builtin_policies()]
+    width = max(len(policy.name) for policy in policies)
+    for policy in policies:
+        mark = " (default)" if policy.name == DEFAULT_POLICY else ""
+        print(f"{policy.name:{width}}  {policy.description}{mark}")
+    return {
+        "policies": [{"name": policy.name, "description": policy.description} for policy in policies],
+        "default": DEFAULT_POLICY,
+    }
+
+
+def _validate(args: argparse.Namespace) -> dict[str, Any]:
+    policy = load_policy(args.policy)
+    count = len(policy.rules)
+    print(f"{policy.name} is valid: {count} rule{'s' * (count > 1)}, variants {', '.join(policy.variants)}")
+    return {"policy": policy.name, "valid": True, "rules": count, "variants": list(policy.variants)}
+
+
+def _show(args: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    if args.model is None:
+        policy = load_policy(args.policy or DEFAULT_POLICY)
+        rows = [
+            (phase, first, last, rule.plan_text)
+            for phase in PHASES
+            for first, last, rule in matching_rules(policy, phase, args.max_tokens)
+        ]
+    else:
+        config, num_layers = _read_model(args.model)
+        policy = _model_policy(args.model, config) if args.policy is None else load_policy(args.policy)
+        table = build_route_table(
+            policy, config.variants, num_layers, args.max_tokens, layered_plans_allowed=config.layered_plans
+        )
+        rows = [
+            (phase, interval.min_tokens, interval.max_tokens, interval.plan.name)
+            for phase in PHASES
+            for interval in table.intervals(phase)
+        ]
+        result["num_layers"] = num_layers
+        result["plans"] = {plan.name: list(plan.layers) for plan in table.plans}
+
+    print(f"{policy.name}: {policy.description}" if policy.description else policy.name)
+    print(f"{'phase':<8}  {'forward pass of':<22}  plan")
+    for phase, first, last, plan in rows:
+        unit = "sequences" if phase == "decode" else "tokens"
+        size = f"{first} or more" if last == sys.maxsize else f"{first} to {last}"
+        print(f"{phase:<8}  {f'{size} {unit}':<22}  {plan}")
+    return {
+        "policy": policy.name,
+        "description": policy.description,
+        "routes": [
+            {
+                "phase": phase,
+                "min_tokens": first,
+                "max_tokens": None if last == sys.maxsize else last,
+                "plan": plan,
+            }
+            for phase, first, last, plan in rows
+        ],
+        **result,
+    }
+
+
+def _read_model(folder: Path) -> tuple[MergedConfig, int]:
+    path = folder / "config.json"
+    advice = "give the folder that 'flexquant merge' wrote"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise FlexQuantError(f"{path} cannot be read as JSON ({e}); {advice}") from e
+    try:
+        num_layers = int(config.get("text_config", config)["num_hidden_layers"])
+        section = config.get("quantization_config") or {}
+    except (KeyError, TypeError, AttributeError) as e:
+        raise FlexQuantError(f"{path} does not say num_hidden_layers; {advice}") from e
+    try:
+        return MergedConfig.from_json(section), num_layers
+    except FlexQuantError as e:
+        raise FlexQuantError(f"{path}: {e}") from e
+
+
+def _model_policy(folder: Path, config: MergedConfig) -> Policy:
+    if config.policy is None:
+        return load_policy(DEFAULT_POLICY)
+    return parse_policy(config.policy, f"policy stored in {folder}")

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""W4A16 on CPUs for which vLLM ships no INT4 kernel: PyTorch's own, behind vLLM's kernel interface."""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
+    MPLinearKernel,
+    MPLinearLayerConfig,
+)
+from vllm.model_executor.layers.quantization.utils import replace_parameter
+from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
+from vllm.scalar_type import scalar_types
+
+GROUP_SIZES = (32, 64, 128, 256)
+INNER_K_TILES = 2
+"""Required by ATen's packing operator, ignored by its CPU implementation."""
+
+
+class TorchCPUInt4LinearKernel(MPLinearKernel):
+    """Symmetric group-wise INT4 weights with 16- or 32-bit activations, by ``_weight_int4pack_mm_for_cpu``.
+
+    The operator is in ATen (``aten/src/ATen/native/cpu/int4mm_kernel.cpp``) with AVX2 and AVX512 code.
+    """
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return -1
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        in_features, out_features = c.partition_weight_shape
+        if c.weight_type != scalar_types.uint4b8 or c.zero_points:
+            return False, f"only symmetric INT4 is supported, not {c.weight_type}"
+        if c.group_size not in GROUP_SIZES or in_features % c.group_size:
+            return False, f"group size {c.group_size} is not one of {GROUP_SIZES} that divides {in_features}"
+        if out_features % 16:
+            return False, f"{out_features} output features are not a multiple of 16"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        packed, scale, _ = self._get_weight_params(layer)  # int32 [out, in/8], [out, in/group]
+        q = unpack_quantized_values_into_int32(packed.data, self.config.weight_type, packed_dim=1)
+        weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.contiguous(), INNER_K_TILES)
+        scale_and_zero = torch.zeros(*scale.t().shape, 2, dtype=scale.dtype)  # [in/group, out, 2]
+        scale_and_zero[..., 0] = scale.data.t()
+        for name, value in ((self.w_q_name, weight), (self.w_s_name, scale_and_zero)):
+            replace_parameter(layer, name, torch.nn.Parameter(value, requires_grad=False))
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        weight, scale_and_zero, _ = self._get_weight_params(layer)
+        flat = x.reshape(-1, x.shape[-1])  # [tokens, in]
+        out = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            flat, weight, self.config.group_size, scale_and_zero.to(x.dtype)
+        )
+        if bias is not None:
+            out = out + bias
+        return out.reshape(*x.shape[:-1], out.shape[-1])

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""From vLLM's forward context to a route: what the pass holds, hence which plan runs it.
+
+The phase is read from the attention metadata of the pass. On a CPU the query lengths are at hand, and
+all three phases are told apart. On a GPU they live on the device, where reading them would stall it:
+only ``decode`` and not-``decode`` are told apart there, and :func:`flexquant.serving.check_distinguishable`
+has made sure that the policy needs no more.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+
+Phase = Literal["prefill", "decode", "mixed"]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one forward pass holds."""
+
+    phase: Phase
+    tokens: int
+    """Tokens in the pass, padding included."""
+    sequences: int
+    max_query_len: int
+    """Most tokens that one sequence contributes."""
+
+
+def read_pass(context: ForwardContext, tokens: int, tokens_per_sequence: int) -> Pass | None:
+    """Describe the current pass of ``tokens`` padded tokens; None for vLLM's profiling and capture runs.
+
+    ``tokens_per_sequence`` is what a decoding sequence contributes: 1, plus any speculated tokens.
+    """
+    metadata: Any = context.attn_metadata
+    if not metadata:
+        return None
+    first = next(iter(metadata.values()))
+    longest = first.max_query_len
+    starts = first.query_start_loc
+    sequences = starts.shape[0] - 1
+    phase: Phase
+    if longest <= tokens_per_sequence:
+        phase = "decode"
+    elif starts.device.type == "cpu" and bool((starts.diff() <= tokens_per_sequence).any()):
+        phase = "mixed"
+    else:
+        phase = "prefill"
+    return Pass(phase, tokens, sequences, longest)
+
+
+class Trace:
+    """A file with one JSON object per line: first what is served, then every forward pass in order."""
+
+    def __init__(self, path: str, header: dict[str, Any]) -> None:
+        self._file: TextIO = open(path, "w", buffering=1)  # noqa: SIM115 - lives as long as the model
+        self._write(header)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+    def record(self, forward_pass: Pass, plan: str) -> None:
+        self._write({**asdict(forward_pass), "plan": plan})

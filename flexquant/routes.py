@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The route table: a policy worked out for one model, so that choosing a plan is one look-up.
+
+The plan of a forward pass is a pure function of its phase and its padded token count, the same on every
+tensor-parallel rank and for every replay of a CUDA graph. Nothing here imports torch or vLLM.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy import PHASES, LayerRange, Policy, Rule
+
+
+@dataclass(frozen=True)
+class Plan:
+    """For every decoder layer, the variant that runs it. Equal layers have equal names."""
+
+    name: str
+    """The variant of a pure plan; else that of most layers, then the others and theirs:
+    ``w4a16+w8a8[0-3,29]``."""
+    layers: tuple[str, ...]
+
+    @classmethod
+    def from_layers(cls, layers: tuple[str, ...]) -> Plan:
+        base = Counter(layers).most_common(1)[0][0]
+        others = [
+            f"{variant}[{_ranges_text([i for i, v in enumerate(layers) if v == variant])}]"
+            for variant in dict.fromkeys(layers)
+            if variant != base
+        ]
+        return cls("+".join([base, *others]), layers)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The variants it takes layers from, in order of their first layer."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @property
+    def is_pure(self) -> bool:
+        return len(self.variants) == 1
+
+
+class Interval(NamedTuple):
+    """The passes of ``min_tokens`` to ``max_tokens`` tokens, both included, and their plan."""
+
+    min_tokens: int
+    max_tokens: int
+    plan: Plan
+
+
+class RouteTable:
+    """Which plan runs a forward pass."""
+
+    def __init__(self, intervals: dict[str, list[Interval]]) -> None:
+        """``intervals``: for every phase, in ascending order and without gaps from one token."""
+        self._intervals = intervals
+        self._routes = {
+            phase: ([i.min_tokens for i in rows[1:]], [i.plan for i in rows])
+            for phase, rows in intervals.items()
+        }
+        self.plans: tuple[Plan, ...] = tuple(
+            dict.fromkeys(row.plan for phase in PHASES for row in intervals[phase])
+        )
+        """The plans that some pass can take, by phase and then token count."""
+
+    def lookup(self, phase: str, tokens: int) -> Plan:
+        """The plan for a pass of ``tokens`` padded tokens; more than the table holds take its last."""
+        starts, plans = self._routes[phase]
+        return plans[bisect_right(starts, tokens)]
+
+    def intervals(self, phase: str) -> list[Interval]:
+        """The token ranges of a phase with their plans, ascending; neighbours have different plans."""
+        return list(self._intervals[phase])
+
+
+def build_route_table(
+    policy: Policy,
+    variants: Collection[str],
+    num_layers: int,
+    max_tokens: int,
+    layered_plans_allowed: bool = True,
+    tokens_per_sequence: int = 1,
+    max_sequences: int | None = None,
+) -> RouteTable:
+    """Work a policy out for a model of ``num_layers`` decoder layers.
+
+    ``max_tokens`` and ``max_sequences`` are the most that one pass can hold. A decode pass has
+    ``tokens_per_sequence`` tokens a sequence, more than one only with speculative decoding; its batch size
+    is its token count divided by that, rounded up.
+
+    Raises :class:`FlexQuantError` for a variant that is not in ``variants``, a layer that the model does not
+    have or that is named twice, and a layered plan unless ``layered_plans_allowed``.
+    """
+    plans = {}
+    for rule in policy.rules:
+        plan = _plan(rule, variants, num_layers)
+        if not plan.is_pure and not layered_plans_allowed:
+            raise FlexQuantError(
+                f"{rule.place} begins a plan with layers of several variants ({plan.name}), but the residual "
+                "streams of this checkpoint's variants differ; use a policy without 'layers'"
+            )
+        plans[rule] = plan
+
+    intervals = {}
+    for phase in PHASES:
+        limit = max_tokens
+        if phase == "decode" and max_sequences is not None:
+            limit = min(limit, max_sequences * tokens_per_sequence)
+        rows: list[Interval] = []
+        for first, last, rule in matching_rules(policy, phase, limit, tokens_per_sequence):
+            if rows and rows[-1].plan == plans[rule]:
+                first = rows.pop().min_tokens
+            rows.append(Interval(first, last, plans[rule]))
+        intervals[phase] = rows
+    return RouteTable(intervals)
+
+
+def matching_rules(
+    policy: Policy, phase: str, max_tokens: int, tokens_per_sequence: int = 1
+) -> list[tuple[int, int, Rule]]:
+    """The rule for every token count from 1 to ``max_tokens``, as ascending ``(first, last, rule)``."""
+    starts = {1}
+    for rule in policy.rules:
+        for bounds, unit in ((rule.tokens, 1), (rule.batch_size, tokens_per_sequence)):
+            starts.add((bounds.min - 1) * unit + 1)
+            if bounds.max is not None:
+                starts.add(bounds.max * unit + 1)
+    cuts = sorted(start for start in starts if start <= max_tokens)
+    rows: list[tuple[int, int, Rule]] = []
+    for first, following in zip(cuts, [*cuts[1:], max_tokens + 1], strict=True):
+        batch_size = -(-first // tokens_per_sequence)
+        rule = next(rule for rule in policy.rules if rule.matches(phase, first, batch_size))
+        if rows and rows[-1][2] is rule:
+            first = rows.pop()[0]
+        rows.append((first, following - 1, rule))
+    return rows
+
+
+def _plan(rule: Rule, variants: Collection[str], num_layers: int) -> Plan:
+    choices = [(rule.variant, rule.place), *((layers.variant, layers.place) for layers in rule.layers)]
+    for variant, place in choices:
+        if variant not in variants:
+            raise FlexQuantError(
+                f"{place} names the variant '{variant}', but the checkpoint has "
+                f"{', '.join(sorted(variants))}; use one of those, choose another policy, or merge a checkpoint "
+                "with that variant"
+            )
+    chosen: dict[int, LayerRange] = {}
+    for layers in rule.layers:
+        for layer in _resolve(layers, num_layers):
+            if layer in chosen:
+                raise FlexQuantError(
+                    f'{layers.place} overlaps "{chosen[layer].text}": both name layer {layer} of this '
+                    f"model's {num_layers} layers; name every layer once"
+                )
+            chosen[layer] = layers
+    return Plan.from_layers(
+        tuple(chosen[i].variant if i in chosen else rule.variant for i in range(num_layers))
+    )
+
+
+def _resolve(layers: LayerRange, num_layers: int) -> range:
+    for layer in (layers.first, layers.last):
+        if not -num_layers <= layer < num_layers:
+            raise FlexQuantError(
+                f"{layers.place} names layer {layer}, but the model has {num_layers} layers; use 0 to "
+                f"{num_layers - 1}, or -{num_layers} to -1 counted from the end"
+            )
+    first, last = layers.first % num_layers, layers.last % num_layers
+    if first > last:
+        raise FlexQuantError(
+            f"{layers.place} runs from layer {first} back to {last} of this model's {num_layers} layers; "
+            "put the earlier layer first"
+        )
+    return range(first, last + 1)
+
+
+def _ranges_text(numbers: list[int]) -> str:
+    """Ascending numbers as ranges: ``0-3,29``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

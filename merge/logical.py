@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A quantised checkpoint as the 16-bit model sees it: parameter names and shapes without the packing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge.safetensors_io import TensorRef, load_tensor
+
+PACKED_SUFFIX = "_packed"
+# Parameters that compressed-tensors adds beside a module's own.
+QUANTISATION_PARAMETER = re.compile(
+    r"\.(weight|input|output|q|k|v|attn|prob)_(scale|zero_point|global_scale|g_idx|shape)$"
+)
+LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+
+
+def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of the unquantised model, by its name there.
+
+    ``weight_packed`` counts as ``weight`` with the shape stored in ``weight_shape``. Raises FlexQuantError
+    for a packed integer weight without that shape.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, ref in tensors.items():
+        if name.endswith(PACKED_SUFFIX):
+            name = name.removesuffix(PACKED_SUFFIX)
+            shapes[name] = _unpacked_shape(name, ref, tensors)
+        elif not QUANTISATION_PARAMETER.search(name):
+            shapes[name] = ref.shape
+    return shapes
+
+
+def count_layers(config: Mapping[str, Any]) -> int:
+    """Return the number of decoder layers that a config states; raise FlexQuantError when it states none."""
+    text = config.get("text_config") or config
+    layers = text.get("num_hidden_layers")
+    if not isinstance(layers, int) or layers < 1:
+        raise FlexQuantError(f"config.json has num_hidden_layers {layers!r}, expected a number from 1")
+    return layers
+
+
+def _unpacked_shape(name: str, packed: TensorRef, tensors: Mapping[str, TensorRef]) -> tuple[int, ...]:
+    stored = tensors.get(name + "_shape")
+    if stored is not None:
+        return tuple(load_tensor(stored).tolist())
+    if packed.dtype == "U8":  # FP4 formats: two values a byte, no stored shape
+        return (*packed.shape[:-1], packed.shape[-1] * 2)
+    raise FlexQuantError(
+        f"{packed.file} holds '{packed.name}' without '{name}_shape'; quantise the model again"
+    )

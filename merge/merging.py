@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The merge from end to end: open, compare, plan, write, describe."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flexquant.checkpoint import ARCHITECTURE, MergedConfig, Variant
+from flexquant.errors import FlexQuantError
+from flexquant.merge.card import make_card
+from flexquant.merge.kv_compat import check_kv_compatibility
+from flexquant.merge.plan import MergePlan, plan_merge
+from flexquant.merge.provenance import PROVENANCE_FILE, describe_origin
+from flexquant.merge.report import Report, make_report
+from flexquant.merge.source import Source
+from flexquant.merge.staging import check_free_space, check_output, staged_folder
+from flexquant.merge.writer import (
+    DEFAULT_SHARD_SIZE,
+    Progress,
+    Shard,
+    copy_file,
+    needed_bytes,
+    plan_shards,
+    write_json,
+    write_shards,
+)
+from flexquant.policy import DEFAULT_POLICY, SCHEMA, load_policy
+from flexquant.routes import build_route_table
+
+ANY_NUMBER_OF_TOKENS = 1 << 20
+
+
+def merge_checkpoints(
+    sources: Mapping[str, str | Path] | Sequence[tuple[str, str | Path]],
+    output: str | Path,
+    *,
+    policy: str | None = None,
+    overwrite: bool = False,
+    allow_incompatible_kv: bool = False,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    progress: Progress | None = None,
+) -> Report:
+    """Merge compressed-tensors checkpoints of one model into the folder ``output``.
+
+    ``sources`` are (variant name, folder). ``policy`` names a built-in policy or a file to store as the
+    default. Everything is validated before a byte is written, and ``output`` appears only when complete.
+    Returns what was written; raises FlexQuantError for sources that cannot be combined, an output that
+    may not be replaced and a full disk.
+    """
+    output = Path(output)
+    pairs = list(sources.items()) if isinstance(sources, Mapping) else list(sources)
+    check_output(output, [Path(folder) for _, folder in pairs], overwrite=overwrite)
+    plan = plan_merge([Source.open(name, folder) for name, folder in pairs])
+    kv = check_kv_compatibility(plan.sources)
+    if not kv.compatible and not allow_incompatible_kv:
+        raise FlexQuantError(kv.message)
+    layered_plans = kv.layered_plans
+    names = [s.name for s in plan.sources]
+    merged = MergedConfig(
+        base_architecture=plan.base_architecture,
+        variants={s.name: Variant(f"{s.name}.", s.quantization_config) for s in plan.sources},
+        layered_plans=layered_plans,
+        policy=_default_policy(policy, names, plan.num_layers, layered_plans),
+        kv_compatibility=kv.to_json(),
+    )
+    shards = plan_shards(list(plan.groups.values()), max_shard_size)
+    check_free_space(output, needed_bytes(shards, plan.files.values()))
+    with staged_folder(output) as stage:
+        return _write(plan, merged, shards, stage, progress)
+
+
+def _write(
+    plan: MergePlan, merged: MergedConfig, shards: Sequence[Shard], stage: Path, progress: Progress | None
+) -> Report:
+    for name, path in plan.files.items():
+        copy_file(path, stage / name)
+    digests = write_shards(stage, shards, progress)
+    write_json(stage / "config.json", _merged_config(plan.sources[0].config, merged))
+    provenance = describe_origin(plan.sources, digests, stage, ["config.json", *plan.files])
+    write_json(stage / PROVENANCE_FILE, provenance)
+    report = make_report(merged, plan.num_layers, plan.tensors)
+    (stage / "README.md").write_text(make_card(report, provenance), encoding="utf-8")
+    return report
+
+
+def _merged_config(base: Mapping[str, Any], merged: MergedConfig) -> dict[str, Any]:
+    config = {key: value for key, value in base.items() if key != "_name_or_path"}
+    return {**config, "architectures": [ARCHITECTURE], "quantization_config": merged.to_json()}
+
+
+def _default_policy(
+    requested: str | None, variants: Collection[str], num_layers: int, layered_plans: bool
+) -> dict[str, Any] | None:
+    """Return the policy document to store; None leaves the choice to the built-in default."""
+    if requested is not None:
+        policy = load_policy(requested)
+        build_route_table(policy, variants, num_layers, ANY_NUMBER_OF_TOKENS, layered_plans)
+        return policy.document
+    if len(variants) == 1:
+        (name,) = variants
+        description = f"{name} for every forward pass"
+        return {"schema": SCHEMA, "description": description, "rules": [{"use": name}]}
+    missing = [name for name in load_policy(DEFAULT_POLICY).variants if name not in variants]
+    if missing:
+        raise FlexQuantError(
+            f"the built-in default policy '{DEFAULT_POLICY}' needs a variant '{missing[0]}', but these are "
+            f"{', '.join(variants)}; name a policy for them with --policy"
+        )
+    return None

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Safetensors files as byte ranges: a strict header parser, and raw access to one tensor's bytes.
+
+A file is an 8-byte little-endian header length, that many bytes of JSON (name -> dtype, shape, data
+offsets), and the tensors' bytes, which tile the rest of the file without gap or overlap
+(https://github.com/huggingface/safetensors#format). Tensors are never decoded here, except by
+:func:`load_tensor`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexquant.errors import FlexQuantError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_HEADER_BYTES = 100_000_000
+METADATA_KEY = "__metadata__"
+CHUNK_BYTES = 1 << 20  # stays in a core's cache between reading, writing and hashing
+
+# dtype -> (bits per element, name in torch or None)
+DTYPES: dict[str, tuple[int, str | None]] = {
+    "BOOL": (8, "bool"),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F4": (4, None),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    "U16": (16, "uint16"),
+    "I16": (16, "int16"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "U32": (32, "uint32"),
+    "I32": (32, "int32"),
+    "F32": (32, "float32"),
+    "U64": (64, "uint64"),
+    "I64": (64, "int64"),
+    "F64": (64, "float64"),
+    "C64": (64, "complex64"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Where one tensor's bytes lie: ``file[begin:end]``, offsets counted from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that the tensor's offset must be a multiple of, for readers that map the file."""
+        return max(1, DTYPES[self.dtype][0] // 8)
+
+
+def read_header(path: Path) -> dict[str, TensorRef]:
+    """Return the tensors of a safetensors file by name.
+
+    Raises FlexQuantError, naming the file, for anything that the format does not allow: a truncated
+    file, a bad header, an unknown dtype, or tensors that do not tile the data exactly.
+    """
+    try:
+        with open(path, "rb") as f:
+            file_bytes = os.fstat(f.fileno()).st_size
+            if file_bytes < 8:
+                raise _corrupt(path, f"it has {file_bytes} bytes, too few for a header")
+            header_bytes = int.from_bytes(f.read(8), "little")
+            if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise _corrupt(
+                    path, f"its header claims {header_bytes} bytes in a file of {file_bytes} bytes"
+                )
+            raw = f.read(header_bytes)
+    except OSError as e:
+        raise FlexQuantError(f"cannot read {path}: {e.strerror}") from e
+    try:
+        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as e:
+        raise _corrupt(path, f"its header is not valid JSON ({e})") from e
+    if not isinstance(header, dict):
+        raise _corrupt(path, "its header is not a JSON object")
+    header.pop(METADATA_KEY, None)
+    data_start = 8 + header_bytes
+    tensors = {name: _tensor_ref(path, name, entry, data_start) for name, entry in header.items()}
+
+    position = data_start
+    for ref in sorted(tensors.values(), key=lambda r: (r.begin, r.end)):
+        if ref.begin != position:
+            problem = "overlaps the tensor before it" if ref.begin < position else "leaves a gap before it"
+            raise _corrupt(path, f"the data of tensor '{ref.name}' {problem}")
+        position = ref.end
+    if position != file_bytes:
+        state = "truncated" if file_bytes < position else "followed by foreign bytes"
+        raise _corrupt(path, f"it is {state}: {file_bytes} bytes, but its header describes {position}")
+    return tensors
+
+
+def read_chunks(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in pieces of ``chunk_bytes`` (the last may be shorter), all in one buffer.
+
+    Raises FlexQuantError when the file can no longer be read or has become shorter.
+    """
+    buffer = memoryview(bytearray(min(chunk_bytes, ref.nbytes)))
+    try:
+        with open(ref.file, "rb", buffering=0) as f:
+            f.seek(ref.begin)
+            left = ref.nbytes
+            while left:
+                chunk, filled = buffer[:left], 0
+                while filled < len(chunk):
+                    got = f.readinto(chunk[filled:])
+                    if not got:
+                        raise _corrupt(ref.file, f"it ended inside tensor '{ref.name}' while it was read")
+                    filled += got
+                yield chunk
+                left -= filled
+    except OSError as e:
+        raise FlexQuantError(f"cannot read {ref.file}: {e.strerror}") from e
+
+
+def same_bytes(a: TensorRef, b: TensorRef) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes; stops reading at the first difference."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return all(x == y for x, y in zip(read_chunks(a), read_chunks(b), strict=True))
+
+
+def load_tensor(ref: TensorRef) -> torch.Tensor:
+    """Return the tensor on the CPU with its stored shape and dtype, reading only its bytes.
+
+    Raises FlexQuantError for a dtype that torch lacks or a file that cannot be read.
+    """
+    import torch
+
+    torch_name = DTYPES[ref.dtype][1]
+    if torch_name is None:
+        raise FlexQuantError(f"tensor '{ref.name}' in {ref.file} has dtype {ref.dtype}, which torch lacks")
+    dtype = getattr(torch, torch_name)
+    data = bytearray().join(read_chunks(ref))
+    if not data:
+        return torch.empty(ref.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(ref.shape)
+
+
+def _tensor_ref(path: Path, name: str, entry: Any, data_start: int) -> TensorRef:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as e:
+        raise _corrupt(path, f"tensor '{name}' lacks a dtype, a shape or two data offsets") from e
+    if dtype not in DTYPES:
+        raise _corrupt(path, f"tensor '{name}' has the unknown dtype {dtype!r}")
+    numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
+    if any(type(n) is not int or n < 0 for n in numbers):
+        raise _corrupt(path, f"tensor '{name}' has a shape or data offsets that are not natural numbers")
+    bits = math.prod(shape) * DTYPES[dtype][0]
+    if bits % 8 or end - begin != bits // 8:
+        raise _corrupt(path, f"tensor '{name}' ({dtype}, shape {shape}) has {end - begin} bytes of data")
+    return TensorRef(name, dtype, tuple(shape), path, data_start + begin, data_start + end)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key appears twice")
+    return result
+
+
+def _corrupt(path: Path, problem: str) -> FlexQuantError:
+    return FlexQuantError(f"{path} is not a sound safetensors file: {problem}; fetch or write it again")

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Give one variant of a merged checkpoint back as the plain checkpoint it was merged from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge.folder import confined_file
+from flexquant.merge.merged import MergedCheckpoint
+from flexquant.merge.provenance import PROVENANCE_FILE
+from flexquant.merge.sidecars import GENERATION_CONFIG, IDENTICAL, NOTICES, RECIPE, find_files, recipe_name
+from flexquant.merge.staging import check_free_space, check_output, staged_folder
+from flexquant.merge.writer import (
+    DEFAULT_SHARD_SIZE,
+    Progress,
+    copy_file,
+    needed_bytes,
+    plan_shards,
+    write_json,
+    write_shards,
+)
+
+
+def split_checkpoint(
+    folder: str | Path,
+    variant: str,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Write the variant to ``output`` with its original keys and config, tensors bit-identical.
+
+    Returns counts of tensors and bytes. Raises FlexQuantError for an unknown variant, a tensor that no
+    longer has its recorded hash, an output that may not be replaced and a full disk.
+    """
+    output = Path(output)
+    checkpoint = MergedCheckpoint.open(folder)
+    checkpoint.check_variant(variant)
+    check_output(output, [checkpoint.folder], overwrite=overwrite)
+    keys = checkpoint.variant_keys(variant)
+    tensors = {name: checkpoint.tensors[key] for name, key in keys.items()}
+    files = _plan_files(checkpoint, variant)
+    shards = plan_shards([tensors], max_shard_size)
+    check_free_space(output, needed_bytes(shards, files.values()))
+    recorded = (checkpoint.provenance or {}).get("tensors", {})
+    with staged_folder(output) as stage:
+        for name, path in files.items():
+            copy_file(path, stage / name)
+        digests = write_shards(stage, shards, progress)
+        for name, digest in digests.items():
+            if recorded.get(keys[name], digest) != digest:
+                raise FlexQuantError(
+                    f"tensor '{keys[name]}' in {folder} differs from its recorded SHA-256 in "
+                    f"{PROVENANCE_FILE}; fetch or merge the checkpoint again"
+                )
+        write_json(stage / "config.json", checkpoint.source_config(variant))
+    return {
+        "output": str(output),
+        "variant": variant,
+        "tensors": len(tensors),
+        "bytes": sum(ref.nbytes for ref in tensors.values()),
+    }
+
+
+def _plan_files(checkpoint: MergedCheckpoint, variant: str) -> dict[str, Path]:
+    """Return the files to copy, by their name in the plain checkpoint."""
+    names = find_files(checkpoint.folder, (*IDENTICAL, *NOTICES, GENERATION_CONFIG))
+    origin = {name: name for name in names}
+    if (checkpoint.folder / recipe_name(variant)).exists():
+        origin[RECIPE] = recipe_name(variant)
+    return {name: confined_file(checkpoint.folder, stored) for name, stored in origin.items()}

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Small, real checkpoints made in the test: a random model, quantised by rounding to nearest.
+
+The folders have the layout and tensor names that llmcompressor writes (compressed-tensors), so that
+merging and vLLM read them as they read a user's. Good accuracy is not the aim: llmcompressor gives that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+
+StateDict = dict[str, torch.Tensor]
+
+ARCHITECTURES = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "gemma3": ("gemma3_text", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
+}
+
+
+def base_config(architecture: str = "llama", num_layers: int = 2, **overrides) -> PretrainedConfig:
+    model_type, extra = ARCHITECTURES[architecture]
+    values = {
+        "vocab_size": 320,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": architecture == "gemma3",
+        "initializer_range": 0.08,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 257,
+        "dtype": "bfloat16",
+    }
+    return AutoConfig.for_model(model_type, **{**values, **extra, **overrides})
+
+
+def random_state_dict(config: PretrainedConfig, seed: int = 0) -> tuple[StateDict, str]:
+    """Return a random bf16 state dict, norms and biases included, and the architecture's class name."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if "norm" in name or name.endswith(".bias"):
+            tensor = tensor + 0.1 * torch.randn_like(tensor)
+        state[name] = tensor.contiguous()
+    return state, type(model).__name__
+
+
+def is_quantised(name: str) -> bool:
+    return ".layers." in name and name.endswith("_proj.weight")
+
+
+def quantise_int8(name: str, weight: torch.Tensor) -> StateDict:
+    """Per-output-channel symmetric INT8: weight int8 [out, in], weight_scale bf16 [out, 1]."""
+    w = weight.float()
+    scale = (w.abs().amax(dim=1, keepdim=True) / 127).to(torch.bfloat16)
+    q = torch.clamp(torch.round(w / scale.float()), -128, 127).to(torch.int8)
+    return {name: q, name + "_scale": scale}
+
+
+def quantise_int4(name: str, weight: torch.Tensor, group_size: int) -> StateDict:
+    """Symmetric INT4 in groups along the input: packed int32 [out, in/8], scale bf16 [out, in/group]."""
+    out_features, in_features = weight.shape
+    w = weight.float().view(out_features, in_features // group_size, group_size)
+    scale = (w.abs().amax(dim=2, keepdim=True) / 7.5).to(torch.bfloat16)
+    q = torch.clamp(torch.round(w / scale.float()), -8, 7).to(torch.int8).view(out_features, in_features)
+    return {
+        name + "_packed": pack_to_int32(q, 4),
+        name + "_scale": scale.view(out_features, -1),
+        name + "_shape": torch.tensor(weight.shape),
+    }
+
+
+def quantisation_section(scheme: str, group_size: int) -> dict:
+    preset = preset_name_to_scheme({"w8a8": "W8A8", "w4a16": "W4A16"}[scheme], ["Linear"])
+    if scheme == "w4a16":
+        preset.weights.group_size = group_size
+    section = QuantizationConfig(
+        config_groups={"group_0": preset},
+        ignore=["lm_head"],
+        format={"w8a8": "int-quantized", "w4a16": "pack-quantized"}[scheme],
+        quantization_status="compressed",
+    )
+    return json.loads(section.model_dump_json())
+
+
+def byte_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
+    """One token a byte, so that any text can be fed to a random model."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)} | {"<s>": 256, "</s>": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+
+
+def save_shards(state: StateDict, folder: Path, num_shards: int) -> None:
+    if num_shards == 1:
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = sorted(state)
+    weight_map = {}
+    for i in range(num_shards):
+        file = f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = {name: state[name] for name in names[i::num_shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(t.numel() * t.element_size() for t in state.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def make_checkpoint(
+    folder: Path | str,
+    architecture: str = "llama",
+    scheme: str | None = "w8a8",
+    *,
+    seed: int = 0,
+    num_layers: int = 2,
+    group_size: int = 64,
+    num_shards: int = 1,
+    transform: Callable[[StateDict], StateDict] | None = None,
+    **config_overrides,
+) -> Path:
+    """Write a checkpoint folder and return it.
+
+    Variants of one model share ``seed``. ``scheme`` None writes the plain 16-bit model. ``transform`` edits
+    the 16-bit state dict before it is quantised (a SmoothQuant fold, a rotation ...).
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True)
+    config = base_config(architecture, num_layers, **config_overrides)
+    state, class_name = random_state_dict(config, seed)
+    if transform is not None:
+        state = transform(state)
+    quantise = {
+        "w8a8": quantise_int8,
+        "w4a16": lambda name, w: quantise_int4(name, w, group_size),
+        None: lambda name, w: {name: w},
+    }[scheme]
+    tensors: StateDict = {}
+    for name, tensor in state.items():
+        tensors |= quantise(name, tensor) if is_quantised(name) else {name: tensor}
+    save_shards({k: v.contiguous().clone() for k, v in tensors.items()}, folder, num_shards)
+
+    config.architectures = [class_name]
+    document = config.to_dict()
+    if scheme is not None:
+        document["quantization_config"] = quantisation_section(scheme, group_size)
+    (folder / "config.json").write_text(json.dumps(document, indent=2))
+    byte_tokenizer(config).save_pretrained(folder)
+    return folder
