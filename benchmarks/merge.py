@@ -4,14 +4,16 @@
 
     python benchmarks/merge.py --gib 8 --folder /data --output benchmarks/results/merge.json
 
-Makes two random checkpoints, Llama-shaped, W8A8 and W4A16, several shards each. Merging hashes every
-tensor and waits for the disk; ``cp`` does neither, so the time of ``cp -r`` and ``sync`` is given too.
+Makes two random checkpoints of one model, Llama-shaped, W8A8 and W4A16, several shards each. Merging
+compares the weights (the KV caches must be interchangeable), hashes every tensor and waits for the disk.
+``cp`` does none of it, so the time of the comparison and of ``cp -r`` and ``sync`` is given too.
 Prints a table and, as the last line, the same as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -39,6 +41,7 @@ PROJECTIONS = {
 }
 LAYERS_PER_SHARD = 4
 GIB = 1 << 30
+BF16_ONE = b"\x80\x3f"
 
 Tensors = Iterator[tuple[str, str, list[int], bytes]]
 
@@ -48,22 +51,30 @@ def layer_tensors(layer: int, scheme: str, pool: bytes) -> Tensors:
     prefix = f"model.layers.{layer}."
 
     def cut(name: str, size: int) -> bytes:
-        start = hash_name(name + scheme) % (len(pool) - size)
+        start = hash_name(name) % (len(pool) - size)
         return pool[start : start + size]
 
     for norm in ("input_layernorm", "post_attention_layernorm"):
-        name = f"{prefix}{norm}.weight"
-        yield name, "BF16", [HIDDEN], cut(name, 2 * HIDDEN)
+        yield f"{prefix}{norm}.weight", "BF16", [HIDDEN], BF16_ONE * HIDDEN
     for projection, (rows, columns) in PROJECTIONS.items():
         name = f"{prefix}{projection}.weight"
+        packed = cut(name, rows * columns // 2)
         if scheme == "w8a8":
-            yield name, "I8", [rows, columns], cut(name, rows * columns)
-            groups = 1
+            yield name, "I8", [rows, columns], times_16(packed)
+            yield name + "_scale", "BF16", [rows, 1], b"\x80\x3a" * rows  # 2 ** -10
         else:
-            yield name + "_packed", "I32", [rows, columns // 8], cut(name, rows * columns // 2)
-            yield name + "_shape", "I64", [2], rows.to_bytes(8, "little") + columns.to_bytes(8, "little")
             groups = columns // GROUP_SIZE
-        yield name + "_scale", "BF16", [rows, groups], b"\x80\x3c" * (rows * groups)  # 2 ** -6
+            yield name + "_packed", "I32", [rows, columns // 8], packed
+            yield name + "_shape", "I64", [2], rows.to_bytes(8, "little") + columns.to_bytes(8, "little")
+            yield name + "_scale", "BF16", [rows, groups], b"\x80\x3c" * (rows * groups)  # 2 ** -6
+
+
+def times_16(packed: bytes) -> bytes:
+    """Return 16 times each packed 4-bit value, as int8: the same weights at a scale of a sixteenth."""
+    values = bytearray(2 * len(packed))
+    values[0::2] = packed.translate(bytes(((b & 15) - 8) * 16 % 256 for b in range(256)))
+    values[1::2] = packed.translate(bytes(((b >> 4) - 8) * 16 % 256 for b in range(256)))
+    return bytes(values)
 
 
 def hash_name(name: str) -> int:
@@ -90,11 +101,12 @@ def make_source(folder: Path, scheme: str, num_layers: int, pool: bytes) -> None
         shards.append([t for layer in layers for t in layer_tensors(layer, scheme, pool)])
         write_shard(folder / shard_name(len(shards) - 1), shards[-1])
         shards[-1] = [(name, dtype, shape, b"") for name, dtype, shape, _ in shards[-1]]
-    embedding = pool[: 2 * VOCAB * HIDDEN]
+    embedding = bytearray(pool[: 2 * VOCAB * HIDDEN])
+    embedding[1::2] = embedding[1::2].translate(bytes((b & 0x80) | 0x3C for b in range(256)))  # about 2 ** -6
     outer = [("model.embed_tokens.weight", [VOCAB, HIDDEN]), ("lm_head.weight", [VOCAB, HIDDEN])]
     shards.append(
         [(name, "BF16", shape, embedding) for name, shape in outer]
-        + [("model.norm.weight", "BF16", [HIDDEN], pool[: 2 * HIDDEN])]
+        + [("model.norm.weight", "BF16", [HIDDEN], BF16_ONE * HIDDEN)]
     )
     write_shard(folder / shard_name(len(shards) - 1), shards[-1])
     weight_map = {name: shard_name(i) for i, shard in enumerate(shards) for name, *_ in shard}
@@ -128,15 +140,25 @@ def shard_name(number: int) -> str:
     return f"shard-{number:03d}.safetensors"
 
 
-def merge_once(sources: dict[str, str], output: str) -> tuple[float, int, int]:
-    """Return seconds, resident bytes after the imports, and the highest resident bytes."""
+def merge_once(sources: dict[str, str], output: str) -> tuple[float, float, int]:
+    """Return seconds in all and until the weights are compared (no imports), and the peak memory in bytes.
+
+    The memory is that above the bare interpreter, torch included.
+    """
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    importlib.import_module("flexquant.merge.kv_compat")
     from flexquant.merge import merge_checkpoints
 
-    imported = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    compared = 0.0
+
+    def kv_progress(done: int, total: int) -> None:
+        nonlocal compared
+        compared = time.perf_counter()
+
     started = time.perf_counter()
-    merge_checkpoints(sources, output, max_shard_size=GIB // 2, allow_incompatible_kv=True)
+    merge_checkpoints(sources, output, max_shard_size=GIB // 2, kv_progress=kv_progress)
     seconds = time.perf_counter() - started
-    return seconds, imported, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return seconds, compared - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
 def copy_once(sources: dict[str, str], output: str) -> tuple[float, float]:
@@ -157,7 +179,7 @@ def measure(folder: Path, gib: float, repeats: int) -> dict[str, object]:
     for scheme, path in sources.items():
         make_source(Path(path), scheme, num_layers, pool)
     nbytes = sum(f.stat().st_size for path in sources.values() for f in Path(path).iterdir())
-    copies, synced, merges, peaks = [], [], [], []
+    copies, synced, merges, compares, peaks = [], [], [], [], []
     for _ in range(repeats):
         for kind in ("cp", "merge"):
             output = str(folder / "output")
@@ -168,9 +190,10 @@ def measure(folder: Path, gib: float, repeats: int) -> dict[str, object]:
                 synced.append(seconds_synced)
             else:
                 with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
-                    seconds, imported, peak = child.submit(merge_once, sources, output).result()
+                    seconds, seconds_compare, peak = child.submit(merge_once, sources, output).result()
                 merges.append(seconds)
-                peaks.append(peak - imported)
+                compares.append(seconds_compare)
+                peaks.append(peak)
             shutil.rmtree(output)
     cp, cp_sync, merge = (statistics.median(times) for times in (copies, synced, merges))
     return {
@@ -178,12 +201,13 @@ def measure(folder: Path, gib: float, repeats: int) -> dict[str, object]:
         "seconds_cp": copies,
         "seconds_cp_and_sync": synced,
         "seconds_merge": merges,
+        "seconds_merge_comparing": compares,
         "cp_gb_per_s": nbytes / cp / 1e9,
         "cp_and_sync_gb_per_s": nbytes / cp_sync / 1e9,
         "merge_gb_per_s": nbytes / merge / 1e9,
         "merge_to_cp": merge / cp,
         "merge_to_cp_and_sync": merge / cp_sync,
-        "peak_rss_above_imports_bytes": max(peaks),
+        "peak_rss_above_interpreter_bytes": max(peaks),
     }
 
 
@@ -209,7 +233,9 @@ def main() -> None:
     for label, key in (("cp -r", "cp"), ("cp -r and sync", "cp_and_sync"), ("flexquant merge", "merge")):
         seconds = statistics.median(measured[f"seconds_{key}"])
         print(f"{label:16}  {seconds:8.2f}  {measured[f'{key}_gb_per_s']:6.2f}")
-    print(f"peak memory above the imports: {measured['peak_rss_above_imports_bytes'] / 1e6:.0f} MB")
+    print(f"of which comparing: {statistics.median(measured['seconds_merge_comparing']):.2f} s")
+    peak = measured["peak_rss_above_interpreter_bytes"]
+    print(f"peak memory above the interpreter, torch included: {peak / 1e6:.0f} MB")
     line = json.dumps(result)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)

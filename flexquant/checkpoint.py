@@ -90,8 +90,8 @@ class MergedConfig:
             )
         if version > SCHEMA_VERSION:
             raise FlexQuantError(
-                f"the merged checkpoint has schema version {version}, but this FlexQuant reads versions up to "
-                f"{SCHEMA_VERSION}; upgrade flexquant, or merge again with this version"
+                f"the merged checkpoint has schema version {version}, but this FlexQuant reads up to "
+                f"version {SCHEMA_VERSION}; upgrade flexquant, or merge again with this version"
             )
         try:
             variants = {

@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
 
 
+@functools.cache
 def provide_cpu_int4_kernel() -> None:
-    """Give W4A16 a kernel on a CPU where vLLM's own is selected but was not compiled.
+    """Give W4A16 a kernel, in this process, on a CPU where vLLM's own is selected but was not compiled.
 
     vLLM 0.32's CPUWNA16LinearKernel accepts every layer, and then fails at the first forward pass where the
     CPU has no AVX512, because ``torch.ops._C.cpu_gemm_wna16`` is missing from its AVX2 library. Delete when

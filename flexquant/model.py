@@ -18,6 +18,7 @@ from vllm.sequence import IntermediateTensors
 
 from flexquant import __version__
 from flexquant.checkpoint import SHARED_PREFIX, MergedConfig
+from flexquant.compat import provide_cpu_int4_kernel
 from flexquant.errors import FlexQuantError
 from flexquant.memory import bytes_in_16_bit, weight_bytes
 from flexquant.plans import build_plan, build_variants
@@ -35,6 +36,7 @@ class FlexQuantForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
+        provide_cpu_int4_kernel()
         self.config = vllm_config.model_config.hf_config
         self.merged = MergedConfig.from_json(self.config.quantization_config)
         self.policy_name, self.routes = load_routes(vllm_config, self.merged)
@@ -46,7 +48,8 @@ class FlexQuantForCausalLM(nn.Module):
         self.variants = nn.ModuleDict(build_variants(vllm_config, self.merged, names, prefix))
         # A plain dict: plans are views, and must not show their weights to vLLM a second time.
         self._plans: dict[str, nn.Module] = {
-            plan.name: build_plan(dict(self.variants.items()), plan, vllm_config) for plan in self.routes.plans
+            plan.name: build_plan(dict(self.variants.items()), plan, vllm_config)
+            for plan in self.routes.plans
         }
         self._last_plan = next(iter(self._plans.values()))
         self._trace: Trace | None = None

@@ -26,6 +26,7 @@ hashes), and is set up under a model tag of its own (which names vLLM's Inductor
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -100,8 +101,9 @@ def build_variants(
         for layer_name, layer in registered.items():
             if not isinstance(layer, AttentionLayerBase):
                 raise FlexQuantError(
-                    f"layer '{layer_name}' ({type(layer).__name__}) of {merged.base_architecture} is looked up by "
-                    "name at run time and cannot exist in several variants yet; serve one variant's checkpoint"
+                    f"layer '{layer_name}' ({type(layer).__name__}) of {merged.base_architecture} is looked "
+                    "up by name at run time and cannot exist in several variants yet; serve one variant's "
+                    "own checkpoint"
                 )
         replacements = {layer: real_context[layer_name] for layer_name, layer in registered.items()}
         for module_name in merged.shared_modules:
@@ -145,6 +147,6 @@ def give_own_compile_state(inner: Any, plan_name: str, vllm_config: VllmConfig) 
     config.additional_config = {**dict(vllm_config.additional_config or {}), "flexquant_plan": plan_name}
     inner.vllm_config = config
     inner.compiled = False
-    inner._compile_tag = f"flexquant-{plan_name}"
+    inner._compile_tag = "flexquant-" + re.sub(r"[^\w-]+", "_", plan_name)
     with set_model_tag(inner._compile_tag), set_current_vllm_config(config):
         TorchCompileWithNoGuardsWrapper.__init__(inner)

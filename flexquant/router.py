@@ -14,6 +14,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from flexquant.errors import FlexQuantError
+
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
 
@@ -35,12 +37,18 @@ class Pass:
 def read_pass(context: ForwardContext, tokens: int, tokens_per_sequence: int) -> Pass | None:
     """Describe the current pass of ``tokens`` padded tokens; None for vLLM's profiling and capture runs.
 
-    ``tokens_per_sequence`` is what a decoding sequence contributes: 1, plus any speculated tokens.
+    ``tokens_per_sequence`` is what a decoding sequence contributes: 1, plus any speculated tokens. Raises
+    :class:`FlexQuantError` for an attention backend that does not tell query lengths.
     """
     metadata: Any = context.attn_metadata
     if not metadata:
         return None
     first = next(iter(metadata.values()))
+    if not hasattr(first, "max_query_len"):
+        raise FlexQuantError(
+            f"the attention backend's {type(first).__name__} does not tell query lengths, which routing "
+            "needs; choose another one with --attention-backend, such as FLASH_ATTN or TRITON_ATTN"
+        )
     longest = first.max_query_len
     starts = first.query_start_loc
     sequences = starts.shape[0] - 1

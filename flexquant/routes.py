@@ -149,8 +149,8 @@ def _plan(rule: Rule, variants: Collection[str], num_layers: int) -> Plan:
         if variant not in variants:
             raise FlexQuantError(
                 f"{place} names the variant '{variant}', but the checkpoint has "
-                f"{', '.join(sorted(variants))}; use one of those, choose another policy, or merge a checkpoint "
-                "with that variant"
+                f"{', '.join(sorted(variants))}; use one of those, choose another "
+                "policy, or merge a checkpoint with that variant"
             )
     chosen: dict[int, LayerRange] = {}
     for layers in rule.layers:

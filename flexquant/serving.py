@@ -33,7 +33,7 @@ class ServingOptions:
         allowed = list(cls.__dataclass_fields__)
         if not isinstance(options, dict):
             raise FlexQuantError(
-                f"additional-config key '{OPTIONS_KEY}' is {options!r}; give a mapping with the keys {allowed}"
+                f"additional-config key '{OPTIONS_KEY}' is {options!r}; give a mapping with keys {allowed}"
             )
         for key, value in options.items():
             if key not in allowed:
@@ -41,9 +41,7 @@ class ServingOptions:
                     f"additional-config '{OPTIONS_KEY}' has the unknown key '{key}'; allowed: {allowed}"
                 )
             if not isinstance(value, str):
-                raise FlexQuantError(
-                    f"additional-config '{OPTIONS_KEY}.{key}' is {value!r}; give a string"
-                )
+                raise FlexQuantError(f"additional-config '{OPTIONS_KEY}.{key}' is {value!r}; give a string")
         return cls(**options)
 
 
@@ -130,5 +128,3 @@ def check_distinguishable(table: RouteTable) -> None:
             "the policy gives 'prefill' and 'mixed' different plans, which cannot be told apart on "
             f"{current_platform.device_name} without stalling it; give both the same rule"
         )
-
-

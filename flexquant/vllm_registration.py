@@ -18,7 +18,6 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
-from flexquant.compat import provide_cpu_int4_kernel
 from flexquant.checkpoint import ARCHITECTURE, QUANT_METHOD, MergedConfig
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class FlexQuantConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         raise RuntimeError(
-            f"layer '{prefix}' was built with the merged config instead of a variant's; this is a FlexQuant bug"
+            f"layer '{prefix}' was built with the merged config, not a variant's; this is a FlexQuant bug"
         )
 
 
@@ -81,4 +80,3 @@ def register_with_vllm() -> None:
     register_quantization_config(QUANT_METHOD)(FlexQuantConfig)
     MODELS_CONFIG_MAP[ARCHITECTURE] = FlexQuantModelConfig
     ModelRegistry.register_model(ARCHITECTURE, f"flexquant.model:{ARCHITECTURE}")
-    provide_cpu_int4_kernel()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexquant.errors import FlexQuantError
-from flexquant.merge.safetensors_io import TensorRef, load_tensor
+from flexquant.merge.safetensors_io import TensorRef, read_chunks
 
 PACKED_SUFFIX = "_packed"
 # Parameters that compressed-tensors adds beside a module's own.
@@ -44,10 +44,17 @@ def count_layers(config: Mapping[str, Any]) -> int:
     return layers
 
 
+def _read_integers(ref: TensorRef) -> tuple[int, ...]:
+    code = {"I64": "q", "I32": "i"}.get(ref.dtype)
+    if code is None:
+        raise FlexQuantError(f"{ref.file} holds '{ref.name}' as {ref.dtype}, expected I64 or I32")
+    return tuple(number for chunk in read_chunks(ref) for number in chunk.cast(code))
+
+
 def _unpacked_shape(name: str, packed: TensorRef, tensors: Mapping[str, TensorRef]) -> tuple[int, ...]:
     stored = tensors.get(name + "_shape")
     if stored is not None:
-        return tuple(load_tensor(stored).tolist())
+        return _read_integers(stored)
     if packed.dtype == "U8":  # FP4 formats: two values a byte, no stored shape
         return (*packed.shape[:-1], packed.shape[-1] * 2)
     raise FlexQuantError(

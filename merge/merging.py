@@ -11,12 +11,11 @@ from typing import Any
 from flexquant.checkpoint import ARCHITECTURE, MergedConfig, Variant
 from flexquant.errors import FlexQuantError
 from flexquant.merge.card import make_card
-from flexquant.merge.kv_compat import check_kv_compatibility
 from flexquant.merge.plan import MergePlan, plan_merge
 from flexquant.merge.provenance import PROVENANCE_FILE, describe_origin
 from flexquant.merge.report import Report, make_report
 from flexquant.merge.source import Source
-from flexquant.merge.staging import check_free_space, check_output, staged_folder
+from flexquant.merge.staging import check_free_space, prepare_output, staged_folder
 from flexquant.merge.writer import (
     DEFAULT_SHARD_SIZE,
     Progress,
@@ -42,19 +41,23 @@ def merge_checkpoints(
     allow_incompatible_kv: bool = False,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     progress: Progress | None = None,
+    kv_progress: Progress | None = None,
 ) -> Report:
     """Merge compressed-tensors checkpoints of one model into the folder ``output``.
 
     ``sources`` are (variant name, folder). ``policy`` names a built-in policy or a file to store as the
-    default. Everything is validated before a byte is written, and ``output`` appears only when complete.
-    Returns what was written; raises FlexQuantError for sources that cannot be combined, an output that
-    may not be replaced and a full disk.
+    default. ``progress`` hears of bytes written, ``kv_progress`` of layers compared. Everything is
+    validated before a byte is written, and ``output`` appears only when complete. Returns what was
+    written; raises FlexQuantError for sources that cannot be combined, an output that may not be replaced
+    and a full disk.
     """
+    from flexquant.merge.kv_compat import check_kv_compatibility  # torch, which verifying does without
+
     output = Path(output)
     pairs = list(sources.items()) if isinstance(sources, Mapping) else list(sources)
-    check_output(output, [Path(folder) for _, folder in pairs], overwrite=overwrite)
+    prepare_output(output, [Path(folder) for _, folder in pairs], overwrite=overwrite)
     plan = plan_merge([Source.open(name, folder) for name, folder in pairs])
-    kv = check_kv_compatibility(plan.sources)
+    kv = check_kv_compatibility(plan.sources, kv_progress)
     if not kv.compatible and not allow_incompatible_kv:
         raise FlexQuantError(kv.message)
     layered_plans = kv.layered_plans
@@ -62,6 +65,7 @@ def merge_checkpoints(
     merged = MergedConfig(
         base_architecture=plan.base_architecture,
         variants={s.name: Variant(f"{s.name}.", s.quantization_config) for s in plan.sources},
+        shared_modules=plan.shared_modules,
         layered_plans=layered_plans,
         policy=_default_policy(policy, names, plan.num_layers, layered_plans),
         kv_compatibility=kv.to_json(),

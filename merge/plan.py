@@ -16,6 +16,7 @@ from flexquant.merge.safetensors_io import TensorRef, same_bytes
 from flexquant.merge.sidecars import plan_sidecars
 from flexquant.merge.source import Source
 
+LM_HEAD = "lm_head"
 # May differ between variants: where and by what they were written, and how they are quantised.
 INCIDENTAL_KEYS = frozenset({"quantization_config", "_name_or_path", "transformers_version"})
 
@@ -33,6 +34,18 @@ class MergePlan:
     @property
     def base_architecture(self) -> str:
         return self.sources[0].architecture
+
+    @property
+    def shared_modules(self) -> tuple[str, ...]:
+        """Modules outside the decoder layers all of whose tensors are shared, e.g. ``model.norm``."""
+        shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
+        outside = {n for s in self.sources for n in s.tensors if not LAYER.search(n)}
+        partly = {_module(name) for name in outside - shared}
+        modules = {_module(name) for name in outside} - partly
+        if self.sources[0].config.get("tie_word_embeddings"):
+            modules -= {LM_HEAD}
+            modules |= {LM_HEAD for name in modules if name.endswith("embed_tokens")}
+        return tuple(sorted(modules))
 
     @property
     def tensors(self) -> dict[str, TensorRef]:
@@ -124,7 +137,7 @@ def _check_same_shapes(
     a: Source, a_shapes: Mapping[str, tuple[int, ...]], b: Source, b_shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     for name in sorted(a_shapes.keys() | b_shapes.keys()):
-        if name == "lm_head.weight" and a.config.get("tie_word_embeddings"):
+        if name == f"{LM_HEAD}.weight" and a.config.get("tie_word_embeddings"):
             continue
         if name not in a_shapes or name not in b_shapes:
             has, lacks = (a, b) if name in a_shapes else (b, a)
@@ -149,3 +162,7 @@ def _find_shared(sources: Sequence[Source]) -> set[str]:
         for name, ref in first.tensors.items()
         if all(name in s.tensors and same_bytes(ref, s.tensors[name]) for s in others)
     }
+
+
+def _module(tensor_name: str) -> str:
+    return tensor_name.rpartition(".")[0]

@@ -166,7 +166,7 @@ def _tensor_ref(path: Path, name: str, entry: Any, data_start: int) -> TensorRef
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as e:
         raise _corrupt(path, f"tensor '{name}' lacks a dtype, a shape or two data offsets") from e
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise _corrupt(path, f"tensor '{name}' has the unknown dtype {dtype!r}")
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
     if any(type(n) is not int or n < 0 for n in numbers):

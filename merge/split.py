@@ -12,7 +12,7 @@ from flexquant.merge.folder import confined_file
 from flexquant.merge.merged import MergedCheckpoint
 from flexquant.merge.provenance import PROVENANCE_FILE
 from flexquant.merge.sidecars import GENERATION_CONFIG, IDENTICAL, NOTICES, RECIPE, find_files, recipe_name
-from flexquant.merge.staging import check_free_space, check_output, staged_folder
+from flexquant.merge.staging import check_free_space, prepare_output, staged_folder
 from flexquant.merge.writer import (
     DEFAULT_SHARD_SIZE,
     Progress,
@@ -41,7 +41,7 @@ def split_checkpoint(
     output = Path(output)
     checkpoint = MergedCheckpoint.open(folder)
     checkpoint.check_variant(variant)
-    check_output(output, [checkpoint.folder], overwrite=overwrite)
+    prepare_output(output, [checkpoint.folder], overwrite=overwrite)
     keys = checkpoint.variant_keys(variant)
     tensors = {name: checkpoint.tensors[key] for name, key in keys.items()}
     files = _plan_files(checkpoint, variant)

@@ -23,9 +23,13 @@ RENAME_EXCHANGE = 2
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def check_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> None:
-    """Raise FlexQuantError when ``output`` may not be written: it exists, or it overlaps an input."""
+def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> None:
+    """Clean up what killed processes left of ``output``, and check that it may be written.
+
+    Raises FlexQuantError when it exists and may not be replaced, or overlaps an input.
+    """
     target = output.resolve()
+    _clean_up_after_dead_processes(target)
     for folder in inputs:
         source = folder.resolve()
         if target.is_relative_to(source) or source.is_relative_to(target):
@@ -62,7 +66,6 @@ def staged_folder(output: Path) -> Iterator[Path]:
     stage = _sibling(target, "tmp", os.getpid())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _clean_up_after_dead_processes(target)
         stage.mkdir()
         yield stage
         for path in (*stage.rglob("*"), stage):

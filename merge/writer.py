@@ -27,7 +27,7 @@ Progress = Callable[[int, int], object]
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 HEADER_ALIGNMENT = 8
-MAX_THREADS = 4
+MAX_THREADS = 8
 # What index and provenance take for each tensor, and config and card for all, at most.
 DOCUMENT_BYTES_PER_TENSOR = 1_000
 DOCUMENT_BYTES = 1_000_000

@@ -21,7 +21,8 @@ SUBCOMMANDS = ("quantize", "merge", "inspect", "verify", "split", "policy")
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="flexquant", description="Merge quantised variants of one model and choose among them while serving."
+        prog="flexquant",
+        description="Merge quantised variants of one model and choose among them while serving.",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in SUBCOMMANDS:

@@ -8,6 +8,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from flexquant.errors import UsageError
 
@@ -46,14 +47,25 @@ def add_shard_size(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Give a function of (bytes done, bytes in all) that moves a bar on stderr."""
+def progress_bar(title: str, **unit: Any) -> Iterator[Callable[[int, int], None]]:
+    """Give a function of (done, in all) that shows a bar on stderr, from its first call to the end.
+
+    ``unit`` goes to tqdm; without it the numbers are bytes.
+    """
     from tqdm import tqdm
 
-    with tqdm(desc=title, unit="B", unit_scale=True, leave=False) as bar:
+    bar: tqdm | None = None
 
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+    def show(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(desc=title, total=total, leave=False, **(unit or {"unit": "B", "unit_scale": True}))
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
 
+    try:
         yield show
+    finally:
+        if bar is not None:
+            bar.close()

@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from flexquant.merge.report import format_report
 
     folders = parse_folders(args.variants)
-    with progress_bar("merging") as progress:
+    comparing = progress_bar("comparing the KV caches", unit=" layers")
+    with comparing as kv_progress, progress_bar("merging") as progress:
         report = merge_checkpoints(
             folders,
             args.output,
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             allow_incompatible_kv=args.allow_incompatible_kv,
             max_shard_size=args.max_shard_size,
             progress=progress,
+            kv_progress=kv_progress,
         )
     print(f"{args.output}: {format_report(report)}")
     return {"output": args.output, **report.to_json()}

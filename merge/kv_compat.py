@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""DOC"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flexquant.merge.agreement import Agreement, Comparison
+from flexquant.merge.dequantize import Dequantized
+from flexquant.merge.effective_maps import EffectiveMaps
+from flexquant.merge.kv_layout import layout_difference, scale_difference
+from flexquant.merge.residual_basis import ResidualBasis, compare_bases
+from flexquant.merge.source import Source
+
+Progress = Callable[[int, int], None]
+"""Called with (layers compared, layers in all)."""
+
+VECTOR_TOLERANCE = 0.02
+"""Relative error of biases and K norms: never quantised, so bfloat16 storage (2^-8), five times over."""
+KV_ADVICE = (
+    "quantise both from the same 16-bit model without smoothing or rotating K and V "
+    "(AWQ: no v_proj -> o_proj mapping; SpinQuant and QuIP: no rotation of attention heads)"
+)
+RESIDUAL_ADVICE = "use plans that run all layers in one variant, or quantise both without rotation"
+
+
+@dataclass
+class KVReport:
+    """What the comparison found. The first source is the reference for all others."""
+
+    message: str = ""
+    """Why the variants cannot share a KV cache; empty when they can."""
+    residual_message: str = ""
+    """Why layers of different variants cannot be mixed; empty when they can."""
+    worst: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Projection -> where its statistic came closest to its bound: variant, layer, errors and bounds."""
+
+    @property
+    def compatible(self) -> bool:
+        return not self.message
+
+    @property
+    def layered_plans(self) -> bool:
+        return not (self.message or self.residual_message)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "compatible": self.compatible,
+            "layered_plans": self.layered_plans,
+            "message": self.message,
+            "residual_message": self.residual_message,
+            "worst": self.worst,
+        }
+
+    def record(self, projection: str, variant: str, layer: int, found: Agreement) -> None:
+        entry = {
+            "variant": variant,
+            "layer": layer,
+            "relative_error": round(found.error.measured, 5),
+            "allowed": round(found.error.allowed, 5),
+            "nearest_bound": str(found.worst),
+            "share_of_bound": round(found.worst.ratio, 4),
+        }
+        if entry["share_of_bound"] >= self.worst.get(projection, {}).get("share_of_bound", 0.0):
+            self.worst[projection] = entry
+
+
+def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None = None) -> KVReport:
+    """Say whether variants may share one KV cache, and whether their layers may be mixed in one plan.
+
+    Reads every weight once, except MLP gates. Returns at the first projection that forbids sharing. Raises
+    FlexQuantError for an architecture or a quantisation scheme that cannot be compared.
+    """
+    report = KVReport()
+    if len(sources) < 2:
+        return report
+    reference = EffectiveMaps(sources[0])
+    layers_done, layers_in_all = 0, reference.num_layers * (len(sources) - 1)
+    for source in sources[1:]:
+        pair = _Pair(EffectiveMaps(source), reference, report)
+        if not pair.same_layout():
+            return report
+        for layer in range(reference.num_layers):
+            if not pair.same_kv(layer):
+                return report
+            if not report.residual_message:
+                pair.compare_residual(layer)
+            layers_done += 1
+            if progress is not None:
+                progress(layers_done, layers_in_all)
+    return report
+
+
+class _Pair:
+    """One variant against the reference; writes what it finds into the report."""
+
+    def __init__(self, maps: EffectiveMaps, reference: EffectiveMaps, report: KVReport) -> None:
+        self.maps, self.reference, self.report = maps, reference, report
+        self.name = maps.source.name
+        self.names = f"variants '{reference.source.name}' and '{self.name}'"
+        self.basis: ResidualBasis
+
+    def same_layout(self) -> bool:
+        """Compare configs, K and V scales and the residual stream's basis."""
+        for find_difference in (layout_difference, scale_difference):
+            if difference := find_difference(self.maps, self.reference):
+                return self._refuse(difference)
+        self.basis = basis = compare_bases(self.maps, self.reference)
+        if not basis.related:
+            return self._refuse(
+                f"their token embeddings differ by {basis.rotated_error:.3g} even after the best rotation, "
+                f"allowed {basis.allowed:.3g}, so they are not copies of one model"
+            )
+        if not basis.same and not self.report.residual_message:
+            self._forbid_mixing(
+                f"their residual streams lie in different bases (embed_tokens differs by "
+                f"{basis.direct_error:.3g}, allowed {basis.allowed:.3g}, and by {basis.rotated_error:.3g} "
+                "after a rotation)"
+            )
+        return True
+
+    def same_kv(self, layer: int) -> bool:
+        for projection in ("k_proj", "v_proj"):
+            biases = [m.bias(layer, projection) for m in (self.maps, self.reference)]
+            if problem := _vector_problem(*biases):
+                return self._refuse(f"layer {layer} {projection}.bias {problem}")
+            if not self._same_projection(layer, projection):
+                return False
+        norms = [m.norm(layer, "self_attn.k_norm") for m in (self.maps, self.reference)]
+        if problem := _vector_problem(*norms):
+            return self._refuse(f"layer {layer} self_attn.k_norm {problem}")
+        return True
+
+    def compare_residual(self, layer: int) -> None:
+        """Compare what the layer writes to the residual stream: o_proj, and every down_proj."""
+        modules = self.reference.output_modules(layer)
+        if "self_attn.o_proj" not in modules or len(modules) < 2:
+            self._forbid_mixing(
+                f"layer {layer} has no 'self_attn.o_proj' or no 'down_proj' to compare (found "
+                f"{', '.join(modules) or 'neither'})"
+            )
+            return
+        for module in modules:
+            columns = None
+            ups = [m.up_chunks(layer, module) for m in (self.maps, self.reference)]
+            if ups[0] is not None and ups[1] is not None:
+                columns = _compare(ups[0], ups[1]).row_gains()
+            found = _compare(
+                self.maps.output_chunks(layer, module, columns),
+                self.reference.output_chunks(layer, module, None),
+            ).result()
+            projection = "o_proj" if module == "self_attn.o_proj" else "down_proj"
+            self.report.record(projection, self.name, layer, found)
+            if not found.agrees:
+                self._forbid_mixing(_difference(f"layer {layer} {module}", found))
+                return
+
+    def _same_projection(self, layer: int, projection: str) -> bool:
+        found = _compare(
+            self._in_reference_basis(self.maps.kv_chunks(layer, projection)),
+            self.reference.kv_chunks(layer, projection),
+            head_rows=self.reference.head_dim,
+        ).result()
+        self.report.record(projection, self.name, layer, found)
+        return found.agrees or self._refuse(_difference(f"layer {layer} {projection}", found))
+
+    def _in_reference_basis(self, chunks: Iterable[Dequantized]) -> Iterable[Dequantized]:
+        rotation = self.basis.rotation
+        for chunk in chunks:
+            if rotation is None:
+                yield chunk
+            else:  # the rotation spreads a row's noise over all its columns
+                variance = chunk.variance.expand_as(chunk.weight).mean(dim=1, keepdim=True)
+                yield Dequantized(chunk.weight @ rotation.T, variance)
+
+    def _refuse(self, difference: str) -> bool:
+        self.report.message = f"{self.names} cannot share a KV cache: {difference}; {KV_ADVICE}"
+        return False
+
+    def _forbid_mixing(self, difference: str) -> None:
+        self.report.residual_message = (
+            f"{self.names} cannot be mixed layer by layer: {difference}; {RESIDUAL_ADVICE}"
+        )
+
+
+def _compare(
+    a_chunks: Iterable[Dequantized], b_chunks: Iterable[Dequantized], head_rows: int | None = None
+) -> Comparison:
+    comparison = Comparison(head_rows)
+    for a, b in zip(a_chunks, b_chunks, strict=True):
+        comparison.add(a.weight, a.variance, b.weight, b.variance)
+    return comparison
+
+
+def _difference(where: str, found: Agreement) -> str:
+    overall = "" if found.worst == found.error else f"; {found.error}"
+    return f"{where} differs by more than quantisation noise ({found.worst}{overall})"
+
+
+def _vector_problem(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
+    """Return how two vectors differ; empty when they agree or there are none."""
+    if a is None or b is None:
+        return "" if a is b else "is there in one variant only"
+    error = float((a - b).norm() / b.norm().clamp_min(1e-30))
+    return "" if error <= VECTOR_TOLERANCE else f"differs by {error:.3g}, allowed {VECTOR_TOLERANCE}"

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What is loaded: the variants that the policy can reach, whole, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from tests.checkpoints import make_checkpoint
+from tests.integration.conftest import answers, engine
+
+pytestmark = pytest.mark.engine
+
+SMALL = {"max_model_len": 256, "max_num_seqs": 4}
+THREE = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: [prefill, mixed]}
+    use: w8a8
+  - when: {phase: decode, batch_size: {max: 1}}
+    use: fine
+  - use: {default: w4a16, layers: {"0": fine, "1": w8a8}}
+"""
+
+
+def serve(folder, policy, trace, prompts=("hello",), **options):
+    with engine(folder, policy, flexquant={"trace": str(trace)}, **SMALL, **options) as llm:
+        for batch in (prompts[:1], prompts):
+            answers(llm, list(batch), max_tokens=4, ignore_eos=True)
+    header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+    return header, passes
+
+
+def test_a_variant_that_no_plan_uses_is_not_loaded(tiny_merged, tmp_path):
+    folder = tiny_merged() / "merged"
+    both, _ = serve(folder, "phase", tmp_path / "both.jsonl")
+    alone, _ = serve(folder, "w8a8", tmp_path / "alone.jsonl")
+    assert set(both["weight_bytes"]) == {"w8a8", "w4a16", "shared"}
+    assert set(alone["weight_bytes"]) == {"w8a8", "shared"}
+    assert sum(alone["weight_bytes"].values()) == (
+        both["weight_bytes"]["w8a8"] + both["weight_bytes"]["shared"]
+    )
+
+
+def test_weights_outside_the_decoder_layers_are_held_once(tiny_merged, tmp_path):
+    header, _ = serve(tiny_merged() / "merged", "phase", tmp_path / "routes.jsonl")
+    embedding_and_head = 2 * 320 * 128 * 2
+    assert header["weight_bytes"]["shared"] >= embedding_and_head
+
+
+def test_three_variants_and_layered_plans_of_all(tmp_path):
+    sources = {
+        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
+        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", group_size=128),
+        "fine": make_checkpoint(tmp_path / "fine", scheme="w4a16", group_size=32),
+    }
+    (tmp_path / "three.yaml").write_text(THREE)
+    merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "three.yaml"))
+    _, passes = serve(tmp_path / "merged", None, tmp_path / "routes.jsonl", ["a b c", "d e f", "g h i"])
+    taken = {(p["phase"], p["sequences"], p["plan"]) for p in passes}
+    assert {("prefill", 1, "w8a8"), ("decode", 1, "fine"), ("decode", 3, "fine[0]+w8a8[1]")} <= taken
+
+
+def test_a_missing_tensor_is_named(tiny_merged, tmp_path):
+    folder = tmp_path / "broken"
+    shutil.copytree(tiny_merged() / "merged", folder)
+    index_file = folder / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    key = "w8a8.model.layers.2.mlp.down_proj.weight_scale"
+    shard = folder / index["weight_map"].pop(key)
+    tensors = load_file(shard)
+    del tensors[key]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    index_file.write_text(json.dumps(index))
+    with (
+        pytest.raises(FlexQuantError, match=r"'w8a8'.* 'model.layers.2.mlp.down_proj.weight_scale'"),
+        engine(folder, "w8a8", **SMALL),
+    ):
+        pass

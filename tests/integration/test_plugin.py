@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The plugin's manners: harmless where it is not wanted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+
+ALL_PLUGINS_BUT_OURS = {"VLLM_PLUGINS": "lora_filesystem_resolver"}
+
+
+def python(code: str, **environment: str) -> str:
+    """Run ``code`` in an interpreter of its own and return the last line that it prints."""
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_register_imports_neither_torch_nor_vllm_by_itself():
+    code = "import sys, flexquant; flexquant.register(); print(sorted({'torch', 'vllm'} & set(sys.modules)))"
+    assert python(code) == "[]"
+
+
+def test_register_in_a_vllm_process_imports_no_model():
+    code = """
+import sys, vllm
+from vllm.engine.arg_utils import EngineArgs
+before = set(sys.modules)
+import flexquant
+flexquant.register()
+new = set(sys.modules) - before
+print([m for m in new if m.startswith('torch') or m == 'flexquant.model' or m == 'flexquant.plans'
+       or (m.startswith('vllm.model_executor.models.') and m.split('.')[-1] in ('llama', 'qwen2', 'gemma3'))])
+"""
+    assert python(code) == "[]"
+
+
+def test_register_is_idempotent_and_registers_by_name():
+    code = """
+import vllm, flexquant
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+for _ in range(3):
+    flexquant.register()
+print(QUANTIZATION_METHODS.count('flexquant'), 'FlexQuantForCausalLM' in ModelRegistry.get_supported_archs())
+"""
+    assert python(code) == "1 True"
+
+
+def test_register_never_raises_and_says_why_it_failed():
+    code = """
+import logging, sys, types
+sys.modules['vllm'] = types.ModuleType('vllm')
+import flexquant
+records = []
+handler = logging.Handler()
+handler.emit = records.append
+logging.getLogger('vllm.flexquant').addHandler(handler)
+flexquant.register()
+print(len(records), records[0].getMessage())
+"""
+    assert python(code).startswith("1 FlexQuant could not register")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("scheme", [None, "w8a8"])
+def test_a_stock_model_is_served_as_without_the_plugin(scheme, tmp_path):
+    folder = make_checkpoint(tmp_path / "stock", "llama", scheme)
+    code = f"""
+from tests.integration.conftest import answers, engine
+import json, sys
+with engine({str(folder)!r}, max_model_len=256) as llm:
+    result = answers(llm, ['hello world', 'abc'])
+print(json.dumps(['flexquant.vllm_registration' in sys.modules, repr(result)]))
+"""
+    with_plugin, answers_with = json.loads(python(code))
+    without_plugin, answers_without = json.loads(python(code, **ALL_PLUGINS_BUT_OURS))
+    assert (with_plugin, without_plugin) == (True, False)
+    assert answers_with == answers_without
+
+
+def test_without_the_plugin_vllm_refuses_a_merged_checkpoint(tiny_merged):
+    code = f"""
+from vllm.engine.arg_utils import EngineArgs
+try:
+    EngineArgs(model={str(tiny_merged() / "merged")!r}).create_engine_config()
+except Exception as e:
+    print(str(e).replace(chr(10), ' '))
+"""
+    message = python(code, **ALL_PLUGINS_BUT_OURS)
+    assert "FlexQuantForCausalLM" in message or "flexquant" in message

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Every command that the README shows works as written."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.vllm_server import vllm_serve
+from tests import readme
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory, real_variants):
+    """A folder with what the README's commands expect to find: quantised variants, a policy file."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "my-variants").mkdir()
+    for name, path in real_variants.items():
+        (folder / "my-variants" / name).symlink_to(path)
+    (policy,) = readme.blocks("yaml")
+    (folder / "my-policy.yaml").write_text(policy)
+    return folder
+
+
+def of(program: str) -> list[str]:
+    return [command for command in readme.commands() if shlex.split(command)[0] == program]
+
+
+def test_the_readme_shows_no_other_commands():
+    programs = {shlex.split(command)[0] for command in readme.commands()}
+    assert programs == {"make", "flexquant", "vllm"}
+
+
+@pytest.mark.parametrize("command", of("make"))
+def test_make_targets_exist(command):
+    """The targets themselves are run by CI (make test) and by test_examples (what make demo starts)."""
+    subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.engine
+def test_flexquant_commands_in_order(workplace):
+    commands = [command for command in of("flexquant") if not command.startswith("flexquant quantize")]
+    assert len(commands) > 6
+    for command in commands:
+        done = subprocess.run(
+            [str(BIN / "flexquant"), *shlex.split(command)[1:]],
+            cwd=workplace,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("command", of("vllm"))
+def test_vllm_commands(command, workplace, real_merged, monkeypatch):
+    monkeypatch.chdir(workplace)
+    program, subcommand, model, *arguments = shlex.split(command)
+    assert (program, subcommand, model) == ("vllm", "serve", "my-model-merged")
+    limits = ["--max-model-len", "512", "--enforce-eager"]
+    with vllm_serve(real_merged, *arguments, *limits) as url:
+        assert url

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""On a live ``vllm serve`` with concurrent requests, every pass takes the plan of the policy's table."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from openai import OpenAI
+
+from examples.vllm_server import vllm_serve
+
+pytestmark = pytest.mark.engine
+
+CHUNK = 128
+
+
+def expected_plan(phase: str, sequences: int) -> str:
+    """The table of ``phase-batch``, written down by hand."""
+    if phase == "decode" and sequences <= 32:
+        return "w4a16"
+    return "w8a8"
+
+
+def request_lengths() -> list[tuple[int, int]]:
+    """(words of prompt, tokens to generate): short and long side by side, more than 32 at a time."""
+    return [(3 + 37 * i % 200, 8 + 5 * i % 40) for i in range(48)]
+
+
+@pytest.fixture(scope="module")
+def passes(real_merged, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("routing")
+    trace = folder / "routes.jsonl"
+    additional = json.dumps({"flexquant": {"policy": "phase-batch", "trace": str(trace)}})
+    arguments = ["--additional-config", additional, "--enforce-eager", "--max-model-len", "1024"]
+    arguments += ["--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "64"]
+    with vllm_serve(real_merged, *arguments, log=folder / "server.log") as url:
+        client = OpenAI(base_url=url, api_key="none")
+
+        def complete(request):
+            words, tokens = request
+            completion = client.completions.create(
+                model=str(real_merged),
+                prompt="one two three four " * (words // 4 + 1),
+                max_tokens=tokens,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+            return completion.usage.completion_tokens
+
+        with ThreadPoolExecutor(48) as pool:
+            lengths = list(pool.map(complete, request_lengths()))
+        assert lengths == [tokens for _, tokens in request_lengths()]
+    header, *records = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert header["policy"] == "phase-batch"
+    return records
+
+
+def test_phases_are_those_that_the_recorded_query_lengths_imply(passes):
+    for record in passes:
+        if record["phase"] == "decode":
+            assert record["max_query_len"] == 1 and record["tokens"] == record["sequences"], record
+        else:
+            assert record["tokens"] > record["sequences"], record
+        if record["sequences"] == 1 and record["tokens"] > 1:
+            assert record["phase"] == "prefill", record
+
+
+def test_all_phases_and_both_sides_of_the_batch_threshold_occur(passes):
+    assert {record["phase"] for record in passes} == {"prefill", "decode", "mixed"}
+    decode = [record["sequences"] for record in passes if record["phase"] == "decode"]
+    assert min(decode) <= 32 < max(decode)
+
+
+def test_every_forward_pass_took_the_plan_of_the_policys_table(passes):
+    for record in passes:
+        assert record["plan"] == expected_plan(record["phase"], record["sequences"]), record

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What cannot be served is refused before anything is loaded, in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from examples.vllm_server import vllm_serve
+from flexquant.errors import FlexQuantError
+
+LAYER_99 = """
+schema: flexquant.policy/v1
+rules:
+  - use: {default: w8a8, layers: {"99": w4a16}}
+"""
+
+
+def configure(folder, **options):
+    return EngineArgs(
+        model=str(folder), max_model_len=256, enforce_eager=True, **options
+    ).create_engine_config()
+
+
+def refusal(folder, **options) -> str:
+    with pytest.raises(FlexQuantError) as caught:
+        configure(folder, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def flexquant(**options):
+    return {"additional_config": {"flexquant": options}}
+
+
+@pytest.fixture
+def merged(tiny_merged):
+    return tiny_merged() / "merged"
+
+
+def edited(merged, tmp_path, **section):
+    folder = tmp_path / "edited"
+    shutil.copytree(merged, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= section
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_good_configuration_is_accepted(merged):
+    configure(merged, **flexquant(policy="phase"))
+
+
+def test_policy_names_an_absent_variant(merged, tmp_path):
+    (tmp_path / "fp8.yaml").write_text("schema: flexquant.policy/v1\nrules:\n  - use: fp8\n")
+    message = refusal(merged, **flexquant(policy=str(tmp_path / "fp8.yaml")))
+    assert "'fp8'" in message and "w4a16, w8a8" in message
+
+
+def test_policy_names_a_layer_out_of_range(merged, tmp_path):
+    (tmp_path / "layer.yaml").write_text(LAYER_99)
+    message = refusal(merged, **flexquant(policy=str(tmp_path / "layer.yaml")))
+    assert "layer 99" in message and "4 layers" in message
+
+
+def test_unknown_policy(merged):
+    assert "phase-batch-layer" in refusal(merged, **flexquant(policy="fastest"))
+
+
+def test_layered_policy_on_variants_with_other_residual_streams(merged, tmp_path):
+    folder = edited(merged, tmp_path, layered_plans=False)
+    policy = tmp_path / "layered.yaml"
+    policy.write_text(LAYER_99.replace("99", "0"))
+    assert "residual" in refusal(folder, **flexquant(policy=str(policy)))
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (flexquant(polcy="phase"), "'polcy'"),
+        (flexquant(policy=3), "3"),
+        ({"additional_config": {"flexquant": "phase"}}, "'phase'"),
+    ],
+)
+def test_mistaken_options(merged, options, found):
+    message = refusal(merged, **options)
+    assert found in message and "additional-config" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"enable_lora": True}, "LoRA"),
+        ({"runner": "pooling"}, "runner"),
+        ({"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}}, "suffix"),
+    ],
+)
+def test_unsupported_vllm_features(merged, options, named):
+    with pytest.raises(Exception, match=named):
+        configure(merged, **options)
+
+
+def test_checkpoint_of_a_newer_schema(merged, tmp_path):
+    message = refusal(edited(merged, tmp_path, schema_version=2))
+    assert "version 2" in message and "upgrade" in message
+
+
+@pytest.mark.engine
+def test_vllm_serve_prints_the_sentence_and_ends(merged):
+    additional = json.dumps({"flexquant": {"policy": "fastest"}})
+    with (
+        pytest.raises(RuntimeError, match="unknown policy 'fastest': the built-in ones are"),
+        vllm_serve(merged, "--additional-config", additional),
+    ):
+        pass

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Calibration data is read, rendered and cut as documented, without llmcompressor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge.calibration import calibration_rows, read_documents
+from tests.checkpoints import base_config, byte_tokenizer
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+EOS = 257
+
+
+@pytest.fixture
+def tokenizer():
+    return byte_tokenizer(base_config())
+
+
+def test_text_file_is_one_document(tmp_path: Path) -> None:
+    file = tmp_path / "prose.txt"
+    file.write_text("one paragraph\n\nanother, with umlauts: äöü\n", encoding="utf-8")
+    assert list(read_documents(file)) == ["one paragraph\n\nanother, with umlauts: äöü\n"]
+
+
+def test_jsonl_holds_text_and_messages(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    file = tmp_path / "data.jsonl"
+    records = [{"text": "plain"}, {"messages": messages, "id": 3}]
+    file.write_text("\n\n".join(json.dumps(r) for r in records))
+    assert list(read_documents(file)) == ["plain", messages]
+
+
+def test_default_needs_no_download_and_is_enough_for_the_default_samples(tokenizer) -> None:
+    rows = calibration_rows(read_documents(None), tokenizer, samples=128, length=512, seed=0)
+    assert (len(rows), {len(row) for row in rows}) == (128, {512})
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"text": "a"}\n{broken', r"line 2 is not JSON"),
+        ('{"prompt": "a", "answer": "b"}', r"line 1 has 'prompt', 'answer'; expected 'text'"),
+        ('{"messages": []}', r"line 1 has 'messages'; expected"),
+        ('["a"]', r"line 1 has list; expected"),
+        ("{}", r"line 1 has no keys"),
+    ],
+)
+def test_bad_records_are_named(tmp_path: Path, content: str, expected: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    with pytest.raises(FlexQuantError, match=expected):
+        list(read_documents(file))
+
+
+def test_files_that_are_not_text(tmp_path: Path) -> None:
+    file = tmp_path / "data.txt"
+    file.write_bytes(b"\xff\xfe\x00binary")
+    with pytest.raises(FlexQuantError, match="UTF-8"):
+        list(read_documents(file))
+    with pytest.raises(FlexQuantError, match="is a folder"):
+        read_documents(tmp_path)
+
+
+def test_rows_cover_the_text_without_repetition(tokenizer) -> None:
+    text = "abcdefghij" * 2 + "klmnopqrst" * 2
+    rows = calibration_rows([text], tokenizer, samples=4, length=10, seed=0)
+    assert sorted(tokenizer.decode(row) for row in rows) == ["abcdefghij"] * 2 + ["klmnopqrst"] * 2
+
+
+def test_documents_are_separated(tokenizer) -> None:
+    (row,) = calibration_rows(["ab", "", "cd"], tokenizer, samples=1, length=5, seed=0)
+    assert row == [*tokenizer("ab")["input_ids"], EOS, *tokenizer("cd")["input_ids"]]
+
+
+def test_rows_start_with_the_token_that_the_tokenizer_adds() -> None:
+    class WithStart:
+        bos_token_id, eos_token_id, chat_template = 1, 2, None
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            return {"input_ids": [1] * add_special_tokens + [ord(c) for c in text]}
+
+    rows = calibration_rows(["abcdef"], WithStart(), samples=2, length=4, seed=0)
+    assert sorted(rows) == [[1, 97, 98, 99], [1, 100, 101, 102]]
+
+
+def test_the_seed_chooses_the_rows(tokenizer) -> None:
+    text = "".join(chr(33 + i % 90) for i in range(4000))
+
+    def rows(seed: int) -> list[list[int]]:
+        return calibration_rows([text], tokenizer, samples=8, length=64, seed=seed)
+
+    assert rows(0) == rows(0)
+    assert rows(0) != rows(1)
+
+
+def test_a_large_corpus_is_not_read_whole(tokenizer) -> None:
+    def endless():
+        while True:
+            yield "some text " * 10
+
+    assert len(calibration_rows(endless(), tokenizer, samples=2, length=16, seed=0)) == 2
+
+
+def test_messages_take_the_chat_template(tokenizer) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    with pytest.raises(FlexQuantError, match="no chat template"):
+        calibration_rows([messages], tokenizer, samples=1, length=4, seed=0)
+    tokenizer.chat_template = TEMPLATE
+    rows = calibration_rows([messages], tokenizer, samples=1, length=21, seed=0)
+    assert tokenizer.decode(rows[0]) == "[user]hi[assistant]ho"
+
+
+def test_messages_that_the_chat_template_refuses(tokenizer) -> None:
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(FlexQuantError, match="refuses the calibration messages .*roles must alternate"):
+        calibration_rows([[{"role": "user", "content": "a"}]], tokenizer, samples=1, length=4, seed=0)
+
+
+@pytest.mark.parametrize("documents", [[], [""], ["too short"]])
+def test_too_little_text_says_how_much(tokenizer, documents: list[str]) -> None:
+    found = sum(map(len, documents))
+    with pytest.raises(FlexQuantError, match=f"has {found} tokens, but 4 samples of 512 tokens need 2,048"):
+        calibration_rows(documents, tokenizer, samples=4, length=512, seed=0)
+
+
+@pytest.mark.parametrize(("samples", "length"), [(0, 512), (-1, 512), (4, 1)])
+def test_senseless_numbers(tokenizer, samples: int, length: int) -> None:
+    with pytest.raises(FlexQuantError, match="at least 1 sample of 2 tokens"):
+        calibration_rows(["text"], tokenizer, samples=samples, length=length, seed=0)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexquant import cli
+from flexquant.checkpoint import MergedConfig, Variant
+from flexquant.cli.policy import HELP
+from flexquant.policy import load_policy
+
+
+@pytest.fixture(autouse=True)
+def only_this_subcommand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "SUBCOMMANDS", ("policy",))
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[list[str], dict[str, Any]]:
+    """Run with --json; return the lines for people and the result."""
+    assert cli.main(["policy", *argv, "--json"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    return lines, json.loads(last)
+
+
+def fail(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run; return the one line on stderr."""
+    assert cli.main(["policy", *argv]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+def merged(folder: Path, nested: bool = False, num_layers: int = 6, **section: Any) -> str:
+    variants = {name: Variant(f"{name}.", {}) for name in ("w8a8", "w4a16")}
+    layers = {"num_hidden_layers": num_layers}
+    config = {
+        **({"text_config": layers} if nested else layers),
+        "quantization_config": MergedConfig("LlamaForCausalLM", variants, **section).to_json(),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    lines, result = run(capsys, "list")
+    assert [line.split()[0] for line in lines] == [
+        "phase",
+        "phase-batch",
+        "phase-batch-layer",
+        "w4a16",
+        "w8a8",
+    ]
+    assert [line for line in lines if line.endswith("(default)")] == [lines[1]]
+    assert result["default"] == "phase-batch"
+    assert result["policies"][4] == {"name": "w8a8", "description": "W8A8 for every forward pass"}
+
+
+def test_json_may_precede_the_action(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["policy", "--json", "list"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["default"] == "phase-batch"
+
+
+def test_show_without_a_model_has_layers_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    lines, result = run(capsys, "show", "phase-batch-layer")
+    assert [line.split() for line in lines[2:]] == [
+        ["prefill", "1", "or", "more", "tokens", "w8a8"],
+        ["decode", "1", "to", "32", "sequences", "w4a16+w8a8[0-3,-1]"],
+        ["decode", "33", "or", "more", "sequences", "w8a8"],
+        ["mixed", "1", "or", "more", "tokens", "w8a8"],
+    ]
+    assert result["routes"][2] == {"phase": "decode", "min_tokens": 33, "max_tokens": None, "plan": "w8a8"}
+    assert "num_layers" not in result
+
+
+def test_show_ends_at_max_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    lines, _ = run(capsys, "show", "phase-batch", "--max-tokens", "100")
+    assert lines[2].split() == ["prefill", "1", "to", "100", "tokens", "w8a8"]
+    assert lines[4].split() == ["decode", "33", "to", "100", "sequences", "w8a8"]
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["num_hidden_layers", "text_config"])
+def test_show_with_a_model_resolves_layers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, nested: bool
+) -> None:
+    lines, result = run(capsys, "show", "phase-batch-layer", "--model", merged(tmp_path, nested))
+    assert lines[3].split()[-1] == "w8a8+w4a16[4]"
+    assert result["num_layers"] == 6
+    assert result["plans"]["w8a8+w4a16[4]"] == ["w8a8"] * 4 + ["w4a16", "w8a8"]
+
+
+def test_show_takes_the_stored_policy_of_the_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = merged(tmp_path, policy=load_policy("w4a16").document)
+    _, result = run(capsys, "show", "--model", folder)
+    assert result["policy"] == f"policy stored in {folder}"
+    assert {route["plan"] for route in result["routes"]} == {"w4a16"}
+
+
+def test_show_falls_back_to_the_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(capsys, "show")[1]["policy"] == "phase-batch"
+    assert run(capsys, "show", "--model", merged(tmp_path))[1]["policy"] == "phase-batch"
+
+
+def test_validate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("schema: flexquant.policy/v1\nrules: [{when: {phase: decode}, use: fp8}, {use: w8a8}]\n")
+    lines, result = run(capsys, "validate", str(path))
+    assert lines == [f"{path} is valid: 2 rules, variants fp8, w8a8"]
+    assert result == {"policy": str(path), "valid": True, "rules": 2, "variants": ["fp8", "w8a8"]}
+
+
+def test_validate_refuses_a_bad_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("schema: flexquant.policy/v1\nrules:\n  - use: 8\n")
+    assert f"error: {path}, line 3: rules[0].use is 8;" in fail(capsys, "validate", str(path))
+
+
+def test_show_refuses_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown policy 'fast'" in fail(capsys, "show", "fast")
+
+
+def test_show_refuses_a_policy_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    few = merged(tmp_path, num_layers=3)
+    assert "names layer 3, but the model has 3 layers" in fail(
+        capsys, "show", "phase-batch-layer", "--model", few
+    )
+    apart = merged(tmp_path, layered_plans=False)
+    assert "without 'layers'" in fail(capsys, "show", "phase-batch-layer", "--model", apart)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "cannot be read as JSON"),
+        ("{", "cannot be read as JSON"),
+        ("[]", "does not say num_hidden_layers"),
+        ('{"hidden_size": 8}', "does not say num_hidden_layers"),
+        ('{"num_hidden_layers": 2}', "not a merged checkpoint"),
+    ],
+)
+def test_show_refuses_a_folder_that_is_not_merged(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | None, problem: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    message = fail(capsys, "show", "w8a8", "--model", str(tmp_path))
+    assert str(tmp_path / "config.json") in message
+    assert problem in message
+    assert "flexquant merge" in message
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["unknown"], ["validate"], ["show", "--max-tokens", "0"], ["show", "--max-tokens", "many"]]
+)
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["policy", *argv])
+    assert exit_.value.code == 2
+    assert "usage: flexquant policy" in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["policy", "--help"])
+    assert exit_.value.code == 0
+    assert "flexquant policy show phase-batch" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert HELP in capsys.readouterr().out

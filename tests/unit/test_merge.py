@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Merging: what is written, that it is all or nothing, and the command line."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from flexquant.checkpoint import ARCHITECTURE, MergedConfig
+from flexquant.cli import main
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints, staging, verify_checkpoint
+from flexquant.policy import load_policy
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    made = {
+        "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", num_shards=2),
+        "w4a16": make_checkpoint(folder / "w4a16", scheme="w4a16"),
+    }
+    for name, path in made.items():
+        (path / "recipe.yaml").write_text(f"scheme: {name}\n")
+        (path / "generation_config.json").write_text('{"temperature": 0.6}')
+        (path / "chat_template.jinja").write_text("{{ messages }}")
+    return made
+
+
+def contents(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def load_all(folder):
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def test_tensors_are_stored_once_or_under_their_variant(sources, tmp_path):
+    output = tmp_path / "merged"
+    merge_checkpoints(sources, output)
+    merged = load_all(output)
+    originals = {name: load_all(folder) for name, folder in sources.items()}
+    shared = {key.removeprefix("shared.") for key in merged if key.startswith("shared.")}
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= shared
+    for name, tensors in originals.items():
+        for key, tensor in tensors.items():
+            stored = merged.pop(f"{name}.{key}") if key not in shared else merged[f"shared.{key}"]
+            assert stored.dtype == tensor.dtype and stored.equal(tensor)
+    assert merged.keys() == {f"shared.{key}" for key in shared}
+
+
+def test_config_and_files(sources, tmp_path):
+    output = tmp_path / "merged"
+    merge_checkpoints(sources, output)
+    config = json.loads((output / "config.json").read_text())
+    original = json.loads((sources["w8a8"] / "config.json").read_text())
+    assert config["architectures"] == [ARCHITECTURE]
+    assert config["hidden_size"] == original["hidden_size"]
+    merged = MergedConfig.from_json(config["quantization_config"])
+    assert merged.base_architecture == "LlamaForCausalLM"
+    assert merged.variants["w8a8"].quantization_config == original["quantization_config"]
+    assert merged.policy is None
+    files = contents(output)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        assert files[name] == (sources["w8a8"] / name).read_bytes()
+    assert files["recipe.w4a16.yaml"] == b"scheme: w4a16\n"
+    assert "recipe.yaml" not in files
+    assert str(sources["w8a8"].parent).encode() not in b"".join(files.values())
+    card = files["README.md"].decode()
+    assert "`w8a8`" in card and "vllm serve" in card
+
+
+def test_shards_hold_one_group_each_and_the_index_is_sorted(sources, tmp_path):
+    output = tmp_path / "merged"
+    merge_checkpoints(sources, output, max_shard_size=100_000)
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    weight_map = index["weight_map"]
+    assert list(weight_map) == sorted(weight_map)
+    shards = sorted(output.glob("*.safetensors"))
+    assert [f.name for f in shards] == [
+        f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
+    ]
+    groups, total = [], 0
+    for shard in shards:
+        with safe_open(shard, "pt") as f:
+            assert f.metadata() == {"format": "pt"}
+            tensors = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118
+        assert all(weight_map[key] == shard.name for key in tensors)
+        (group,) = {key.partition(".")[0] for key in tensors}
+        groups.append(group)
+        size = sum(t.nbytes for t in tensors.values())
+        assert size <= 100_000 or len(tensors) == 1
+        total += size
+    assert list(dict.fromkeys(groups)) == ["shared", "w8a8", "w4a16"]
+    assert index["metadata"]["total_size"] == total
+
+
+def test_tied_embeddings_stay_tied(tmp_path):
+    sources = {s: make_checkpoint(tmp_path / s, "gemma3", s) for s in ("w8a8", "w4a16")}
+    merge_checkpoints(sources, tmp_path / "merged")
+    assert not [key for key in load_all(tmp_path / "merged") if "lm_head" in key]
+
+
+def test_same_inputs_give_the_same_bytes(sources, tmp_path):
+    for name in ("one", "two"):
+        merge_checkpoints(sources, tmp_path / name, max_shard_size=100_000)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_one_variant_gets_a_constant_policy(sources, tmp_path):
+    report = merge_checkpoints({"w8a8": sources["w8a8"]}, tmp_path / "merged")
+    assert report.policy["rules"] == [{"use": "w8a8"}]
+    assert report.shared_bytes == 0
+
+
+def test_policy_is_stored_and_checked(sources, tmp_path):
+    report = merge_checkpoints(sources, tmp_path / "merged", policy="phase")
+    assert report.policy == load_policy("phase").document
+    with pytest.raises(FlexQuantError, match="needs a variant 'w4a16'.*--policy"):
+        merge_checkpoints({"fp8": sources["w8a8"], "int4": sources["w4a16"]}, tmp_path / "other")
+    with pytest.raises(FlexQuantError, match="w4a16"):
+        merge_checkpoints({"w8a8": sources["w8a8"]}, tmp_path / "other", policy="phase")
+    assert not (tmp_path / "other").exists()
+
+
+def test_incompatible_kv_caches_are_refused_or_recorded(sources, tmp_path):
+    def double_keys(state):
+        return {k: v * 2 if k.endswith("layers.1.self_attn.k_proj.weight") else v for k, v in state.items()}
+
+    other = make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=double_keys)
+    for name in ("generation_config.json", "chat_template.jinja"):
+        (other / name).write_bytes((sources["w8a8"] / name).read_bytes())
+    pair = {"w8a8": sources["w8a8"], "w4a16": other}
+    with pytest.raises(FlexQuantError, match="layer 1.*k_proj"):
+        merge_checkpoints(pair, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    merge_checkpoints(pair, tmp_path / "merged", allow_incompatible_kv=True)
+    section = json.loads((tmp_path / "merged" / "config.json").read_text())["quantization_config"]
+    assert section["kv_compatibility"]["compatible"] is False
+    assert section["layered_plans"] is False
+    assert "NOT interchangeable" in (tmp_path / "merged" / "README.md").read_text()
+
+
+def test_output_exists(sources, tmp_path):
+    output = tmp_path / "merged"
+    merge_checkpoints(sources, output)
+    before = contents(output)
+    with pytest.raises(FlexQuantError, match="exists.*--overwrite"):
+        merge_checkpoints(sources, output)
+    assert contents(output) == before
+    merge_checkpoints({"w8a8": sources["w8a8"]}, output, overwrite=True)
+    assert contents(output) != before
+    verify_checkpoint(output)
+    assert [p.name for p in tmp_path.iterdir()] == ["merged"]
+
+
+def test_overwrite_spares_foreign_folders_and_inputs(sources, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("precious")
+    with pytest.raises(FlexQuantError, match="not a checkpoint folder"):
+        merge_checkpoints(sources, tmp_path / "home", overwrite=True)
+    for output in (sources["w8a8"], sources["w8a8"].parent, sources["w8a8"] / "merged"):
+        with pytest.raises(FlexQuantError, match="overlaps the input"):
+            merge_checkpoints(sources, output, overwrite=True)
+
+
+def test_overwrite_where_folders_cannot_be_exchanged(sources, tmp_path, monkeypatch):
+    output = tmp_path / "merged"
+    merge_checkpoints(sources, output)
+    monkeypatch.setattr(staging.ctypes, "CDLL", lambda *args, **kwargs: object())
+    merge_checkpoints({"w8a8": sources["w8a8"]}, output, overwrite=True)
+    assert verify_checkpoint(output)
+    assert [p.name for p in tmp_path.iterdir()] == ["merged"]
+
+
+def test_old_output_returns_after_a_crash_between_the_renames(sources, tmp_path):
+    output = tmp_path / "merged"
+    merge_checkpoints(sources, output)
+    output.rename(tmp_path / f".merged.old-{dead_pid()}")
+    with pytest.raises(FlexQuantError, match="exists"):
+        merge_checkpoints(sources, output)
+    verify_checkpoint(output)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_interrupted_merge_leaves_nothing(sources, tmp_path, error):
+    def interrupt(done, total):
+        raise error
+
+    with pytest.raises(error):
+        merge_checkpoints(sources, tmp_path / "merged", progress=interrupt)
+    assert not list(tmp_path.iterdir())
+
+
+MERGE_IN_CHILD = """
+import os, signal, sys
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+
+def progress(done, total):
+    if sys.argv[4] == "kill" and done > total / 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+try:
+    sources = {"w8a8": sys.argv[1], "w4a16": sys.argv[2]}
+    merge_checkpoints(sources, sys.argv[3], overwrite=True, progress=progress)
+except FlexQuantError as e:
+    sys.exit(str(e))
+"""
+
+
+def merge_in_child(sources, output, mode, **options):
+    argv = [sys.executable, "-c", MERGE_IN_CHILD, sources["w8a8"], sources["w4a16"], output, mode]
+    return subprocess.run(argv, capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize("output_exists", [False, True])
+def test_killed_merge_leaves_the_old_output_or_none(sources, tmp_path, output_exists):
+    output = tmp_path / "merged"
+    if output_exists:
+        merge_checkpoints({"w8a8": sources["w8a8"]}, output)
+    before = contents(output)
+    assert merge_in_child(sources, output, "kill").returncode == -signal.SIGKILL
+    assert contents(output) == before
+    (left,) = [p for p in tmp_path.iterdir() if p != output]
+    assert left.name.startswith(".merged.tmp-") and not (left / "config.json").exists()
+    merge_checkpoints(sources, output, overwrite=True)
+    verify_checkpoint(output)
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_disk_full_while_writing(sources, tmp_path):
+    limit = (100_000, 100_000)
+    result = merge_in_child(
+        sources, tmp_path / "merged", "", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    )
+    assert result.returncode == 1
+    assert "the disk ran full while writing" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_disk_space_is_known_before_writing(sources, tmp_path, monkeypatch):
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(FlexQuantError, match=r"needs [\d.]+ MB of free disk space, but .* has 1.00 kB"):
+        merge_checkpoints(sources, tmp_path / "merged")
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_line(sources, tmp_path, capsys):
+    output = str(tmp_path / "merged")
+    argv = ["merge", *(f"{name}={folder}" for name, folder in sources.items()), "--output", output]
+    assert main([*argv, "--json", "--max-shard-size", "0.1MB"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    result = json.loads(printed[-1])
+    assert result["output"] == output and set(result["variants"]) == {"w8a8", "w4a16"}
+    assert (
+        result["variants"]["w8a8"]["bits_per_parameter"] > result["variants"]["w4a16"]["bits_per_parameter"]
+    )
+    assert main(["inspect", output]) == 0
+    assert "int4 weights (group 64), 16-bit activations" in capsys.readouterr().out
+    assert main(argv) == 1
+    assert "merge: error:" in capsys.readouterr().err
+    for bad in ("w8a8", "=dir", "w8a8="):
+        assert main(["merge", bad, "--output", output]) == 2
+        assert f"'{bad}' is not NAME=DIR" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main([*argv, "--max-shard-size", "many"])
+    assert stop.value.code == 2
+
+
+def dead_pid() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid

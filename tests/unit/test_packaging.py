@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The wheel holds what the editable install shows: the packages under their import names, the policies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_wheel_contents(tmp_path):
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path)]
+    subprocess.run([*command, str(ROOT)], check=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("flexquant-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = next(n for n in names if n.endswith("entry_points.txt"))
+        entry_points = archive.read(metadata).decode()
+    for folder, package in (("flexquant", "flexquant"), ("merge", "flexquant/merge")):
+        for file in (ROOT / folder).glob("*.py"):
+            assert f"{package}/{file.name}" in names
+    for file in (ROOT / "policies").glob("*.yaml"):
+        assert f"flexquant/policies/{file.name}" in names
+    assert not [n for n in names if n.startswith(("tests", "benchmarks", "examples", "merge/"))]
+    assert "[vllm.general_plugins]\nflexquant = flexquant:register" in entry_points
+    assert "[console_scripts]\nflexquant = flexquant.cli:main" in entry_points

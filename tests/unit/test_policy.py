@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy import DEFAULT_POLICY, Bounds, builtin_policies, load_policy, parse_policy
+
+FULL = """\
+schema: flexquant.policy/v1
+description: every key once
+rules:
+  - when: {phase: [mixed, prefill], tokens: {min: 16, max: 512}}
+    use: w8a8
+  - when:
+      phase: decode
+      batch_size: {max: 32}
+    use:
+      default: w4a16
+      layers: {"0-3": w8a8, -1: fp8, -4--3: w8a8}
+  - use: w8a8
+"""
+
+
+def rules(*lines: str) -> str:
+    """A policy whose rules start in line 3."""
+    return "\n".join(["schema: flexquant.policy/v1", "rules:", *(f"  {line}" for line in lines), ""])
+
+
+def test_every_key_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "full.yaml"
+    path.write_text(FULL)
+    policy = load_policy(str(path))
+    assert (policy.name, policy.description) == (str(path), "every key once")
+    first, second, last = policy.rules
+    assert (first.phases, first.tokens, first.batch_size) == (("prefill", "mixed"), Bounds(16, 512), Bounds())
+    assert (first.variant, first.layers) == ("w8a8", ())
+    assert (second.phases, second.batch_size, second.variant) == (("decode",), Bounds(1, 32), "w4a16")
+    assert [(r.first, r.last, r.variant) for r in second.layers] == [
+        (0, 3, "w8a8"),
+        (-1, -1, "fp8"),
+        (-4, -3, "w8a8"),
+    ]
+    assert second.plan_text == "w4a16+w8a8[0-3,-4--3]+fp8[-1]"
+    assert last.phases == ("prefill", "decode", "mixed")
+    assert policy.variants == ("w8a8", "w4a16", "fp8")
+
+
+def test_document_survives_json(tmp_path: Path) -> None:
+    path = tmp_path / "full.yaml"
+    path.write_text(FULL)
+    policy = load_policy(str(path))
+    stored = parse_policy(json.loads(json.dumps(policy.document)))
+    assert stored.rules == policy.rules
+    assert stored.document == policy.document
+
+
+def test_stored_document_may_have_whole_numbers_as_layers() -> None:
+    use = {"default": "w4a16", "layers": {0: "w8a8"}}
+    policy = parse_policy({"schema": "flexquant.policy/v1", "rules": [{"use": use}]})
+    assert policy.document["rules"][0]["use"]["layers"] == {"0": "w8a8"}
+
+
+def test_rules_may_share_a_yaml_alias(tmp_path: Path) -> None:
+    path = tmp_path / "alias.yaml"
+    path.write_text(
+        rules(
+            "- when: {phase: decode, batch_size: {max: 8}}",
+            '  use: {default: w4a16, layers: &ends {"0": w8a8}}',
+            "- use: {default: w4a8, layers: *ends}",
+        )
+    )
+    first, last = load_policy(str(path)).rules
+    assert [r.variant for r in last.layers] == [r.variant for r in first.layers] == ["w8a8"]
+
+
+BAD = {
+    "unknown top key": (
+        "schema: flexquant.policy/v1\nrule: []\n",
+        2,
+        "rule is an unknown key",
+        "schema, rules, description",
+    ),
+    "no schema": ("rules:\n  - use: w8a8\n", 1, "lacks the key 'schema'", "schema, rules"),
+    "no rules": ("schema: flexquant.policy/v1\n", 1, "lacks the key 'rules'", "schema, rules"),
+    "newer schema": (
+        "schema: flexquant.policy/v2\nrules: [{use: w8a8}]\n",
+        1,
+        'schema is "flexquant.policy/v2"',
+        "'flexquant.policy/v1'",
+    ),
+    "not a mapping": ("- use: w8a8\n", 1, "the policy is [", "schema, rules, description"),
+    "description not text": (
+        "schema: flexquant.policy/v1\ndescription: 3\nrules: [{use: w8a8}]\n",
+        2,
+        "description is 3",
+        "give text",
+    ),
+    "rules null": ("schema: flexquant.policy/v1\nrules:\n", 2, "rules is null", "at least one rule"),
+    "rules empty": ("schema: flexquant.policy/v1\nrules: []\n", 2, "rules is []", "at least one rule"),
+    "rule not a mapping": (rules("- w8a8"), 3, 'rules[0] is "w8a8"', "use, when"),
+    "rule without use": (rules("- when: {phase: decode}", "- use: w8a8"), 3, "rules[0] lacks", "'use'"),
+    "unknown rule key": (
+        rules("- when: {phase: decode}", "  uses: w4a16", "- use: w8a8"),
+        4,
+        "rules[0].uses is an unknown key",
+        "use, when",
+    ),
+    "last rule has when": (
+        rules("- when: {phase: decode}", "  use: w8a8"),
+        3,
+        "rules[0].when is in the last rule",
+        "remove it",
+    ),
+    "early rule without when": (
+        rules("- use: w8a8", "- use: w4a16"),
+        3,
+        "rules[0] has no 'when'",
+        "move the rule to the end",
+    ),
+    "when null": (rules("- when:", "  use: w8a8", "- use: w8a8"), 3, "rules[0].when is null", "phase,"),
+    "when empty": (rules("- when: {}", "  use: w8a8", "- use: w8a8"), 3, "rules[0].when is empty", "phase,"),
+    "unknown when key": (
+        rules("- when:", "    phase: decode", "    batchsize: {max: 4}", "  use: w8a8", "- use: w8a8"),
+        5,
+        "rules[0].when.batchsize is an unknown key",
+        "phase, batch_size, tokens",
+    ),
+    "unknown phase": (
+        rules("- when: {phase: [decode, prefil]}", "  use: w8a8", "- use: w8a8"),
+        3,
+        'rules[0].when.phase is ["decode", "prefil"]',
+        "prefill, decode, mixed",
+    ),
+    "no phase": (rules("- when: {phase: []}", "  use: w8a8", "- use: w8a8"), 3, "phase is []", "prefill,"),
+    "phase a bool": (
+        rules("- when: {phase: on}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "phase is true",
+        "prefill,",
+    ),
+    "batch size beside prefill": (
+        rules("- when: {phase: [decode, mixed], batch_size: {max: 4}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "rules[0].when.batch_size is for a rule with 'phase: decode' only, but this one has decode, mixed",
+        "use 'tokens' instead",
+    ),
+    "batch size without phase": (
+        rules("- when: {batch_size: {max: 4}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "rules[0].when.batch_size",
+        "use 'tokens' instead",
+    ),
+    "tokens a number": (
+        rules("- when: {tokens: 4}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "tokens is 4",
+        "min, max",
+    ),
+    "tokens empty": (
+        rules("- when: {tokens: {}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "tokens is empty",
+        "min, max",
+    ),
+    "unknown bound": (
+        rules("- when: {tokens: {", "    maximum: 4}}", "  use: w8a8", "- use: w8a8"),
+        4,
+        "rules[0].when.tokens.maximum is an unknown key",
+        "min, max",
+    ),
+    "bound zero": (
+        rules("- when: {tokens: {min: 0}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "rules[0].when.tokens.min is 0",
+        "at least 1",
+    ),
+    "bound a bool": (
+        rules("- when: {tokens: {max: true}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "rules[0].when.tokens.max is true",
+        "whole number",
+    ),
+    "bound a fraction": (
+        rules("- when: {tokens: {max: 1.5}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "rules[0].when.tokens.max is 1.5",
+        "whole number",
+    ),
+    "bound a text": (
+        rules('- when: {tokens: {max: "8"}}', "  use: w8a8", "- use: w8a8"),
+        3,
+        'rules[0].when.tokens.max is "8"',
+        "whole number",
+    ),
+    "min above max": (
+        rules("- when: {phase: decode, batch_size: {min: 9, max: 8}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "rules[0].when.batch_size has min 9 above max 8",
+        "correct one",
+    ),
+    "use a number": (rules("- use: 8"), 3, "rules[0].use is 8", "name of a variant"),
+    "use a list": (rules("- use: [w8a8]"), 3, 'rules[0].use is ["w8a8"]', "name of a variant"),
+    "use not a variant name": (rules("- use: W8A8"), 3, "'W8A8' is not a variant name", "lower-case"),
+    "use without layers": (
+        rules("- use: {default: w8a8}"),
+        3,
+        "rules[0].use lacks the key 'layers'",
+        "default,",
+    ),
+    "use without default": (
+        rules('- use: {layers: {"0": w8a8}}'),
+        3,
+        "rules[0].use lacks the key 'default'",
+        "default, layers",
+    ),
+    "unknown use key": (
+        rules("- use:", "    default: w8a8", "    layer: {}"),
+        5,
+        "rules[0].use.layer is an unknown key",
+        "default, layers",
+    ),
+    "layers empty": (
+        rules("- use: {default: w8a8, layers: {}}"),
+        3,
+        "rules[0].use.layers is {}",
+        '"0-3": w8a8',
+    ),
+    "layers a list": (
+        rules("- use: {default: w8a8, layers: [0, 1]}"),
+        3,
+        "rules[0].use.layers is [0, 1]",
+        '"0-3": w8a8',
+    ),
+    "layers unreadable": (
+        rules("- use:", "    default: w8a8", "    layers:", "      first: w4a16"),
+        6,
+        "rules[0].use.layers.first does not name layers",
+        '"-4--1"',
+    ),
+    "layers with a leading zero": (
+        rules("- use: {default: w8a8, layers: {010: w4a16}}"),
+        3,
+        "rules[0].use.layers.010 does not name layers",
+        '"0-3"',
+    ),
+    "layers backwards": (
+        rules('- use: {default: w8a8, layers: {"3-0": w4a16}}'),
+        3,
+        "rules[0].use.layers.3-0 runs backwards",
+        'write "0-3"',
+    ),
+    "layers given twice": (
+        rules("- use:", "    default: w8a8", "    layers:", "      5: w4a16", '      "5": w8a8'),
+        7,
+        "rules[0].use.layers.5 was given in line 6 already",
+        "remove one",
+    ),
+    "layer variant a number": (
+        rules('- use: {default: w8a8, layers: {"0": 4}}'),
+        3,
+        "rules[0].use.layers.0 is 4",
+        "name of a variant",
+    ),
+    "duplicate key": (
+        rules("- use: w8a8", "  use: w4a16"),
+        4,
+        "rules[0].use was given in line 3 already",
+        "remove one",
+    ),
+    "key a list": (rules("- [use]: w8a8"), 3, "a key is a list", "write text"),
+    "shadowed": (
+        rules(
+            "- when: {phase: decode, batch_size: {max: 8}}",
+            "  use: w4a16",
+            "- when: {phase: decode}",
+            "  use: w8a8",
+            "- when: {phase: decode, batch_size: {min: 4}}",
+            "  use: w4a16",
+            "- use: w8a8",
+        ),
+        7,
+        "rules[2] can never match",
+        "remove or move",
+    ),
+    "shadowed by two together": (
+        rules(
+            "- when: {tokens: {max: 8}}",
+            "  use: w4a16",
+            "- when: {tokens: {min: 9, max: 20}}",
+            "  use: w8a8",
+            "- when: {phase: mixed, tokens: {max: 20}}",
+            "  use: w4a16",
+            "- use: w8a8",
+        ),
+        7,
+        "rules[2] can never match",
+        "remove or move",
+    ),
+    "empty file": ("", 1, "the policy is empty", "'schema' and 'rules'"),
+    "comments only": ("# nothing\n", 1, "the policy is empty", "'schema' and 'rules'"),
+    "syntax": (rules("- use: {default: w8a8"), 4, "not valid YAML", "correct the syntax"),
+    "tab": ("schema: x\nrules:\n\t- use: w8a8\n", 3, "not valid YAML", "correct the syntax"),
+    "two documents": (rules("- use: w8a8") + "---\nb: 1\n", 4, "not valid YAML", "correct the syntax"),
+    "unknown tag": (rules("- use: !python/name:os.system x"), 3, "not valid YAML", "correct the syntax"),
+    "impossible date": (rules("- use: 2024-13-40"), 3, "rules[0].use is '2024-13-40'", "quote it"),
+}
+
+
+@pytest.mark.parametrize(("text", "line", "problem", "advice"), BAD.values(), ids=BAD)
+def test_bad_file_is_refused(tmp_path: Path, text: str, line: int, problem: str, advice: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(FlexQuantError) as error:
+        load_policy(str(path))
+    message = str(error.value)
+    assert message.startswith(f"{path}, line {line}: ")
+    assert problem in message
+    assert advice in message.partition(problem)[2]
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"schema: \xff\xfe\n", "not valid YAML"),
+        (b"schema: a\x00b\n", "not valid YAML"),
+        (b"rules: &a [*a]\n", "an alias that contains itself"),
+    ],
+    ids=["not utf-8", "control character", "alias to itself"],
+)
+def test_unreadable_yaml_is_refused(tmp_path: Path, text: bytes, problem: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(text)
+    with pytest.raises(FlexQuantError) as error:
+        load_policy(str(path))
+    assert str(error.value).startswith(f"{path}: ")
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"rules": []}, "model's policy: the policy lacks the key 'schema'"),
+        (
+            {"schema": "flexquant.policy/v1", "rules": [{"use": True}]},
+            "model's policy: rules[0].use is true; give the name of a variant",
+        ),
+        ({1: 2}, "model's policy: 1 is an unknown key"),
+    ],
+)
+def test_bad_document_is_refused_without_a_line(document: dict, message: str) -> None:
+    with pytest.raises(FlexQuantError) as error:
+        parse_policy(document, source="model's policy")
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("path", ["missing.yaml", "missing.yml", "sub/missing"])
+def test_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FlexQuantError, match=rf"^{path}: .*No such file.*w4a16, w8a8$"):
+        load_policy(path)
+
+
+def test_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FlexQuantError, match="Is a directory"):
+        load_policy(str(tmp_path))
+
+
+def test_unknown_name_lists_the_builtin_ones() -> None:
+    with pytest.raises(
+        FlexQuantError, match=r"'fast': .* phase, phase-batch, phase-batch-layer, w4a16, w8a8;"
+    ):
+        load_policy("fast")
+
+
+def test_file_without_suffix_is_found_unless_a_builtin_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "w8a8"):
+        Path(name).write_text(rules("- use: fp8"))
+    assert load_policy("mine").variants == ("fp8",)
+    assert load_policy("w8a8").variants == ("w8a8",)
+    assert load_policy("./w8a8").variants == ("fp8",)
+
+
+def test_partly_shadowed_rule_is_allowed() -> None:
+    document = {
+        "schema": "flexquant.policy/v1",
+        "rules": [
+            {"when": {"phase": "decode", "batch_size": {"max": 8}}, "use": "w4a16"},
+            {"when": {"tokens": {"max": 8}}, "use": "w8a8"},
+            {"when": {"phase": ["decode", "mixed"], "tokens": {"max": 9}}, "use": "w4a16"},
+            {"use": "w8a8"},
+        ],
+    }
+    assert len(parse_policy(document).rules) == 4
+
+
+def test_builtin_policies_are_complete() -> None:
+    assert builtin_policies() == ["phase", "phase-batch", "phase-batch-layer", "w4a16", "w8a8"]
+    assert DEFAULT_POLICY in builtin_policies()
+    for name in builtin_policies():
+        policy = load_policy(name)
+        assert policy.name == name
+        assert policy.description
+        assert parse_policy(policy.document).rules == policy.rules
+
+
+def test_policies_import_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys, flexquant.policy, flexquant.routes, flexquant.cli.policy;"
+        "flexquant.policy.load_policy('phase-batch');"
+        "sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy import PHASES, Policy, load_policy, parse_policy
+from flexquant.routes import Plan, RouteTable, build_route_table
+
+VARIANTS = ("w8a8", "w4a16")
+
+
+def policy(*rules: dict[str, Any]) -> Policy:
+    return parse_policy({"schema": "flexquant.policy/v1", "rules": list(rules)}, source="p.yaml")
+
+
+def decode(use: Any, **batch_size: int) -> dict[str, Any]:
+    return {"when": {"phase": "decode", "batch_size": batch_size}, "use": use}
+
+
+def layered(**layers: str) -> dict[str, Any]:
+    return {"default": "w4a16", "layers": layers}
+
+
+def rows(table: RouteTable, phase: str) -> list[tuple[int, int, str]]:
+    return [(i.min_tokens, i.max_tokens, i.plan.name) for i in table.intervals(phase)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected_decode", "expected_other", "expected_plans"),
+    [
+        ("w8a8", [(1, 2048, "w8a8")], "w8a8", ["w8a8"]),
+        ("w4a16", [(1, 2048, "w4a16")], "w4a16", ["w4a16"]),
+        ("phase", [(1, 2048, "w4a16")], "w8a8", ["w8a8", "w4a16"]),
+        ("phase-batch", [(1, 32, "w4a16"), (33, 2048, "w8a8")], "w8a8", ["w8a8", "w4a16"]),
+        (
+            "phase-batch-layer",
+            [(1, 32, "w4a16+w8a8[0-3,29]"), (33, 2048, "w8a8")],
+            "w8a8",
+            ["w8a8", "w4a16+w8a8[0-3,29]"],
+        ),
+    ],
+)
+def test_builtin_tables(
+    name: str, expected_decode: list, expected_other: str, expected_plans: list[str]
+) -> None:
+    table = build_route_table(load_policy(name), VARIANTS, num_layers=30, max_tokens=2048)
+    assert rows(table, "decode") == expected_decode
+    assert rows(table, "prefill") == rows(table, "mixed") == [(1, 2048, expected_other)]
+    assert [plan.name for plan in table.plans] == expected_plans
+
+
+def test_layers_of_the_layered_builtin() -> None:
+    table = build_route_table(load_policy("phase-batch-layer"), VARIANTS, num_layers=30, max_tokens=64)
+    plan = table.lookup("decode", 1)
+    assert plan.layers == ("w8a8",) * 4 + ("w4a16",) * 25 + ("w8a8",)
+    assert plan.variants == ("w8a8", "w4a16")
+    assert not plan.is_pure
+    assert table.lookup("decode", 33) == Plan("w8a8", ("w8a8",) * 30)
+    assert table.lookup("decode", 33).is_pure
+
+
+def test_lookup_at_the_edges() -> None:
+    table = build_route_table(load_policy("phase-batch"), VARIANTS, num_layers=2, max_tokens=64)
+    names = {tokens: table.lookup("decode", tokens).name for tokens in (1, 32, 33, 64, 65, 10**9)}
+    assert names == {1: "w4a16", 32: "w4a16", 33: "w8a8", 64: "w8a8", 65: "w8a8", 10**9: "w8a8"}
+
+
+def test_first_matching_rule_decides() -> None:
+    p = policy(
+        {"when": {"phase": "mixed", "tokens": {"min": 10, "max": 20}}, "use": "w4a16"},
+        {"when": {"phase": ["mixed", "prefill"], "tokens": {"min": 15, "max": 30}}, "use": "w8a8"},
+        {"use": "fp8"},
+    )
+    table = build_route_table(p, ["w8a8", "w4a16", "fp8"], num_layers=1, max_tokens=40)
+    assert rows(table, "mixed") == [(1, 9, "fp8"), (10, 20, "w4a16"), (21, 30, "w8a8"), (31, 40, "fp8")]
+    assert rows(table, "prefill") == [(1, 14, "fp8"), (15, 30, "w8a8"), (31, 40, "fp8")]
+    assert rows(table, "decode") == [(1, 40, "fp8")]
+
+
+def test_lookup_agrees_with_the_rules_everywhere() -> None:
+    p = policy(
+        decode("w4a16", min=3, max=5),
+        {"when": {"tokens": {"min": 7, "max": 11}}, "use": "fp8"},
+        decode("w4a8", max=9),
+        {"use": "w8a8"},
+    )
+    for tokens_per_sequence in (1, 2, 4):
+        table = build_route_table(
+            p, p.variants, num_layers=1, max_tokens=50, tokens_per_sequence=tokens_per_sequence
+        )
+        for phase in PHASES:
+            for tokens in range(1, 51):
+                batch_size = (tokens + tokens_per_sequence - 1) // tokens_per_sequence
+                expected = next(r.variant for r in p.rules if r.matches(phase, tokens, batch_size))
+                assert table.lookup(phase, tokens).name == expected
+
+
+def test_batch_size_counts_sequences_with_speculation() -> None:
+    table = build_route_table(
+        load_policy("phase-batch"), VARIANTS, num_layers=2, max_tokens=512, tokens_per_sequence=4
+    )
+    assert rows(table, "decode") == [(1, 128, "w4a16"), (129, 512, "w8a8")]
+    assert table.lookup("decode", 127).name == "w4a16"
+
+
+@pytest.mark.parametrize(("tokens_per_sequence", "last"), [(1, 32), (2, 64)])
+def test_unreachable_plans_are_left_out(tokens_per_sequence: int, last: int) -> None:
+    p = policy(
+        {"when": {"phase": ["prefill", "mixed"]}, "use": "w4a16"}, decode("w4a16", max=32), {"use": "w8a8"}
+    )
+    table = build_route_table(
+        p,
+        VARIANTS,
+        num_layers=2,
+        max_tokens=2048,
+        tokens_per_sequence=tokens_per_sequence,
+        max_sequences=32,
+    )
+    assert [plan.name for plan in table.plans] == ["w4a16"]
+    assert rows(table, "decode") == [(1, last, "w4a16")]
+    assert table.lookup("decode", last + 1).name == "w4a16"
+
+
+def test_max_tokens_limits_decode_too() -> None:
+    table = build_route_table(
+        load_policy("phase-batch"), VARIANTS, num_layers=2, max_tokens=16, max_sequences=256
+    )
+    assert rows(table, "decode") == [(1, 16, "w4a16")]
+
+
+def test_equal_plans_of_different_rules_are_one() -> None:
+    p = policy(
+        decode(layered(**{"0": "w8a8", "3": "w8a8"}), max=4),
+        decode("w4a16", max=8),
+        decode(layered(**{"0": "w8a8", "-1": "w8a8"}), max=16),
+        decode({"default": "w8a8", "layers": {"1-2": "w4a16"}}, max=32),
+        {"use": layered(**{"0--1": "w8a8"})},
+    )
+    table = build_route_table(p, VARIANTS, num_layers=4, max_tokens=64)
+    assert [plan.layers for plan in table.plans] == [
+        ("w8a8",) * 4,
+        ("w8a8", "w4a16", "w4a16", "w8a8"),
+        ("w4a16",) * 4,
+    ]
+    names = [plan.name for plan in table.plans]
+    assert names == ["w8a8", "w8a8+w4a16[1-2]", "w4a16"]
+    assert rows(table, "decode") == [
+        (1, 4, names[1]),
+        (5, 8, names[2]),
+        (9, 32, names[1]),
+        (33, 64, names[0]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "name"),
+    [
+        ({"0-1": "w8a8"}, "w4a16+w8a8[0-1]"),
+        ({"-2--1": "w8a8", "0": "fp8"}, "w4a16+fp8[0]+w8a8[4-5]"),
+        ({"0": "w8a8", "2": "w8a8"}, "w4a16+w8a8[0,2]"),
+        ({"1--2": "w8a8"}, "w8a8+w4a16[0,5]"),
+    ],
+)
+def test_layered_plan_names(layers: dict[str, str], name: str) -> None:
+    table = build_route_table(policy({"use": layered(**layers)}), ["w8a8", "w4a16", "fp8"], 6, max_tokens=8)
+    assert [plan.name for plan in table.plans] == [name]
+
+
+@pytest.mark.parametrize(
+    ("use", "problem"),
+    [
+        ("fp8", "p.yaml: rules[0].use names the variant 'fp8', but the checkpoint has w4a16, w8a8"),
+        (layered(**{"0": "fp8"}), "p.yaml: rules[0].use.layers.0 names the variant 'fp8'"),
+        ({"default": "fp8", "layers": {"0": "w8a8"}}, "p.yaml: rules[0].use.default names the variant 'fp8'"),
+        (
+            layered(**{"0-4": "w8a8"}),
+            "p.yaml: rules[0].use.layers.0-4 names layer 4, but the model has 4 layers",
+        ),
+        (
+            layered(**{"-5": "w8a8"}),
+            "p.yaml: rules[0].use.layers.-5 names layer -5, but the model has 4 layers",
+        ),
+        (
+            layered(**{"0-2": "w8a8", "-2": "w8a8"}),
+            'p.yaml: rules[0].use.layers.-2 overlaps "0-2": both name layer 2 of this model\'s 4 layers',
+        ),
+        (
+            layered(**{"3--2": "w8a8"}),
+            "p.yaml: rules[0].use.layers.3--2 runs from layer 3 back to 2 of this model's 4 layers",
+        ),
+    ],
+)
+def test_policy_that_does_not_fit_the_model_is_refused(use: Any, problem: str) -> None:
+    with pytest.raises(FlexQuantError) as error:
+        build_route_table(policy(decode(use, max=8), {"use": "w8a8"}), VARIANTS, num_layers=4, max_tokens=64)
+    assert str(error.value).startswith(problem)
+
+
+def test_builtin_that_does_not_fit_is_named_with_its_line() -> None:
+    with pytest.raises(
+        FlexQuantError, match=r"^built-in policy phase, line \d+: rules\[0\].use names .* has w8a8;"
+    ):
+        build_route_table(load_policy("phase"), ["w8a8"], num_layers=4, max_tokens=64)
+
+
+def test_layered_plan_is_refused_where_residual_streams_differ() -> None:
+    with pytest.raises(FlexQuantError, match=r"line \d+: rules\[0\].*residual.*without 'layers'"):
+        build_route_table(
+            load_policy("phase-batch-layer"), VARIANTS, 30, max_tokens=64, layered_plans_allowed=False
+        )
+
+
+def test_pure_plans_are_allowed_where_residual_streams_differ() -> None:
+    p = policy(decode(layered(**{"0-1": "w4a16"}), max=8), {"use": "w8a8"})
+    table = build_route_table(p, VARIANTS, 2, max_tokens=64, layered_plans_allowed=False)
+    assert [plan.name for plan in table.plans] == ["w8a8", "w4a16"]

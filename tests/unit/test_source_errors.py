@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Every bad input of a merge has a message of its own, and leaves nothing behind."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from flexquant.merge.folder import INDEX_FILE, SINGLE_FILE
+from flexquant.merge.safetensors_io import load_tensor, read_header
+from flexquant.merge.source import Source
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("originals")
+    make_checkpoint(folder / "w8a8", scheme="w8a8", num_shards=2)
+    make_checkpoint(folder / "w4a16", scheme="w4a16")
+    return folder
+
+
+@pytest.fixture
+def sources(originals, tmp_path):
+    """Two checkpoint folders to break: w8a8 in two shards, w4a16 in one file."""
+    for name in ("w8a8", "w4a16"):
+        shutil.copytree(originals / name, tmp_path / name)
+    return {name: tmp_path / name for name in ("w8a8", "w4a16")}
+
+
+def fails(sources, *fragments: str) -> None:
+    """Merging is refused in one sentence with the fragments, and no output or temporary folder is left."""
+    output = sources["w8a8"].parent / "merged"
+    before = sorted(output.parent.iterdir())
+    with pytest.raises(FlexQuantError) as error:
+        merge_checkpoints(sources, output)
+    message = str(error.value)
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+    assert sorted(output.parent.iterdir()) == before
+
+
+def edit_json(path: Path, **changes) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, **changes}))
+
+
+def edit_tensors(folder: Path, edit) -> None:
+    file = folder / SINGLE_FILE
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+
+
+def write_raw(path: Path, header: object, data: bytes = b"", length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+
+
+def entry(begin: int, end: int, dtype: str = "U8", shape: list | None = None) -> dict:
+    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "problem"),
+    [
+        (b"{not json", b"", "not valid JSON"),
+        (b"[" * 200_000, b"", "not valid JSON"),
+        (b"[1, 2]", b"", "not a JSON object"),
+        (b'{"a": 1, "a": 2}', b"", "a key appears twice"),
+        ({"a": {"dtype": "U8"}}, b"", "'a' lacks a dtype"),
+        ({"a": entry(0, 4, "X9")}, bytes(4), "unknown dtype 'X9'"),
+        ({"a": entry(0, 4, ["U8"])}, bytes(4), "unknown dtype"),
+        ({"a": entry(0, 4, shape=[-4])}, bytes(4), "not natural numbers"),
+        ({"a": entry(0, 4, shape=[4.0])}, bytes(4), "not natural numbers"),
+        ({"a": entry(0, 4, "F32", [2])}, bytes(4), "has 4 bytes of data"),
+        ({"a": entry(0, 4), "b": entry(2, 6)}, bytes(6), "'b' overlaps"),
+        ({"a": entry(0, 4), "b": entry(6, 8)}, bytes(8), "leaves a gap before it"),
+        ({"a": entry(0, 4)}, bytes(3), "truncated"),
+        ({"a": entry(0, 4)}, bytes(5), "followed by foreign bytes"),
+    ],
+)
+def test_corrupt_safetensors(sources, header, data, problem):
+    write_raw(sources["w4a16"] / SINGLE_FILE, header, data)
+    fails(sources, SINGLE_FILE, problem)
+
+
+@pytest.mark.parametrize("length", [0, 1, 10_000, 1 << 40, (1 << 64) - 1])
+def test_bad_header_length(sources, length):
+    write_raw(sources["w4a16"] / SINGLE_FILE, {"a": entry(0, 4)}, bytes(4), length)
+    fails(sources, SINGLE_FILE, f"its header claims {length} bytes")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated_safetensors(sources, keep):
+    file = sources["w4a16"] / SINGLE_FILE
+    file.write_bytes(file.read_bytes()[:keep])
+    fails(sources, "not a sound safetensors file")
+
+
+def test_load_tensor_reads_what_safetensors_reads(sources):
+    file = sources["w4a16"] / SINGLE_FILE
+    refs = read_header(file)
+    for name, expected in load_file(file).items():
+        tensor = load_tensor(refs[name])
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
+        assert tensor.equal(expected)
+
+
+def test_missing_shard(sources):
+    (sources["w8a8"] / "model-00002-of-00002.safetensors").unlink()
+    fails(sources, "no file 'model-00002-of-00002.safetensors'")
+
+
+def test_missing_weights(sources):
+    (sources["w4a16"] / SINGLE_FILE).unlink()
+    fails(sources, "neither model.safetensors nor model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("escape", ["relative", "absolute", "link"])
+def test_index_naming_a_shard_outside_the_folder(sources, escape):
+    folder, shard = sources["w8a8"], "model-00002-of-00002.safetensors"
+    outside = folder.parent / "outside.safetensors"
+    (folder / shard).rename(outside)
+    name = {"relative": "../outside.safetensors", "absolute": str(outside), "link": shard}[escape]
+    if escape == "link":
+        (folder / shard).symlink_to(outside)
+    weight_map = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+    edit_json(folder / INDEX_FILE, weight_map={k: name if v == shard else v for k, v in weight_map.items()})
+    fails(sources, "leads outside the checkpoint folder")
+
+
+def test_hub_cache_links_are_followed(sources, tmp_path):
+    repository = tmp_path / "hub" / "models--org--model"
+    snapshot, blobs = repository / "snapshots" / "abc", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, file in enumerate(sorted(sources["w8a8"].iterdir())):
+        file.rename(blobs / str(i))
+        (snapshot / file.name).symlink_to(f"../../blobs/{i}")
+    assert len(Source.open("w8a8", snapshot).tensors) > 10
+    merge_checkpoints({"w8a8": snapshot, "w4a16": sources["w4a16"]}, tmp_path / "merged")
+    provenance = json.loads((tmp_path / "merged" / "flexquant_provenance.json").read_text())
+    assert provenance["sources"]["w8a8"]["folder"] == "org/model@abc"
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(sources["w4a16"] / "config.json")
+    with pytest.raises(FlexQuantError, match="outside"):
+        Source.open("w8a8", snapshot)
+
+
+def test_index_and_shards_disagree(sources):
+    index = sources["w8a8"] / INDEX_FILE
+    weight_map = json.loads(index.read_text())["weight_map"]
+    name, shard = next(iter(weight_map.items()))
+    edit_json(index, weight_map={**weight_map, "ghost": shard})
+    fails(sources, "lists tensor 'ghost'", "does not hold it")
+    edit_json(index, weight_map={k: v for k, v in weight_map.items() if k != name})
+    fails(sources, f"holds tensor '{name}'", "lists nowhere")
+    edit_json(index, weight_map=[])
+    fails(sources, "has no weight_map")
+
+
+def test_no_such_folder(sources):
+    fails({**sources, "w4a16": Path("/no/such/folder")}, "no such folder: /no/such/folder")
+    fails({**sources, "w4a16": sources["w4a16"] / "config.json"}, "is not a folder")
+
+
+def test_bad_config(sources):
+    config = sources["w8a8"] / "config.json"
+    config.write_text("{")
+    fails(sources, "config.json is not valid JSON")
+    config.write_text("[]")
+    fails(sources, "expected an object")
+    config.unlink()
+    fails(sources, "no file 'config.json'")
+
+
+def test_source_without_compressed_tensors(sources, tmp_path):
+    plain = make_checkpoint(tmp_path / "plain", scheme=None)
+    fails({**sources, "plain": plain}, "no quantization_config", "llmcompressor")
+    edit_json(sources["w8a8"] / "config.json", quantization_config={"quant_method": "gptq"})
+    fails(sources, "quant_method 'gptq'", "llmcompressor")
+
+
+def test_variant_names(sources):
+    pair = list(sources.items())
+    with pytest.raises(FlexQuantError, match="'w8a8' is given twice"):
+        merge_checkpoints([pair[0], ("w8a8", pair[1][1])], sources["w8a8"].parent / "merged")
+    fails({**sources, "shared": pair[0][1]}, "'shared' is not a variant name")
+    with pytest.raises(FlexQuantError, match="nothing to merge"):
+        merge_checkpoints([], sources["w8a8"].parent / "merged")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_parameters", {"rope_theta": 5e5, "rope_type": "default"}),
+        ("num_key_value_heads", 4),
+        ("vocab_size", 640),
+        ("num_hidden_layers", 3),
+        ("dtype", "float16"),
+    ],
+)
+def test_different_base_config(sources, key, value):
+    edit_json(sources["w4a16"] / "config.json", **{key: value})
+    fails(sources, "base configs of 'w8a8' and 'w4a16' differ", key)
+
+
+def test_incidental_config_keys_may_differ(sources, tmp_path):
+    edit_json(sources["w4a16"] / "config.json", _name_or_path="elsewhere", transformers_version="4.0")
+    merge_checkpoints(sources, tmp_path / "merged")
+
+
+def test_different_architectures(sources):
+    edit_json(sources["w4a16"] / "config.json", architectures=["MistralForCausalLM"])
+    fails(sources, "'w8a8' is a LlamaForCausalLM and 'w4a16' a MistralForCausalLM")
+
+
+def test_different_kv_cache_scheme(sources):
+    config = sources["w4a16"] / "config.json"
+    section = json.loads(config.read_text())["quantization_config"]
+    edit_json(config, quantization_config={**section, "kv_cache_scheme": {"num_bits": 8, "type": "float"}})
+    fails(sources, "kv_cache_scheme None", "num_bits")
+
+
+def test_different_tokenizers(sources):
+    file = sources["w4a16"] / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=7))
+    edit_json(file, model_max_length=7)
+    fails(sources, "tokenizer_config.json of 'w8a8' and 'w4a16' differ")
+    file.unlink()
+    fails(sources, "'w8a8' has tokenizer_config.json and 'w4a16' does not")
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "modeling_custom.py", "tokenizer.model"])
+def test_different_files_that_must_be_equal(sources, name):
+    for i, folder in enumerate(sources.values()):
+        (folder / name).write_text(f"version {i}")
+    fails(sources, f"{name} of 'w8a8' and 'w4a16' differ")
+
+
+def test_different_generation_config(sources):
+    for i, folder in enumerate(sources.values()):
+        (folder / "generation_config.json").write_text(json.dumps({"temperature": i}))
+    fails(sources, "generation_config.json", "generation")
+
+
+def test_missing_layer(sources):
+    def drop(tensors):
+        for name in [name for name in tensors if ".layers.1." in name]:
+            del tensors[name]
+
+    edit_tensors(sources["w4a16"], drop)
+    fails(sources, "'w4a16' has no tensors for layer 1 of 2")
+
+
+def test_missing_parameter(sources):
+    edit_tensors(sources["w4a16"], lambda tensors: tensors.pop("model.norm.weight"))
+    fails(sources, "'w8a8' has parameter 'model.norm.weight' and 'w4a16' does not")
+
+
+def test_different_shapes(sources):
+    def shrink_norm(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:64].clone()
+
+    def shrink_linear(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight_shape"][0] = 128
+
+    edit_tensors(sources["w4a16"], shrink_norm)
+    fails(sources, "'model.norm.weight' has shape [128] in 'w8a8' and [64] in 'w4a16'")
+    edit_tensors(
+        sources["w4a16"], lambda t: t.update({"model.norm.weight": t["model.norm.weight"].repeat(2)})
+    )
+    edit_tensors(sources["w4a16"], shrink_linear)
+    fails(sources, "'model.layers.0.mlp.up_proj.weight' has shape [256, 128] in 'w8a8' and [128, 128]")
+
+
+def test_packed_weight_without_its_shape(sources):
+    edit_tensors(sources["w4a16"], lambda t: t.pop("model.layers.0.mlp.up_proj.weight_shape"))
+    fails(sources, "without 'model.layers.0.mlp.up_proj.weight_shape'")

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Splitting gives the sources back bit for bit; verifying finds every changed byte."""
+
+import json
+import shutil
+
+import pytest
+from safetensors import safe_open
+
+from flexquant.cli import main
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.merge.folder import read_tensors
+from flexquant.merge.merged import MergedCheckpoint
+from flexquant.merge.provenance import PROVENANCE_FILE
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    made = {
+        "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", num_shards=2),
+        "w4a16": make_checkpoint(folder / "w4a16", scheme="w4a16"),
+    }
+    config = json.loads((made["w4a16"] / "config.json").read_text())
+    (made["w4a16"] / "config.json").write_text(json.dumps({**config, "transformers_version": "5.0.0"}))
+    for name, path in made.items():
+        (path / "recipe.yaml").write_text(f"scheme: {name}\n")
+    return made
+
+
+@pytest.fixture(scope="module")
+def merged_once(sources, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("merged") / "merged"
+    merge_checkpoints(sources, folder)
+    return folder
+
+
+@pytest.fixture
+def merged(merged_once, tmp_path):
+    return shutil.copytree(merged_once, tmp_path / "merged")
+
+
+def flip_a_byte(folder, key):
+    ref = read_tensors(folder)[key]
+    data = bytearray(ref.file.read_bytes())
+    data[ref.end - 1] ^= 1
+    ref.file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w4a16"])
+@pytest.mark.parametrize("max_shard_size", [1 << 30, 100_000])
+def test_split_gives_the_source_back(sources, merged, tmp_path, name, max_shard_size):
+    output, source = tmp_path / "plain", sources[name]
+    split_checkpoint(merged, name, output, max_shard_size=max_shard_size)
+    expected, found = read_tensors(source), read_tensors(output)
+    assert found.keys() == expected.keys()
+    for key, ref in expected.items():
+        with safe_open(ref.file, "pt") as a, safe_open(found[key].file, "pt") as b:
+            x, y = a.get_tensor(key), b.get_tensor(key)
+        assert x.dtype == y.dtype and x.equal(y)
+    config, original = (json.loads((f / "config.json").read_text()) for f in (output, source))
+    original.pop("_name_or_path", None)
+    assert config == original
+    assert (output / "model.safetensors").exists() == (max_shard_size == 1 << 30)
+    expected_files = {p.name for p in source.iterdir()} - {"model.safetensors.index.json"}
+    files = {p.name for p in output.iterdir()} - {"model.safetensors.index.json"}
+    assert {f for f in files if not f.startswith("model")} == {
+        f for f in expected_files if not f.startswith("model")
+    }
+    assert (output / "recipe.yaml").read_text() == f"scheme: {name}\n"
+
+
+def test_split_checkpoints_merge_into_the_same_bytes(sources, merged, tmp_path):
+    again = {name: tmp_path / name for name in sources}
+    for name, folder in again.items():
+        split_checkpoint(merged, name, folder)
+    merge_checkpoints(again, tmp_path / "again")
+    for file in merged.glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+
+
+def test_split_without_provenance(sources, merged, tmp_path):
+    (merged / PROVENANCE_FILE).unlink()
+    split_checkpoint(merged, "w8a8", tmp_path / "plain")
+    assert read_tensors(tmp_path / "plain").keys() == read_tensors(sources["w8a8"]).keys()
+
+
+def test_split_refuses(merged, tmp_path):
+    with pytest.raises(FlexQuantError, match="no variant 'fp8'; it has w8a8, w4a16"):
+        split_checkpoint(merged, "fp8", tmp_path / "plain")
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(FlexQuantError, match="exists"):
+        split_checkpoint(merged, "w8a8", tmp_path / "plain")
+    flip_a_byte(merged, "w8a8.model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(FlexQuantError, match="'w8a8.model.layers.0.mlp.up_proj.weight'.*SHA-256"):
+        split_checkpoint(merged, "w8a8", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_verify_accepts_what_merge_wrote(sources, merged):
+    hashes = verify_checkpoint(merged)["tensors_compared_with"]["recorded hashes"]
+    assert hashes == len(read_tensors(merged))
+    compared = verify_checkpoint(merged, sources)["tensors_compared_with"]
+    assert compared == {name: len(read_tensors(folder)) for name, folder in sources.items()}
+
+
+@pytest.mark.parametrize(
+    "key", ["shared.model.norm.weight", "w4a16.model.layers.1.mlp.up_proj.weight_packed"]
+)
+def test_verify_finds_a_flipped_byte(sources, merged, key):
+    flip_a_byte(merged, key)
+    with pytest.raises(FlexQuantError, match=f"1 of .*{key}"):
+        verify_checkpoint(merged)
+    with pytest.raises(FlexQuantError, match=f"1 of .*{key.partition('.')[2]}"):
+        verify_checkpoint(merged, {"w4a16": sources["w4a16"]})
+
+
+def test_verify_finds_a_changed_file(merged):
+    (merged / "tokenizer.json").write_text("{}")
+    with pytest.raises(FlexQuantError, match="tokenizer.json was changed"):
+        verify_checkpoint(merged)
+
+
+def test_verify_finds_missing_tensors_and_a_missing_shard(merged):
+    provenance = json.loads((merged / PROVENANCE_FILE).read_text())
+    provenance["tensors"]["w8a8.ghost"] = "00"
+    (merged / PROVENANCE_FILE).write_text(json.dumps(provenance))
+    with pytest.raises(FlexQuantError, match="w8a8.ghost"):
+        verify_checkpoint(merged)
+    next(iter(merged.glob("model-*.safetensors"))).unlink()
+    with pytest.raises(FlexQuantError, match="has no file 'model-"):
+        verify_checkpoint(merged)
+
+
+def test_verify_against_a_foreign_source(merged, tmp_path):
+    other = make_checkpoint(tmp_path / "other", scheme="w8a8", seed=1)
+    with pytest.raises(FlexQuantError, match="tensors in .* differ from"):
+        verify_checkpoint(merged, {"w8a8": other})
+    deeper = make_checkpoint(tmp_path / "deeper", scheme="w8a8", num_layers=3)
+    with pytest.raises(FlexQuantError, match="that .*merged lacks"):
+        verify_checkpoint(merged, {"w8a8": deeper})
+    with pytest.raises(FlexQuantError, match="no variant 'fp8'"):
+        verify_checkpoint(merged, {"fp8": other})
+
+
+def test_not_a_merged_checkpoint(sources):
+    with pytest.raises(FlexQuantError, match="not a merged checkpoint"):
+        MergedCheckpoint.open(sources["w8a8"])
+
+
+def test_command_line(sources, merged, tmp_path, capsys):
+    assert main(["verify", str(merged), "--json"]) == 0
+    assert "tensors equal to recorded hashes" in capsys.readouterr().out
+    assert main(["verify", str(merged), "--against", f"w8a8={sources['w8a8']}"]) == 0
+    assert main(["split", str(merged), "--variant", "w8a8", "--output", str(tmp_path / "plain")]) == 0
+    capsys.readouterr()
+    flip_a_byte(merged, "shared.model.norm.weight")
+    assert main(["verify", str(merged)]) == 1
+    assert "verify: error: 1 of" in capsys.readouterr().err
