@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Do two matrices differ by quantisation noise only? The statistics, row chunk by row chunk.
 
-Four numbers are compared with what rounding explains; `kv_compat` says why these four. All bounds follow
-from the noise variance that `dequantize` predicts, so they widen for INT4 and tighten for INT8.
+Four numbers are compared with what quantisation explains; `kv_compat` says why these four and how the
+bounds were found. They follow from the noise variance that `dequantize` predicts, so they widen for INT4
+and tighten for INT8.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from dataclasses import dataclass
 import torch
 
 NOISE_FACTOR = 4.0
-"""Allowed error norm, as a multiple of the predicted rounding noise."""
+"""Allowed error norm, as a multiple of the predicted rounding noise ..."""
 ERROR_CAP = 0.8
-"""Never allow more: unrelated matrices differ by 1.41."""
-GAIN_SIGMAS = 8.0
-"""Allowed gain error of a row or column, in standard deviations of the predicted noise ..."""
-GAIN_BAND = 0.1
-"""... and never less than this."""
+"""... and never more than this share of the weight: unrelated matrices differ by 1.41."""
+ROW_GAIN, ROW_GAIN_SIGMAS = 0.1, 8.0
+"""Allowed gain error of any row of K or V: this, or so many standard deviations of the predicted noise."""
+OUTPUT_ROW_GAIN = 0.25
+"""The same where rows are channels of the residual stream, whose outliers GPTQ bends further."""
+COLUMN_GAIN, COLUMN_GAIN_SIGMAS = 0.03, 4.0
+"""The same for the median over the columns."""
 STORAGE_NOISE = 2.0**-8
 """Relative error of folds that are stored in bfloat16 before quantising."""
 
@@ -58,17 +61,17 @@ class Agreement:
 class Comparison:
     """Accumulates the statistics of ``a`` against ``b`` over chunks of rows of [rows, columns] float32."""
 
-    def __init__(self, head_rows: int | None = None) -> None:
-        self._head_rows = head_rows
-        self._rows: list[torch.Tensor] = []  # [6, rows of the chunk]
-        self._columns: torch.Tensor | None = None  # [6, columns]
+    def __init__(self, head_rows: int | None = None, row_gain: float = ROW_GAIN) -> None:
+        self._head_rows, self._row_gain = head_rows, row_gain
+        self._rows: list[torch.Tensor] = []  # [5, rows of the chunk]
+        self._columns: torch.Tensor | None = None  # [5, columns]
 
     def add(self, a: torch.Tensor, a_var: torch.Tensor, b: torch.Tensor, b_var: torch.Tensor) -> None:
         """Add matching rows; the variances broadcast to the weights."""
         square = b * b
-        a_noise, b_noise = a_var + square * STORAGE_NOISE**2 / 3, b_var + square * STORAGE_NOISE**2 / 3
-        # <a,a>, <a,b>, <b,b>, energy of either noise, variance of <b, noise>
-        terms = (a * a, a * b, square, a_noise, b_noise, square * (a_noise + b_noise))
+        noise = a_var + b_var + square * (2 * STORAGE_NOISE**2 / 3)
+        # <a,a>, <a,b>, <b,b>, energy of the noise, variance of <b, noise>
+        terms = (a * a, a * b, square, noise, square * noise)
         self._rows.append(torch.stack([t.sum(1, dtype=torch.float64) for t in terms]))
         columns = torch.stack([t.sum(0, dtype=torch.float64) for t in terms])
         self._columns = columns if self._columns is None else self._columns + columns
@@ -81,7 +84,7 @@ class Comparison:
         assert self._columns is not None
         rows = torch.cat(self._rows, dim=1)
         error = _error(rows.sum(1, keepdim=True), "relative error")
-        candidates = [error, _gain(rows, "row"), _gain(self._columns, "column")]
+        candidates = [error, _worst_gain(rows, self._row_gain), _typical_gain(self._columns)]
         if self._head_rows and rows.shape[1] > self._head_rows:
             heads = rows.unflatten(1, (-1, self._head_rows)).sum(2)
             candidates.append(_error(heads, "relative error of head"))
@@ -89,35 +92,45 @@ class Comparison:
 
 
 def gains(sums: torch.Tensor) -> torch.Tensor:
-    """Return the gain g of every row or column in a = g * b, both noisy; ``sums`` [6, n] -> [n].
+    """Return the gain g of every row or column in a = g * b + noise; ``sums`` [5, n] -> [n].
 
-    Deming regression: least squares of a on b would underestimate it where b is the noisy one. Only the
-    ratio of the two noises matters, so a method that errs by a multiple of rounding does no harm.
+    Least squares of a on b underestimates the gain where b is noisy, and b on a overestimates it. The true
+    one lies between, and as quantisation is to be the explanation where it can, the one nearest 1 is
+    returned: exactly 1 for rows that are drowned in noise.
     """
-    aa, ab, bb, a_noise, b_noise, _ = sums
-    x = b_noise * aa - a_noise * bb
-    root = (x * x + 4 * a_noise * b_noise * ab * ab).sqrt()
-    gain = torch.where(x > 0, (x + root) / (2 * b_noise * ab), 2 * a_noise * ab / (root - x))
-    return torch.where((aa == 0) & (bb == 0), 1.0, torch.nan_to_num(gain, nan=0.0, posinf=1e9, neginf=-1e9))
+    aa, ab, bb, _, _ = sums
+    low = ab / bb
+    high = torch.where(ab > 0, aa / ab, low)
+    gain = torch.ones_like(low).clamp(torch.minimum(low, high), torch.maximum(low, high))
+    return torch.where(bb > 0, gain, torch.where(aa > 0, torch.inf, 1.0))
 
 
 def _error(sums: torch.Tensor, what: str) -> Excess:
-    """|a - b| / |b| against NOISE_FACTOR times the noise; the worst column of ``sums`` [6, n]."""
-    aa, ab, bb, a_noise, b_noise, _ = sums
+    """|a - b| / |b| against NOISE_FACTOR times the noise; the worst column of ``sums`` [5, n]."""
+    aa, ab, bb, noise, _ = sums
     size = bb.clamp_min(1e-30)
     measured = ((aa - 2 * ab + bb).clamp_min(0) / size).sqrt()
-    allowed = (NOISE_FACTOR * ((a_noise + b_noise) / size).sqrt()).clamp(1e-12, ERROR_CAP)
+    allowed = (NOISE_FACTOR * (noise / size).sqrt()).clamp(1e-12, ERROR_CAP)
     worst = int((measured / allowed).argmax())
     name = what if sums.shape[1] == 1 else f"{what} {worst}"
     return Excess(name, float(measured[worst]), float(allowed[worst]))
 
 
-def _gain(sums: torch.Tensor, kind: str) -> Excess:
-    """|gain - 1| of the row or column whose gain is least explained by noise; ``sums`` [6, n]."""
-    bb, a_noise, b_noise, variance = sums[2:]
-    size = bb.clamp_min(1e-30)
-    off = (gains(sums) - 1).abs()
-    noise_share = (a_noise + b_noise) / size
-    allowed = (GAIN_SIGMAS * variance.sqrt() / size).clamp_min(GAIN_BAND) + noise_share
+def _worst_gain(rows: torch.Tensor, band: float) -> Excess:
+    """|gain - 1| of the row whose gain is least explained by noise; ``rows`` [5, n]."""
+    off = (gains(rows) - 1).abs()
+    allowed = (ROW_GAIN_SIGMAS * _gain_sigma(rows)).clamp_min(band)
     worst = int((off / allowed).argmax())
-    return Excess(f"gain error of {kind} {worst}", float(off[worst]), float(allowed[worst]))
+    return Excess(f"gain error of row {worst}", float(off[worst]), float(allowed[worst]))
+
+
+def _typical_gain(columns: torch.Tensor) -> Excess:
+    """The median |gain - 1| of the columns; ``columns`` [5, n]."""
+    off = (gains(columns) - 1).abs().median()
+    allowed = (COLUMN_GAIN_SIGMAS * _gain_sigma(columns).median()).clamp_min(COLUMN_GAIN)
+    return Excess("median gain error of the columns", float(off), float(allowed))
+
+
+def _gain_sigma(sums: torch.Tensor) -> torch.Tensor:
+    """Standard deviation that rounding noise gives a least-squares gain."""
+    return sums[4].sqrt() / sums[2].clamp_min(1e-30)

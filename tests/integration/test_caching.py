@@ -12,7 +12,7 @@ from tests.integration.conftest import answers, engine
 
 pytestmark = pytest.mark.engine
 
-PREFIX = "The harbour was quiet that morning, and the fishermen mended their nets by the wall. " * 12
+PREFIX = "The harbour was quiet that morning, and the fishermen mended their nets by the wall. " * 36
 
 
 def test_long_generation_after_a_cached_prefix_is_sane(real_merged, tmp_path):
@@ -23,11 +23,12 @@ def test_long_generation_after_a_cached_prefix_is_sane(real_merged, tmp_path):
         cold = answers(llm, prompts[:1], max_tokens=200)
         header_and_cold = len(trace.read_text().splitlines())
         warm, other = (answers(llm, [p], max_tokens=200) for p in prompts)
+        prompt_tokens = sum(len(llm.get_tokenizer()(p)["input_ids"]) for p in prompts)
         text = llm.get_tokenizer().decode(other[0][0])
     warm_passes = [json.loads(line) for line in trace.read_text().splitlines()[header_and_cold:]]
     prefilled = sum(p["tokens"] for p in warm_passes if p["phase"] == "prefill")
 
-    assert prefilled < 128, "the second and third prompts found most of their prefix in the cache"
+    assert prefilled < prompt_tokens / 2, "both prompts found most of their prefix in the cache"
     assert agreement(cold[0][0], warm[0][0]) > 0.5
     words = text.split()
     assert len(words) > 80

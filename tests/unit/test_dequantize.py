@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Every stored form of a Linear comes back as the weight it stands for, with the noise it really has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from safetensors.torch import load_file, save_file
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge.dequantize import WeightReader
+from flexquant.merge.source import Source
+from tests.checkpoints import base_config, make_checkpoint, random_state_dict
+
+MODULE = "model.layers.0.self_attn.k_proj"
+GROUP = 32
+
+
+def one_layer(folder: Path, tensors: dict[str, torch.Tensor], weights: dict, **section) -> WeightReader:
+    """Write a checkpoint that is one Linear, MODULE, and return its reader."""
+    folder.mkdir(exist_ok=True)
+    save_file({f"{MODULE}.{name}": t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True, **weights}}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **section}
+    document = {"architectures": ["LlamaForCausalLM"], "quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(document))
+    return WeightReader(Source.open("variant", folder))
+
+
+def gaussian(rows: int = 48, columns: int = 128) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(rows, columns)
+
+
+def int4_groups(w: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes int8 [out, in], scales and zero points [out, in / GROUP] of INT4 rounding."""
+    grouped = w.unflatten(1, (-1, GROUP))
+    if symmetric:
+        scale = grouped.abs().amax(2) / 7.5
+        zero = torch.zeros_like(scale)
+    else:
+        low, high = grouped.amin(2).clamp_max(0), grouped.amax(2).clamp_min(0)
+        scale = (high - low) / 15
+        zero = torch.round(-8 - low / scale)
+    codes = torch.round(grouped / scale[..., None]) + zero[..., None]
+    return codes.clamp(-8, 7).to(torch.int8).flatten(1), scale, zero.to(torch.int8)
+
+
+def check(reader: WeightReader, original: torch.Tensor, relative_error: float) -> None:
+    """The weight is close to the original, and as close as the reader says."""
+    read = reader.read(MODULE)
+    assert read.weight.dtype == torch.float32 and read.weight.shape == original.shape
+    error = (read.weight - original).square().mean().sqrt()
+    assert error / original.square().mean().sqrt() < relative_error
+    predicted = read.variance.expand_as(original).mean().sqrt()
+    assert 0.85 < error / predicted < 1.2
+    part = reader.read(MODULE, 7, 30)
+    assert torch.equal(part.weight, read.weight[7:30])
+    assert torch.equal(part.variance.expand_as(part.weight), read.variance.expand_as(original)[7:30])
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_packed_int4_groups(tmp_path, symmetric):
+    w = gaussian()
+    codes, scale, zero = int4_groups(w, symmetric)
+    tensors = {
+        "weight_packed": pack_to_int32(codes, 4),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(w.shape),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = pack_to_int32(zero, 4, packed_dim=0)
+    weights = {"num_bits": 4, "strategy": "group", "group_size": GROUP, "symmetric": symmetric}
+    check(one_layer(tmp_path, tensors, weights, format="pack-quantized"), w, 0.12)
+
+
+def test_activation_ordering_assigns_columns_to_groups(tmp_path):
+    w = gaussian() * torch.linspace(0.1, 10, 128)
+    order = torch.randperm(128)
+    codes, scale, _ = int4_groups(w[:, order], symmetric=True)
+    back = torch.argsort(order)
+    tensors = {
+        "weight_packed": pack_to_int32(codes[:, back], 4),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(w.shape),
+        "weight_g_idx": (torch.arange(128) // GROUP)[back].int(),
+    }
+    weights = {"num_bits": 4, "strategy": "group", "group_size": GROUP, "actorder": "group"}
+    check(one_layer(tmp_path, tensors, weights, format="pack-quantized"), w, 0.15)
+
+
+def test_unfilled_activation_ordering_is_none(tmp_path):
+    w = gaussian()
+    codes, scale, _ = int4_groups(w, symmetric=True)
+    tensors = {
+        "weight_packed": pack_to_int32(codes, 4),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(w.shape),
+        "weight_g_idx": torch.full((128,), -1, dtype=torch.int32),
+    }
+    weights = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+    check(one_layer(tmp_path, tensors, weights, format="pack-quantized"), w, 0.12)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int8_channels(tmp_path, packed, symmetric):
+    w = gaussian() + (0 if symmetric else 1)
+    low, high = w.amin(1, keepdim=True), w.amax(1, keepdim=True)
+    scale = w.abs().amax(1, keepdim=True) / 127 if symmetric else (high - low) / 255
+    zero = torch.zeros_like(scale) if symmetric else torch.round(-128 - low / scale)
+    codes = (torch.round(w / scale) + zero).clamp(-128, 127).to(torch.int8)
+    zero = zero.to(torch.int8)
+    tensors = {"weight_scale": scale}
+    if packed:
+        tensors |= {"weight_packed": pack_to_int32(codes, 8), "weight_shape": torch.tensor(w.shape)}
+    else:
+        tensors["weight"] = codes
+    if not symmetric:
+        tensors["weight_zero_point"] = pack_to_int32(zero, 8, packed_dim=0) if packed else zero
+    name = "pack-quantized" if packed else "int-quantized"
+    check(one_layer(tmp_path, tensors, {"strategy": "channel", "symmetric": symmetric}, format=name), w, 0.01)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
+def test_fp8(tmp_path, strategy):
+    w = gaussian()
+    if strategy == "block":
+        scale = w.reshape(3, 16, 4, 32).abs().amax((1, 3)) / 448
+        spread = scale.repeat_interleave(16, 0).repeat_interleave(32, 1)
+    else:
+        scale = (w.abs().amax(1, keepdim=True) if strategy == "channel" else w.abs().amax().view(1)) / 448
+        spread = scale
+    tensors = {"weight": (w / spread).to(torch.float8_e4m3fn), "weight_scale": scale}
+    weights = {"type": "float", "strategy": strategy}
+    if strategy == "block":
+        weights["block_structure"] = [16, 32]
+    check(one_layer(tmp_path, tensors, weights, format="float-quantized"), w, 0.04)
+
+
+@pytest.mark.parametrize("dtype,bits", [(torch.bfloat16, 8), (torch.float16, 11)])
+def test_an_ignored_layer_is_read_as_stored(tmp_path, dtype, bits):
+    w = gaussian()
+    reader = one_layer(tmp_path, {"weight": w.to(dtype)}, {"strategy": "channel"}, ignore=[MODULE])
+    assert reader.scheme(MODULE) is None
+    assert torch.equal(reader.read(MODULE).weight, w.to(dtype).float())
+    check(reader, w, 2.0**-bits)
+
+
+def test_more_than_a_megabyte_is_read_in_order(tmp_path):
+    w = gaussian(1100, 1024)
+    scale = w.abs().amax(1, keepdim=True) / 127
+    tensors = {"weight": torch.round(w / scale).to(torch.int8), "weight_scale": scale}
+    check(one_layer(tmp_path, tensors, {"strategy": "channel"}, format="int-quantized"), w, 0.01)
+
+
+@pytest.mark.parametrize("ignore", [["re:.*k_proj"], ["lm_head", MODULE]])
+def test_ignored_by_name_or_pattern(tmp_path, ignore):
+    reader = one_layer(tmp_path, {"weight": gaussian()}, {"strategy": "channel"}, ignore=ignore)
+    assert reader.scheme(MODULE) is None
+    assert reader.scheme("model.layers.0.self_attn.v_proj") is not None
+
+
+def test_a_name_is_more_specific_than_a_class(tmp_path):
+    reader = one_layer(tmp_path, {"weight": gaussian()}, {"strategy": "channel"})
+    section = dict(reader.source.quantization_config)
+    four = {"targets": ["re:.*down_proj"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
+    section["config_groups"] = {**section["config_groups"], "group_1": four}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "quantization_config": section})
+    )
+    reader = WeightReader(Source.open("variant", tmp_path))
+    assert reader.scheme("model.layers.0.mlp.down_proj").weights.num_bits == 4
+    assert reader.scheme(MODULE).weights.num_bits == 8
+
+
+def test_unreadable_schemes_are_named(tmp_path):
+    fp4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    tensors = {"weight_packed": torch.zeros(48, 64, dtype=torch.uint8), "weight_scale": torch.ones(48, 8)}
+    reader = one_layer(tmp_path, tensors, fp4, format="nvfp4-pack-quantized")
+    with pytest.raises(FlexQuantError, match=rf"{MODULE}.*'variant'.*nvfp4-pack-quantized \(4-bit float"):
+        reader.read(MODULE)
+
+
+def test_a_quantised_layer_without_a_scheme_is_named(tmp_path):
+    tensors = {"weight": torch.zeros(4, 8, dtype=torch.int8), "weight_scale": torch.ones(4, 1)}
+    reader = one_layer(tmp_path, tensors, {"strategy": "channel"}, ignore=[MODULE])
+    with pytest.raises(FlexQuantError, match="stored as I8, but no config group quantises it"):
+        reader.read(MODULE)
+
+
+def test_a_senseless_section_is_named(tmp_path):
+    with pytest.raises(FlexQuantError, match="quantization_config of variant 'variant' is not understood"):
+        one_layer(tmp_path, {"weight": gaussian()}, {"strategy": "sideways"})
+
+
+@pytest.mark.parametrize("scheme,error", [("w8a8", 0.02), ("w4a16", 0.15)])
+def test_whole_checkpoints(tmp_path, scheme, error):
+    state, _ = random_state_dict(base_config())
+    reader = WeightReader(Source.open("variant", make_checkpoint(tmp_path / scheme, scheme=scheme)))
+    for name in ("self_attn.k_proj", "mlp.down_proj"):
+        module = f"model.layers.1.{name}"
+        original = state[f"{module}.weight"].float()
+        read = reader.read(module)
+        assert read.weight.shape == original.shape == torch.Size(reader.shape(module))
+        assert (read.weight - original).norm() / original.norm() < error
+    assert reader.read("lm_head").weight.shape == load_file(tmp_path / scheme / "model.safetensors")[
+        "lm_head.weight"
+    ].shape

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What may share a KV cache and what may not, on quantised models that were folded, smoothed or rotated."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge.kv_compat import KVReport, check_kv_compatibility
+from flexquant.merge.source import Source
+from tests.checkpoints import StateDict, make_checkpoint
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 4, 2, 32, 128, 256
+LAYERS = ("model.layers.0.", "model.layers.1.")
+READS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+WRITES = ("self_attn.o_proj", "mlp.down_proj")
+Edit = Callable[[StateDict], None]
+
+
+def in_float32(edit: Edit) -> Callable[[StateDict], StateDict]:
+    def transform(state: StateDict) -> StateDict:
+        torch.manual_seed(7)
+        state = {name: tensor.float() for name, tensor in state.items()}
+        edit(state)
+        return {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+
+    return transform
+
+
+def report(
+    tmp_path: Path,
+    edit: Edit | None = None,
+    architecture: str = "llama",
+    schemes: tuple[str, str] = ("w8a8", "w4a16"),
+    **overrides,
+) -> KVReport:
+    """Compare an untouched variant (the reference) with an edited one."""
+    reference = make_checkpoint(tmp_path / "a", architecture, schemes[0])
+    transform = None if edit is None else in_float32(edit)
+    other = make_checkpoint(tmp_path / "b", architecture, schemes[1], transform=transform, **overrides)
+    return check_kv_compatibility([Source.open("first", reference), Source.open("second", other)])
+
+
+def factors(n: int, low: float, high: float) -> torch.Tensor:
+    return torch.empty(n).uniform_(low, high)
+
+
+def orthogonal(n: int) -> torch.Tensor:
+    return torch.linalg.qr(torch.randn(n, n))[0]
+
+
+def smooth_norms(norm_offset: float = 0.0, norms=READS, compensate: bool = True, low=0.5, high=2.0) -> Edit:
+    def edit(state: StateDict) -> None:
+        for layer in LAYERS:
+            for norm, readers in norms.items():
+                scale = factors(HIDDEN, low, high)
+                weight = state[f"{layer}{norm}.weight"]
+                weight.copy_((weight + norm_offset) / scale - norm_offset)
+                for reader in readers if compensate else ():
+                    state[f"{layer}{reader}.weight"] *= scale
+
+    return edit
+
+
+def smooth_v_to_o(low: float, high: float) -> Edit:
+    def edit(state: StateDict) -> None:
+        for layer in LAYERS:
+            scale = factors(KV_HEADS * HEAD_DIM, low, high)
+            state[layer + "self_attn.v_proj.weight"] *= scale[:, None]
+            per_query_head = scale.view(KV_HEADS, HEAD_DIM).repeat_interleave(HEADS // KV_HEADS, 0)
+            state[layer + "self_attn.o_proj.weight"] /= per_query_head.reshape(-1)
+
+    return edit
+
+
+def rotate_v_and_o(state: StateDict) -> None:
+    for layer in LAYERS:
+        rotation = orthogonal(HEAD_DIM)
+        rotate_head_rows(state, layer + "self_attn.v_proj.weight", rotation)
+        o = layer + "self_attn.o_proj.weight"
+        state[o] = (state[o].view(HIDDEN, HEADS, HEAD_DIM) @ rotation.T).reshape(HIDDEN, -1)
+
+
+def rotate_q_and_k(state: StateDict) -> None:
+    for layer in LAYERS:
+        rotation = orthogonal(HEAD_DIM)
+        for projection in ("q_proj", "k_proj"):
+            rotate_head_rows(state, f"{layer}self_attn.{projection}.weight", rotation)
+
+
+def rotate_head_rows(state: StateDict, name: str, rotation: torch.Tensor) -> None:
+    weight = state[name]
+    state[name] = (rotation @ weight.view(-1, HEAD_DIM, weight.shape[1])).reshape(weight.shape)
+
+
+def rotate_residual(state: StateDict) -> None:
+    """QuaRot's first rotation: norms folded away, everything that touches the residual stream turned."""
+    rotation = orthogonal(HIDDEN)
+    state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"] @ rotation
+    for layer in LAYERS:
+        for norm, readers in READS.items():
+            for reader in readers:
+                name = f"{layer}{reader}.weight"
+                state[name] = (state[name] * state[f"{layer}{norm}.weight"]) @ rotation
+            state[f"{layer}{norm}.weight"].fill_(1)
+        for writer in WRITES:
+            state[f"{layer}{writer}.weight"] = rotation.T @ state[f"{layer}{writer}.weight"]
+
+
+def scale_up_to_down(state: StateDict) -> None:
+    for layer in LAYERS:
+        scale = factors(INTERMEDIATE, 0.5, 2)
+        state[layer + "mlp.up_proj.weight"] /= scale[:, None]
+        state[layer + "mlp.down_proj.weight"] *= scale
+
+
+def edit_tensor(pattern: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
+    def edit(state: StateDict) -> None:
+        names = [name for name in state if re.search(pattern, name)]
+        assert names
+        for name in names:
+            state[name] = change(state[name])
+
+    return edit
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_roundings_of_one_model_are_compatible(tmp_path, architecture, group_size):
+    found = report(tmp_path, architecture=architecture, group_size=group_size)
+    assert found.compatible and found.layered_plans, found
+    assert found.message == found.residual_message == ""
+    assert set(found.worst) == {"k_proj", "v_proj", "o_proj", "down_proj"}
+    for worst in found.worst.values():
+        assert 0.04 < worst["relative_error"] < 0.5 * worst["allowed"]
+        assert worst["share_of_bound"] < 0.75
+    json.dumps(found.to_json())
+
+
+def test_int8_against_int8_has_a_tighter_bound(tmp_path):
+    found = report(tmp_path, schemes=("w8a8", "w8a8"))
+    assert found.layered_plans
+    assert found.worst["k_proj"]["relative_error"] == 0
+    assert found.worst["k_proj"]["allowed"] < 0.06
+
+
+@pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w4a16", "w8a8")])
+def test_smoothquant_fold_is_compatible(tmp_path, schemes):
+    found = report(tmp_path, smooth_norms(), schemes=schemes)
+    assert found.compatible and found.layered_plans, found
+
+
+def test_gemma_fold_uses_one_plus_weight(tmp_path):
+    norms = {
+        "input_layernorm": READS["input_layernorm"],
+        "pre_feedforward_layernorm": READS["post_attention_layernorm"],
+    }
+    found = report(tmp_path, smooth_norms(1.0, norms), "gemma3")
+    assert found.compatible and found.layered_plans, found
+
+
+def test_gemma_fold_of_the_bare_weight_is_caught(tmp_path):
+    norms = {"input_layernorm": READS["input_layernorm"]}
+    found = report(tmp_path, smooth_norms(0.0, norms), "gemma3")
+    assert "layer 0 k_proj" in found.message
+
+
+def test_gemma_post_norm_belongs_to_the_output(tmp_path):
+    def fold(state: StateDict) -> None:
+        for layer in LAYERS:
+            scale = 1 + state[layer + "post_attention_layernorm.weight"]
+            scale *= factors(HIDDEN, 0.5, 2)
+            state[layer + "post_attention_layernorm.weight"] = scale - 1
+
+    found = report(tmp_path, fold, "gemma3")
+    assert found.compatible and "layer 0 self_attn.o_proj" in found.residual_message
+
+
+def test_fold_between_up_and_down_is_compatible(tmp_path):
+    found = report(tmp_path, scale_up_to_down, schemes=("w4a16", "w8a8"))
+    assert found.compatible and found.layered_plans, found
+
+
+@pytest.mark.parametrize("low,high", [(0.7, 1.4), (0.8, 1.25)])
+@pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w4a16", "w8a8")])
+def test_v_to_o_smoothing_is_caught(tmp_path, low, high, schemes):
+    found = report(tmp_path, smooth_v_to_o(low, high), schemes=schemes)
+    assert not found.compatible and not found.layered_plans
+    assert re.search(r"'first' and 'second' .*layer 0 v_proj .*gain error of row \d+ 0\.\d+, allowed", found.message)
+
+
+@pytest.mark.parametrize(
+    "edit,where",
+    [(rotate_v_and_o, "layer 0 v_proj"), (rotate_q_and_k, "layer 0 k_proj")],
+    ids=["v and o", "q and k"],
+)
+def test_rotated_heads_are_caught(tmp_path, edit, where):
+    found = report(tmp_path, edit)
+    assert where in found.message and "quantise both" in found.message
+
+
+def test_one_rotated_layer_is_caught(tmp_path):
+    def last_layer_only(state: StateDict) -> None:
+        rotate_head_rows(state, LAYERS[1] + "self_attn.v_proj.weight", orthogonal(HEAD_DIM))
+
+    assert "layer 1 v_proj" in report(tmp_path, last_layer_only).message
+
+
+def test_one_rotated_head_is_caught(tmp_path):
+    def one_small_head(state: StateDict) -> None:
+        v = state[LAYERS[0] + "self_attn.v_proj.weight"]
+        v[HEAD_DIM:] = orthogonal(HEAD_DIM) @ v[HEAD_DIM:]
+
+    assert "layer 0 v_proj" in report(tmp_path, one_small_head).message
+
+
+@pytest.mark.parametrize("low,high", [(0.5, 2.0), (0.8, 1.25)])
+def test_uncompensated_norm_is_caught(tmp_path, low, high):
+    found = report(tmp_path, smooth_norms(compensate=False, low=low, high=high))
+    assert "layer 0 k_proj" in found.message
+
+
+def test_other_rope_theta_is_caught(tmp_path):
+    parameters = {"rope_type": "default", "rope_theta": 500000.0}
+    found = report(tmp_path, rope_parameters=parameters)
+    assert "rope_parameters" in found.message and "500000" in found.message
+
+
+def test_rope_as_transformers_4_wrote_it_is_the_same(tmp_path):
+    folders = [make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")]
+    path = folders[1] / "config.json"
+    config = json.loads(path.read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    path.write_text(json.dumps({**config, "rope_theta": theta, "rope_scaling": None}))
+    found = check_kv_compatibility([Source.open(f"v{i}", f) for i, f in enumerate(folders)])
+    assert found.layered_plans, found
+
+
+def test_other_head_layout_is_caught(tmp_path):
+    found = report(tmp_path, num_key_value_heads=4)
+    assert "num_key_value_heads is 2 in 'first' and 4 in 'second'" in found.message
+
+
+def test_other_k_norm_is_caught(tmp_path):
+    edit = edit_tensor(r"layers\.1\.self_attn\.k_norm", lambda w: w * factors(HEAD_DIM, 0.9, 1.1))
+    assert "layer 1 self_attn.k_norm" in report(tmp_path, edit, "qwen3").message
+
+
+@pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
+def test_other_bias_is_caught(tmp_path, projection):
+    edit = edit_tensor(rf"layers\.1\.self_attn\.{projection}\.bias", lambda b: 1.1 * b)
+    assert f"layer 1 {projection}.bias differs by 0.1" in report(tmp_path, edit, "qwen2").message
+
+
+@pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w4a16", "w8a8")])
+def test_rotated_residual_shares_the_cache_but_not_layers(tmp_path, schemes):
+    found = report(tmp_path, rotate_residual, schemes=schemes)
+    assert found.compatible and not found.layered_plans, found
+    assert "residual streams lie in different bases" in found.residual_message
+    assert found.worst["k_proj"]["relative_error"] < 0.2
+
+
+def test_rotated_residual_does_not_hide_rotated_heads(tmp_path):
+    def both(state: StateDict) -> None:
+        rotate_residual(state)
+        rotate_q_and_k(state)
+
+    assert "layer 0 k_proj" in report(tmp_path, both).message
+
+
+@pytest.mark.parametrize("writer", WRITES)
+def test_other_outputs_only_forbid_mixing(tmp_path, writer):
+    edit = edit_tensor(rf"layers\.1\.{writer}", lambda w: w @ orthogonal(w.shape[1]))
+    found = report(tmp_path, edit)
+    assert found.compatible and not found.layered_plans
+    assert f"layer 1 {writer}" in found.residual_message and found.message == ""
+
+
+def test_another_model_is_caught(tmp_path):
+    found = report(tmp_path, seed=1)
+    assert "not copies of one model" in found.message
+
+
+def test_other_weights_under_the_same_embedding_are_caught(tmp_path):
+    found = report(tmp_path, edit_tensor(r"k_proj\.weight", torch.randn_like))
+    assert "layer 0 k_proj" in found.message
+
+
+def test_cache_scales_must_be_equal(tmp_path):
+    folders = [make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")]
+    for folder, scale in zip(folders, (0.5, 0.25), strict=True):
+        file = folder / "model.safetensors"
+        scales = {f"{layer}self_attn.k_scale": torch.tensor([scale]) for layer in LAYERS}
+        save_file({**load_file(file), **scales}, file)
+    found = check_kv_compatibility([Source.open(f"v{i}", f) for i, f in enumerate(folders)])
+    assert "the cache scale 'model.layers.0.self_attn.k_scale' differs" in found.message
+
+
+def test_the_third_source_is_compared_too(tmp_path):
+    folders = [
+        make_checkpoint(tmp_path / "a", scheme="w8a8"),
+        make_checkpoint(tmp_path / "b", scheme="w4a16"),
+        make_checkpoint(tmp_path / "c", scheme="w4a16", transform=in_float32(rotate_v_and_o)),
+    ]
+    calls = []
+    found = check_kv_compatibility(
+        [Source.open(f.name, f) for f in folders], progress=lambda *done: calls.append(done)
+    )
+    assert "'a' and 'c'" in found.message
+    assert calls == [(1, 4), (2, 4)]
+
+
+def test_fused_projections_are_split(tmp_path):
+    """Phi-3's layout: one qkv_proj and one gate_up_proj."""
+
+    def fuse(folder: Path) -> Path:
+        file = folder / "model.safetensors"
+        state = load_file(file)
+        for layer in LAYERS:
+            for fused, parts in (
+                ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
+                ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
+            ):
+                for suffix in ("weight", "weight_scale", "weight_packed"):
+                    names = [f"{layer}{fused.split('.')[0]}.{part}.{suffix}" for part in parts]
+                    if names[0] in state:
+                        state[f"{layer}{fused}.{suffix}"] = torch.cat([state.pop(n) for n in names])
+                shapes = [
+                    state.pop(f"{layer}{fused.split('.')[0]}.{p}.weight_shape", None) for p in parts
+                ]
+                if shapes[0] is not None:
+                    rows = sum(int(shape[0]) for shape in shapes)
+                    state[f"{layer}{fused}.weight_shape"] = torch.tensor([rows, HIDDEN])
+        save_file(state, file)
+        return folder
+
+    plain = fuse(make_checkpoint(tmp_path / "a", scheme="w8a8"))
+    good = make_checkpoint(tmp_path / "b", scheme="w4a16", transform=in_float32(scale_up_to_down))
+    bad = make_checkpoint(tmp_path / "c", scheme="w4a16", transform=in_float32(smooth_v_to_o(0.7, 1.4)))
+    reference = Source.open("a", plain)
+    found = check_kv_compatibility([reference, Source.open("b", fuse(good))])
+    assert found.layered_plans, found
+    assert "layer 0 v_proj" in check_kv_compatibility([reference, Source.open("c", fuse(bad))]).message
+
+
+def test_a_layer_without_plain_attention_names_what_was_looked_for(tmp_path):
+    folders = [make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")]
+    file = folders[0] / "model.safetensors"
+    latent = {name.replace("k_proj", "kv_b_proj"): tensor for name, tensor in load_file(file).items()}
+    save_file(latent, file)
+    with pytest.raises(FlexQuantError, match=r"layers\.0\.self_attn\.k_proj' nor .*qkv_proj"):
+        check_kv_compatibility([Source.open(f"v{i}", f) for i, f in enumerate(folders)])
+
+
+def test_one_source_is_compatible_with_itself(tmp_path):
+    assert check_kv_compatibility([Source.open("a", make_checkpoint(tmp_path / "a"))]).layered_plans
