@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,23 +22,21 @@ def weight_bytes(variants: Mapping[str, nn.Module]) -> dict[str, int]:
         for parameter in variant.parameters():
             owners.setdefault(parameter, []).append(name)
     sizes = dict.fromkeys([*variants, "shared"], 0)
-    for parameter, names in owners.items():
-        sizes["shared" if len(names) > 1 else names[0]] += parameter.nbytes
+    for tensor, names in owners.items():
+        sizes["shared" if len(names) > 1 else names[0]] += tensor.nbytes
     return sizes
 
 
 def bytes_in_16_bit(variant: nn.Module) -> int:
     """Return the bytes of one copy of the model with two bytes a parameter, on this rank."""
-    tied: set[torch.Tensor] = set()
-    parameters = 0
+    counted: set[torch.Tensor] = set()
+    elements = 0
     for module in variant.modules():
+        own = [p for _, p in module.named_parameters(recurse=False)]
         if isinstance(module, LinearBase):
-            parameters += module.input_size_per_partition * module.output_size_per_partition
-            own = [module.bias] if getattr(module, "bias", None) is not None else []
-        else:
-            own = list(module.parameters(recurse=False))
-        for parameter in own:
-            if parameter not in tied:
-                tied.add(parameter)
-                parameters += parameter.numel()
-    return 2 * parameters
+            linear: Any = module
+            elements += linear.input_size_per_partition * linear.output_size_per_partition
+            own = [linear.bias] if getattr(linear, "bias", None) is not None else []
+        elements += sum(p.numel() for p in own if p not in counted)
+        counted.update(own)
+    return 2 * elements

@@ -68,6 +68,7 @@ class FlexQuantForCausalLM(nn.Module):
         """
         loaded: dict[str, set[str]] = {name: set() for name in self.variants}
         prefixes = self._prefixes()
+        variant: Any
 
         def prefix_of(item: tuple[str, torch.Tensor]) -> str:
             return item[0].split(".", 1)[0] + "."
@@ -81,7 +82,8 @@ class FlexQuantForCausalLM(nn.Module):
                 for name, variant in self.variants.items():
                     loaded[name] |= self._load_shared(name, variant, shared)
             elif prefix in prefixes:
-                loaded[prefixes[prefix]] |= self.variants[prefixes[prefix]].load_weights(stripped(run))
+                variant = self.variants[prefixes[prefix]]
+                loaded[prefixes[prefix]] |= variant.load_weights(stripped(run))
         self._check_complete(loaded)
         self._announce()
         return {f"variants.{name}.{parameter}" for name in loaded for parameter in loaded[name]}

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -129,13 +129,13 @@ def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
     return view
 
 
-def build_plan(variants: dict[str, nn.Module], plan: Plan, vllm_config: VllmConfig) -> nn.Module:
+def build_plan(variants: Mapping[str, Any], plan: Plan, vllm_config: VllmConfig) -> nn.Module:
     """Return a causal LM whose decoder layer i is that of variant ``plan.layers[i]``.
 
     Everything outside the decoder layers comes from the variant that runs the plan's last layer.
     """
-    base: Any = variants[plan.layers[-1]]
-    layers = [variants[v].model.layers[i] for i, v in enumerate(plan.layers)]  # type: ignore[union-attr, index]
+    base = variants[plan.layers[-1]]
+    layers = [variants[v].model.layers[i] for i, v in enumerate(plan.layers)]
     inner = shallow_copy(base.model, layers=nn.ModuleList(layers))
     if isinstance(inner, TorchCompileWithNoGuardsWrapper) and not inner.do_not_compile:
         give_own_compile_state(inner, plan.name, base.model.vllm_config)
@@ -144,7 +144,8 @@ def build_plan(variants: dict[str, nn.Module], plan: Plan, vllm_config: VllmConf
 
 def give_own_compile_state(inner: Any, plan_name: str, vllm_config: VllmConfig) -> None:
     config = copy.copy(vllm_config)
-    config.additional_config = {**dict(vllm_config.additional_config or {}), "flexquant_plan": plan_name}
+    additional: Any = vllm_config.additional_config or {}
+    config.additional_config = {**additional, "flexquant_plan": plan_name}
     inner.vllm_config = config
     inner.compiled = False
     inner._compile_tag = "flexquant-" + re.sub(r"[^\w-]+", "_", plan_name)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexquant.checkpoint import MergedConfig
 from flexquant.errors import FlexQuantError
@@ -29,7 +29,8 @@ class ServingOptions:
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> ServingOptions:
-        options = dict(vllm_config.additional_config or {}).get(OPTIONS_KEY, {})
+        additional: Any = vllm_config.additional_config or {}
+        options = additional.get(OPTIONS_KEY, {})
         allowed = list(cls.__dataclass_fields__)
         if not isinstance(options, dict):
             raise FlexQuantError(

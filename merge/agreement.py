@@ -19,10 +19,10 @@ ERROR_CAP = 0.8
 """... and never more than this share of the weight: unrelated matrices differ by 1.41."""
 ROW_GAIN, ROW_GAIN_SIGMAS = 0.1, 8.0
 """Allowed gain error of any row of K or V: this, or so many standard deviations of the predicted noise."""
-OUTPUT_ROW_GAIN = 0.25
-"""The same where rows are channels of the residual stream, whose outliers GPTQ bends further."""
 COLUMN_GAIN, COLUMN_GAIN_SIGMAS = 0.03, 4.0
 """The same for the median over the columns."""
+OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN = 6.0, 0.25
+"""For o_proj and down_proj: massive activations let GPTQ bend these further."""
 STORAGE_NOISE = 2.0**-8
 """Relative error of folds that are stored in bfloat16 before quantising."""
 
@@ -61,8 +61,10 @@ class Agreement:
 class Comparison:
     """Accumulates the statistics of ``a`` against ``b`` over chunks of rows of [rows, columns] float32."""
 
-    def __init__(self, head_rows: int | None = None, row_gain: float = ROW_GAIN) -> None:
-        self._head_rows, self._row_gain = head_rows, row_gain
+    def __init__(
+        self, head_rows: int | None = None, noise_factor: float = NOISE_FACTOR, row_gain: float = ROW_GAIN
+    ) -> None:
+        self._head_rows, self._noise_factor, self._row_gain = head_rows, noise_factor, row_gain
         self._rows: list[torch.Tensor] = []  # [5, rows of the chunk]
         self._columns: torch.Tensor | None = None  # [5, columns]
 
@@ -72,8 +74,8 @@ class Comparison:
         noise = a_var + b_var + square * (2 * STORAGE_NOISE**2 / 3)
         # <a,a>, <a,b>, <b,b>, energy of the noise, variance of <b, noise>
         terms = (a * a, a * b, square, noise, square * noise)
-        self._rows.append(torch.stack([t.sum(1, dtype=torch.float64) for t in terms]))
-        columns = torch.stack([t.sum(0, dtype=torch.float64) for t in terms])
+        self._rows.append(torch.stack([t.sum(1) for t in terms]).double())
+        columns = torch.stack([t.sum(0) for t in terms]).double()
         self._columns = columns if self._columns is None else self._columns + columns
 
     def row_gains(self) -> torch.Tensor:
@@ -83,11 +85,11 @@ class Comparison:
     def result(self) -> Agreement:
         assert self._columns is not None
         rows = torch.cat(self._rows, dim=1)
-        error = _error(rows.sum(1, keepdim=True), "relative error")
+        error = _error(rows.sum(1, keepdim=True), "relative error", self._noise_factor)
         candidates = [error, _worst_gain(rows, self._row_gain), _typical_gain(self._columns)]
         if self._head_rows and rows.shape[1] > self._head_rows:
             heads = rows.unflatten(1, (-1, self._head_rows)).sum(2)
-            candidates.append(_error(heads, "relative error of head"))
+            candidates.append(_error(heads, "relative error of head", self._noise_factor))
         return Agreement(error, max(candidates, key=lambda e: e.ratio))
 
 
@@ -105,12 +107,12 @@ def gains(sums: torch.Tensor) -> torch.Tensor:
     return torch.where(bb > 0, gain, torch.where(aa > 0, torch.inf, 1.0))
 
 
-def _error(sums: torch.Tensor, what: str) -> Excess:
-    """|a - b| / |b| against NOISE_FACTOR times the noise; the worst column of ``sums`` [5, n]."""
+def _error(sums: torch.Tensor, what: str, noise_factor: float) -> Excess:
+    """|a - b| / |b| against ``noise_factor`` times the noise; the worst column of ``sums`` [5, n]."""
     aa, ab, bb, noise, _ = sums
     size = bb.clamp_min(1e-30)
     measured = ((aa - 2 * ab + bb).clamp_min(0) / size).sqrt()
-    allowed = (NOISE_FACTOR * (noise / size).sqrt()).clamp(1e-12, ERROR_CAP)
+    allowed = (noise_factor * (noise / size).sqrt()).clamp(1e-12, ERROR_CAP)
     worst = int((measured / allowed).argmax())
     name = what if sums.shape[1] == 1 else f"{what} {worst}"
     return Excess(name, float(measured[worst]), float(allowed[worst]))

@@ -62,7 +62,7 @@ class WeightReader:
         if (shape := self._ref(module, "weight_shape")) is not None:
             out_features, in_features = load_tensor(shape).tolist()
             return out_features, in_features
-        return self._stored(module).shape  # type: ignore[return-value]
+        return self._stored(module).shape
 
     def read(self, module: str, start: int = 0, stop: int | None = None) -> Dequantized:
         """Return rows ``start:stop`` of a Linear's weight; only these rows are read.
@@ -122,7 +122,7 @@ class WeightReader:
             if per_group.ndim == 1:
                 per_group = per_group[:, None]
             if args.strategy == "block":
-                height, width = args.block_structure  # type: ignore[misc]
+                height, width = args.block_structure
                 rows = torch.arange(start, stop) // height
                 return per_group[rows].repeat_interleave(width, dim=1)[:, : shape[1]]
             per_group = per_group[start:stop]

@@ -28,9 +28,7 @@ def layout_difference(maps: EffectiveMaps, reference: EffectiveMaps) -> str:
     a, b = _layout(maps), _layout(reference)
     for key in b:
         if a[key] != b[key]:
-            return (
-                f"{key} is {b[key]!r} in '{reference.source.name}' and {a[key]!r} in '{maps.source.name}'"
-            )
+            return f"{key} is {b[key]!r} in '{reference.source.name}' and {a[key]!r} in '{maps.source.name}'"
     return ""
 
 

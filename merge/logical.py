@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from flexquant.errors import FlexQuantError
 from flexquant.merge.safetensors_io import TensorRef, read_chunks
@@ -45,8 +45,8 @@ def count_layers(config: Mapping[str, Any]) -> int:
 
 
 def _read_integers(ref: TensorRef) -> tuple[int, ...]:
-    code = {"I64": "q", "I32": "i"}.get(ref.dtype)
-    if code is None:
+    codes: dict[str, Literal["q", "i"]] = {"I64": "q", "I32": "i"}
+    if (code := codes.get(ref.dtype)) is None:
         raise FlexQuantError(f"{ref.file} holds '{ref.name}' as {ref.dtype}, expected I64 or I32")
     return tuple(number for chunk in read_chunks(ref) for number in chunk.cast(code))
 

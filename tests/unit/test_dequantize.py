@@ -24,7 +24,8 @@ GROUP = 32
 def one_layer(folder: Path, tensors: dict[str, torch.Tensor], weights: dict, **section) -> WeightReader:
     """Write a checkpoint that is one Linear, MODULE, and return its reader."""
     folder.mkdir(exist_ok=True)
-    save_file({f"{MODULE}.{name}": t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    named = {f"{MODULE}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / "model.safetensors")
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True, **weights}}
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **section}
     document = {"architectures": ["LlamaForCausalLM"], "quantization_config": config}
@@ -209,6 +210,7 @@ def test_whole_checkpoints(tmp_path, scheme, error):
         read = reader.read(module)
         assert read.weight.shape == original.shape == torch.Size(reader.shape(module))
         assert (read.weight - original).norm() / original.norm() < error
-    assert reader.read("lm_head").weight.shape == load_file(tmp_path / scheme / "model.safetensors")[
-        "lm_head.weight"
-    ].shape
+    assert (
+        reader.read("lm_head").weight.shape
+        == load_file(tmp_path / scheme / "model.safetensors")["lm_head.weight"].shape
+    )

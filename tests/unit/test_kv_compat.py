@@ -197,7 +197,8 @@ def test_fold_between_up_and_down_is_compatible(tmp_path):
 def test_v_to_o_smoothing_is_caught(tmp_path, low, high, schemes):
     found = report(tmp_path, smooth_v_to_o(low, high), schemes=schemes)
     assert not found.compatible and not found.layered_plans
-    assert re.search(r"'first' and 'second' .*layer 0 v_proj .*gain error of row \d+ 0\.\d+, allowed", found.message)
+    pattern = r"'first' and 'second' .*layer 0 v_proj .*gain error of row \d+ 0\.\d+, allowed"
+    assert re.search(pattern, found.message)
 
 
 @pytest.mark.parametrize(
@@ -336,9 +337,7 @@ def test_fused_projections_are_split(tmp_path):
                     names = [f"{layer}{fused.split('.')[0]}.{part}.{suffix}" for part in parts]
                     if names[0] in state:
                         state[f"{layer}{fused}.{suffix}"] = torch.cat([state.pop(n) for n in names])
-                shapes = [
-                    state.pop(f"{layer}{fused.split('.')[0]}.{p}.weight_shape", None) for p in parts
-                ]
+                shapes = [state.pop(f"{layer}{fused.split('.')[0]}.{p}.weight_shape", None) for p in parts]
                 if shapes[0] is not None:
                     rows = sum(int(shape[0]) for shape in shapes)
                     state[f"{layer}{fused}.weight_shape"] = torch.tensor([rows, HIDDEN])

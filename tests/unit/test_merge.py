@@ -3,11 +3,11 @@
 """Merging: what is written, that it is all or nothing, and the command line."""
 
 import json
-import resource
+import os
+import re
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from safetensors import safe_open
@@ -208,6 +208,13 @@ from flexquant.merge import merge_checkpoints
 def progress(done, total):
     if sys.argv[4] == "kill" and done > total / 2:
         os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[4] == "fill":
+        with open(os.path.join(os.path.dirname(sys.argv[3]), "filler"), "wb", buffering=0) as filler:
+            try:
+                while filler.write(bytes(65536)):
+                    pass
+            except OSError:
+                pass
 
 try:
     sources = {"w8a8": sys.argv[1], "w4a16": sys.argv[2]}
@@ -237,22 +244,36 @@ def test_killed_merge_leaves_the_old_output_or_none(sources, tmp_path, output_ex
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_disk_full_while_writing(sources, tmp_path):
-    limit = (100_000, 100_000)
-    result = merge_in_child(
-        sources, tmp_path / "merged", "", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    )
-    assert result.returncode == 1
-    assert "the disk ran full while writing" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not list(tmp_path.iterdir())
+ON_SMALL_DISK = """
+mount -t tmpfs -o size="$SIZE" tmpfs "$DISK" || exit 77
+"$@"
+code=$?
+find "$DISK" -mindepth 1 ! -name filler
+exit $code
+"""
 
 
-def test_too_little_disk_space_is_known_before_writing(sources, tmp_path, monkeypatch):
-    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(FlexQuantError, match=r"needs [\d.]+ MB of free disk space, but .* has 1.00 kB"):
-        merge_checkpoints(sources, tmp_path / "merged")
-    assert not list(tmp_path.iterdir())
+def merge_on_small_disk(sources, disk, size, mode):
+    """Merge into a tmpfs of ``size`` that only the child sees; list what is left in it on stdout."""
+    disk.mkdir()
+    argv = [sys.executable, "-c", MERGE_IN_CHILD, sources["w8a8"], sources["w4a16"], disk / "merged", mode]
+    shell = ["unshare", "--map-root-user", "--mount", "sh", "-c", ON_SMALL_DISK, "sh", *argv]
+    environment = {**os.environ, "SIZE": size, "DISK": str(disk)}
+    return subprocess.run(shell, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("size", "mode", "message"),
+    [
+        ("200k", "", r"needs [\d.]+ [kM]B of free disk space, but .* has [\d.]+ kB; free some"),
+        ("8m", "fill", r"the disk ran full while writing .*; nothing is left of it, free some space"),
+    ],
+)
+def test_disk_full(sources, tmp_path, size, mode, message):
+    result = merge_on_small_disk(sources, tmp_path / "disk", size, mode)
+    assert result.returncode == 1, result.stderr
+    assert re.search(message, result.stderr) and "Traceback" not in result.stderr
+    assert result.stdout == ""
 
 
 def test_command_line(sources, tmp_path, capsys):
