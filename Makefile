@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 #
 # make demo   quantise, merge and serve a small real model, and ask it things (MODEL=id or folder for another)
+#             SAMPLES and LENGTH set the calibration: few and short here, since a CPU needs minutes for them
 # make test   the whole test suite
 # make lint   ruff and mypy
 #
@@ -10,6 +11,8 @@
 
 PYTHON ?= python3
 MODEL ?= .work/SmolLM2-135M-Instruct
+SAMPLES ?= 32
+LENGTH ?= 256
 NAME := $(notdir $(patsubst %/,%,$(MODEL)))
 VARIANTS := .work/variants/$(NAME)
 MERGED := .work/merged/$(NAME)
@@ -29,8 +32,8 @@ demo: $(MERGED)/config.json
 	$(SERVE)/python examples/demo.py $(MERGED)
 
 test: .venv/quantize/.done .work/merged/$(TEST_NAME)/config.json
-	$(QUANTIZE)/python -m pytest -m quantize
-	$(SERVE)/python -m pytest -m "not quantize"
+	$(QUANTIZE)/python -m pytest tests/quantize
+	$(SERVE)/python -m pytest --ignore tests/quantize
 
 lint: .venv/serve/.done
 	$(SERVE)/ruff check .
@@ -62,9 +65,11 @@ clean:
 	$(QUANTIZE)/python examples/fetch_smollm2.py .work/$(TEST_NAME)
 
 .work/variants/%/w4a16/config.json: | .venv/quantize/.done .work/$(TEST_NAME)/config.json
-	$(QUANTIZE)/flexquant quantize $(if $(filter $*,$(NAME)),$(MODEL),.work/$*) --output .work/variants/$*
+	$(QUANTIZE)/flexquant quantize $(if $(filter $*,$(NAME)),$(MODEL),.work/$*) \
+		--output .work/variants/$* --overwrite --samples $(SAMPLES) --length $(LENGTH)
 
+.work/merged/%/config.json: SOURCES = w8a8=.work/variants/$*/w8a8 w4a16=.work/variants/$*/w4a16
 .work/merged/%/config.json: .work/variants/%/w4a16/config.json | .venv/serve/.done
-	$(SERVE)/flexquant merge w8a8=.work/variants/$*/w8a8 w4a16=.work/variants/$*/w4a16 --output .work/merged/$* --overwrite
-	$(SERVE)/flexquant verify .work/merged/$* --against w8a8=.work/variants/$*/w8a8 w4a16=.work/variants/$*/w4a16
+	$(SERVE)/flexquant merge $(SOURCES) --output .work/merged/$* --overwrite
+	$(SERVE)/flexquant verify .work/merged/$* --against $(SOURCES)
 	$(SERVE)/flexquant inspect .work/merged/$*

@@ -26,7 +26,7 @@ from flexquant.merge.logical import count_layers
 from flexquant.merge.safetensors_io import load_tensor
 from flexquant.merge.source import Source
 
-CHUNK_WEIGHTS = 1 << 23  # weights in memory at a time, per variant: 32 MiB as float32
+CHUNK_WEIGHTS = 1 << 20  # weights in memory at a time, per variant: 4 MiB as float32, kind to caches
 STACK = re.compile(r"^(.*?)layers\.0\.")
 OTHER_TOWERS = re.compile(r"vision|visual|audio|image|mtp", re.IGNORECASE)
 DOWN_AND_UP = {"down_proj": ("up_proj", "gate_up_proj"), "w2": ("w3",)}

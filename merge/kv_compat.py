@@ -107,8 +107,9 @@ class KVReport:
 def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None = None) -> KVReport:
     """Say whether variants may share one KV cache, and whether their layers may be mixed in one plan.
 
-    Reads every weight once, except q_proj and the MLP's gate and up. Returns at the first projection that forbids sharing. Raises
-    FlexQuantError for an architecture or a quantisation scheme that cannot be compared.
+    Reads every k, v, o and down projection once, and up_proj where down_proj differs. Returns at the first
+    projection that forbids sharing. Raises FlexQuantError for an architecture or a scheme that cannot be
+    compared.
     """
     report = KVReport()
     if len(sources) < 2:

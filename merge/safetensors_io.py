@@ -155,7 +155,9 @@ def load_tensor(ref: TensorRef) -> torch.Tensor:
     if torch_name is None:
         raise FlexQuantError(f"tensor '{ref.name}' in {ref.file} has dtype {ref.dtype}, which torch lacks")
     dtype = getattr(torch, torch_name)
-    data = bytearray().join(read_chunks(ref))
+    data = bytearray()
+    for chunk in read_chunks(ref):
+        data += chunk
     if not data:
         return torch.empty(ref.shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).reshape(ref.shape)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from importlib import metadata
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.integration.conftest import engine
 
 pytestmark = pytest.mark.engine
 
-TOKENS = 192
+TOKENS = 256
 LAYERED = """
 schema: flexquant.policy/v1
 rules:
@@ -22,29 +22,29 @@ rules:
 
 
 def real_text() -> str:
-    """English prose that every installation has: the description of the PyTorch package."""
-    text = metadata.metadata("torch").get_payload()
-    assert isinstance(text, str) and len(text) > 4 * TOKENS
-    return text
+    """English prose that comes with every Python: the language reference on naming and binding."""
+    return topics["execmodel"]
 
 
 def next_token_logprobs(folder, policy=None) -> torch.Tensor:
     """Logprobs of every token of the vocabulary after each token of the text: [TOKENS - 1, vocabulary]."""
     from vllm import SamplingParams
 
-    with engine(folder, policy, max_logprobs=-1, max_num_seqs=1) as llm:
+    logits = []
+    with engine(folder, policy, max_num_seqs=1) as llm:
+        model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+        compute_logits = model.compute_logits
+
+        def keep(hidden_states):
+            logits.append(compute_logits(hidden_states))
+            return logits[-1]
+
+        model.compute_logits = keep
         ids = llm.get_tokenizer()(real_text())["input_ids"][:TOKENS]
-        parameters = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1)
-        (output,) = llm.generate([{"prompt_token_ids": ids}], parameters, use_tqdm=False)
-        rows = []
-        for step in output.prompt_logprobs[1:]:
-            row = torch.full((len(step),), float("nan"))
-            tokens = torch.tensor(list(step))
-            row[tokens] = torch.tensor([entry.logprob for entry in step.values()])
-            rows.append(row)
-    logprobs = torch.stack(rows)
-    assert not logprobs.isnan().any()
-    return logprobs
+        parameters = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+        llm.generate([{"prompt_token_ids": ids}], parameters, use_tqdm=False)
+    (prompt_logits,) = [rows for rows in logits if rows.shape[0] == TOKENS - 1]
+    return prompt_logits.double().log_softmax(dim=1)
 
 
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ from flexquant import cli
 from flexquant.errors import FlexQuantError
 from flexquant.merge.quantize import quantize
 from flexquant.merge.recipes import choose_group_size, smoothing_mappings
+from tests import readme
 from tests.checkpoints import make_checkpoint
-
-pytestmark = pytest.mark.quantize
 
 FEW: dict[str, Any] = {"samples": 4, "length": 64}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -285,3 +285,12 @@ def test_without_llmcompressor(
     )
     assert cli.main(["quantize", str(model), "--output", str(tmp_path / "variants")]) == 1
     assert "install flexquant[quantize] in an environment of its own" in capsys.readouterr().err
+
+
+def test_the_readmes_command(model, tmp_path, monkeypatch):
+    (command,) = [c for c in readme.commands() if c.startswith("flexquant quantize")]
+    (tmp_path / "my-model").symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    few = [argument for key, value in FEW.items() for argument in (f"--{key}", str(value))]
+    assert cli.main([*shlex.split(command)[1:], *few]) == 0
+    assert {p.name for p in (tmp_path / "my-variants").iterdir()} == {"w8a8", "w4a16"}
