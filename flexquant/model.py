@@ -23,7 +23,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.memory import bytes_in_16_bit, weight_bytes
 from flexquant.plans import build_plan, build_variants
 from flexquant.router import Trace, read_pass
-from flexquant.serving import ServingOptions, load_routes, tokens_per_sequence
+from flexquant.serving import ServingOptions, check_supported, load_routes, tokens_per_sequence
 
 logger = init_logger("vllm.flexquant.model")
 
@@ -39,6 +39,7 @@ class FlexQuantForCausalLM(nn.Module):
         provide_cpu_int4_kernel()
         self.config = vllm_config.model_config.hf_config
         self.merged = MergedConfig.from_json(self.config.quantization_config)
+        check_supported(vllm_config, self.merged)
         self.policy_name, self.routes = load_routes(vllm_config, self.merged)
         self.tokens_per_sequence = tokens_per_sequence(vllm_config)
         self.options = ServingOptions.from_vllm(vllm_config)

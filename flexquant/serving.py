@@ -46,12 +46,14 @@ class ServingOptions:
         return cls(**options)
 
 
-def check_supported(vllm_config: VllmConfig) -> None:
+def check_supported(vllm_config: VllmConfig, merged: MergedConfig) -> None:
     """Raise :class:`FlexQuantError` if a vLLM feature is asked for that a merged checkpoint cannot have."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     speculative = vllm_config.speculative_config
+    graphs = compilation.cudagraph_mode or CUDAGraphMode.NONE
+    one_head = len(merged.variants) == 1 or "lm_head" in merged.shared_modules
     refusals: list[tuple[bool, str]] = [
         (vllm_config.lora_config is not None, "LoRA (drop --enable-lora)"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (use --tensor-parallel-size)"),
@@ -70,8 +72,12 @@ def check_supported(vllm_config: VllmConfig) -> None:
             "compilation mode STOCK_TORCH_COMPILE, which would freeze one route (use VLLM_COMPILE or NONE)",
         ),
         (
-            compilation.cudagraph_mode == CUDAGraphMode.FULL,
+            graphs == CUDAGraphMode.FULL,
             "cudagraph_mode FULL, which replays one graph for all phases (use FULL_AND_PIECEWISE)",
+        ),
+        (
+            graphs.has_full_cudagraphs() and not one_head,
+            f"cudagraph_mode {graphs.name} for variants with different lm_heads (use PIECEWISE)",
         ),
     ]
     for refused, what in refusals:

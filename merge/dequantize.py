@@ -61,8 +61,9 @@ class WeightReader:
         """Return (out_features, in_features)."""
         if (shape := self._ref(module, "weight_shape")) is not None:
             out_features, in_features = load_tensor(shape).tolist()
-            return out_features, in_features
-        return self._stored(module).shape
+        else:
+            out_features, in_features = self._stored(module).shape
+        return out_features, in_features
 
     def read(self, module: str, start: int = 0, stop: int | None = None) -> Dequantized:
         """Return rows ``start:stop`` of a Linear's weight; only these rows are read.
@@ -74,6 +75,7 @@ class WeightReader:
         stored = self._stored(module)
         if stored.dtype in FLOAT_DTYPES:
             weight = load_tensor(row_range(stored, start, stop)).float()
+            self._check_finite(module, weight)
             return Dequantized(weight, _ulp(weight, FLOAT_DTYPES[stored.dtype], -126) ** 2 / 12)
         args = self._weight_args(module, stored)
         raw = load_tensor(row_range(stored, start, stop))
@@ -91,7 +93,13 @@ class WeightReader:
             step = scale
             if (zero_point := self._zero_point(module, args, out_features)) is not None:
                 values -= spread(zero_point.float())
-        return Dequantized(values * scale, step**2 / 12)
+        weight = values * scale
+        self._check_finite(module, weight)
+        return Dequantized(weight, step**2 / 12)
+
+    def _check_finite(self, module: str, weight: torch.Tensor) -> None:
+        if not bool(weight.isfinite().all()):
+            raise self._error(module, "holds NaN or infinite weights or scales; quantise it again")
 
     def _weight_args(self, module: str, stored: TensorRef) -> QuantizationArgs:
         scheme = self.scheme(module)

@@ -51,7 +51,7 @@ from flexquant.merge.kv_layout import layout_difference, scale_difference
 from flexquant.merge.residual_basis import ResidualBasis, compare_bases
 from flexquant.merge.source import Source
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], object]
 """Called with (layers compared, layers in all)."""
 
 VECTOR_TOLERANCE = 0.02

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from flexquant.errors import FlexQuantError
-from flexquant.merge import merge_checkpoints
+from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, engine
 
@@ -64,7 +64,7 @@ def test_three_variants_and_layered_plans_of_all(tmp_path):
     merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "three.yaml"))
     _, passes = serve(tmp_path / "merged", None, tmp_path / "routes.jsonl", ["a b c", "d e f", "g h i"])
     taken = {(p["phase"], p["sequences"], p["plan"]) for p in passes}
-    assert {("prefill", 1, "w8a8"), ("decode", 1, "fine"), ("decode", 3, "fine[0]+w8a8[1]")} <= taken
+    assert {("prefill", 1, "w8a8"), ("decode", 1, "fine"), ("decode", 3, "fine+w8a8[1]")} <= taken
 
 
 def test_a_missing_tensor_is_named(tiny_merged, tmp_path):
@@ -83,3 +83,16 @@ def test_a_missing_tensor_is_named(tiny_merged, tmp_path):
         engine(folder, "w8a8", **SMALL),
     ):
         pass
+
+
+@pytest.mark.parametrize("variant", ["w8a8", "w4a16"])
+def test_a_split_variant_is_served_by_stock_vllm_as_its_source(variant, tiny_merged, tmp_path):
+    folder = tiny_merged()
+    split_checkpoint(folder / "merged", variant, tmp_path / "plain")
+
+    def generate(checkpoint):
+        with engine(checkpoint, **SMALL) as llm:
+            assert llm.model_config.architectures == ["LlamaForCausalLM"]
+            return answers(llm, ["hello", "abc"])
+
+    assert generate(tmp_path / "plain") == generate(folder / variant)

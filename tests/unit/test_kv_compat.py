@@ -364,3 +364,13 @@ def test_a_layer_without_plain_attention_names_what_was_looked_for(tmp_path):
 
 def test_one_source_is_compatible_with_itself(tmp_path):
     assert check_kv_compatibility([Source.open("a", make_checkpoint(tmp_path / "a"))]).layered_plans
+
+
+@pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w8a8", "w8a8")])
+def test_nan_is_named(tmp_path, schemes):
+    def with_nan(weight: torch.Tensor) -> torch.Tensor:
+        weight[3, 5] = torch.nan
+        return weight
+
+    with pytest.raises(FlexQuantError, match=r"v_proj' of variant 'second' holds NaN"):
+        report(tmp_path, edit_tensor(r"layers\.1\.self_attn\.v_proj", with_nan), schemes=schemes)
