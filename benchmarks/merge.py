@@ -216,6 +216,11 @@ def measure(folder: Path, gib: float, repeats: int) -> dict[str, object]:
     }
 
 
+def cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -230,7 +235,7 @@ def main() -> None:
     result = {
         "benchmark": "merge",
         "argv": sys.argv[1:],
-        "machine": f"{platform.platform()}, {os.cpu_count()} CPUs",
+        "machine": f"{cpu_model()}, {os.cpu_count()} CPUs, {platform.platform()}",
         "versions": {"python": platform.python_version()} | {p: version(p) for p in ("flexquant", "torch")},
         **measured,
     }

@@ -66,7 +66,10 @@ class Trace:
     """A file with one JSON object per line: first what is served, then every forward pass in order."""
 
     def __init__(self, path: str, header: dict[str, Any]) -> None:
-        self._file: TextIO = open(path, "w", buffering=1)  # noqa: SIM115 - lives as long as the model
+        try:
+            self._file: TextIO = open(path, "w", buffering=1)  # noqa: SIM115 - lives as long as the model
+        except OSError as e:
+            raise FlexQuantError(f"cannot write the trace '{path}' ({e.strerror}); name another file") from e
         self._write(header)
 
     def _write(self, record: dict[str, Any]) -> None:
