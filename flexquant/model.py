@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,18 +16,15 @@ from vllm.logger import init_logger
 from vllm.sequence import IntermediateTensors
 
 from flexquant import __version__
-from flexquant.checkpoint import SHARED_PREFIX, MergedConfig
+from flexquant.checkpoint import MergedConfig
 from flexquant.compat import provide_cpu_int4_kernel
-from flexquant.errors import FlexQuantError
+from flexquant.loading import VariantLoader
 from flexquant.memory import bytes_in_16_bit, weight_bytes
 from flexquant.plans import build_plan, build_variants
 from flexquant.router import Trace, read_pass
 from flexquant.serving import ServingOptions, check_supported, load_routes, tokens_per_sequence
 
 logger = init_logger("vllm.flexquant.model")
-
-REQUIRED_PARAMETERS = ("weight", "weight_packed", "weight_scale")
-"""Parameters that every checkpoint has; vLLM's schemes also create optional ones (zero points ...)."""
 
 
 class FlexQuantForCausalLM(nn.Module):
@@ -42,75 +38,26 @@ class FlexQuantForCausalLM(nn.Module):
         check_supported(vllm_config, self.merged)
         self.policy_name, self.routes = load_routes(vllm_config, self.merged)
         self.tokens_per_sequence = tokens_per_sequence(vllm_config)
-        self.options = ServingOptions.from_vllm(vllm_config)
 
         used = {variant for plan in self.routes.plans for variant in plan.layers}
         names = [name for name in self.merged.variants if name in used]
-        self.variants = nn.ModuleDict(build_variants(vllm_config, self.merged, names, prefix))
+        variants = build_variants(vllm_config, self.merged, names, prefix)
+        self.variants = nn.ModuleDict(variants)
+        self._loader = VariantLoader(variants, self.merged)
         # A plain dict: plans are views, and must not show their weights to vLLM a second time.
-        self._plans: dict[str, nn.Module] = {
-            plan.name: build_plan(dict(self.variants.items()), plan, vllm_config)
-            for plan in self.routes.plans
+        self._plans: dict[str, Any] = {
+            plan.name: build_plan(variants, plan, vllm_config) for plan in self.routes.plans
         }
-        self._last_plan = next(iter(self._plans.values()))
-        self._trace: Trace | None = None
+        self._last_plan = self.routes.plans[0].name
+        self._trace = self._announce(ServingOptions.from_vllm(vllm_config))
 
     def is_unused_checkpoint_weight(self, name: str) -> bool:
         """Tell vLLM's loader (0.32 on) which shards it need not open: those of variants not loaded."""
-        return not name.startswith((SHARED_PREFIX, *self._prefixes()))
-
-    def _prefixes(self) -> dict[str, str]:
-        return {self.merged.variants[name].prefix: name for name in self.variants}
+        return not self._loader.wants(name)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Hand every tensor to its variant's own loader, and shared ones to all that hold them.
-
-        Raises :class:`FlexQuantError` if a tensor is missing. Returns the names of the loaded parameters.
-        """
-        loaded: dict[str, set[str]] = {name: set() for name in self.variants}
-        prefixes = self._prefixes()
-        variant: Any
-
-        def prefix_of(item: tuple[str, torch.Tensor]) -> str:
-            return item[0].split(".", 1)[0] + "."
-
-        def stripped(run: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-            return ((name.split(".", 1)[1], tensor) for name, tensor in run)
-
-        for prefix, run in groupby(weights, key=prefix_of):
-            if prefix == SHARED_PREFIX:
-                shared = list(stripped(run))
-                for name, variant in self.variants.items():
-                    loaded[name] |= self._load_shared(name, variant, shared)
-            elif prefix in prefixes:
-                variant = self.variants[prefixes[prefix]]
-                loaded[prefixes[prefix]] |= variant.load_weights(stripped(run))
-        self._check_complete(loaded)
-        self._announce()
-        return {f"variants.{name}.{parameter}" for name in loaded for parameter in loaded[name]}
-
-    def _load_shared(self, name: str, variant: Any, tensors: list[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load shared tensors; a module that the variant shares by reference is loaded by the first."""
-        if name != next(iter(self.variants)):
-            by_reference = tuple(f"{module}." for module in self.merged.shared_modules)
-            tensors = [(key, tensor) for key, tensor in tensors if not key.startswith(by_reference)]
-        return variant.load_weights(tensors)
-
-    def _check_complete(self, loaded: dict[str, set[str]]) -> None:
-        first = next(iter(self.variants))
-        by_reference = tuple(f"{module}." for module in self.merged.shared_modules)
-        for name, variant in self.variants.items():
-            done = loaded[name] | {p for p in loaded[first] if p.startswith(by_reference)}
-            missing = [
-                p
-                for p, _ in variant.named_parameters()
-                if p not in done and p.rsplit(".", 1)[-1] in REQUIRED_PARAMETERS
-            ]
-            if missing:
-                raise FlexQuantError(
-                    f"variant '{name}' of the merged checkpoint lacks {len(missing)} tensors, the first for "
-                    f"'{missing[0]}'; check it with 'flexquant verify', or merge again"
-                )
+        """Load the variants that were built; return the names of the loaded parameters."""
+        return {f"variants.{name}" for name in self._loader.load(weights)}
 
     def process_weights_after_loading(self) -> None:
         """Forward vLLM's model-level hook (0.32 on) to the variants that define it."""
@@ -118,19 +65,10 @@ class FlexQuantForCausalLM(nn.Module):
             if hook := getattr(variant, "process_weights_after_loading", None):
                 hook()
 
-    def _announce(self) -> None:
+    def _announce(self, options: ServingOptions) -> Trace | None:
+        """Log what is served, and begin the trace if one is asked for."""
         sizes = weight_bytes(dict(self.variants.items()))
         in_16_bit = bytes_in_16_bit(next(iter(self.variants.values())))
-        header = {
-            "flexquant": __version__,
-            "policy": self.policy_name,
-            "plans": {plan.name: list(plan.layers) for plan in self.routes.plans},
-            "weight_bytes": sizes,
-            "weight_bytes_in_16_bit": in_16_bit,
-        }
-        if self.options.trace is not None:
-            rank = get_tensor_model_parallel_rank()
-            self._trace = Trace(self.options.trace + (f".rank{rank}" if rank else ""), header)
         logger.info(
             "FlexQuant %s: policy %s; plans %s; weights %s, in all %.0f %% of 16-bit",
             __version__,
@@ -142,9 +80,20 @@ class FlexQuantForCausalLM(nn.Module):
             ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items()),
             100 * sum(sizes.values()) / in_16_bit,
         )
+        if options.trace is None:
+            return None
+        header = {
+            "flexquant": __version__,
+            "policy": self.policy_name,
+            "plans": {plan.name: list(plan.layers) for plan in self.routes.plans},
+            "weight_bytes": sizes,
+            "weight_bytes_in_16_bit": in_16_bit,
+        }
+        rank = get_tensor_model_parallel_rank()
+        return Trace(options.trace + (f".rank{rank}" if rank else ""), header)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self._last_plan.embed_input_ids(input_ids)  # type: ignore[operator]
+        return self._plans[self._last_plan].embed_input_ids(input_ids)
 
     def forward(
         self,
@@ -162,8 +111,8 @@ class FlexQuantForCausalLM(nn.Module):
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)
         if self._trace is not None:
             self._trace.record(forward_pass, plan.name)
-        self._last_plan = self._plans[plan.name]
-        return self._last_plan(input_ids, positions, intermediate_tensors, inputs_embeds)
+        self._last_plan = plan.name
+        return self._plans[plan.name](input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def _run_all(self, *inputs: Any) -> torch.Tensor:
         """A profiling or capture run: compile and capture every plan before the KV cache is sized."""
@@ -173,4 +122,4 @@ class FlexQuantForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return logits [tokens, vocabulary] of the last pass, with its plan's lm_head."""
-        return self._last_plan.compute_logits(hidden_states)  # type: ignore[operator]
+        return self._plans[self._last_plan].compute_logits(hidden_states)
