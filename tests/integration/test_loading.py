@@ -8,6 +8,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from flexquant.errors import FlexQuantError
@@ -96,3 +97,27 @@ def test_a_split_variant_is_served_by_stock_vllm_as_its_source(variant, tiny_mer
             return answers(llm, ["hello", "abc"])
 
     assert generate(tmp_path / "plain") == generate(folder / variant)
+
+
+def test_variants_with_final_norms_and_heads_of_their_own(tmp_path):
+    def fold_final_norm(state):
+        head, norm = state["lm_head.weight"].float(), state["model.norm.weight"].float()
+        folded = {"lm_head.weight": head * norm, "model.norm.weight": torch.ones_like(norm)}
+        return state | {name: tensor.to(torch.bfloat16) for name, tensor in folded.items()}
+
+    sources = {
+        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
+        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=fold_final_norm),
+    }
+    merge_checkpoints(sources, tmp_path / "merged")
+
+    def generate(checkpoint, policy=None):
+        with engine(checkpoint, policy, **SMALL) as llm:
+            return answers(llm, ["hello", "abc"])
+
+    for variant, source in sources.items():
+        assert generate(tmp_path / "merged", variant) == generate(source)
+    header, _ = serve(tmp_path / "merged", "phase", tmp_path / "routes.jsonl")
+    assert header["weight_bytes"]["w4a16"] > 320 * 128 * 2
+    first_pass_in_w8a8 = generate(tmp_path / "merged", "phase")[0][0][0]
+    assert first_pass_in_w8a8 == generate(sources["w8a8"])[0][0][0]
