@@ -72,4 +72,3 @@ clean:
 .work/merged/%/config.json: .work/variants/%/w4a16/config.json | .venv/serve/.done
 	$(SERVE)/flexquant merge $(SOURCES) --output .work/merged/$* --overwrite
 	$(SERVE)/flexquant verify .work/merged/$* --against $(SOURCES)
-	$(SERVE)/flexquant inspect .work/merged/$*
