@@ -12,6 +12,7 @@ from tests.integration.conftest import answers, engine
 
 pytestmark = pytest.mark.engine
 
+LONG = {"max_tokens": 200, "min_tokens": 150}
 PREFIX = "The harbour was quiet that morning, and the fishermen mended their nets by the wall. " * 36
 
 
@@ -20,9 +21,9 @@ def test_long_generation_after_a_cached_prefix_is_sane(real_merged, tmp_path):
     prompts = [PREFIX + "At noon the wind", PREFIX + "In the evening the children"]
     options = {"enable_prefix_caching": True, "max_num_batched_tokens": 128, "max_num_seqs": 4}
     with engine(real_merged, "phase", flexquant={"trace": str(trace)}, **options) as llm:
-        cold = answers(llm, prompts[:1], max_tokens=200)
+        cold = answers(llm, prompts[:1], **LONG)
         header_and_cold = len(trace.read_text().splitlines())
-        warm, other = (answers(llm, [p], max_tokens=200) for p in prompts)
+        warm, other = (answers(llm, [p], **LONG) for p in prompts)
         prompt_tokens = sum(len(llm.get_tokenizer()(p)["input_ids"]) for p in prompts)
         text = llm.get_tokenizer().decode(other[0][0])
     warm_passes = [json.loads(line) for line in trace.read_text().splitlines()[header_and_cold:]]
