@@ -45,9 +45,7 @@ class FlexQuantForCausalLM(nn.Module):
         self.variants = nn.ModuleDict(variants)
         self._loader = VariantLoader(variants, self.merged)
         # A plain dict: plans are views, and must not show their weights to vLLM a second time.
-        self._plans: dict[str, Any] = {
-            plan.name: build_plan(variants, plan, vllm_config) for plan in self.routes.plans
-        }
+        self._plans: dict[str, Any] = {plan.name: build_plan(variants, plan) for plan in self.routes.plans}
         self._last_plan = self.routes.plans[0].name
         self._trace = self._announce(ServingOptions.from_vllm(vllm_config))
 

@@ -129,7 +129,7 @@ def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
     return view
 
 
-def build_plan(variants: Mapping[str, Any], plan: Plan, vllm_config: VllmConfig) -> nn.Module:
+def build_plan(variants: Mapping[str, Any], plan: Plan) -> nn.Module:
     """Return a causal LM whose decoder layer i is that of variant ``plan.layers[i]``.
 
     Everything outside the decoder layers comes from the variant that runs the plan's last layer.
