@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from flexquant.merge.quantize import quantize
+    from flexquant.quantization.variants import quantize
     from flexquant.merge.staging import format_bytes
 
     # llmcompressor logs to stdout, which is for the summary alone.

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from flexquant import cli
 from flexquant.errors import FlexQuantError
-from flexquant.merge.quantize import quantize
-from flexquant.merge.recipes import choose_group_size, smoothing_mappings
+from flexquant.quantization.variants import quantize
+from flexquant.quantization.schemes import choose_group_size, smoothing_mappings
 from tests import readme
 from tests.checkpoints import make_checkpoint
 
@@ -261,7 +261,7 @@ def test_an_interrupted_run_leaves_nothing(
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flexquant.merge.quantize.copy_file", interrupt)
+    monkeypatch.setattr("flexquant.quantization.variants.copy_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         quantize(model, tmp_path / "variants", ["w4a16"], **FEW)
     assert list((tmp_path / "variants").iterdir()) == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.merge.calibration import calibration_rows, read_documents
+from flexquant.quantization.calibration import calibration_rows, read_documents
 from tests.checkpoints import base_config, byte_tokenizer
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

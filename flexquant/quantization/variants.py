@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from flexquant.errors import FlexQuantError
-from flexquant.merge.calibration import calibration_rows, read_documents
+from flexquant.quantization.calibration import calibration_rows, read_documents
 from flexquant.merge.folder import read_json
-from flexquant.merge.recipes import (
+from flexquant.quantization.schemes import (
     SCHEMES,
     build_recipe,
     choose_group_size,
@@ -59,7 +59,7 @@ def quantize(
     """Write ``output``/<scheme> for each scheme: a compressed-tensors checkpoint that vLLM serves.
 
     ``model`` is a folder or Hugging Face id of a 16-bit model, ``calibration`` what
-    :func:`~flexquant.merge.calibration.read_documents` takes, of which ``samples`` rows of ``length`` tokens
+    :func:`~flexquant.quantization.calibration.read_documents` takes, of which ``samples`` rows of ``length`` tokens
     are used. Equal inputs give equal bytes on one machine. A folder appears only when it is complete.
     ``progress`` receives one line per step.
 
