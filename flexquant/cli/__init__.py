@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from flexquant.errors import FlexQuantError, UsageError
 
-SUBCOMMANDS = ("quantize", "merge", "inspect", "verify", "split", "policy")
+SUBCOMMANDS = ("build", "quantize", "merge", "inspect", "verify", "split", "policy", "eval")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Quantise a 16-bit model into one folder per variant: DIR/w8a8, DIR/w4a16.
+"""Quantise a 16-bit model into one folder per variant, by a recipe: DIR/w8a8, DIR/w4a16.
 
-Needs llmcompressor (pip install "flexquant[quantize]"), in an environment without vLLM. MODEL is a folder or
-a Hugging Face id. Calibrate on text like your users': a text file, a .jsonl file whose records have 'text' or
-'messages', or a Hugging Face dataset id.
+Needs llmcompressor (pip install "flexquant[quantize]"), in an environment without vLLM. MODEL is a folder
+or a Hugging Face id. A recipe is a built-in one (see --recipe) or a YAML file that names llmcompressor's
+modifiers for each variant. Calibrate on text like your users': a text file, a .jsonl file whose records have
+'text' or 'messages', a folder of such files, or a Hugging Face dataset id.
 
   flexquant quantize Qwen/Qwen2.5-7B-Instruct --output variants --calibration HuggingFaceH4/ultrachat_200k
   flexquant quantize path/to/model --output variants --calibration chats.jsonl --samples 256 --length 1024
-  flexquant quantize path/to/model --output variants --schemes w4a16 --overwrite
+  flexquant quantize path/to/model --output variants --recipe fp8 --resume
+  flexquant quantize path/to/model --output variants --recipe my-recipe.yaml --variants w4a16 --overwrite
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes
+
+if TYPE_CHECKING:
+    from flexquant.quantization.variants import QuantizedVariant
 
 NAME = "quantize"
 HELP = "quantise a 16-bit model into one folder per variant"
@@ -25,50 +33,87 @@ HELP = "quantise a 16-bit model into one folder per variant"
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write the variants into")
+    add_recipe_options(parser)
     parser.add_argument(
-        "--schemes", default="w8a8,w4a16", metavar="NAMES", help="comma-separated (default: w8a8,w4a16)"
+        "--variants", metavar="NAMES", help="comma-separated variants of the recipe to make (default: all)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace variants that exist")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep variants that an equal, interrupted run finished"
+    )
+
+
+def add_recipe_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how a model is quantised; :func:`calibration_options` reads them."""
+    parser.add_argument(
+        "--recipe",
+        default=DEFAULT_RECIPE,
+        metavar="NAME|FILE",
+        help=f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file "
+        f"(default: {DEFAULT_RECIPE})",
     )
     parser.add_argument(
         "--calibration",
-        metavar="FILE|DATASET",
-        help="text file, .jsonl file or dataset id (default: Python's own documentation)",
+        metavar="FILE|DIR|DATASET",
+        help="text or .jsonl file, folder of them, or dataset id (default: the recipe's, else Python's own "
+        "documentation)",
     )
-    parser.add_argument(
-        "--samples", type=int, default=128, metavar="N", help="calibration samples (default: 128)"
-    )
-    parser.add_argument(
-        "--length", type=int, default=512, metavar="N", help="tokens in a sample (default: 512)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws the samples (default: 0)")
-    parser.add_argument("--overwrite", action="store_true", help="replace variants that exist")
+    for option, what in (
+        ("samples", "calibration samples"),
+        ("length", "tokens in a sample"),
+        ("seed", "draws the samples"),
+    ):
+        parser.add_argument(f"--{option}", type=int, metavar="N", help=f"{what} (default: the recipe's)")
+
+
+def calibration_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the calibration arguments of ``quantize_variants``; None where the recipe decides."""
+    return {key: getattr(args, key) for key in ("calibration", "samples", "length", "seed")}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from flexquant.quantization.variants import quantize
-    from flexquant.merge.staging import format_bytes
+    from flexquant.quantization.recipe import load_recipe
+    from flexquant.quantization.variants import quantize_variants
 
+    recipe = load_recipe(args.recipe)
+    names = None
+    if args.variants is not None:
+        names = [name.strip() for name in args.variants.split(",") if name.strip()]
     # llmcompressor logs to stdout, which is for the summary alone.
     with contextlib.redirect_stdout(sys.stderr):
-        _quiet_llmcompressor()
-        variants = quantize(
+        quiet_llmcompressor()
+        variants = quantize_variants(
             args.model,
             args.output,
-            [name.strip() for name in args.schemes.split(",") if name.strip()],
-            args.calibration,
-            samples=args.samples,
-            length=args.length,
-            seed=args.seed,
+            recipe,
+            variants=names,
             overwrite=args.overwrite,
+            resume=args.resume,
             progress=lambda message: print(message, file=sys.stderr),
+            **calibration_options(args),
         )
+    print_variants(variants)
+    return {"output": args.output, "variants": {v.name: v.to_json() for v in variants}}
+
+
+def print_variants(variants: Iterable[QuantizedVariant]) -> None:
+    """Print one line per variant, and one more for what was searched."""
+    from flexquant.merge.staging import format_bytes
+
     for v in variants:
+        took = "kept from an earlier run" if v.kept else f"{v.seconds:.0f} s"
         group = f", groups of {v.group_size}" if v.group_size else ""
-        smoothed = ", SmoothQuant" if v.smoothed else ""
-        print(f"{v.scheme}: {v.folder}, {format_bytes(v.num_bytes)}, {v.seconds:.0f} s{group}{smoothed}")
-    return {"output": args.output, "variants": {v.scheme: v.to_json() for v in variants}}
+        smoothed = f", {v.smoothed} groups of linears smoothed" if v.smoothed else ""
+        print(f"{v.name}: {v.folder}, {format_bytes(v.num_bytes)}, {took}{group}{smoothed}")
+        if v.mse_gain is not None:
+            print(
+                f"{v.name}: alpha searched per layer: quantisation MSE {v.mse_gain:.2g}x below one alpha 0.5"
+            )
+        if v.spared:
+            print(f"{v.name}: spared as sensitive: {', '.join(v.spared)}")
 
 
-def _quiet_llmcompressor() -> None:
+def quiet_llmcompressor() -> None:
     """Keep llmcompressor's warnings and progress bars; drop its lines on every layer and metric."""
     with contextlib.suppress(ImportError):
         import llmcompressor  # noqa: F401 - sets up its own handler when imported, replaced here

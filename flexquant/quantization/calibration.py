@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from flexquant.errors import FlexQuantError
+from flexquant.quantization.hub import explained
 
 Document = str | list[dict[str, Any]]
 """Plain text, or the messages of one conversation."""
@@ -18,21 +20,24 @@ Document = str | list[dict[str, Any]]
 # Rows are drawn from this many times the tokens that are needed, so that a large corpus is not read whole.
 POOL = 8
 
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
+
 
 def read_documents(calibration: str | Path | None) -> Iterator[Document]:
-    """Yield the documents of a text file, a ``.jsonl`` file or a Hugging Face dataset id.
+    """Yield the documents of a text file, a ``.jsonl`` file, a folder of such files or a dataset id.
 
-    A text file is one document; a JSONL line or dataset record is one, from its ``messages`` or its ``text``.
-    None gives the language reference that every CPython carries (``pydoc_data.topics``), so that a first
-    try needs no download. Raises FlexQuantError for what cannot be read.
+    A text file is one document; a JSONL line or dataset record is one, from its ``messages`` or its
+    ``text``. A folder's ``.txt``, ``.md`` and ``.jsonl`` files are read in the order of their names. None
+    gives the language reference that every CPython carries (``pydoc_data.topics``), so that a first try
+    needs no download. Raises FlexQuantError for what cannot be read.
     """
     if calibration is None:
         return iter(_python_reference())
     path = Path(calibration).expanduser()
     if path.is_dir():
-        raise FlexQuantError(f"the calibration data {path} is a folder; name a text or .jsonl file")
+        return _read_folder(path)
     if path.is_file():
-        return _read_jsonl(path) if path.suffix == ".jsonl" else iter([_read_text(path)])
+        return _read_file(path)
     return _read_dataset(str(calibration))
 
 
@@ -60,6 +65,8 @@ def calibration_rows(
         tokens += ids
         if len(tokens) >= POOL * needed:
             break
+    if not tokens:
+        raise FlexQuantError("the calibration data has no text; give text like your users' requests")
     if len(tokens) < needed:
         raise FlexQuantError(
             f"the calibration data has {len(tokens):,} tokens, but {samples} samples of {length} tokens need "
@@ -95,6 +102,20 @@ def _python_reference() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
+def _read_folder(folder: Path) -> Iterator[Document]:
+    files = sorted(f for f in folder.iterdir() if f.suffix in TEXT_SUFFIXES and f.is_file())
+    if not files:
+        raise FlexQuantError(
+            f"the calibration folder {folder} has no {', '.join(TEXT_SUFFIXES)} file; put text into it, or "
+            "name a file or a dataset id"
+        )
+    return chain.from_iterable(map(_read_file, files))
+
+
+def _read_file(path: Path) -> Iterator[Document]:
+    return _read_jsonl(path) if path.suffix == ".jsonl" else iter([_read_text(path)])
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -116,17 +137,14 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
 def _read_dataset(name: str) -> Iterator[Document]:
     from datasets import load_dataset
 
-    try:
+    with explained(
+        f"the calibration data '{name}' is neither a file nor a Hugging Face dataset that could be read",
+        "give a text file, a .jsonl file, a folder of them or a dataset id",
+    ):
         splits = load_dataset(name, streaming=True)
-        split = "train" if "train" in splits else next(iter(splits))
-        for number, record in enumerate(splits[split], 1):
+        records = splits["train"] if "train" in splits else next(iter(splits.values()), ())
+        for number, record in enumerate(records, 1):
             yield _document(record, f"{name}, record {number}")
-    except (OSError, ValueError) as e:
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise FlexQuantError(
-            f"the calibration data '{name}' is neither a file nor a Hugging Face dataset that could be read "
-            f"({reason}); give a text file, a .jsonl file or a dataset id"
-        ) from e
 
 
 def _document(record: Any, where: str) -> Document:

@@ -1,188 +1,266 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""One 16-bit model in, one folder per variant out, through llmcompressor."""
+"""One 16-bit model in, one folder per variant out, by a recipe and with one set of calibration samples."""
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.calibration import calibration_rows, read_documents
-from flexquant.merge.folder import read_json
-from flexquant.quantization.schemes import (
-    SCHEMES,
-    build_recipe,
-    choose_group_size,
-    quantized_linears,
-    smoothing_mappings,
-)
-from flexquant.merge.sidecars import GENERATION_CONFIG, IDENTICAL, NOTICES, find_files
+from flexquant.merge.sidecars import RECIPE
 from flexquant.merge.staging import prepare_output, staged_folder
-from flexquant.merge.writer import copy_file
+from flexquant.quantization.architecture import empty_model
+from flexquant.quantization.building import build_modifiers
+from flexquant.quantization.calibration import calibration_rows, read_documents
+from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
+from flexquant.quantization.report import (
+    is_complete,
+    portable_settings,
+    read_report,
+    resolved_document,
+    rows_sha256,
+    smoothing_report,
+    variant_fingerprint,
+    write_report,
+)
+from flexquant.quantization.resolve import ResolvedVariant, resolve_variant, with_findings
+from flexquant.quantization.source_model import SourceModel, find_folder, load_tokenizer, read_source
+
+Rows = Sequence[Sequence[int]]
+ProgressLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class QuantizedVariant:
-    """One folder that :func:`quantize` wrote."""
+    """One folder that :func:`quantize_variants` wrote, or found finished."""
 
-    scheme: str
+    name: str
     folder: str
+    kept: bool
+    """Whether it was finished already, by an earlier run with ``resume``."""
     seconds: float
-    """Calibrating and writing, without loading the calibration data."""
+    """Calibrating and writing, without loading the calibration data; 0 when kept."""
     num_bytes: int
     """Size of the safetensors files."""
     group_size: int | None
-    """Input features that share one weight scale; None: one scale per output channel."""
-    smoothed: bool
+    """Input features that share one weight scale; None: one scale per output channel or tensor."""
+    smoothed: int
+    """Mappings that SmoothQuant smoothed."""
+    mse_gain: float | None
+    """How many times smaller the summed output MSE of all mappings is than with one alpha of 0.5."""
+    spared: list[str]
+    """The units kept in another scheme or in 16 bit because they were found sensitive."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def quantize(
+@dataclass(frozen=True)
+class _Job:
+    """A variant on its way."""
+
+    variant: ResolvedVariant
+    folder: Path
+    fingerprint: str
+    rows: Rows | None
+    """Calibration rows; None for a recipe that needs none."""
+
+
+def quantize_variants(
     model: str | Path,
     output: str | Path,
-    schemes: Sequence[str] = ("w8a8", "w4a16"),
-    calibration: str | Path | None = None,
+    recipe: Recipe,
     *,
-    samples: int = 128,
-    length: int = 512,
-    seed: int = 0,
+    variants: Sequence[str] | None = None,
+    calibration: str | Path | None = None,
+    samples: int | None = None,
+    length: int | None = None,
+    seed: int | None = None,
     overwrite: bool = False,
-    progress: Callable[[str], None] = lambda message: None,
+    resume: bool = False,
+    progress: ProgressLine = lambda message: None,
 ) -> list[QuantizedVariant]:
-    """Write ``output``/<scheme> for each scheme: a compressed-tensors checkpoint that vLLM serves.
+    """Write ``output``/<name> for each variant of the recipe: a compressed-tensors checkpoint for vLLM.
 
-    ``model`` is a folder or Hugging Face id of a 16-bit model, ``calibration`` what
-    :func:`~flexquant.quantization.calibration.read_documents` takes, of which ``samples`` rows of ``length`` tokens
-    are used. Equal inputs give equal bytes on one machine. A folder appears only when it is complete.
-    ``progress`` receives one line per step.
+    ``model`` is a folder or Hugging Face id of a 16-bit model. ``variants`` names those to make (default:
+    all). ``calibration``, which is what :func:`~flexquant.quantization.calibration.read_documents` takes,
+    ``samples``, ``length`` (tokens in a sample) and ``seed`` replace the recipe's where given. Equal inputs
+    give equal bytes on one machine with one number of threads. A folder appears only when complete; in it,
+    ``recipe.yaml`` reproduces the variant and ``quantization_report.json`` says what was searched.
+    ``resume`` keeps variants that an earlier run finished from the same model, recipe, data and versions;
+    ``overwrite`` replaces others. ``progress`` receives one line per step.
 
-    Raises FlexQuantError for a model, scheme or calibration data that cannot be used, an output that may not
-    be replaced, and when llmcompressor is not installed.
+    Raises FlexQuantError, before any calibration, for a model, recipe or calibration data that cannot be
+    used, an output that may not be replaced, and when llmcompressor is not installed; and for activations
+    that are not finite or memory that runs out.
     """
-    import torch
-
-    names = _check_schemes(schemes)
     if importlib.util.find_spec("llmcompressor") is None:
         raise FlexQuantError(
             "quantising needs llmcompressor, which is not installed; install flexquant[quantize] in an "
             "environment of its own, since vLLM needs another compressed-tensors"
         )
-    source = _model_folder(model, progress)
-    folders = {name: Path(output) / name for name in names}
-    for folder in folders.values():
-        prepare_output(folder, [source], overwrite=overwrite)
-    config, tokenizer = _load_config(source), _load_tokenizer(source)
-    dtype = config.dtype or torch.bfloat16
-    linears = quantized_linears(config)
-    groups = {name: choose_group_size(linears) if SCHEMES[name].grouped else None for name in names}
-    if calibration is None:
-        progress("calibrating on Python's own documentation; text like your users' gives better accuracy")
-    rows = calibration_rows(read_documents(calibration), tokenizer, samples=samples, length=length, seed=seed)
+    recipes = _choose_variants(recipe, variants)
+    folder = find_folder(model, progress)
+    folders = {r.name: Path(output) / r.name for r in recipes}
+    for target in folders.values():
+        if not resume or read_report(target) is None:
+            prepare_output(target, [folder], overwrite=overwrite)
+    progress(f"reading the weights of {folder}")
+    source = read_source(folder)
+    empty = empty_model(source.config)
+    resolved = [resolve_variant(r, empty, source.config.model_type) for r in recipes]
+    needs_data = {v.recipe.name: build_modifiers(v)[1] for v in resolved}
+    data = None if calibration is None else str(calibration)
+    given: dict[str, Any] = {"data": data, "samples": samples, "length": length, "seed": seed}
+    settings = replace(recipe.calibration, **{k: v for k, v in given.items() if v is not None})
+    tokenizer = load_tokenizer(source)
+    rows = _calibration_rows(settings, tokenizer, progress) if any(needs_data.values()) else []
+    jobs = []
+    for variant in resolved:
+        used = rows if needs_data[variant.recipe.name] else None
+        fingerprint = variant_fingerprint(source, recipe.variants[variant.recipe.name], used, settings.seed)
+        jobs.append(_Job(variant, folders[variant.recipe.name], fingerprint, used))
+    kept = [resume and _is_finished(job, overwrite) for job in jobs]
     results = []
-    for name, folder in folders.items():
-        progress(f"{name}: calibrating with {samples} samples of {length} tokens")
+    for job, finished in zip(jobs, kept, strict=True):
         started = time.monotonic()
-        mappings = []
-        if SCHEMES[name].smoothing_strength is not None:
-            mappings = smoothing_mappings(config.model_type)
-            if not mappings:
-                progress(
-                    f"{name}: without SmoothQuant, which norms to smooth in {config.model_type} is unknown"
-                )
-        recipe = build_recipe(SCHEMES[name], groups[name], mappings)
-        quantized = _calibrate(source, dtype, tokenizer, recipe, rows, seed)
-        with staged_folder(folder) as stage:
-            _save(quantized, dtype, source, stage)
-        del quantized
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        seconds = time.monotonic() - started
-        results.append(QuantizedVariant(name, str(folder), seconds, size, groups[name], bool(mappings)))
-        progress(f"{name}: wrote {folder}")
+        if finished:
+            progress(f"{job.variant.recipe.name}: {job.folder} is finished, and kept")
+        else:
+            _quantize(job, source, recipe, settings, tokenizer, progress)
+        seconds = 0.0 if finished else time.monotonic() - started
+        results.append(_result(job, finished, seconds))
     return results
 
 
-def _check_schemes(schemes: Sequence[str]) -> list[str]:
-    allowed = ", ".join(SCHEMES)
-    for name in schemes:
-        if name not in SCHEMES:
-            raise FlexQuantError(f"'{name}' is not a quantisation scheme; allowed are {allowed}")
-    if not schemes:
-        raise FlexQuantError(f"no quantisation scheme is given; choose among {allowed}")
-    return list(dict.fromkeys(schemes))
-
-
-def _model_folder(model: str | Path, progress: Callable[[str], None]) -> Path:
-    folder = Path(model).expanduser()
-    if not folder.exists():
-        from huggingface_hub import snapshot_download
-
-        progress(f"looking for {model} on Hugging Face")
-        patterns = ["*.json", "*.safetensors", *IDENTICAL, *NOTICES]
-        try:
-            folder = Path(snapshot_download(str(model), allow_patterns=patterns))
-        except (OSError, ValueError) as e:
-            reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+def _choose_variants(recipe: Recipe, names: Sequence[str] | None) -> list[VariantRecipe]:
+    names = list(recipe.variants) if names is None else list(dict.fromkeys(names))
+    for name in names:
+        if name not in recipe.variants:
             raise FlexQuantError(
-                f"the model '{model}' is neither a folder nor a Hugging Face model that could be fetched "
-                f"({reason})"
-            ) from e
-    if not (folder / "config.json").is_file():
-        raise FlexQuantError(f"{folder} has no config.json; name a model folder in Hugging Face's format")
-    if "quantization_config" in read_json(folder / "config.json"):
-        raise FlexQuantError(f"{folder} is quantised already; start from the 16-bit model")
-    return folder
+                f"'{name}' is no variant of the recipe '{recipe.name}'; it has {', '.join(recipe.variants)}"
+            )
+    if not names:
+        raise FlexQuantError(f"no variant is chosen; the recipe has {', '.join(recipe.variants)}")
+    return [recipe.variants[name] for name in names]
 
 
-def _load_config(source: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as e:
-        raise FlexQuantError(f"cannot read the configuration of {source} ({e})") from e
-
-
-def _load_tokenizer(source: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as e:
-        raise FlexQuantError(f"cannot load a tokenizer from {source} ({e})") from e
+def _calibration_rows(settings: Calibration, tokenizer: Any, progress: ProgressLine) -> Rows:
+    if settings.data is None:
+        progress("calibrating on Python's own documentation; text like your users' gives better accuracy")
+    return calibration_rows(
+        read_documents(settings.data),
+        tokenizer,
+        samples=settings.samples,
+        length=settings.length,
+        seed=settings.seed,
+    )
 
 
-def _calibrate(
-    source: Path, dtype: Any, tokenizer: Any, recipe: list[Any], rows: list[list[int]], seed: int
-) -> Any:
+def _is_finished(job: _Job, overwrite: bool) -> bool:
+    """Whether the variant's folder is what this run would write; removes one of which files are gone."""
+    report = read_report(job.folder)
+    if report is None:
+        return False
+    if report.get("fingerprint") != job.fingerprint:
+        if overwrite:
+            return False
+        raise FlexQuantError(
+            f"{job.folder} was made from another model, recipe, calibration data or versions; replace it "
+            "with --overwrite, or choose another folder"
+        )
+    if is_complete(job.folder, report):
+        return True
+    shutil.rmtree(job.folder)
+    return False
+
+
+def _quantize(
+    job: _Job,
+    source: SourceModel,
+    recipe: Recipe,
+    settings: Calibration,
+    tokenizer: Any,
+    progress: ProgressLine,
+) -> None:
     import torch
-    from llmcompressor import oneshot
-    from torch.utils.data import DataLoader
-    from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(seed)
-    # Many CPUs multiply 16-bit floats several times slower than 32-bit ones.
-    load_dtype = dtype if torch.cuda.is_available() else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=load_dtype)
-    ids = [torch.tensor(row) for row in rows]
-    batches: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
-    oneshot(model=model, tokenizer=tokenizer, dataset=DataLoader(batches, batch_size=1), recipe=recipe)
-    return model
+    from flexquant.quantization.oneshot import explained_memory, load_model, run_modifiers, save_model
+
+    name = job.variant.recipe.name
+    for note in job.variant.notes:
+        progress(f"{name}: {note}")
+    if job.rows is None:
+        progress(f"{name}: quantising without calibration")
+    else:
+        progress(f"{name}: calibrating with {len(job.rows)} samples of {len(job.rows[0])} tokens")
+    dtype = source.config.dtype or torch.bfloat16
+    rows = [torch.tensor(row) for row in job.rows or ()]
+    with explained_memory(name):
+        quantized = load_model(source.folder, dtype)
+        modifiers, _ = build_modifiers(job.variant, rows, sum(map(len, rows)))
+        run_modifiers(quantized, tokenizer, modifiers, rows, settings.seed)
+        findings, strengths, spared = _findings(modifiers)
+        with staged_folder(job.folder) as stage:
+            save_model(quantized, dtype, source.folder, stage)
+            del quantized
+            resolved = with_findings(job.variant, strengths, spared)
+            document = resolved_document(resolved, recipe.description, settings, source, job.rows)
+            (stage / RECIPE).write_text(document, encoding="utf-8")
+            write_report(stage, {**_facts(job, settings), **findings})
+    progress(f"{name}: wrote {job.folder}")
 
 
-def _save(model: Any, dtype: Any, source: Path, folder: Path) -> None:
-    """Write the compressed model in the source's ``dtype``, with the files that lie beside its weights."""
-    quantized = {id(m.weight) for m in model.modules() if hasattr(m, "quantization_scheme")}
-    # Quantised weights stay as they are until saving divides them by their scales, rounded here.
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and id(parameter) not in quantized:
-            parameter.data = parameter.data.to(dtype)
-    model.save_pretrained(folder, save_compressed=True)
-    for name in find_files(source, (*IDENTICAL, *NOTICES, GENERATION_CONFIG)):
-        copy_file(source / name, folder / name)
+def _facts(job: _Job, settings: Calibration) -> dict[str, Any]:
+    calibration = None
+    if job.rows is not None:
+        calibration = {**portable_settings(settings), "rows_sha256": rows_sha256(job.rows)}
+    return {
+        "fingerprint": job.fingerprint,
+        "calibration": calibration,
+        "group_size": job.variant.group_size,
+        "quantized_linears": len(job.variant.linears),
+        "notes": list(job.variant.notes),
+    }
+
+
+def _findings(
+    modifiers: Sequence[Any],
+) -> tuple[dict[str, Any], Mapping[str, float | None], Sequence[str]]:
+    """Return the report's part on what was searched, the strengths of smoothing, and the spared linears."""
+    from flexquant.quantization.sensitivity import SpareSensitiveLayers
+    from flexquant.quantization.smoothing import REFERENCE, SearchedSmoothQuant
+
+    findings: dict[str, Any] = {"smoothing": None, "sensitivities": None}
+    strengths: Mapping[str, float | None] = {}
+    spared: Sequence[str] = []
+    for modifier in modifiers:
+        if isinstance(modifier, SearchedSmoothQuant):
+            strengths = modifier.chosen
+            findings["smoothing"] = smoothing_report(strengths, modifier.errors, modifier.power, REFERENCE)
+        if isinstance(modifier, SpareSensitiveLayers):
+            findings["sensitivities"], spared = modifier.found, modifier.spared
+    return findings, strengths, spared
+
+
+def _result(job: _Job, kept: bool, seconds: float) -> QuantizedVariant:
+    report = read_report(job.folder) or {}
+    smoothing, sensitivities = report.get("smoothing") or {}, report.get("sensitivities") or {}
+    gain = smoothing.get("ratios_to_per_mapping", {}).get("summed_mse", {})
+    return QuantizedVariant(
+        name=job.variant.recipe.name,
+        folder=str(job.folder),
+        kept=kept,
+        seconds=seconds,
+        num_bytes=sum(file.stat().st_size for file in job.folder.glob("*.safetensors")),
+        group_size=job.variant.group_size,
+        smoothed=sum(m["chosen"] is not None for m in smoothing.get("mappings", {}).values()),
+        mse_gain=next((ratio for way, ratio in gain.items() if way.startswith("all_")), None),
+        spared=[unit for unit, found in sensitivities.items() if found["spared"]],
+    )

@@ -8,7 +8,6 @@ answers and not the engine.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,16 +16,13 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+from flexquant.evaluation import engine as in_process
+
+in_process.prepare_environment()
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Threads that spin while they wait slow everything down as soon as another process wants the cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from vllm import LLM  # noqa: E402 - reads the environment above
-from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 
 from flexquant.compat import provide_cpu_int4_kernel  # noqa: E402
 
@@ -38,18 +34,11 @@ NAME = "SmolLM2-135M-Instruct"
 def engine(folder: Path | str, policy: str | None = None, **options: Any) -> Iterator[LLM]:
     """An in-process engine on ``folder``, freed on leaving; ``policy`` is for merged checkpoints."""
     flexquant = options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
-    if flexquant:
-        options["additional_config"] = {"flexquant": flexquant}
     # Stock vLLM needs it too, for the W4A16 checkpoints that merged ones are compared with.
     provide_cpu_int4_kernel()
-    llm = LLM(str(folder), **{"enforce_eager": True, "seed": 0, "max_model_len": 1024, **options})
-    try:
+    options = {"enforce_eager": True, "max_model_len": 1024, **options}
+    with in_process.engine(folder, flexquant=flexquant, **options) as llm:
         yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
 
 
 Answers = list[tuple[list[int], list[dict[int, float]]]]

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A layered plan lies between the pure plans: KL divergence to the 16-bit model, on real text."""
+"""What mixing is for: on a real model and text, mixed plans and mixed phases lie between the pure ones."""
 
 from __future__ import annotations
 
 from pydoc_data.topics import topics
 
 import pytest
-import torch
 
-from tests.integration.conftest import engine
+from flexquant.evaluation.evaluating import evaluate
+from flexquant.evaluation.settings import Settings
 
 pytestmark = pytest.mark.engine
 
-TOKENS = 256
 LAYERED = """
 schema: flexquant.policy/v1
 rules:
@@ -21,44 +20,19 @@ rules:
 """
 
 
-def real_text() -> str:
-    """English prose that comes with every Python: the language reference on naming and binding."""
-    return topics["execmodel"]
-
-
-def next_token_logprobs(folder, policy=None) -> torch.Tensor:
-    """Logprobs of every token of the vocabulary after each token of the text: [TOKENS - 1, vocabulary]."""
-    from vllm import SamplingParams
-
-    logits = []
-    with engine(folder, policy, max_num_seqs=1) as llm:
-        model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
-        compute_logits = model.compute_logits
-
-        def keep(hidden_states):
-            logits.append(compute_logits(hidden_states))
-            return logits[-1]
-
-        model.compute_logits = keep
-        ids = llm.get_tokenizer()(real_text())["input_ids"][:TOKENS]
-        parameters = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
-        llm.generate([{"prompt_token_ids": ids}], parameters, use_tqdm=False)
-    (prompt_logits,) = [rows for rows in logits if rows.shape[0] == TOKENS - 1]
-    return prompt_logits.double().log_softmax(dim=1)
-
-
-def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Mean KL(reference || other) over positions, in nats."""
-    return (reference.exp() * (reference - other)).sum(dim=1).mean().item()
-
-
-def test_layered_plan_lies_between_the_pure_plans(real_model, real_merged, tmp_path):
-    (tmp_path / "layered.yaml").write_text(LAYERED)
-    reference = next_token_logprobs(real_model)
-    kl = {
-        policy: kl_divergence(reference, next_token_logprobs(real_merged, policy))
-        for policy in ("w8a8", str(tmp_path / "layered.yaml"), "w4a16")
-    }
-    w8a8, layered, w4a16 = kl.values()
-    print(f"KL to 16 bit in nats: w8a8 {w8a8:.4f}, layers 0-14 w8a8 {layered:.4f}, w4a16 {w4a16:.4f}")
-    assert 0 < w8a8 < layered < w4a16
+def test_mixed_policies_lie_between_the_pure_ones(real_model, real_merged, tmp_path):
+    text, layered = tmp_path / "text.txt", tmp_path / "layered.yaml"
+    text.write_text("\n".join(topics[name] for name in sorted(topics)))
+    layered.write_text(LAYERED)
+    document = evaluate(
+        real_merged,
+        text,
+        reference=real_model,
+        policies=["w8a8", "w4a16", "phase", str(layered)],
+        questions=[],
+        settings=Settings(batch_sizes=(8,), samples=16, prompt_tokens=96, tokens=24),
+    )
+    kl = {r["policy"]: r["quality"]["mean_kl"] for r in document["results"]}
+    print(f"KL to 16 bit in nats: {kl}")
+    assert 0 < kl["w8a8"] < kl["layered.yaml"] < kl["w4a16"]
+    assert 0 < kl["w8a8"] < kl["phase"] < kl["w4a16"]

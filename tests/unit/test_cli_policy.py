@@ -49,15 +49,16 @@ def merged(folder: Path, nested: bool = False, num_layers: int = 6, **section: A
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     lines, result = run(capsys, "list")
     assert [line.split()[0] for line in lines] == [
+        "fp8-phase-batch",
         "phase",
         "phase-batch",
         "phase-batch-layer",
         "w4a16",
         "w8a8",
     ]
-    assert [line for line in lines if line.endswith("(default)")] == [lines[1]]
+    assert [line for line in lines if line.endswith("(default)")] == [lines[2]]
     assert result["default"] == "phase-batch"
-    assert result["policies"][4] == {"name": "w8a8", "description": "W8A8 for every forward pass"}
+    assert result["policies"][5] == {"name": "w8a8", "description": "W8A8 for every forward pass"}
 
 
 def test_json_may_precede_the_action(capsys: pytest.CaptureFixture[str]) -> None:

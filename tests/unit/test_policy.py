@@ -405,7 +405,8 @@ def test_partly_shadowed_rule_is_allowed() -> None:
 
 
 def test_builtin_policies_are_complete() -> None:
-    assert builtin_policies() == ["phase", "phase-batch", "phase-batch-layer", "w4a16", "w8a8"]
+    names = ["fp8-phase-batch", "phase", "phase-batch", "phase-batch-layer", "w4a16", "w8a8"]
+    assert builtin_policies() == names
     assert DEFAULT_POLICY in builtin_policies()
     for name in builtin_policies():
         policy = load_policy(name)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""From a 16-bit model to a merged checkpoint: quantise by a recipe, check the KV caches, merge, verify.
+
+Needs llmcompressor, like `flexquant quantize`, whose recipes and calibration options it takes. Started again
+after an interruption it goes on where it was. The variants stay in a folder beside the output.
+
+examples:
+  flexquant build Qwen/Qwen2.5-7B-Instruct --output qwen-merged --calibration HuggingFaceH4/ultrachat_200k
+  flexquant build path/to/model --output model-merged --recipe fp8 --samples 256 --length 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import Any
+
+from flexquant.cli._arguments import add_shard_size, progress_bar
+from flexquant.cli.quantize import (
+    add_recipe_options,
+    calibration_options,
+    print_variants,
+    quiet_llmcompressor,
+)
+
+NAME = "build"
+HELP = "quantise a 16-bit model and merge its variants, in one go"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
+    parser.add_argument("--output", required=True, metavar="DIR", help="merged checkpoint to write")
+    parser.add_argument(
+        "--variants-folder", metavar="DIR", help="where the variants stay (default: DIR-variants)"
+    )
+    parser.add_argument(
+        "--policy", metavar="NAME|FILE", help="policy to store as the default (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what is there and was made otherwise"
+    )
+    add_recipe_options(parser)
+    add_shard_size(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from flexquant.build import build_checkpoint
+    from flexquant.merge.report import format_report
+    from flexquant.quantization.recipe import load_recipe
+
+    # llmcompressor logs to stdout, which is for the summary alone.
+    with contextlib.redirect_stdout(sys.stderr):
+        quiet_llmcompressor()
+        built = build_checkpoint(
+            args.model,
+            args.output,
+            load_recipe(args.recipe),
+            variants_folder=args.variants_folder,
+            policy=args.policy,
+            overwrite=args.overwrite,
+            max_shard_size=args.max_shard_size,
+            progress=lambda message: print(message, file=sys.stderr),
+            bar=progress_bar,
+            **calibration_options(args),
+        )
+    print_variants(built.variants)
+    print(f"{args.output}: {format_report(built.report)}")
+    return {
+        "output": args.output,
+        "variants": {v.name: v.to_json() for v in built.variants},
+        "tensors_compared_with": built.tensors_compared,
+        **built.report.to_json(),
+    }

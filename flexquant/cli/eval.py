@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Measure what each policy of a merged checkpoint costs in quality, as vLLM serves it.
+
+Rows are drawn from a text. Each row's prompt is prefilled and its continuation forced token by token, so
+that decoding is measured as decoding, over the shared KV cache. With --reference (the 16-bit model that the
+variants were made from) the numbers are KL divergence, agreement and identical answers; without, perplexity.
+The reference's log-probabilities, 4 bytes x samples x tokens x vocabulary, are kept in TMPDIR meanwhile.
+
+examples:
+  flexquant eval model-merged --text text.txt --reference model --output results
+  flexquant eval model-merged --text chats.jsonl --policies w8a8,phase,my-policy.yaml --batch-sizes 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from flexquant.errors import FlexQuantError, UsageError
+from flexquant.evaluation.settings import Settings
+
+NAME = "eval"
+HELP = "measure what each policy costs in quality, through vLLM"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    defaults = Settings()
+    parser.add_argument("folder", metavar="OUT", help="merged checkpoint")
+    parser.add_argument("--text", required=True, metavar="FILE", help="text or .jsonl file to measure on")
+    parser.add_argument("--reference", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
+    parser.add_argument(
+        "--policies",
+        metavar="NAMES",
+        help="comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
+        "(default: every variant, and the checkpoint's default policy)",
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        default=",".join(map(str, defaults.batch_sizes)),
+        metavar="LIST",
+        help="sequences in a decode pass, comma-separated (default: %(default)s)",
+    )
+    numbers = {
+        "samples": "rows of text, a multiple of every batch size",
+        "prompt_tokens": "tokens of a row that are prefilled",
+        "tokens": "tokens of a row that are forced and scored",
+        "seed": "draws the rows",
+        "answer_tokens": "most tokens of an answer",
+    }
+    for name, text in numbers.items():
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            type=int,
+            default=getattr(defaults, name),
+            metavar="N",
+            help=f"{text} (default: %(default)s)",
+        )
+    questions = parser.add_mutually_exclusive_group()
+    questions.add_argument(
+        "--questions", metavar="FILE", help="questions to answer, one a line (default: 24 that come along)"
+    )
+    questions.add_argument("--no-questions", action="store_true", help="do not compare answers")
+    parser.add_argument(
+        "--output", metavar="DIR", help="folder for quality.json, quality.md, quality.png and quality.svg"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="another place for the plot, .png or .svg")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    settings = Settings(
+        batch_sizes=_numbers(args.batch_sizes),
+        samples=args.samples,
+        prompt_tokens=args.prompt_tokens,
+        tokens=args.tokens,
+        seed=args.seed,
+        answer_tokens=args.answer_tokens,
+    )
+    if args.questions and not args.reference:
+        raise UsageError("--questions needs --reference, whose answers the others are compared with")
+
+    from flexquant.evaluation.evaluating import evaluate
+    from flexquant.evaluation.plot import save_plot
+    from flexquant.evaluation.report import format_table, write_results
+    from flexquant.evaluation.text import read_questions
+
+    questions: list[str] | None = read_questions(args.questions) if args.questions else None
+    document = evaluate(
+        args.folder,
+        args.text,
+        reference=args.reference,
+        policies=None if args.policies is None else _split(args.policies),
+        questions=[] if args.no_questions else questions,
+        settings=settings,
+        progress=lambda message: print(message, file=sys.stderr, flush=True),
+    )
+    print(format_table(document))
+    plots = [Path(args.plot)] if args.plot else []
+    if args.output:
+        write_results(document, args.output)
+        plots += [Path(args.output, "quality.png"), Path(args.output, "quality.svg")]
+    if plots:
+        try:
+            save_plot(document, plots)
+        except FlexQuantError as e:  # the numbers took minutes or hours; they are not thrown away for a plot
+            print(f"flexquant eval: no plot: {e}", file=sys.stderr)
+    return document
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in _split(text))
+    except ValueError as e:
+        raise UsageError(f"--batch-sizes is '{text}'; give whole numbers, e.g. 8,48") from e

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A vLLM logits processor that forces a request's continuation, and scores every step before doing so.
+
+vLLM samples after each pass: with the logits of the pass that a policy's plan has just computed over the
+shared KV cache. At that point the processor takes the raw logits of a request, scores them, and leaves only
+the token that the text goes on with. So a prompt is prefilled and its continuation decoded exactly as when
+served, while every policy sees the same tokens.
+
+What it is to do comes with the request (``SamplingParams.extra_args["flexquant_evaluation"]``, the fields
+of :class:`ForcedRow`), and the scores go to a file, so that it works in whatever process the worker runs.
+It is vLLM's interface of the V1 model runner (``vllm/v1/sample/logits_processor/interface.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from flexquant.evaluation.token_scores import kl_divergence, log_probabilities, same_top_token
+
+EXTRA_ARGS_KEY = "flexquant_evaluation"
+
+
+class ForcedDecoding(AdapterLogitsProcessor):
+    """Gives each request that asks for it a :class:`ForcedRow`; other requests are left alone.
+
+    The adapter follows the batch: it calls a request's object with the request's own row of logits.
+    """
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+        options = (params.extra_args or {}).get(EXTRA_ARGS_KEY)
+        return None if options is None else ForcedRow(**options)
+
+
+class ForcedRow:
+    """The continuation of one row: scored and forced token by token, written when it is complete.
+
+    ``scores`` is the ``.npz`` file to write: ``nll`` [tokens] in nats and, with ``compare_with``, ``kl``
+    [tokens] in nats and ``same_top`` [tokens]. ``store_in`` is the ``.npy`` file to write the
+    log-probabilities [tokens, vocabulary] fp32 into, ``compare_with`` one so written by the reference.
+    """
+
+    def __init__(
+        self, forced: list[int], scores: str, store_in: str | None = None, compare_with: str | None = None
+    ) -> None:
+        self._forced = forced
+        self._scores = scores
+        self._store_in = store_in
+        self._stored: np.memmap | None = None
+        self._reference = np.load(compare_with, mmap_mode="r") if compare_with is not None else None
+        self._steps: list[dict[str, torch.Tensor]] = [{} for _ in forced]
+
+    def __call__(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """Score ``logits`` [vocabulary] fp32 of the step after ``output_ids``; force the step's token."""
+        position = len(output_ids)
+        token = self._forced[position]
+        log_probs = log_probabilities(logits)
+        step = {"nll": -log_probs[token]}
+        if self._reference is not None:
+            reference = torch.from_numpy(np.array(self._reference[position])).to(log_probs.device)
+            step["kl"] = kl_divergence(reference, log_probs)
+            step["same_top"] = same_top_token(reference, log_probs)
+        # By position, since a request that was preempted or prefilled in chunks is seen there again.
+        self._steps[position] = step
+        if self._store_in is not None:
+            self._store(position, log_probs, self._store_in)
+        if position == len(self._forced) - 1:
+            self._write_scores()
+        logits.fill_(-torch.inf)
+        logits[token] = 0
+        return logits
+
+    def _store(self, position: int, log_probs: torch.Tensor, path: str) -> None:
+        if self._stored is None:
+            shape = len(self._forced), log_probs.shape[0]
+            self._stored = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+        self._stored[position] = log_probs.cpu().numpy()
+
+    def _write_scores(self) -> None:
+        columns: dict[str, Any] = {
+            name: torch.stack([step[name] for step in self._steps]).cpu().numpy() for name in self._steps[0]
+        }
+        partial = self._scores + ".partial.npz"
+        np.savez(partial, **columns)
+        os.replace(partial, self._scores)

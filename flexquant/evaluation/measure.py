@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Rows through an engine, one batch at a time: prompts prefilled, continuations forced, scores read back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flexquant.errors import FlexQuantError
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+PROCESSOR = "flexquant.evaluation.forced_decoding:ForcedDecoding"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of every forced token, each array [rows, tokens]; position 0 comes from the prefill pass."""
+
+    nll: np.ndarray
+    """Negative log-likelihood of the text's token, in nats."""
+    kl: np.ndarray | None = None
+    """KL(reference || policy) in nats; None without a reference."""
+    same_top: np.ndarray | None = None
+    """Whether policy and reference agree on the likeliest token; None without a reference."""
+
+
+def engine_options(
+    batch_size: int, prompt_tokens: int, max_model_len: int, batch_tokens: int | None = None
+) -> dict[str, Any]:
+    """vLLM options under which every batch is prefilled in one pass and decoded at its full size.
+
+    ``batch_tokens`` is the most that the prompts of one batch have, if not ``batch_size * prompt_tokens``.
+    """
+    from vllm.platforms import current_platform
+
+    most = max(batch_size * prompt_tokens, batch_tokens or 0)
+    # Replays of full CUDA graphs pass the trace by, by which the passes are checked.
+    graphs = {} if current_platform.is_cpu() else {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+    return {
+        **graphs,
+        "max_num_seqs": batch_size,
+        "max_num_batched_tokens": max(most, max_model_len),
+        "max_model_len": max_model_len,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,  # the processor counts the tokens that have been generated
+        "logits_processors": [PROCESSOR],
+        "use_tqdm_on_load": False,
+    }
+
+
+def decode_forced(
+    llm: LLM,
+    rows: list[list[int]],
+    prompt_tokens: int,
+    batch_size: int,
+    folder: Path,
+    *,
+    store_in: Path | None = None,
+    compare_with: Path | None = None,
+) -> Scores:
+    """Prefill the first ``prompt_tokens`` ids of each row and force the others; return their scores.
+
+    ``llm`` was made with :func:`engine_options`. Scores pass through files in ``folder``. ``store_in`` is a
+    folder for the log-probabilities of a reference, ``compare_with`` one that was filled so.
+    """
+    from vllm import SamplingParams
+
+    from flexquant.evaluation.forced_decoding import EXTRA_ARGS_KEY
+
+    for folder_to_fill in filter(None, (folder, store_in)):
+        folder_to_fill.mkdir(parents=True, exist_ok=True)
+
+    def parameters(row: int) -> SamplingParams:
+        forced = rows[row][prompt_tokens:]
+        options = {
+            "forced": forced,
+            "scores": str(folder / f"{row}.npz"),
+            "store_in": str(store_in / f"{row}.npy") if store_in else None,
+            "compare_with": str(compare_with / f"{row}.npy") if compare_with else None,
+        }
+        return SamplingParams(
+            temperature=0,
+            max_tokens=len(forced),
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={EXTRA_ARGS_KEY: options},
+        )
+
+    for start in range(0, len(rows), batch_size):
+        batch = range(start, min(start + batch_size, len(rows)))
+        prompts: Any = [{"prompt_token_ids": rows[row][:prompt_tokens]} for row in batch]
+        outputs = llm.generate(prompts, [parameters(row) for row in batch], use_tqdm=False)
+        for row, output in zip(batch, outputs, strict=True):
+            if list(output.outputs[0].token_ids) != rows[row][prompt_tokens:]:
+                raise FlexQuantError(
+                    "vLLM did not follow the forced tokens, so nothing can be measured with it; evaluate "
+                    "with vLLM 0.32's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0)"
+                )
+    return _read_scores([folder / f"{row}.npz" for row in range(len(rows))])
+
+
+def _read_scores(files: list[Path]) -> Scores:
+    columns: dict[str, list[np.ndarray]] = {}
+    for file in files:
+        with np.load(file) as arrays:
+            for name in arrays.files:
+                columns.setdefault(name, []).append(arrays[name])
+    return Scores(**{name: np.stack(arrays) for name, arrays in columns.items()})

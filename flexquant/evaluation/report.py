@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The results for people, as a table for terminals and Markdown, and for programs, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("policy", lambda r: r["policy"]),
+    ("batch", lambda r: str(r["batch_size"])),
+    ("prefill > decode", lambda r: _plans(r)),
+    ("perplexity", lambda r: f"{r['quality']['perplexity']:.3f}"),
+    ("log-ppl diff.", lambda r: _with_error(r["quality"], "log_perplexity_difference")),
+    ("mean KL", lambda r: _with_error(r["quality"], "mean_kl")),
+    ("p99 KL", lambda r: _number(r["quality"]["p99_kl"], "{:.3g}")),
+    ("top-1", lambda r: _number(r["quality"]["top1_agreement"], "{:.1%}")),
+    ("same answers", lambda r: _answers(r.get("answers"))),
+    ("B/weight", lambda r: f"{r['bytes_per_weight']['resident']:.2f}"),
+    ("decode", lambda r: f"{r['bytes_per_weight']['decode']:.2f}"),
+    ("same as", lambda r: _same_as(r.get("same_as"))),
+)
+
+
+def format_table(document: dict[str, Any]) -> str:
+    """Return the results as a Markdown table that is also aligned, with what a reader has to know below."""
+    columns = [(title, [cell(r) for r in document["results"]]) for title, cell in COLUMNS]
+    columns = [(title, cells) for title, cells in columns if any(cell != "-" for cell in cells)]
+    widths = [max(map(len, [title, *cells])) for title, cells in columns]
+    rows = [[title for title, _ in columns], ["-" * width for width in widths]]
+    rows += [list(row) for row in zip(*(cells for _, cells in columns), strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    return "\n".join([*lines, "", *_notes(document)])
+
+
+def write_results(document: dict[str, Any], folder: str | Path) -> list[Path]:
+    """Write ``quality.json`` and ``quality.md`` into ``folder``, made if need be; return their paths."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers, table = folder / "quality.json", folder / "quality.md"
+    numbers.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    title = f"# Quality of {document['checkpoint']}"
+    table.write_text(f"{title}\n\n{format_table(document)}\n", encoding="utf-8")
+    return [numbers, table]
+
+
+def _notes(document: dict[str, Any]) -> list[str]:
+    settings, text, machine = document["settings"], document["text"], document["machine"]
+    versions = " ".join(f"{name} {version}" for name, version in document["versions"].items())
+    notes = [
+        f"{settings['samples']} rows of {text['file']} (SHA-256 {text['sha256'][:12]}), each "
+        f"{settings['prompt_tokens']} tokens of prompt and {settings['tokens']} forced tokens, seed "
+        f"{settings['seed']}. KL divergence and log-perplexity are in nats, with standard errors over rows. "
+        "B/weight: bytes held for a weight of the decoder layers, scales included; decode: bytes that one "
+        "decode pass reads.",
+        f"{machine['gpu'] or machine['cpu']}, {versions}.",
+    ]
+    if any(result.get("answers") for result in document["results"]):
+        notes.insert(
+            1,
+            f"Same answers: of {document['questions']} greedy ones of up to {settings['answer_tokens']} "
+            "tokens, and the mean share of the reference's answer before the first difference.",
+        )
+    for result in document["results"]:
+        for deviation in result.get("deviations", ()):
+            notes.append(f"Warning: {result['policy']}, batch {result['batch_size']}: {deviation}.")
+    return [line for note in notes for line in (note, "")][:-1]
+
+
+def _plans(result: dict[str, Any]) -> str:
+    if "decode_plan" not in result:
+        return "-"
+    plans = dict.fromkeys([result["prefill_plan"], result["decode_plan"]])
+    return " > ".join(plans)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _with_error(quality: dict[str, Any], name: str) -> str:
+    value, error = quality[name], quality[f"{name}_error"]
+    return _number(value, "{:.4f}") + ("" if error is None else f" ± {error:.4f}")
+
+
+def _answers(answers: dict[str, Any] | None) -> str:
+    if answers is None:
+        return "-"
+    return f"{answers['identical']}/{answers['questions']}, {answers['matched']:.0%}"
+
+
+def _same_as(source: dict[str, Any] | None) -> str:
+    return "-" if source is None else f"{source['policy']} at {source['batch_size']}"

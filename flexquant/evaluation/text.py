@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What the models are fed: rows of a real text, and questions in the model's chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+from pathlib import Path
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.evaluation.settings import Settings
+from flexquant.quantization.calibration import calibration_rows, read_documents
+
+
+def read_rows(text: str | Path, tokenizer: Any, settings: Settings) -> list[list[int]]:
+    """Return ``settings.samples`` rows of ``settings.row_tokens`` token ids, drawn from a text or JSONL file.
+
+    Raises FlexQuantError for a file that cannot be read or has too few tokens.
+    """
+    if not Path(text).is_file():
+        raise FlexQuantError(f"there is no file {text}; give a text or .jsonl file to measure on")
+    return calibration_rows(
+        read_documents(text),
+        tokenizer,
+        samples=settings.samples,
+        length=settings.row_tokens,
+        seed=settings.seed,
+    )
+
+
+def hash_text(path: str | Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_questions(path: str | Path | None) -> list[str]:
+    """Return the lines of a file that are not blank; None: the questions that come with FlexQuant.
+
+    Raises FlexQuantError for a file that cannot be read or holds no question.
+    """
+    file = importlib.resources.files(__package__) / "questions.txt" if path is None else Path(path)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise FlexQuantError(f"cannot read the questions {path} as UTF-8 text ({e})") from e
+    questions = [line.strip() for line in lines if line.strip()]
+    if not questions:
+        raise FlexQuantError(f"{path} holds no questions; write one a line, or pass --no-questions")
+    return questions
+
+
+def question_prompts(questions: list[str], tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of each question, in the chat template if the tokenizer has one."""
+    if not tokenizer.chat_template:
+        return [tokenizer(question)["input_ids"] for question in questions]
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
+        for question in questions
+    ]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Bytes per weight of the decoder layers: what a policy keeps in memory, and what a decode pass reads.
+
+Counted from the checkpoint's safetensors headers, scales and norms included; embedding and lm_head, which
+the policies share, are left out. The 16-bit model has 2.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+from flexquant.merge.logical import LAYER, logical_shapes
+from flexquant.merge.merged import MergedCheckpoint
+from flexquant.routes import Plan, RouteTable
+
+
+@dataclass(frozen=True)
+class BytesPerWeight:
+    resident: float
+    """Held: the decoder layers of every variant that the policy uses, tensors stored once counted once."""
+    decode: float
+    """Read by one decode pass: the layers of its plan."""
+
+
+class LayerBytes:
+    """The decoder layers of a merged checkpoint, in bytes."""
+
+    def __init__(self, checkpoint: MergedCheckpoint) -> None:
+        self.weights = 0
+        """Weights of the decoder layers, as the 16-bit model counts them."""
+        self._tensors = {key: ref.nbytes for key, ref in checkpoint.tensors.items()}
+        self._layers: dict[str, dict[int, list[str]]] = {}
+        for name in checkpoint.merged.variants:
+            keys = checkpoint.variant_keys(name)
+            layers = self._layers[name] = defaultdict(list)
+            for original, key in keys.items():
+                if match := LAYER.search(original):
+                    layers[int(match[1])].append(key)
+            shapes = logical_shapes({original: checkpoint.tensors[key] for original, key in keys.items()})
+            weights = sum(math.prod(shape) for key, shape in shapes.items() if LAYER.search(key))
+            self.weights = max(self.weights, weights)
+
+    def per_weight(self, routes: RouteTable, decode_plan: Plan) -> BytesPerWeight:
+        """Return what a policy with this table holds, and what a decode pass of ``decode_plan`` reads."""
+        used = {variant for plan in routes.plans for variant in plan.layers}
+        held = {key for name in used for keys in self._layers[name].values() for key in keys}
+        read = [key for i, name in enumerate(decode_plan.layers) for key in self._layers[name][i]]
+        return BytesPerWeight(
+            sum(self._tensors[key] for key in held) / self.weights,
+            sum(self._tensors[key] for key in read) / self.weights,
+        )

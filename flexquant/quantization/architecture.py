@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What a recipe has to know of a model: its linears, which of them run as one, and which norm feeds which."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+
+ATTENTION = [r"re:.*self_attn\.q_proj$", r"re:.*self_attn\.k_proj$", r"re:.*self_attn\.v_proj$"]
+MLP = [r"re:.*mlp\.gate_proj$", r"re:.*mlp\.up_proj$"]
+UP, DOWN = r"re:.*mlp\.up_proj$", r"re:.*mlp\.down_proj$"
+
+# The norm that feeds the MLP. A model type is listed once its norms are known to feed nothing else.
+MLP_NORM = {
+    "llama": "post_attention_layernorm",
+    "mistral": "post_attention_layernorm",
+    "qwen2": "post_attention_layernorm",
+    "qwen3": "post_attention_layernorm",
+    "gemma": "post_attention_layernorm",
+    "gemma2": "pre_feedforward_layernorm",
+    "gemma3_text": "pre_feedforward_layernorm",
+}
+
+# Linears that vLLM runs as one, and that therefore need one scheme.
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+ScaleMapping = list[Any]
+"""``[[linear, ...], module in front of them]``, each a name or a regular expression after ``re:``."""
+
+
+def empty_model(config: Any) -> Any:
+    """Return the model of a configuration without memory for its weights (torch's meta device)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except ValueError as e:
+        raise FlexQuantError(f"'{config.model_type}' is not a language model that transformers knows") from e
+
+
+def decoder_layers(names: Sequence[str]) -> list[str]:
+    """Return the names of the decoder layers that modules of these names lie in, in their order."""
+    found = (re.match(r"(?:.*\.)?layers\.\d+(?=\.)", name) for name in names)
+    return list(dict.fromkeys(match[0] for match in found if match))
+
+
+def fused_units(linears: Sequence[str]) -> dict[str, list[str]]:
+    """Group linears, given by name, into the units that vLLM runs as one: ``...qkv_proj`` to q, k and v."""
+    units: dict[str, list[str]] = {}
+    for name in linears:
+        parent, _, leaf = name.rpartition(".")
+        units.setdefault(f"{parent}.{FUSED.get(leaf, leaf)}", []).append(name)
+    return units
+
+
+def default_mappings(model_type: str, which: str = "norms-and-up") -> list[ScaleMapping]:
+    """Return the mappings that leave K and V alone; none where the norms' readers are unknown.
+
+    From each norm to all linears that read it and, with ``norms-and-up``, from up_proj to down_proj: what
+    gate_proj's activation is multiplied with is linear in up_proj.
+    """
+    if model_type not in MLP_NORM:
+        return []
+    norms: list[ScaleMapping] = [
+        [ATTENTION, r"re:.*\.input_layernorm$"],
+        [MLP, rf"re:.*\.{MLP_NORM[model_type]}$"],
+    ]
+    return norms if which == "norms" else [*norms, [[DOWN], UP]]
+
+
+def resolve_mappings(mappings: Sequence[ScaleMapping], model: Any, model_type: str) -> dict[str, list[str]]:
+    """Return, by the name of the module in front, the linears that its scales move into.
+
+    ``model`` may be without weights. Raises FlexQuantError for a mapping that matches nothing, and for one
+    that leaves out a linear which reads the norm: that linear would compute something else.
+    """
+    from compressed_tensors.utils import match_modules_set
+
+    names = {module: name for name, module in model.named_modules()}
+    resolved: dict[str, list[str]] = {}
+    for balance, smooth in mappings:
+        try:
+            sets = list(match_modules_set(model, [*balance, smooth]))
+        except ValueError as e:
+            raise FlexQuantError(f"the mapping from '{smooth}' does not fit this model ({e})") from e
+        if not sets:
+            raise FlexQuantError(
+                f"the mapping from '{smooth}' to {', '.join(balance)} matches no module of this model; "
+                "correct the names, or leave 'mappings' out"
+            )
+        for *linears, (front, *more) in sets:
+            found = [names[module] for modules in linears for module in modules]
+            if more or names[front] in resolved:
+                raise FlexQuantError(
+                    f"two mappings or modules share the linears {', '.join(found)}; give each mapping one "
+                    "module in front of its linears"
+                )
+            _check_readers(names[front], found, model_type)
+            resolved[names[front]] = found
+    return resolved
+
+
+def _check_readers(front: str, linears: Sequence[str], model_type: str) -> None:
+    readers: Mapping[str, Sequence[str]] = {"input_layernorm": ATTENTION, "mlp.up_proj": [DOWN]}
+    if model_type in MLP_NORM:
+        readers = {**readers, MLP_NORM[model_type]: MLP}
+    for suffix, patterns in readers.items():
+        if front.endswith(f".{suffix}"):
+            layer = front.removesuffix(suffix)
+            expected = {layer + re.sub(r"^re:\.\*|\\|\$$", "", pattern) for pattern in patterns}
+            if set(linears) != expected:
+                raise FlexQuantError(
+                    f"the mapping from {front} covers {', '.join(sorted(linears))}; it has to cover exactly "
+                    f"{', '.join(sorted(expected))}, which read it, or the model computes something else"
+                )
+            return
+    if model_type in MLP_NORM:
+        raise FlexQuantError(
+            f"the mapping from {front} is not known to leave the model as it is; in a {model_type} model "
+            f"scales may move from {', '.join(readers)} only"
+        )

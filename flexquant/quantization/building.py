@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""llmcompressor's modifiers from a resolved recipe, and our own among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.quantization.modifiers import split_mapping
+from flexquant.quantization.resolve import ResolvedVariant
+from flexquant.quantization.schemes import preset_scheme, quantization_groups
+
+
+def build_modifiers(
+    variant: ResolvedVariant, rows: Sequence[Any] = (), tokens: int = 0
+) -> tuple[list[Any], bool]:
+    """Return llmcompressor's modifiers in the order of use, and whether they need calibration data.
+
+    ``rows`` are the calibration rows [tokens]. Raises FlexQuantError for arguments that llmcompressor
+    refuses.
+    """
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+
+    from flexquant.quantization.gptq import TokenNormalizedGPTQ
+    from flexquant.quantization.sensitivity import SpareSensitiveLayers
+    from flexquant.quantization.smoothing import SearchedSmoothQuant
+
+    recipe, built = variant.recipe, []
+    try:
+        for name, given in recipe.modifiers.items():
+            arguments = dict(given)
+            if name == "SmoothQuantModifier":
+                strength = arguments.pop("smoothing_strength")
+                candidates = strength if isinstance(strength, list) else []
+                fixed = strength if isinstance(strength, dict) else dict.fromkeys(variant.smoothed, strength)
+                built.append(
+                    SearchedSmoothQuant(
+                        candidates=candidates, fixed={} if candidates else fixed, tokens=tokens, **arguments
+                    )
+                )
+            elif name == "AWQModifier":
+                pairs = [pair for m in arguments.pop("mappings") if (pair := split_mapping(m))]
+                mappings = [AWQMapping(smooth, balance) for balance, smooth in pairs]
+                built.append(AWQModifier(mappings=mappings, **arguments))
+            else:
+                groups = quantization_groups(arguments)
+                kept = {
+                    k: v
+                    for k, v in arguments.items()
+                    if k not in ("scheme", "targets", "group_size", "config_groups")
+                }
+                kept.setdefault("ignore", [])
+                quantizer = {"GPTQModifier": GPTQModifier, "QuantizationModifier": QuantizationModifier}[name]
+                if "first_token_weight" in kept:
+                    quantizer = TokenNormalizedGPTQ
+                built.append(quantizer(config_groups=groups, **kept))
+        _check_observers(built[-1])
+    except ValueError as e:
+        reason = " ".join(str(e).split())
+        raise FlexQuantError(f"{recipe.place} is refused by llmcompressor ({reason})") from e
+    needs_data = any(modifier.requires_calibration_data for modifier in built)
+    if recipe.sensitive_layers is not None:
+        preset = recipe.sensitive_layers.scheme
+        scheme = None if preset is None else preset_scheme(preset, ["Linear"], variant.group_size)
+        budget = recipe.sensitive_layers.budget
+        search = SpareSensitiveLayers(rows=rows, budget=budget, scheme=scheme, quantizer=built[-1])
+        built.insert(len(built) - 1, search)
+        needs_data = True
+    return built, needs_data
+
+
+def _check_observers(quantizer: Any) -> None:
+    """Raise ValueError for an observer that llmcompressor lacks."""
+    from llmcompressor.observers import Observer
+
+    for group in quantizer.resolved_config.config_groups.values():
+        for arguments in (group.weights, group.input_activations):
+            observer = None if arguments is None else arguments.observer
+            if observer is not None and observer.replace("_", "-") not in Observer.registered_names():
+                known = ", ".join(name.replace("-", "_") for name in Observer.registered_names())
+                raise ValueError(f"'{observer}' is no observer; choose among {known}")

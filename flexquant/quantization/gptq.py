@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""GPTQ in which every calibration token counts the same, except the first of a row, which counts more.
+
+GPTQ weighs the error of a linear by H = sum of x x^T over the calibration tokens. A few tokens have activations
+hundreds of times larger than all others ("massive activations"): in front of one down_proj of SmolLM2 the first
+token of each row holds 99.8 % of the sum. H then describes that token alone, and damping, a share of H's mean
+diagonal, exceeds what the other tokens contribute: their weights are in effect rounded to nearest. Dividing each
+x by its norm lets all tokens speak. But the first token is where attention heads park their attention (the
+"attention sink"): every later token reads it, so its error costs more than another's, and it gets the weight of
+several. benchmarks/results/quality-w4a16.md compares.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from llmcompressor.modifiers.gptq import GPTQModifier
+
+FLOOR = 1e-6
+
+
+class TokenNormalizedGPTQ(GPTQModifier):
+    """llmcompressor's GPTQ on inputs of equal norm; rows have to begin where a sequence begins."""
+
+    first_token_weight: float = 1.0
+    """How many tokens the first one of a row counts for."""
+
+    def calibrate_module(self, module: torch.nn.Module, args: tuple[Any, ...], _output: Any) -> None:
+        x = args[0].float()  # [rows, tokens, in]
+        x = x / x.norm(dim=-1, keepdim=True).clamp_min(FLOOR)
+        x[:, 0] *= self.first_token_weight**0.5
+        super().calibrate_module(module, (x,), _output)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Which scalings leave K and V alone, so that the variants can share one KV cache.
+
+Scales may move from a norm into all linears that read it: q, k and v compute what they did. They may move
+from up_proj into down_proj, behind which only the residual stream lies. They may not move out of v_proj
+(into o_proj) or k_proj, nor into a norm of the heads: each such model is right on its own, and wrong on the
+other variants' cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+SHARED_CACHE = (
+    "would make this variant's KV cache another than that of the variants it is to share one cache with"
+)
+
+_LAYER = "model.layers.0."
+NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+"""Norms of a decoder layer, between the residual stream and its linears."""
+_UP, _DOWN = "mlp.up_proj", "mlp.down_proj"
+_OTHERS = {
+    "self_attn.v_proj": "scales V",
+    "self_attn.k_proj": "scales K",
+    "self_attn.q_proj": "scales Q, and K in return",
+    "self_attn.qkv_proj": "scales Q, K and V",
+    "self_attn.k_norm": "scales K",
+    "self_attn.q_norm": "scales Q, and K in return",
+    "self_attn.o_proj": "has no linear behind it that could take the scales back",
+    "mlp.gate_proj": "is not linear in what follows it",
+    "mlp.down_proj": "has no linear behind it that could take the scales back",
+}
+
+
+def matches(name: str, target: str) -> bool:
+    """Whether a module's name is the target, or matches it after ``re:`` (compressed-tensors' rule)."""
+    return bool(re.match(target[3:], name)) if target.startswith("re:") else name == target
+
+
+def check_mapping(balance: Sequence[str], smooth: str) -> str | None:
+    """Return why a mapping, whose ``smooth`` module hands scales to the ``balance`` linears, is refused."""
+    for name, effect in _OTHERS.items():
+        if _may_match(name, smooth):
+            fatal = SHARED_CACHE if "K" in effect or "V" in effect else "would change what the model computes"
+            return (
+                f"remove the mapping from '{smooth}': smoothing {name.split('.')[1]} {effect}, which {fatal};"
+                " scales may move from a norm into all linears that read it, and from up_proj into down_proj"
+            )
+    if _may_match(_UP, smooth) and not all(_may_match(_DOWN, name) for name in balance):
+        return f"give '{smooth}' the one linear down_proj, whose input is all that it scales"
+    if not _may_match(_UP, smooth) and any(_may_match(_DOWN, name) for name in balance):
+        return f"smooth down_proj behind up_proj, not behind '{smooth}'"
+    return None
+
+
+def check_targets(targets: Sequence[str]) -> str | None:
+    """Return why modules may not be quantised, when a target takes embeddings or attention itself."""
+    for target in targets:
+        if target == "Embedding" or _may_match("embed_tokens", target, layer="model."):
+            return f"remove '{target}': embeddings stay in 16 bit, since the variants share them"
+        if target.endswith("Attention") or _may_match("self_attn", target):
+            return f"remove '{target}': quantised attention {SHARED_CACHE}; name its linears"
+    return None
+
+
+def _may_match(name: str, target: str, layer: str = _LAYER) -> bool:
+    if target.startswith("re:"):
+        return matches(layer + name, target)
+    return target == name or target.endswith(f".{name}")

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Recipes: a YAML document (schema ``flexquant.recipe/v1``) that says how each variant is made.
+
+    variants:
+      w8a8:
+        SmoothQuantModifier: {smoothing_strength: [0.3, 0.5, 0.7]}      # searched per layer
+        GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}
+
+A variant is llmcompressor's modifiers with their arguments, the last of which quantises. Lists stand for
+choices that are searched or depend on the model; the ``recipe.yaml`` in each variant's folder is the same
+document with every choice made. Only recipes that leave the KV cache alone can be written. Nothing here
+imports torch or llmcompressor.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flexquant.checkpoint import check_variant_name
+from flexquant.errors import FlexQuantError
+from flexquant.policy_yaml import Document, KeyPath
+from flexquant.quantization.modifiers import MODIFIERS, QUANTIZERS, REFUSED_ARGUMENTS, REFUSED_MODIFIERS
+from flexquant.quantization.recipe_yaml import check_keys, read_document, show
+
+SCHEMA = "flexquant.recipe/v1"
+DEFAULT_RECIPE = "default"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Which text is used (see :func:`~flexquant.quantization.calibration.read_documents`), and how much."""
+
+    data: str | None = None
+    samples: int = 128
+    length: int = 512
+    """Tokens in a sample."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SensitiveLayers:
+    """Linears to spare, searched at the logits."""
+
+    budget: float
+    """Most of the quantised weights' parameters that may be spared, 0 to 1."""
+    scheme: str | None = None
+    """A preset for the spared linears; None: 16 bit."""
+
+
+@dataclass(frozen=True)
+class VariantRecipe:
+    """How one variant is made."""
+
+    name: str
+    modifiers: Mapping[str, Mapping[str, Any]]
+    """Arguments by modifier, in the order of use; the last one quantises."""
+    sensitive_layers: SensitiveLayers | None = None
+    place: str = field(default="", compare=False)
+    """File, line and key, for messages."""
+
+    @property
+    def quantizer(self) -> str:
+        return next(name for name in self.modifiers if name in QUANTIZERS)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the variant's section of the document."""
+        section: dict[str, Any] = {name: dict(arguments) for name, arguments in self.modifiers.items()}
+        if self.sensitive_layers is not None:
+            section["sensitive_layers"] = asdict(self.sensitive_layers)
+        return section
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How all variants are made, from one set of calibration samples."""
+
+    name: str
+    """Name of a built-in recipe, else the path."""
+    description: str
+    variants: Mapping[str, VariantRecipe]
+    calibration: Calibration = Calibration()
+    policy: str | None = None
+    """The policy, by name or path, that suits these variants; None: the built-in default."""
+
+
+def builtin_recipes() -> list[str]:
+    """Return the names of the recipes that come with FlexQuant, sorted."""
+    files = importlib.resources.files("flexquant.quantization.recipes").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def load_recipe(name_or_path: str | Path) -> Recipe:
+    """Load a built-in recipe by name, or a recipe file.
+
+    Anything with a ``/``, ending in ``.yaml`` or ``.yml``, or naming an existing file that is not a
+    built-in's name is a path. Raises FlexQuantError, with the line and what is allowed, for an unknown
+    name, a file that cannot be read, a document that breaks the schema, and a recipe that would change the
+    KV cache.
+    """
+    text, builtins = str(name_or_path), builtin_recipes()
+    if text in builtins:
+        file = importlib.resources.files("flexquant.quantization.recipes") / f"{text}.yaml"
+        return parse_recipe(file.read_bytes(), f"built-in recipe {text}", text)
+    path = Path(text).expanduser()
+    if "/" not in text and path.suffix not in (".yaml", ".yml") and not path.is_file():
+        raise FlexQuantError(
+            f"unknown recipe '{text}': the built-in ones are {', '.join(builtins)}; give one of them, or the "
+            "path of a recipe file (with a '/' or ending in .yaml)"
+        )
+    try:
+        content = path.read_bytes()
+    except OSError as e:
+        raise FlexQuantError(
+            f"{text}: the recipe file cannot be read ({e.strerror}); give the path of a file, or one of the "
+            f"built-in recipes {', '.join(builtins)}"
+        ) from e
+    return parse_recipe(content, text, text)
+
+
+def parse_recipe(content: bytes, source: str, name: str) -> Recipe:
+    """Validate a recipe's YAML; ``source`` opens the message of the FlexQuantError for a bad one."""
+    document = read_document(content, source)
+    data = document.data
+    check_keys(
+        data, (), ("schema", "variants"), ("description", "policy", "calibration", "made_with"), document
+    )
+    if data["schema"] != SCHEMA:
+        document.fail(("schema",), f"is {show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
+    for key in ("description", "policy"):
+        if not isinstance(data.get(key, ""), str):
+            document.fail((key,), f"is {show(data[key])}; give text, in quotes if need be")
+    variants = data["variants"]
+    if not isinstance(variants, dict) or not variants:
+        document.fail(("variants",), f"is {show(variants)}; give a mapping from names to modifiers")
+    return Recipe(
+        name,
+        data.get("description", ""),
+        {key: _variant(key, section, document) for key, section in variants.items()},
+        _calibration(data.get("calibration", {}), document),
+        data.get("policy"),
+    )
+
+
+def _calibration(value: Any, document: Document) -> Calibration:
+    path: KeyPath = ("calibration",)
+    check_keys(value, path, (), tuple(asdict(Calibration())), document)
+    if not isinstance(value.get("data"), (str, type(None))):
+        document.fail(
+            (*path, "data"), f"is {show(value['data'])}; give a file, a folder, a dataset id or null"
+        )
+    for key, minimum in {"samples": 1, "length": 2, "seed": 0}.items():
+        number = value.get(key, minimum)
+        if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
+            document.fail((*path, key), f"is {show(number)}; give a whole number of at least {minimum}")
+    return Calibration(**value)
+
+
+def _variant(name: str, section: Any, document: Document) -> VariantRecipe:
+    path: KeyPath = ("variants", name)
+    try:
+        check_variant_name(name)
+    except FlexQuantError as e:
+        document.fail(path, f"is wrong: {e}")
+    if isinstance(section, dict):
+        for key in section.keys() & REFUSED_MODIFIERS.keys():
+            document.fail((*path, key), f"is refused: it {REFUSED_MODIFIERS[key]}")
+    check_keys(section, path, (), (*MODIFIERS, "sensitive_layers"), document)
+    modifiers = {key: value for key, value in section.items() if key in MODIFIERS}
+    quantizers = [key for key in modifiers if key in QUANTIZERS]
+    if len(quantizers) != 1 or list(modifiers)[-1:] != quantizers:
+        document.fail(
+            path,
+            f"has the modifiers {', '.join(modifiers) or 'none'}; give exactly one of "
+            f"{', '.join(QUANTIZERS)}, as the last one",
+        )
+    for key, arguments in modifiers.items():
+        _check_arguments(key, arguments, (*path, key), document)
+    spared = section.get("sensitive_layers")
+    if "sensitive_layers" in section:
+        spared = _sensitive_layers(spared, (*path, "sensitive_layers"), document)
+    return VariantRecipe(name, modifiers, spared, document.place(path))
+
+
+def _check_arguments(modifier: str, arguments: Any, path: KeyPath, document: Document) -> None:
+    allowed = MODIFIERS[modifier]
+    required = ("smoothing_strength",) if modifier == "SmoothQuantModifier" else ()
+    if isinstance(arguments, dict):
+        for key in arguments.keys() & REFUSED_ARGUMENTS.keys():
+            if arguments[key] is not None:
+                document.fail((*path, key), f"is refused: {REFUSED_ARGUMENTS[key]}")
+    check_keys(arguments, path, required, tuple(a for a in allowed if a not in required), document)
+    for key, value in arguments.items():
+        if problem := allowed[key](value):
+            document.fail((*path, key), f"is {show(value)}; {problem}")
+    if modifier in QUANTIZERS and ("scheme" in arguments) == ("config_groups" in arguments):
+        document.fail(path, "needs either 'scheme', such as W8A8 or W4A16, or 'config_groups'; give one")
+    if "observer" in arguments and arguments.keys() & {"weight_observer", "input_observer"}:
+        document.fail((*path, "observer"), "is given beside weight_observer or input_observer; remove one")
+
+
+def _sensitive_layers(value: Any, path: KeyPath, document: Document) -> SensitiveLayers:
+    check_keys(value, path, ("budget",), ("scheme",), document)
+    budget, scheme = value["budget"], value.get("scheme")
+    if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 < budget < 1:
+        document.fail((*path, "budget"), f"is {show(budget)}; give the share of parameters, between 0 and 1")
+    if not isinstance(scheme, (str, type(None))):
+        document.fail((*path, "scheme"), f"is {show(scheme)}; give a preset such as W8A8, or null for 16 bit")
+    return SensitiveLayers(float(budget), scheme)

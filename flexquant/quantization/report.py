@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What lies beside a variant's weights: its resolved recipe, and the report of what was searched and found.
+
+Neither holds a time or a path of this machine, so equal inputs give equal bytes. The report's fingerprint
+stands for all that went into the variant: a run that is started again keeps a variant with the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import flexquant
+from flexquant.merge.folder import read_json
+from flexquant.quantization.recipe import SCHEMA, Calibration, VariantRecipe
+from flexquant.quantization.recipe_yaml import to_yaml
+from flexquant.quantization.source_model import SourceModel
+
+REPORT_FILE = "quantization_report.json"
+REPORT_SCHEMA = "flexquant.quantization_report/v1"
+PACKAGES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of FlexQuant and of the packages that determine a variant's bytes."""
+    found = {"flexquant": flexquant.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def rows_sha256(rows: Sequence[Sequence[int]]) -> str:
+    """Return the SHA-256 of calibration rows, given as token ids."""
+    return hashlib.sha256(json.dumps([list(row) for row in rows]).encode()).hexdigest()
+
+
+def variant_fingerprint(
+    source: SourceModel, recipe: VariantRecipe, rows: Sequence[Sequence[int]] | None, seed: int
+) -> str:
+    """Return the SHA-256 of all that determines a variant: model, recipe, rows of token ids, versions.
+
+    ``rows`` is None for a recipe that needs no calibration, whose variant depends neither on them nor the
+    seed.
+    """
+    parts = {
+        "weights": source.weights_sha256,
+        "config": source.config_sha256,
+        "recipe": recipe.to_json(),
+        "rows": None if rows is None else [rows_sha256(rows), seed],
+        "versions": versions(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def portable_settings(calibration: Calibration) -> dict[str, Any]:
+    """Return which samples were used, with the name alone of a file or folder."""
+    data = calibration.data
+    if data is not None and Path(data).expanduser().exists():
+        calibration = replace(calibration, data=Path(data).expanduser().resolve().name)
+    return asdict(calibration)
+
+
+def resolved_document(
+    recipe: VariantRecipe,
+    description: str,
+    calibration: Calibration,
+    source: SourceModel,
+    rows: Sequence[Sequence[int]] | None,
+) -> str:
+    """Return ``recipe.yaml``: this variant's recipe without anything to search, and what it was made with."""
+    document: dict[str, Any] = {"schema": SCHEMA, "description": description}
+    made_with = {**versions(), "model": source.label, "weights_sha256": source.weights_sha256}
+    if rows is not None:
+        document["calibration"] = portable_settings(calibration)
+        made_with["calibration_rows_sha256"] = rows_sha256(rows)
+    document["variants"] = {recipe.name: recipe.to_json()}
+    document["made_with"] = made_with
+    return to_yaml(document)
+
+
+def smoothing_report(
+    chosen: Mapping[str, float | None],
+    errors: Mapping[str, Mapping[float | None, float]],
+    power: Mapping[str, float],
+    reference: float = 0.5,
+) -> dict[str, Any] | None:
+    """Return the search table: per mapping, every strength's output MSE; and in sum, against one strength.
+
+    ``relative_mse`` is the mean over mappings of MSE over the outputs' mean square, since ``summed_mse`` is
+    dominated by the layers with the largest outputs. None when nothing was smoothed.
+    """
+    if not chosen:
+        return None
+    if not errors:
+        return {"mappings": {name: {"chosen": alpha} for name, alpha in chosen.items()}}
+    alphas = [a for a in next(iter(errors.values())) if a is not None]
+    best = min(alphas, key=lambda a: math.fsum(found[a] for found in errors.values()))
+    ways: dict[str, Mapping[str, float | None]] = {
+        "per_mapping": chosen,
+        "best_single": dict.fromkeys(errors, best),
+        f"all_{reference}": dict.fromkeys(errors, reference),
+        "none": dict.fromkeys(errors, None),
+    }
+    sums = {way: math.fsum(errors[n][by[n]] for n in errors) for way, by in ways.items()}
+    shares = {
+        way: math.fsum(errors[n][by[n]] / power[n] for n in errors if power[n]) / len(errors)
+        for way, by in ways.items()
+    }
+    return {
+        "best_single_alpha": best,
+        "summed_mse": sums,
+        "relative_mse": shares,
+        "ratios_to_per_mapping": {
+            measure: {way: _ratio(found[way], found["per_mapping"]) for way in ways if way != "per_mapping"}
+            for measure, found in (("summed_mse", sums), ("relative_mse", shares))
+        },
+        "mappings": {
+            name: {
+                "chosen": chosen[name],
+                "mse": found[chosen[name]],
+                f"mse_at_{reference}": found[reference],
+                f"ratio_{reference}_to_chosen": _ratio(found[reference], found[chosen[name]]),
+                "output_mean_square": power[name],
+                "mse_by_alpha": {("none" if a is None else str(a)): e for a, e in found.items()},
+            }
+            for name, found in errors.items()
+        },
+    }
+
+
+def write_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Write the report into a variant's folder, last: it lists the files there with their sizes."""
+    files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    document = {"schema": REPORT_SCHEMA, **report, "files": dict(sorted(files.items()))}
+    (folder / REPORT_FILE).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """Return a variant's report; None where there is none."""
+    return read_json(folder / REPORT_FILE) if (folder / REPORT_FILE).is_file() else None
+
+
+def is_complete(folder: Path, report: Mapping[str, Any]) -> bool:
+    """Whether every file that the report lists is there with its size."""
+    return all(
+        (folder / name).is_file() and (folder / name).stat().st_size == size
+        for name, size in report["files"].items()
+    )
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return a / b if b else None

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A recipe meets a model: mappings and group sizes are chosen, names checked, and the linears found.
+
+What calibration searches (strengths of smoothing, sensitive layers) is filled in afterwards by
+:func:`with_findings`, which gives the recipe that reproduces the variant without a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.quantization.architecture import default_mappings, resolve_mappings
+from flexquant.quantization.modifiers import TRANSFORMS, split_mapping
+from flexquant.quantization.recipe import VariantRecipe
+from flexquant.quantization.schemes import (
+    choose_group_size,
+    is_grouped,
+    preset_scheme,
+    quantization_groups,
+    schemes_by_name,
+)
+
+SPARED_GROUP = "sensitive"
+
+
+@dataclass(frozen=True)
+class ResolvedVariant:
+    """A variant's recipe with the choices that depend on the model made."""
+
+    recipe: VariantRecipe
+    linears: Mapping[str, int]
+    """Input features of every linear that is quantised, by name."""
+    group_size: int | None
+    """Input features that share one weight scale; None: one scale per output channel or tensor."""
+    smoothed: Sequence[str]
+    """The modules whose scales SmoothQuant may move, by name."""
+    notes: Sequence[str]
+    """What was left out of the recipe, and why."""
+
+
+def resolve_variant(recipe: VariantRecipe, model: Any, model_type: str) -> ResolvedVariant:
+    """Choose what depends on ``model``, which may be without weights, and check the names in the recipe.
+
+    Raises FlexQuantError, naming the line of the recipe and the module, for schemes that do not exist, groups
+    that do not divide a linear, lm_head, and mappings that would change what the model computes.
+    """
+    try:
+        modifiers, notes, smoothed = {}, [], []
+        for name, given in recipe.modifiers.items():
+            arguments = dict(given)
+            if name in TRANSFORMS:
+                arguments["mappings"] = _mappings(arguments.get("mappings"), model_type)
+                if not arguments["mappings"]:
+                    notes.append(f"without {name}, which norms feed which linears in {model_type} is unknown")
+                    continue
+                names = list(resolve_mappings(arguments["mappings"], model, model_type))
+                if name == "SmoothQuantModifier":
+                    _check_strengths(arguments["smoothing_strength"], names)
+                    smoothed = names
+            modifiers[name] = arguments
+        groups = quantization_groups(modifiers[recipe.quantizer])
+        linears = _quantized_linears(groups, modifiers[recipe.quantizer], model)
+        group_size = _group_size(modifiers[recipe.quantizer], groups, linears)
+        if "group_size" in modifiers[recipe.quantizer]:
+            modifiers[recipe.quantizer]["group_size"] = group_size
+        spared = recipe.sensitive_layers
+        if spared is not None and spared.scheme is not None:
+            preset_scheme(spared.scheme, ["Linear"])
+    except FlexQuantError as e:
+        raise FlexQuantError(f"{recipe.place}: {e}") from e
+    features = {name: module.in_features for name, (module, _) in linears.items()}
+    return ResolvedVariant(replace(recipe, modifiers=modifiers), features, group_size, smoothed, notes)
+
+
+def with_findings(
+    variant: ResolvedVariant, strengths: Mapping[str, float | None], spared: Sequence[str]
+) -> VariantRecipe:
+    """Return the recipe with what was searched as fixed choices."""
+    recipe = variant.recipe
+    modifiers = {name: dict(arguments) for name, arguments in recipe.modifiers.items()}
+    if "SmoothQuantModifier" in modifiers:
+        modifiers["SmoothQuantModifier"]["smoothing_strength"] = {
+            name: strengths.get(name) for name in variant.smoothed
+        }
+    quantizer = modifiers[recipe.quantizer]
+    if recipe.sensitive_layers is None or not spared:
+        pass
+    elif recipe.sensitive_layers.scheme is None:
+        quantizer["ignore"] = [*quantizer.get("ignore", []), *spared]
+    elif "config_groups" in quantizer:
+        group = preset_scheme(recipe.sensitive_layers.scheme, list(spared), variant.group_size)
+        groups = {
+            **quantizer["config_groups"],
+            SPARED_GROUP: group.model_dump(mode="json", exclude_none=True),
+        }
+        quantizer["config_groups"] = groups
+    else:
+        schemes = schemes_by_name(quantizer)
+        preset = recipe.sensitive_layers.scheme
+        quantizer["scheme"] = {**schemes, preset: [*schemes.get(preset, []), *spared]}
+        quantizer.pop("targets", None)
+    return replace(recipe, modifiers=modifiers, sensitive_layers=None)
+
+
+def _mappings(given: Any, model_type: str) -> list[list[Any]]:
+    if given is None or isinstance(given, str):
+        return default_mappings(model_type, *([given] if given else []))
+    return [list(pair) for mapping in given if (pair := split_mapping(mapping))]
+
+
+def _check_strengths(strengths: Any, smoothed: Sequence[str]) -> None:
+    if not isinstance(strengths, dict):
+        return
+    for name in strengths:
+        if name not in smoothed:
+            raise FlexQuantError(
+                f"smoothing_strength names '{name}', which no mapping smooths; remove it, or use the model "
+                "that the recipe was made for"
+            )
+    for name in smoothed:
+        if name not in strengths:
+            raise FlexQuantError(
+                f"smoothing_strength lacks '{name}'; add it with a number from 0 to 1, or null"
+            )
+
+
+def _quantized_linears(
+    groups: Mapping[str, Any], arguments: Mapping[str, Any], model: Any
+) -> dict[str, tuple[Any, Any]]:
+    """Return module and scheme of every linear that a quantising modifier takes, by name."""
+    import torch
+    from compressed_tensors.utils import match_named_modules
+    from compressed_tensors.utils.match import match_targets
+
+    schemes = {target: group for group in groups.values() for target in group.targets}
+    found = {}
+    for name, module in match_named_modules(model, schemes, arguments.get("ignore", [])):
+        if isinstance(module, torch.nn.Linear):
+            found[name] = (module, schemes[match_targets(name, module, schemes)[0]])
+    if "lm_head" in found:
+        raise FlexQuantError(
+            "lm_head would be quantised; add 'ignore: [lm_head]', which vLLM keeps in 16 bit and many models "
+            "share with the embeddings"
+        )
+    if not found:
+        raise FlexQuantError(f"no linear of the model matches {', '.join(schemes)}; correct 'targets'")
+    return found
+
+
+def _group_size(
+    arguments: Mapping[str, Any], groups: Mapping[str, Any], linears: Mapping[str, tuple[Any, Any]]
+) -> int | None:
+    grouped = {name: module.in_features for name, (module, s) in linears.items() if is_grouped(s)}
+    given = arguments.get("group_size")
+    if not grouped:
+        if given is not None:
+            raise FlexQuantError("group_size is given, but the scheme has no groups; remove it")
+        return None
+    if given is None:
+        given = next(group.weights.group_size for group in groups.values() if is_grouped(group))
+    return choose_group_size(grouped, given if isinstance(given, list) else [given])

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Which linears suffer most from a scheme, and are spared it: measured at the logits, within a budget.
+
+A unit is what vLLM runs as one linear (q, k and v; o; gate and up; down). Its sensitivity is the mean KL
+divergence of the next-token distribution when it alone is rounded to nearest, over a few calibration rows.
+The layers in front of it compute what they always do, so their outputs are remembered: measuring a unit
+costs half a forward pass on average. Units are then spared greedily, most divergence per parameter first.
+
+Runs as a modifier between smoothing and quantising, so that it measures the smoothed model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from compressed_tensors.offload import update_offload_parameter
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
+from compressed_tensors.utils import patch_attr
+from llmcompressor.modifiers import Modifier
+from llmcompressor.utils.dev import get_main_device
+from llmcompressor.utils.helpers import DisableQuantization
+from pydantic import ConfigDict, PrivateAttr
+
+from flexquant.quantization.architecture import decoder_layers, fused_units
+from flexquant.quantization.rounding import round_input, round_weight
+
+MEASURED_TOKENS = 1024
+
+
+class SpareSensitiveLayers(Modifier):
+    """Measure all units, then take the worst out of the quantising modifier's hands."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    rows: list[torch.Tensor]
+    """Calibration rows [tokens], of which as many are used as make MEASURED_TOKENS."""
+    budget: float
+    """Most of the quantised parameters that may be spared."""
+    scheme: QuantizationScheme | None
+    """What spared linears get; None: they stay in 16 bit."""
+    quantizer: Any
+    """The modifier that quantises, later; it is told what to leave alone."""
+
+    _found: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
+
+    @property
+    def found(self) -> dict[str, dict[str, Any]]:
+        """For each unit: its ``kl`` (nats), ``parameters``, and whether it is ``spared``."""
+        return self._found
+
+    @property
+    def spared(self) -> list[str]:
+        """The names of the spared linears."""
+        return [name for unit in self._found.values() if unit["spared"] for name in unit["linears"]]
+
+    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+        return True
+
+    def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
+        model = state.model
+        linears = {n: m for n, m in model.named_modules() if hasattr(m, "quantization_scheme")}
+        units = fused_units(list(linears))
+        layers = decoder_layers(list(linears))
+        count = max(1, MEASURED_TOKENS // len(self.rows[0]))
+        # The quantising modifier has attached its schemes by now, but no scales yet.
+        with torch.no_grad(), DisableQuantization(model):
+            divergences = measure_units(model, layers, units, self.rows[:count])
+        sizes = {unit: sum(linears[n].weight.numel() for n in names) for unit, names in units.items()}
+        spared = spend_budget(divergences, sizes, self.budget)
+        self._found = {
+            unit: {
+                "kl": divergences[unit],
+                "parameters": sizes[unit],
+                "spared": unit in spared,
+                "linears": names,
+            }
+            for unit, names in units.items()
+        }
+        self._hand_over({name: linears[name] for name in self.spared})
+
+    def _hand_over(self, linears: dict[str, torch.nn.Module]) -> None:
+        for module in linears.values():
+            QuantizationMetadata.clear_quantization(module)
+            del module.quantization_status
+        if self.scheme is None:
+            self.quantizer.ignore = [*self.quantizer.ignore, *linears]
+        elif linears:
+            scheme = deepcopy(self.scheme)
+            scheme.targets = list(linears)
+            groups = {**self.quantizer.config_groups, "sensitive": scheme}
+            self.quantizer.config_groups = groups
+            self.quantizer._resolved_config = None
+            resolved = self.quantizer.resolved_config.config_groups["sensitive"]
+            for module in linears.values():
+                initialize_module_for_quantization(module, resolved)
+
+
+def measure_units(
+    model: torch.nn.Module,
+    layers: Sequence[str],
+    units: dict[str, list[str]],
+    rows: Sequence[torch.Tensor],
+) -> dict[str, float]:
+    """Return each unit's mean KL divergence (nats per token) when it alone is rounded to nearest."""
+    modules = [model.get_submodule(name) for name in layers]
+    first = {unit: next(i for i, name in enumerate(layers) if unit.startswith(f"{name}.")) for unit in units}
+    totals = dict.fromkeys(units, 0.0)
+    for row in rows:
+        ids = row.unsqueeze(0).to(get_main_device())
+        outputs: list[Any] = []
+        with ExitStack() as hooks:
+            for module in modules:
+                handle = module.register_forward_hook(_append_to(outputs))
+                hooks.callback(handle.remove)
+            expected = _log_probabilities(model, ids)
+        for unit, names in units.items():
+            with ExitStack() as stack:
+                for module, output in zip(modules[: first[unit]], outputs, strict=False):
+                    stack.enter_context(patch_attr(module, "forward", _always(output)))
+                for name in names:
+                    stack.enter_context(_rounded(model.get_submodule(name)))
+                found = _log_probabilities(model, ids)
+            divergence = torch.nn.functional.kl_div(found, expected, reduction="none", log_target=True)
+            totals[unit] += float(divergence.sum(dim=-1).mean())
+    return {unit: total / len(rows) for unit, total in totals.items()}
+
+
+def spend_budget(divergences: dict[str, float], sizes: dict[str, int], budget: float) -> set[str]:
+    """Return the units with most divergence per parameter that fit ``budget``, a share of all parameters."""
+    left = budget * sum(sizes.values())
+    spared = set()
+    for unit in sorted(divergences, key=lambda u: divergences[u] / sizes[u], reverse=True):
+        if sizes[unit] <= left and divergences[unit] > 0:
+            spared.add(unit)
+            left -= sizes[unit]
+    return spared
+
+
+def _log_probabilities(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Return [tokens, vocabulary] in float32."""
+    return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(dim=-1)
+
+
+def _append_to(outputs: list[Any]) -> Any:
+    return lambda module, args, output: outputs.append(output)
+
+
+def _always(output: Any) -> Any:
+    return lambda *args, **kwargs: output
+
+
+@contextmanager
+def _rounded(module: torch.nn.Module) -> Iterator[None]:
+    scheme: Any = module.quantization_scheme
+    weight: torch.Tensor = module.get_parameter("weight").detach().clone()
+    handle = module.register_forward_pre_hook(
+        lambda m, args: (round_input(args[0], scheme.input_activations), *args[1:])
+    )
+    try:
+        update_offload_parameter(module, "weight", round_weight(weight, scheme.weights))
+        yield
+    finally:
+        update_offload_parameter(module, "weight", weight)
+        handle.remove()

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""SmoothQuant with a strength of its own for every mapping of every layer, searched by the error it leaves.
+
+SmoothQuant divides the activations in front of a group of linears by s and multiplies the linears' weights
+by it, s = max|x|^alpha / max|W|^(1 - alpha) for each channel (https://arxiv.org/abs/2211.10438). One alpha
+for all layers is a compromise: outliers differ from layer to layer. Here every mapping tries each alpha of
+a grid, and none at all, and keeps the one whose quantised output, Q(x / s) Q(W s)^T, is nearest to x W^T on
+a sample of calibration tokens. Q is what the variant's quantising modifier will apply, rounding to nearest
+instead of GPTQ.
+
+llmcompressor runs a modifier over the data one decoder layer at a time, so only one layer's sample is held.
+The inputs are taken in front of the linears, not behind the smoothed module: what feeds down_proj is not
+up_proj's output but its product with the activated gate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from llmcompressor.modifiers.transform.smoothquant.base import SmoothQuantModifier, SmoothQuantScale
+from pydantic import PrivateAttr
+
+from flexquant.quantization.rounding import round_input, round_weight
+
+REFERENCE = 0.5
+"""The usual alpha, always measured for comparison."""
+SAMPLE_TOKENS = 2048
+FLOOR = 1e-5
+
+
+class SearchedSmoothQuant(SmoothQuantModifier):
+    """llmcompressor's modifier with a strength per mapping; results are in ``chosen`` and ``errors``."""
+
+    candidates: list[float] = []
+    """Strengths to try for each mapping, besides none."""
+    fixed: dict[str, float | None] = {}
+    """Strengths by the name of the smoothed module, where nothing is searched; None: not smoothed."""
+    tokens: int = 0
+    """Calibration tokens in all."""
+
+    _chosen: dict[str, float | None] = PrivateAttr(default_factory=dict)
+    _errors: dict[str, dict[float | None, float]] = PrivateAttr(default_factory=dict)
+    _power: dict[str, float] = PrivateAttr(default_factory=dict)
+    _samples: dict[str, list[torch.Tensor]] = PrivateAttr(default_factory=dict)
+    _seen: dict[str, int] = PrivateAttr(default_factory=dict)
+
+    @property
+    def chosen(self) -> dict[str, float | None]:
+        """The strength of every mapping, by the name of the smoothed module."""
+        return self._chosen
+
+    @property
+    def errors(self) -> dict[str, dict[float | None, float]]:
+        """For every mapping searched: its output MSE for each strength, summed over its linears."""
+        return self._errors
+
+    @property
+    def power(self) -> dict[str, float]:
+        """For every mapping searched: the mean square of its outputs, summed over its linears."""
+        return self._power
+
+    def _setup_scale_hooks(self) -> None:
+        for mapping in self.resolved_mappings_:
+            self.register_hook(mapping.balance_layers[0], self._observer(mapping.smooth_name), "forward")
+
+    def _observer(self, name: str) -> Callable[..., None]:
+        def observe(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+            x = inputs[0].detach().flatten(0, -2)  # [tokens, in]
+            largest = x.abs().amax(dim=0).float()
+            if name in self.scales_:
+                largest = torch.maximum(self.scales_[name].max_channel_vals, largest)
+            self.scales_[name] = SmoothQuantScale(-largest, largest)
+            if name not in self.fixed:
+                self._keep_sample(name, x)
+
+        return observe
+
+    def _keep_sample(self, name: str, x: torch.Tensor) -> None:
+        """Keep every n-th token of all, n coprime to the rows' length so that no position is preferred."""
+        stride = max(1, math.ceil(self.tokens / SAMPLE_TOKENS))
+        while math.gcd(stride, x.shape[0]) != 1:
+            stride += 1
+        seen = self._seen.get(name, 0)
+        self._samples.setdefault(name, []).append(x[-seen % stride :: stride].clone())
+        self._seen[name] = seen + x.shape[0]
+
+    def _calculate_smoothing_scales(
+        self, balance_layers: list[torch.nn.Linear], activation_scales: torch.Tensor
+    ) -> torch.Tensor:
+        """Return s [in] for one mapping: what its linears' weights are multiplied by."""
+        name = next(m.smooth_name for m in self.resolved_mappings_ if m.balance_layers is balance_layers)
+        largest_input = activation_scales / 2
+        largest_weight = torch.stack([layer.weight.abs().amax(dim=0) for layer in balance_layers]).amax(dim=0)
+        if name in self.fixed:
+            self._chosen[name] = self.fixed[name]
+        else:
+            self._chosen[name] = self._search(name, balance_layers, largest_input, largest_weight.float())
+        return smoothing_scales(self._chosen[name], largest_input, largest_weight.float())
+
+    def _search(
+        self, name: str, layers: list[torch.nn.Linear], largest_input: torch.Tensor, weights: torch.Tensor
+    ) -> float | None:
+        x = torch.cat(self._samples.pop(name)).float()
+        del self._seen[name]
+        quantised = [layer for layer in layers if hasattr(layer, "quantization_scheme")]
+        if not quantised:
+            return None
+        targets = [torch.nn.functional.linear(x, layer.weight.float()) for layer in quantised]
+        self._power[name] = sum(float(y.square().mean()) for y in targets)
+        tried: list[float | None] = [None, *sorted({*self.candidates, REFERENCE})]
+        self._errors[name] = {
+            alpha: sum(
+                _output_error(x, layer, y, smoothing_scales(alpha, largest_input, weights))
+                for layer, y in zip(quantised, targets, strict=True)
+            )
+            for alpha in tried
+        }
+        return min([None, *self.candidates], key=self._errors[name].__getitem__)
+
+
+def smoothing_scales(
+    alpha: float | None, largest_input: torch.Tensor, largest_weight: torch.Tensor
+) -> torch.Tensor:
+    """Return SmoothQuant's s [in] from the largest magnitude of each input channel and weight column.
+
+    Channels that are zero in all inputs or all weights are left as they are; so are all with ``alpha`` None.
+    """
+    if alpha is None:
+        return torch.ones_like(largest_input)
+    scales = largest_input.clamp(min=FLOOR).pow(alpha) / largest_weight.clamp(min=FLOOR).pow(1 - alpha)
+    return torch.where((largest_input > 0) & (largest_weight > 0), scales, 1.0).clamp(min=FLOOR)
+
+
+def _output_error(x: torch.Tensor, layer: torch.nn.Linear, y: torch.Tensor, s: torch.Tensor) -> float:
+    """Return the mean squared error of one linear's output [tokens, out] when smoothed by s and quantised."""
+    scheme: Any = layer.quantization_scheme
+    quantised = torch.nn.functional.linear(
+        round_input((x / s).unsqueeze(0), scheme.input_activations)[0],
+        round_weight(layer.weight.float() * s, scheme.weights),
+    )
+    return float((quantised - y).square().mean())

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The 16-bit model that is quantised: found, checked and hashed before any calibration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge.folder import read_json, read_tensors
+from flexquant.merge.provenance import folder_label
+from flexquant.merge.safetensors_io import CHUNK_BYTES, DTYPES, TensorRef, read_chunks
+from flexquant.merge.sidecars import IDENTICAL, NOTICES
+from flexquant.quantization.hub import explained
+
+WEIGHT_DTYPES = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """A folder in Hugging Face's format with a 16-bit model in it."""
+
+    folder: Path
+    label: str
+    """The folder's name, or ``org/model@revision``."""
+    config: Any
+    """transformers' configuration."""
+    weights_sha256: str
+    """Of all tensors' names, dtypes, shapes and bytes."""
+    config_sha256: str
+    """Of the settings in config.json."""
+
+
+def read_source(folder: Path) -> SourceModel:
+    """Read all weights of a model folder once, and return what it is.
+
+    Raises FlexQuantError for a configuration that transformers does not know, a weight of another dtype than
+    float16, bfloat16 or float32, and a weight with NaN or infinity, naming the tensor.
+    """
+    from transformers import AutoConfig
+
+    with explained(f"cannot read the configuration of {folder}", "name a folder in Hugging Face's format"):
+        config = AutoConfig.from_pretrained(folder)
+    settings = json.dumps(read_json(folder / "config.json"), sort_keys=True)
+    config_sha256 = hashlib.sha256(settings.encode()).hexdigest()
+    return SourceModel(folder, folder_label(folder), config, check_weights(folder), config_sha256)
+
+
+def find_folder(model: str | Path, progress: Callable[[str], None] = lambda message: None) -> Path:
+    """Return a model's folder, fetched from Hugging Face where it is an id.
+
+    Raises FlexQuantError when there is no such model, and for one that is quantised already.
+    """
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        from huggingface_hub import snapshot_download
+
+        progress(f"looking for {model} on Hugging Face")
+        patterns = ["*.json", "*.safetensors", *IDENTICAL, *NOTICES]
+        with explained(
+            f"the model '{model}' is neither a folder nor a Hugging Face model that could be fetched",
+            "give a folder, or a model id such as Qwen/Qwen2.5-7B-Instruct",
+        ):
+            folder = Path(snapshot_download(str(model), allow_patterns=patterns))
+    if not (folder / "config.json").is_file():
+        raise FlexQuantError(f"{folder} has no config.json; name a model folder in Hugging Face's format")
+    if "quantization_config" in read_json(folder / "config.json"):
+        raise FlexQuantError(f"{folder} is quantised already; start from the 16-bit model")
+    return folder
+
+
+def load_tokenizer(source: SourceModel) -> Any:
+    """Return the model's tokenizer; raise FlexQuantError where there is none."""
+    from transformers import AutoTokenizer
+
+    with explained(f"cannot load a tokenizer from {source.folder}", "put its files beside the weights"):
+        return AutoTokenizer.from_pretrained(source.folder)
+
+
+def check_weights(folder: Path) -> str:
+    """Return the SHA-256 over all tensors; raise FlexQuantError for a weight that cannot be quantised."""
+    digest = hashlib.sha256()
+    for name, ref in sorted(read_tensors(folder).items()):
+        is_weight = name.endswith((".weight", ".bias"))
+        if is_weight and ref.dtype not in WEIGHT_DTYPES:
+            raise FlexQuantError(
+                f"tensor '{name}' in {ref.file} has dtype {DTYPES[ref.dtype][1] or ref.dtype}; quantising "
+                "starts from float16, bfloat16 or float32 weights: use the model's 16-bit release"
+            )
+        digest.update(f"{name} {ref.dtype} {ref.shape}\n".encode())
+        _hash_finite(ref, digest, is_weight)
+    return digest.hexdigest()
+
+
+def _hash_finite(ref: TensorRef, digest: Any, is_weight: bool) -> None:
+    import torch
+
+    dtype = getattr(torch, DTYPES[ref.dtype][1] or "uint8")
+    for chunk in read_chunks(ref, 16 * CHUNK_BYTES):
+        digest.update(chunk)
+        if is_weight and not torch.isfinite(torch.frombuffer(chunk, dtype=dtype)).all():
+            raise FlexQuantError(
+                f"tensor '{ref.name}' in {ref.file} has NaN or infinite weights; fetch the model again, or "
+                "repair its training"
+            )

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""``flexquant eval`` through vLLM: forced decoding scores what the model says, and policies run as meant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexquant.cli import main
+from flexquant.evaluation.evaluating import evaluate
+from flexquant.evaluation.measure import decode_forced, engine_options
+from flexquant.evaluation.settings import Settings
+from flexquant.evaluation.text import read_rows
+from flexquant.merge import merge_checkpoints
+from tests.checkpoints import make_checkpoint
+from tests.integration.conftest import engine
+
+pytestmark = pytest.mark.engine
+
+THRESHOLD = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: decode, batch_size: {max: 4}}
+    use: w4a16
+  - use: w8a8
+"""
+PROMPT, TOKENS = 64, 24
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    from pydoc_data.topics import topics
+
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(topics[name] for name in sorted(topics)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A 16-bit model, from whose weights ``tiny_merged`` has its variants."""
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "model", scheme=None, num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def evaluation(tiny_merged, model, text, tmp_path_factory) -> tuple[dict, Path]:
+    """``quality.json`` and the output folder of the command on a tiny model."""
+    output = tmp_path_factory.mktemp("output")
+    (output / "threshold.yaml").write_text(THRESHOLD)
+    (output / "questions.txt").write_text("Who are you?\nWhat is two and two?\nWhy?\nWhere is Rome?\nHow?\n")
+    command = ["eval", tiny_merged() / "merged", "--text", text, "--reference", model]
+    command += ["--policies", f"w8a8,w4a16,phase,{output / 'threshold.yaml'}", "--batch-sizes", "4,8"]
+    command += ["--samples", 8, "--prompt-tokens", PROMPT, "--tokens", TOKENS, "--answer-tokens", 8]
+    command += ["--questions", output / "questions.txt", "--output", output / "results"]
+    assert main([str(part) for part in command]) == 0
+    return json.loads((output / "results" / "quality.json").read_text()), output
+
+
+def results(document: dict) -> dict[tuple[str, int], dict]:
+    return {(r["policy"], r["batch_size"]): r for r in document["results"]}
+
+
+def prompt_nll(llm, row: list[int]) -> list[float]:
+    """The negative log-likelihoods of all tokens of a row but the first, by one prefill of the whole row."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    (output,) = llm.generate([{"prompt_token_ids": row}], parameters, use_tqdm=False)
+    return [-step[token].logprob for token, step in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
+
+
+def test_forced_decoding_scores_as_a_prefill_of_the_same_tokens(model, text, tmp_path):
+    """With rows of different lengths, more than fit into a batch: rows end, move up and begin meanwhile."""
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+
+    settings = Settings(batch_sizes=(1,), samples=7, prompt_tokens=PROMPT, tokens=TOKENS)
+    rows = read_rows(text, AutoTokenizer.from_pretrained(model), settings)
+    lengths = [24, 3, 11, 1, 17, 8, 20]
+    rows = [row[: PROMPT + length] for row, length in zip(rows, lengths, strict=True)]
+    files = [tmp_path / f"{i}.npz" for i in range(len(rows))]
+    parameters = [
+        SamplingParams(
+            max_tokens=len(row) - PROMPT,
+            ignore_eos=True,
+            extra_args={"flexquant_evaluation": {"forced": row[PROMPT:], "scores": str(file)}},
+        )
+        for row, file in zip(rows, files, strict=True)
+    ]
+    options = engine_options(3, PROMPT, max_model_len=PROMPT + TOKENS + 1)
+    with engine(model, dtype="float32", **options) as llm:
+        outputs = llm.generate([{"prompt_token_ids": r[:PROMPT]} for r in rows], parameters, use_tqdm=False)
+        expected = [prompt_nll(llm, row)[PROMPT - 1 :] for row in rows]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [row[PROMPT:] for row in rows]
+    for file, nll in zip(files, expected, strict=True):
+        assert np.load(file)["nll"] == pytest.approx(nll, abs=1e-3)
+    assert np.ptp(np.concatenate(expected)) > 1  # rows and positions could be told apart
+
+
+def test_a_model_does_not_diverge_from_itself(model, text, tmp_path):
+    from transformers import AutoTokenizer
+
+    settings = Settings(batch_sizes=(2,), samples=4, prompt_tokens=PROMPT, tokens=TOKENS)
+    rows = read_rows(text, AutoTokenizer.from_pretrained(model), settings)
+    with engine(model, **engine_options(2, PROMPT, max_model_len=PROMPT + TOKENS)) as llm:
+        stored = decode_forced(llm, rows, PROMPT, 2, tmp_path / "first", store_in=tmp_path / "stored")
+        compared = decode_forced(llm, rows, PROMPT, 2, tmp_path / "again", compare_with=tmp_path / "stored")
+    log_probs = np.load(tmp_path / "stored" / "3.npy")
+    assert log_probs.shape == (TOKENS, 320)
+    assert np.exp(log_probs.astype(np.float64)).sum(axis=1) == pytest.approx(1, abs=1e-5)
+    assert stored.kl is None
+    assert compared.kl is not None and np.abs(compared.kl).max() < 1e-6
+    assert compared.same_top is not None and compared.same_top.all()
+    assert compared.nll == pytest.approx(stored.nll)
+
+
+def test_every_policy_ran_the_passes_it_was_meant_to(evaluation):
+    document, _ = evaluation
+    found = results(document)
+    assert document["results"][0]["policy"] == "16-bit reference"
+    decoded = 2 * (TOKENS - 1)
+    for policy, prefill, decode in (
+        ("w8a8", "w8a8", "w8a8"),
+        ("w4a16", "w4a16", "w4a16"),
+        ("phase", "w8a8", "w4a16"),
+    ):
+        assert found[policy, 4]["passes"] == {
+            "by_plan": {"prefill": {prefill: 2}, "decode": {decode: decoded}},
+            "decode_batch_sizes": {"4": decoded},
+        }
+        assert found[policy, 4]["deviations"] == []
+
+
+def test_the_first_token_is_the_prefill_plans_the_others_the_decode_plans(evaluation):
+    found = results(evaluation[0])
+    w8a8, w4a16, phase = (found[name, 4]["quality"] for name in ("w8a8", "w4a16", "phase"))
+    assert phase["first_token_kl"] == pytest.approx(w8a8["first_token_kl"], abs=1e-6)
+    assert phase["first_token_kl"] != pytest.approx(w4a16["first_token_kl"], rel=0.01)
+    assert 0 < w8a8["mean_kl"] < phase["mean_kl"] < w4a16["mean_kl"]
+    assert found["phase", 4]["quality"]["tokens"] == 8 * TOKENS
+
+
+def test_numbers_of_equal_plans_are_reused(evaluation):
+    found = results(evaluation[0])
+    sources = {
+        key: (r["same_as"]["policy"], r["same_as"]["batch_size"])
+        for key, r in found.items()
+        if r.get("same_as")
+    }
+    assert sources == {
+        ("threshold.yaml", 4): ("phase", 4),
+        ("w8a8", 8): ("w8a8", 4),
+        ("w4a16", 8): ("w4a16", 4),
+        ("phase", 8): ("phase", 4),
+        ("threshold.yaml", 8): ("w8a8", 4),
+    }
+    for key, source in sources.items():
+        assert found[key]["quality"] == found[source]["quality"] and "passes" not in found[key]
+
+
+def test_answers_are_compared_with_the_references(evaluation):
+    found = results(evaluation[0])
+    for policy in ("w8a8", "w4a16", "phase"):
+        answers = found[policy, 4]["answers"]
+        assert answers["questions"] == 5
+        assert 0 <= answers["identical"] <= 5 and 0 <= answers["matched"] <= 1
+        assert found[policy, 8]["answers"] is None
+    assert found["threshold.yaml", 4]["answers"] == {**found["phase", 4]["answers"], "same_as": "phase"}
+
+
+def test_what_is_written(evaluation):
+    document, output = evaluation
+    written = {file.name for file in (output / "results").iterdir()}
+    assert written == {"quality.json", "quality.md", "quality.png", "quality.svg"}
+    assert "| phase " in (output / "results" / "quality.md").read_text()
+    assert str(output) not in json.dumps(document)
+    assert document["machine"]["cpu"] and document["versions"]["vllm"]
+    assert len(document["text"]["sha256"]) == 64
+    found = results(document)
+    assert found["16-bit reference", 4]["bytes_per_weight"] == {"resident": 2.0, "decode": 2.0}
+    phase = found["phase", 4]["bytes_per_weight"]
+    assert phase["decode"] == found["w4a16", 4]["bytes_per_weight"]["decode"] < 0.6
+    assert 1.5 < phase["resident"] < 1.6
+
+
+def test_qwen2_with_variants_of_other_names_without_a_reference(tiny_merged, text, tmp_path):
+    folder = tiny_merged("qwen2")
+    (tmp_path / "default.yaml").write_text(THRESHOLD.replace("w8a8", "big").replace("w4a16", "little"))
+    sources = {"big": folder / "w8a8", "little": folder / "w4a16"}
+    merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "default.yaml"))
+    settings = Settings(batch_sizes=(2,), samples=2, prompt_tokens=PROMPT, tokens=4)
+    document = evaluate(tmp_path / "merged", text, settings=settings)
+    found = results(document)
+    assert set(found) == {("big", 2), ("little", 2), ("stored", 2)}
+    assert found["stored", 2]["passes"]["by_plan"] == {"prefill": {"big": 1}, "decode": {"little": 3}}
+    perplexities = {r["quality"]["perplexity"] for r in found.values()}
+    assert len(perplexities) == 3
+    assert all(r["quality"]["mean_kl"] is None and r["answers"] is None for r in found.values())

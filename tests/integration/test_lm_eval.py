@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""examples/05_lm_eval.py runs tasks of lm-evaluation-harness under two policies, on tasks made here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.integration.test_examples import EXAMPLES, newcomers_environment
+
+pytestmark = pytest.mark.engine
+
+# It is not among the test dependencies: beside vLLM it changes the release of python-dateutil.
+SEARCHED = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+needs_lm_eval = pytest.mark.skipif(
+    shutil.which("lm_eval", path=SEARCHED) is None,
+    reason="no lm_eval on PATH: examples/05_lm_eval.py --help says how to install it",
+)
+
+SENTENCES = [
+    "All human beings are born free and equal in dignity and rights",
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, "
+    "must be in want of a wife",
+    "There is grandeur in this view of life, with its several powers, having been originally breathed into "
+    "a few forms or into one",
+    "Four score and seven years ago our fathers brought forth on this continent a new nation",
+    "We hold these truths to be self-evident, that all men are created equal",
+    "In the beginning God created the heaven and the earth",
+]
+LIMIT = 4
+
+
+def make_tasks(folder: Path) -> None:
+    """A task of each kind of request: choose a sentence's end, write it, and score running text."""
+
+    def task(name: str, rows: list[dict], **config: object) -> None:
+        data = folder / f"{name}.json"
+        data.write_text(json.dumps(rows))
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        config = {"task": name, **source, "test_split": "test", **config}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+
+    ends = [" " + " ".join(sentence.split()[-4:]) for sentence in SENTENCES]
+    rows = [
+        {"text": f"{s}.\n{s}.\n{s}.\n{s.removesuffix(end)}", "ends": ends, "label": label, "end": end}
+        for label, (s, end) in enumerate(zip(SENTENCES, ends, strict=True))
+    ]
+    task(
+        "choose_the_end",
+        rows,
+        output_type="multiple_choice",
+        doc_to_text="{{text}}",
+        doc_to_choice="{{ends}}",
+        doc_to_target="label",
+        metric_list=[{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    )
+    task(
+        "write_the_end",
+        rows,
+        output_type="generate_until",
+        doc_to_text="{{text}}",
+        doc_to_target="{{end}}",
+        generation_kwargs={"until": [".", "\n"], "max_gen_toks": 16, "do_sample": False},
+        metric_list=[{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    )
+    task(
+        "running_text",
+        [{"text": ". ".join(SENTENCES[i:] + SENTENCES[:i])} for i in range(len(SENTENCES))],
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="{{text}}",
+        metric_list=[{"metric": "word_perplexity"}],
+    )
+
+
+def run(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / "05_lm_eval.py"), *map(str, args)],
+        env=newcomers_environment() | environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+@needs_lm_eval
+def test_tasks_under_two_policies(real_merged, tmp_path):
+    make_tasks(tmp_path)
+    tasks = ["choose_the_end", "write_the_end", "running_text"]
+    output = tmp_path / "measured.json"
+    options = ["--tasks", ",".join(tasks), "--policies", "phase,w4a16", "--limit", LIMIT]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    done = run(real_merged, *options, "--include-path", tmp_path, "--output", output, **offline)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    measured = json.loads(output.read_text())["policies"]
+    assert list(measured) == ["phase", "w4a16"]
+    for policy in measured.values():
+        samples = {task: n["effective"] for task, n in policy["n-samples"].items()}
+        assert samples == dict.fromkeys(tasks, LIMIT)
+        # Three times before, word for word: the choice is plain, a wrong word in four answers may happen.
+        assert policy["results"]["choose_the_end"]["acc,none"] == 1
+        assert 0.5 <= policy["results"]["write_the_end"]["exact_match,none"] <= 1
+    # Text is scored in prefill passes, W8A8 under `phase`, so the two policies do not read the same weights.
+    perplexity = {p: run["results"]["running_text"]["word_perplexity,none"] for p, run in measured.items()}
+    assert 1 < perplexity["phase"] < perplexity["w4a16"] < 1000
+
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["task", "metric", "phase", "w4a16"] in lines
+    assert ["running_text", "word_perplexity", *(f"{value:.4f}" for value in perplexity.values())] in lines
+
+
+def test_missing_lm_eval_is_said_before_a_server_starts(tmp_path):
+    done = run(tmp_path, "--tasks", "arc_easy", "--lm-eval", tmp_path / "lm_eval")
+    assert done.returncode == 1
+    assert "pip install" in done.stderr and "starting" not in done.stdout

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""One small random model, quantised once by the default recipe, for tests that only look at the result."""
+
+from __future__ import annotations
+
+import os
+
+# Threads that wait for each other cost more than they save on matrices this small.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.quantize.quantizing import quantize
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", scheme=None)
+
+
+@pytest.fixture(scope="session")
+def variants(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with w8a8 and w4a16; read only."""
+    output = tmp_path_factory.mktemp("quantised") / "variants"
+    quantize(model, output)
+    return output

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Quantising with few samples, and recipes as data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flexquant.quantization.recipe import SCHEMA, Recipe, load_recipe, parse_recipe
+from flexquant.quantization.variants import QuantizedVariant, quantize_variants
+
+FEW: dict[str, Any] = {"samples": 4, "length": 64}
+
+RTN = {"QuantizationModifier": {"ignore": ["lm_head"], "scheme": "W8A8"}}
+"""A variant that takes seconds."""
+W4A16 = {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": [128, 64, 32]}}
+
+
+def recipe(**variants: Any) -> Recipe:
+    document = {"schema": SCHEMA, "variants": variants}
+    return parse_recipe(yaml.safe_dump(document, sort_keys=False).encode(), "test.yaml", "test")
+
+
+def quantize(
+    model: Path, output: Path, by: Recipe | str = "default", *variants: str, **options: Any
+) -> list[QuantizedVariant]:
+    by = load_recipe(by) if isinstance(by, str) else by
+    return quantize_variants(model, output, by, **{"variants": variants or None, **FEW, **options})

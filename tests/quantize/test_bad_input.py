@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Models, data and machines that cannot do it: refused with what was found, and with nothing left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexquant.errors import FlexQuantError
+from tests.checkpoints import StateDict, make_checkpoint
+from tests.quantize.quantizing import RTN, W4A16, quantize, recipe
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def test_errors(model: Path, variants: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(match: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(FlexQuantError, match=match):
+            quantize(*args, **options)
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    output, empty = tmp_path / "out", tmp_path / "empty.txt"
+    empty.touch()
+    refused(
+        "'w3a3' is no variant of the recipe 'default'; it has w8a8, w4a16", model, output, "default", "w3a3"
+    )
+    refused("no variant is chosen; the recipe has w8a8", model, output, "default", variants=[])
+    refused("neither a folder nor a Hugging Face model", tmp_path / "missing", output)
+    refused("has no config.json", tmp_path, output)
+    refused("is quantised already", variants / "w8a8", output)
+    refused("w8a8 exists; .*--overwrite", model, variants)
+    refused("overlaps the input", model, model)
+    refused("the calibration data has no text", model, output, calibration=empty)
+    refused("neither a file nor a Hugging Face dataset", model, output, calibration=tmp_path / "no.txt")
+    assert not output.exists()
+
+
+def test_a_linear_that_no_group_size_divides_is_named(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, intermediate_size=200)
+    with pytest.raises(FlexQuantError, match=r"layers\.0\.mlp\.down_proj has 200 input features"):
+        quantize(model, tmp_path / "variants")
+    assert not (tmp_path / "variants").exists()
+
+
+def to_int8(state: StateDict) -> StateDict:
+    return {**state, Q_PROJ: (state[Q_PROJ] * 100).to(torch.int8)}
+
+
+def to_float64(state: StateDict) -> StateDict:
+    return {**state, Q_PROJ: state[Q_PROJ].double()}
+
+
+def with_nan(state: StateDict) -> StateDict:
+    state[Q_PROJ][3, 5] = float("nan")
+    return state
+
+
+def with_infinity(state: StateDict) -> StateDict:
+    state[Q_PROJ][0, 0] = float("inf")
+    return state
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (to_int8, r"self_attn.q_proj.weight' in .*model.safetensors has dtype int8; .* float16, bfloat16 or"),
+        (to_float64, r"self_attn.q_proj.weight' in .* has dtype float64"),
+        (with_nan, r"self_attn.q_proj.weight' in .* has NaN or infinite weights"),
+        (with_infinity, r"self_attn.q_proj.weight' in .* has NaN or infinite weights"),
+    ],
+)
+def test_weights_that_cannot_be_quantised_are_named(tmp_path: Path, transform: Any, expected: str) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=transform)
+    with pytest.raises(FlexQuantError, match=expected):
+        quantize(model, tmp_path / "variants")
+    assert not (tmp_path / "variants").exists()
+
+
+def test_activations_that_overflow_are_blamed_on_their_layer(tmp_path: Path) -> None:
+    def overflow(state: StateDict) -> StateDict:
+        state["model.layers.1.input_layernorm.weight"][:] = 3e38
+        return state
+
+    model = make_checkpoint(tmp_path / "model", scheme=None, transform=overflow)
+    with pytest.raises(FlexQuantError, match=r"activations of model\.layers\.1 have NaN or infinite values"):
+        quantize(model, tmp_path / "variants", recipe(w4a16=W4A16))
+    assert not list(tmp_path.glob("variants/*"))
+
+
+LITTLE_MEMORY = """
+import resource, sys
+import torch
+torch.set_num_threads(1)
+from tests.quantize.quantizing import W4A16, quantize, recipe
+model, output = sys.argv[1:]
+quantize(model, output + "/warm", recipe(w4a16=W4A16), samples=2, length=16)
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (64 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+quantize(model, output + "/cold", recipe(w4a16=W4A16), samples=2, length=4096)
+"""
+
+
+def test_running_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, max_position_embeddings=4096)
+    command = [sys.executable, "-c", LITTLE_MEMORY, str(model), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert (
+        "FlexQuantError: the memory ran out while quantising 'w4a16'; lower --samples or --length"
+        in done.stderr
+    )
+    assert not list(tmp_path.glob("cold/*"))
+
+
+def test_arguments_that_llmcompressor_refuses_are_explained(model: Path, tmp_path: Path) -> None:
+    arguments = {**RTN["QuantizationModifier"], "weight_observer": "no_such_observer"}
+    with pytest.raises(FlexQuantError, match="no_such_observer"):
+        quantize(model, tmp_path / "variants", recipe(w8a8={"QuantizationModifier": arguments}))

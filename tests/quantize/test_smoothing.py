@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The search for SmoothQuant's strength: what it tries, what it gains, and the scales it gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexquant.quantization.recipe import load_recipe
+from flexquant.quantization.smoothing import smoothing_scales
+from tests.checkpoints import StateDict, make_checkpoint
+from tests.quantize.folders import report
+from tests.quantize.quantizing import quantize, recipe
+
+GRID = [0.3, 0.5, 0.7, 0.9]
+W8A8 = {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "W8A8"}}
+
+
+def add_outliers(state: StateDict) -> StateDict:
+    """Make a few input channels large: hugely in layer 0, a little in layer 1, and in front of down_proj."""
+    state["model.layers.0.input_layernorm.weight"][::16] *= 60
+    state["model.layers.0.post_attention_layernorm.weight"][5::32] *= 40
+    state["model.layers.0.mlp.up_proj.weight"][::64] *= 30
+    state["model.layers.1.input_layernorm.weight"][3::16] *= 4
+    return state
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("outliers")
+    model = make_checkpoint(folder / "model", scheme=None, transform=add_outliers)
+    by = recipe(w8a8={"SmoothQuantModifier": {"smoothing_strength": GRID}, **W8A8})
+    (result,) = quantize(model, folder / "variants", by)
+    smoothing = report(Path(result.folder))["smoothing"]
+    assert result.mse_gain == smoothing["ratios_to_per_mapping"]["summed_mse"]["all_0.5"]
+    return smoothing
+
+
+def test_every_mapping_has_the_strength_with_the_smallest_error(searched: dict[str, Any]) -> None:
+    assert len(searched["mappings"]) == 6
+    for found in searched["mappings"].values():
+        assert set(found["mse_by_alpha"]) == {"none", *map(str, GRID)}
+        assert found["mse"] == min(found["mse_by_alpha"].values())
+        chosen = "none" if found["chosen"] is None else str(found["chosen"])
+        assert found["mse"] == found["mse_by_alpha"][chosen]
+        assert found["ratio_0.5_to_chosen"] == found["mse_at_0.5"] / found["mse"] >= 1
+
+
+def test_a_strength_per_mapping_beats_one_for_all(searched: dict[str, Any]) -> None:
+    sums = searched["summed_mse"]
+    assert sums["per_mapping"] <= sums["best_single"] <= sums["all_0.5"]
+    assert sums["per_mapping"] < sums["all_0.5"] < sums["none"]
+    assert len({found["chosen"] for found in searched["mappings"].values()}) > 1
+
+
+def test_one_strength_for_all_is_not_searched(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    (result,) = quantize(model, tmp_path / "variants", "plain", "w8a8")
+    assert (result.smoothed, result.mse_gain) == (2, None)
+    resolved = load_recipe(Path(result.folder) / "recipe.yaml").variants["w8a8"]
+    assert resolved.modifiers["SmoothQuantModifier"]["smoothing_strength"] == {
+        "model.layers.0.input_layernorm": 0.5,
+        "model.layers.0.post_attention_layernorm": 0.5,
+    }
+
+
+def test_a_mapping_fixed_at_null_is_not_smoothed(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    strengths = {"model.layers.0.input_layernorm": None, "model.layers.0.post_attention_layernorm": 0.8}
+    front = {"smoothing_strength": strengths, "mappings": "norms"}
+    (result,) = quantize(model, tmp_path / "variants", recipe(w8a8={"SmoothQuantModifier": front, **W8A8}))
+    source, made = (load_file(Path(f) / "model.safetensors") for f in (model, result.folder))
+    for name, alpha in strengths.items():
+        assert torch.equal(source[f"{name}.weight"], made[f"{name}.weight"]) == (alpha is None)
+
+
+def test_scales_are_smoothquants() -> None:
+    x, w = torch.tensor([4.0, 9.0]), torch.tensor([0.25, 1.0])
+    assert torch.allclose(smoothing_scales(0.5, x, w), torch.tensor([4.0, 3.0]))
+    assert torch.allclose(smoothing_scales(1.0, x, w), x)
+    assert torch.allclose(smoothing_scales(0.0, x, w), 1 / w)
+    assert torch.equal(smoothing_scales(None, x, w), torch.ones(2))
+
+
+def test_dead_channels_are_left_as_they_are() -> None:
+    scales = smoothing_scales(0.5, torch.tensor([0.0, 4.0, 4.0]), torch.tensor([1.0, 0.0, 1.0]))
+    assert torch.equal(scales, torch.tensor([1.0, 1.0, 2.0]))

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What is in a variant's folder: schemes, what was smoothed, files; equal inputs give equal bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flexquant.merge import merge_checkpoints
+from flexquant.quantization.modifiers import MODIFIERS
+from flexquant.quantization.recipe import SCHEMA, load_recipe
+from tests.checkpoints import make_checkpoint
+from tests.quantize.folders import digests, relative_error, report, section, weight
+from tests.quantize.quantizing import FEW, RTN, W4A16, quantize, recipe
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def test_w8a8_is_int8_per_channel_with_dynamic_per_token_activations(variants: Path) -> None:
+    (group,) = section(variants / "w8a8")["config_groups"].values()
+    weights, activations = group["weights"], group["input_activations"]
+    assert (weights["num_bits"], weights["strategy"], weights["symmetric"]) == (8, "channel", True)
+    assert (activations["num_bits"], activations["strategy"], activations["dynamic"]) == (8, "token", True)
+    assert section(variants / "w8a8")["format"] == "int-quantized"
+
+
+def test_w4a16_is_int4_in_groups_without_a_group_index(variants: Path) -> None:
+    (group,) = section(variants / "w4a16")["config_groups"].values()
+    weights = group["weights"]
+    assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (4, 128, True)
+    assert group["input_activations"] is None
+    assert not any(name.endswith("g_idx") for name in load_file(variants / "w4a16" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+def test_everything_else_stays_in_the_source_dtype(model: Path, variants: Path, scheme: str) -> None:
+    assert section(variants / scheme)["ignore"] == ["lm_head"]
+    source = load_file(model / "model.safetensors")
+    tensors = load_file(variants / scheme / "model.safetensors")
+    assert torch.equal(tensors["lm_head.weight"], source["lm_head.weight"])
+    assert torch.equal(tensors["model.embed_tokens.weight"], source["model.embed_tokens.weight"])
+    assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.bfloat16}
+    assert json.loads((variants / scheme / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+def test_files_beside_the_weights_are_the_source_s(model: Path, variants: Path, scheme: str) -> None:
+    for name in TOKENIZER_FILES:
+        assert (variants / scheme / name).read_bytes() == (model / name).read_bytes()
+    assert sorted(p.name for p in variants.iterdir()) == ["w4a16", "w8a8"]
+
+
+def test_norms_hand_their_scales_to_all_their_readers_so_that_v_stays(model: Path, variants: Path) -> None:
+    source = load_file(model / "model.safetensors")
+    w8a8 = load_file(variants / "w8a8" / "model.safetensors")
+    for layer in ("model.layers.0", "model.layers.1"):
+        for norm, readers in {
+            "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "post_attention_layernorm": ("mlp.gate_proj",),
+        }.items():
+            name = f"{layer}.{norm}.weight"
+            assert relative_error(w8a8[name].float(), source[name].float()) > 0.1
+            for reader in readers:
+                # What the layer computes is the norm's weight times the linear's: that product stays.
+                folded = weight(variants / "w8a8", f"{layer}.{reader}") * w8a8[name].float()
+                expected = source[f"{layer}.{reader}.weight"].float() * source[name].float()
+                assert relative_error(folded, expected) < 0.03, reader
+        o_proj = weight(variants / "w8a8", f"{layer}.self_attn.o_proj")
+        assert relative_error(o_proj, source[f"{layer}.self_attn.o_proj.weight"].float()) < 0.03
+
+
+def test_what_up_proj_lost_down_proj_gained(model: Path, variants: Path) -> None:
+    source, folder = load_file(model / "model.safetensors"), variants / "w8a8"
+    for layer in ("model.layers.0.", "model.layers.1."):
+        norm = f"{layer}post_attention_layernorm.weight"
+        up = weight(folder, f"{layer}mlp.up_proj") * load_file(folder / "model.safetensors")[norm].float()
+        up_before = source[f"{layer}mlp.up_proj.weight"].float() * source[norm].float()
+        lost = up_before.norm(dim=1) / up.norm(dim=1)
+        assert relative_error(lost, torch.ones_like(lost)) > 0.1
+        down = weight(folder, f"{layer}mlp.down_proj") / lost
+        assert relative_error(down, source[f"{layer}mlp.down_proj.weight"].float()) < 0.03
+
+
+def test_w4a16_is_not_smoothed(model: Path, variants: Path) -> None:
+    source, w4a16 = (load_file(f / "model.safetensors") for f in (model, variants / "w4a16"))
+    for name in source:
+        if "norm" in name:
+            assert torch.equal(w4a16[name], source[name])
+
+
+def test_the_quantised_model_computes_what_the_source_computes(model: Path, variants: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.tensor([list(b"def quantize(model, output): ...")])
+
+    def logits(folder: Path) -> torch.Tensor:
+        with torch.no_grad():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+
+    # Logits of unrelated models differ by about 1.4. Random weights have no outliers and few samples leave
+    # GPTQ little to go by, so this tells a broken checkpoint from a sound one and says nothing on quality.
+    expected = logits(model)
+    assert relative_error(logits(variants / "w8a8"), expected) < 0.1
+    assert relative_error(logits(variants / "w4a16"), expected) < 0.8
+
+
+def test_gemma_s_offset_norms_are_smoothed_right(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "gemma", "gemma3", scheme=None)
+    (result,) = quantize(model, tmp_path / "variants", "default", "w8a8")
+    assert result.smoothed == 6
+    source = load_file(model / "model.safetensors")
+    w8a8 = load_file(tmp_path / "variants/w8a8/model.safetensors")
+    layer = "model.layers.0"
+    for norm, reader in {
+        "input_layernorm": "self_attn.v_proj",
+        "pre_feedforward_layernorm": "mlp.gate_proj",
+    }.items():
+        name = f"{layer}.{norm}.weight"
+        folded = weight(tmp_path / "variants/w8a8", f"{layer}.{reader}") * (1 + w8a8[name].float())
+        expected = source[f"{layer}.{reader}.weight"].float() * (1 + source[name].float())
+        assert relative_error(folded, expected) < 0.03
+    for norm in ("post_attention_layernorm", "post_feedforward_layernorm", "self_attn.k_norm"):
+        name = f"{layer}.{norm}.weight"
+        assert torch.equal(w8a8[name], source[name])
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mistral"])
+def test_the_default_recipe_on_other_architectures(tmp_path: Path, architecture: str) -> None:
+    model = make_checkpoint(tmp_path / "model", architecture, scheme=None, num_layers=1)
+    results = quantize(model, tmp_path / "variants")
+    assert [(r.name, r.smoothed, r.group_size) for r in results] == [("w8a8", 3, None), ("w4a16", 0, 128)]
+    merge_checkpoints([(r.name, r.folder) for r in results], tmp_path / "merged")
+
+
+def test_same_inputs_give_the_same_bytes(model: Path, variants: Path, tmp_path: Path) -> None:
+    quantize(model, tmp_path / "again")
+    assert digests(tmp_path / "again") == digests(variants)
+
+
+def test_smaller_groups_reach_the_config(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, intermediate_size=192)
+    (result,) = quantize(model, tmp_path / "variants", "rtn", "w4a16")
+    (group,) = section(tmp_path / "variants/w4a16")["config_groups"].values()
+    assert group["weights"]["group_size"] == result.group_size == 64
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w4a16"])
+def test_the_recipe_beside_a_variant_reproduces_it(
+    model: Path, variants: Path, tmp_path: Path, name: str
+) -> None:
+    resolved = load_recipe(variants / name / "recipe.yaml")
+    assert (resolved.calibration.samples, resolved.calibration.length) == (FEW["samples"], FEW["length"])
+    quantize(model, tmp_path / "again", resolved)
+    again, first = digests(tmp_path / "again" / name), digests(variants / name)
+    assert {k for k in first if again[k] != first[k]} <= {"quantization_report.json"}
+
+
+def test_the_files_say_what_a_variant_was_made_of(model: Path, variants: Path) -> None:
+    text = (variants / "w8a8/recipe.yaml").read_text()
+    assert f"schema: {SCHEMA}" in text and "llmcompressor: 0." in text and "model: tiny" in text
+    written = report(variants / "w8a8")
+    assert set(written["files"]) == set(digests(variants / "w8a8")) - {"quantization_report.json"}
+    assert written["calibration"]["samples"] == FEW["samples"]
+    for file in ("recipe.yaml", "quantization_report.json"):
+        assert str(model.parent) not in (variants / "w8a8" / file).read_text()
+
+
+def test_fp8_needs_no_data_and_merges_with_w4a16(model: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    (fp8,) = quantize(model, tmp_path / "variants", "fp8", "fp8", progress=said.append)
+    assert "fp8: quantising without calibration" in said and not any("calibrating" in s for s in said)
+    tensors = load_file(tmp_path / "variants/fp8/model.safetensors")
+    assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+    assert report(tmp_path / "variants/fp8")["calibration"] is None
+    (w4a16,) = quantize(model, tmp_path / "variants", "fp8", "w4a16")
+    sources = [(v.name, v.folder) for v in (fp8, w4a16)]
+    merge_checkpoints(sources, tmp_path / "merged", policy=load_recipe("fp8").policy)
+    assert (tmp_path / "merged/recipe.fp8.yaml").is_file()
+
+
+def test_awq_scales_norms_and_leaves_the_cache(model: Path, variants: Path, tmp_path: Path) -> None:
+    (w4a16,) = quantize(model, tmp_path / "variants", "awq", "w4a16")
+    source = load_file(model / "model.safetensors")
+    scaled = load_file(tmp_path / "variants/w4a16/model.safetensors")
+    norm = "model.layers.0.input_layernorm.weight"
+    assert relative_error(scaled[norm].float(), source[norm].float()) > 0.05
+    merge_checkpoints([("w8a8", variants / "w8a8"), ("w4a16", w4a16.folder)], tmp_path / "merged")
+
+
+def test_llmcompressors_own_groups_and_observers(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    groups = {"eight": {"targets": ["re:.*mlp.*_proj$"], "weights": weights}}
+    arguments = {"config_groups": groups, "ignore": ["lm_head"], "weight_observer": "memoryless_mse"}
+    (made,) = quantize(model, tmp_path / "variants", recipe(w8a16={"QuantizationModifier": arguments}))
+    (group,) = section(Path(made.folder))["config_groups"].values()
+    assert (group["weights"]["observer"], made.group_size) == ("memoryless_mse", 32)
+    assert report(Path(made.folder))["quantized_linears"] == 3
+
+
+def test_every_argument_that_a_recipe_may_give_is_llmcompressors() -> None:
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+
+    for modifier in (GPTQModifier, QuantizationModifier, AWQModifier, SmoothQuantModifier):
+        ours = set(MODIFIERS[modifier.__name__]) - {"group_size"}
+        assert ours <= set(modifier.model_fields), modifier
+
+
+def test_calibration_on_text_and_on_messages(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    text = tmp_path / "prose.txt"
+    text.write_text("A paragraph of prose.\n\nAnd another one.\n" * 20)
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello there! " * 100}]}))
+    by = recipe(w4a16=W4A16)
+    quantize(model, tmp_path / "text", by, calibration=text)
+    quantize(model, tmp_path / "chats", by, calibration=chats)
+    assert (tmp_path / "chats/w4a16/chat_template.jinja").is_file()
+    assert load_recipe(tmp_path / "chats/w4a16/recipe.yaml").calibration.data == "chats.jsonl"
+    weights = [digests(tmp_path / kind)["w4a16/model.safetensors"] for kind in ("text", "chats")]
+    assert weights[0] != weights[1]
+
+
+def test_an_interrupted_run_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flexquant.quantization.oneshot.copy_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(model, tmp_path / "variants", recipe(w8a8=RTN))
+    assert list((tmp_path / "variants").iterdir()) == []

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Evaluation without an engine: statistics by hand, the schedule, bytes, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flexquant.cli import main
+from flexquant.errors import FlexQuantError, UsageError
+from flexquant.evaluation.answers import compare_answers, most_tokens
+from flexquant.evaluation.candidates import find_candidates
+from flexquant.evaluation.evaluating import evaluate
+from flexquant.evaluation.measure import Scores
+from flexquant.evaluation.passes import Passes
+from flexquant.evaluation.plot import save_plot
+from flexquant.evaluation.report import format_table
+from flexquant.evaluation.schedule import make_schedule
+from flexquant.evaluation.settings import Settings
+from flexquant.evaluation.subject import Subject
+from flexquant.evaluation.summary import standard_error, summarise
+from flexquant.evaluation.text import question_prompts, read_questions
+from flexquant.evaluation.token_scores import kl_divergence, log_probabilities, same_top_token
+from flexquant.evaluation.weight_bytes import LayerBytes
+from flexquant.merge import merge_checkpoints
+from tests.checkpoints import make_checkpoint
+
+THRESHOLD = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: decode, batch_size: {max: 4}}
+    use: w4a16
+  - use: w8a8
+"""
+SMALL = Settings(batch_sizes=(2,), samples=2, prompt_tokens=8, tokens=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Holds ``merged`` of two variants, the 16-bit ``model``, a ``text.txt`` and ``threshold.yaml``."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    make_checkpoint(folder / "model", scheme=None)
+    sources = {scheme: make_checkpoint(folder / scheme, scheme=scheme) for scheme in ("w8a8", "w4a16")}
+    merge_checkpoints(sources, folder / "merged")
+    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    (folder / "threshold.yaml").write_text(THRESHOLD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def subject(folder) -> Subject:
+    return Subject.open(folder / "merged")
+
+
+# token_scores
+
+
+def test_kl_divergence_by_hand():
+    reference = torch.tensor([0.5, 0.25, 0.25]).log()
+    other = torch.tensor([0.25, 0.25, 0.5]).log()
+    expected = 0.5 * math.log(2) + 0.25 * math.log(1 / 2)
+    assert kl_divergence(reference, other).item() == pytest.approx(expected)
+    assert kl_divergence(other, other) == 0
+    assert not same_top_token(reference, other)
+    assert same_top_token(reference, log_probabilities(torch.tensor([9.0, 1.0, 2.0])))
+
+
+def test_tokens_that_the_reference_rules_out_add_nothing():
+    reference = torch.tensor([1.0, 0.0]).log()
+    other = torch.tensor([0.5, 0.5]).log()
+    assert kl_divergence(reference, other).item() == pytest.approx(math.log(2))
+    assert kl_divergence(reference, reference) == 0
+
+
+def test_log_probabilities_are_fp32_whatever_the_logits():
+    log_probs = log_probabilities(torch.tensor([0.0, math.log(3)], dtype=torch.bfloat16))
+    assert log_probs.dtype == torch.float32
+    assert log_probs.exp().tolist() == pytest.approx([0.25, 0.75], rel=0.01)
+
+
+# summary
+
+
+def test_summary_by_hand():
+    reference = Scores(nll=np.array([[1.0, 2.0], [3.0, 2.0]], dtype=np.float32))
+    scores = Scores(
+        nll=np.array([[1.5, 2.5], [3.0, 2.0]], dtype=np.float32),
+        kl=np.array([[0.1, 0.3], [0.0, 0.0]], dtype=np.float32),
+        same_top=np.array([[True, False], [True, True]]),
+    )
+    quality = summarise(scores, reference)
+    assert (quality.tokens, quality.rows) == (4, 2)
+    assert quality.log_perplexity == pytest.approx(2.25)
+    assert quality.perplexity == pytest.approx(math.exp(2.25))
+    assert quality.log_perplexity_difference == pytest.approx(0.25)
+    # Row means 0.5 and 0: standard deviation 0.5/sqrt(2), over sqrt(2) rows.
+    assert quality.log_perplexity_difference_error == pytest.approx(0.25)
+    assert quality.mean_kl == pytest.approx(0.1)
+    assert quality.mean_kl_error == pytest.approx(0.1)
+    assert quality.p99_kl == pytest.approx(np.quantile([0.1, 0.3, 0, 0], 0.99))
+    assert quality.first_token_kl == pytest.approx(0.05)
+    assert quality.top1_agreement == 0.75
+
+
+def test_summary_without_reference_has_perplexity_only():
+    quality = summarise(Scores(nll=np.full((3, 2), math.log(7))))
+    assert quality.perplexity == pytest.approx(7)
+    assert quality.mean_kl is quality.top1_agreement is quality.log_perplexity_difference is None
+
+
+def test_one_row_has_no_standard_error():
+    assert standard_error(np.array([[1.0, 2.0]])) is None
+
+
+# answers
+
+
+def test_answers_by_hand():
+    reference = [[1, 2, 3, 4], [5, 6], [7]]
+    agreement = compare_answers(reference, [[1, 2, 9, 4], [5, 6], [8, 7]])
+    assert (agreement.questions, agreement.identical) == (3, 1)
+    assert agreement.matched == pytest.approx((2 / 4 + 1 + 0) / 3)
+
+
+def test_an_answer_that_goes_on_is_not_identical():
+    agreement = compare_answers([[1, 2]], [[1, 2, 3]])
+    assert (agreement.identical, agreement.matched) == (0, 1)
+
+
+def test_most_tokens_of_a_batch():
+    assert most_tokens([[1] * 5, [1], [1] * 4, [1] * 3, [1] * 9], batch_size=2) == 9
+
+
+# schedule
+
+
+def schedule(subject, names, batch_sizes=(4, 8), questions_tokens=None):
+    candidates = find_candidates(subject, names)
+    return {
+        (run.candidate.name, run.batch_size): run
+        for run in make_schedule(candidates, subject, batch_sizes, 16, questions_tokens)
+    }
+
+
+def test_runs_with_the_same_two_plans_share_their_numbers(subject, folder):
+    runs = schedule(subject, ["w8a8", "w4a16", "phase", str(folder / "threshold.yaml")])
+    assert {key: run.same_as for key, run in runs.items()} == {
+        ("w8a8", 4): None,
+        ("w4a16", 4): None,
+        ("phase", 4): None,
+        ("threshold.yaml", 4): ("phase", 4),
+        ("w8a8", 8): ("w8a8", 4),
+        ("w4a16", 8): ("w4a16", 4),
+        ("phase", 8): ("phase", 4),
+        ("threshold.yaml", 8): ("w8a8", 4),
+    }
+    assert runs["phase", 4].prefill_plan.name == "w8a8"
+    assert runs["phase", 4].decode_plan.name == "w4a16"
+    assert not any(run.answers for run in runs.values())
+
+
+def test_answers_are_the_same_only_if_smaller_batches_are(subject, folder):
+    names = ["w8a8", str(folder / "threshold.yaml"), "phase", "phase-batch"]
+    runs = schedule(subject, names, batch_sizes=(8, 16), questions_tokens=100)
+    threshold = runs["threshold.yaml", 8]
+    assert threshold.same_as == ("w8a8", 8) and threshold.answers_same_as is None
+    assert threshold.needs_engine  # its last answers are decoded in W4A16
+    assert runs["phase-batch", 8].answers_same_as == "phase"
+    assert not runs["phase-batch", 8].needs_engine
+    assert {size for (_, size), run in runs.items() if run.answers} == {8}
+
+
+# candidates
+
+
+def test_default_policies_are_the_variants_and_the_default(subject):
+    assert [c.name for c in find_candidates(subject, None)] == ["w8a8", "w4a16", "phase-batch"]
+
+
+def test_a_variant_of_any_name_is_a_policy(folder, tmp_path):
+    (tmp_path / "default.yaml").write_text(THRESHOLD.replace("w8a8", "eight").replace("w4a16", "phase"))
+    sources = {"eight": folder / "w8a8", "phase": folder / "w4a16"}
+    merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "default.yaml"))
+    candidates = find_candidates(Subject.open(tmp_path / "merged"), None)
+    assert [c.name for c in candidates] == ["eight", "phase", "stored"]
+    assert [c.policy.variants for c in candidates] == [("eight",), ("phase",), ("phase", "eight")]
+
+
+def test_a_stored_policy_is_the_default(folder, tmp_path):
+    sources = {"w8a8": folder / "w8a8", "w4a16": folder / "w4a16"}
+    merge_checkpoints(sources, tmp_path / "merged", policy="phase")
+    names = [c.name for c in find_candidates(Subject.open(tmp_path / "merged"), None)]
+    assert names == ["w8a8", "w4a16", "stored"]
+
+
+def test_two_files_of_one_name_are_refused(subject, folder, tmp_path):
+    (tmp_path / "threshold.yaml").write_text(THRESHOLD)
+    with pytest.raises(UsageError, match="two policies are named 'threshold.yaml'"):
+        find_candidates(subject, [str(folder / "threshold.yaml"), str(tmp_path / "threshold.yaml")])
+
+
+# bytes
+
+
+def test_bytes_per_weight_by_hand(subject):
+    """Two layers of 7 linears and 2 norms; hidden 128, 64 wide K and V, MLP 256; bf16 scales and norms."""
+    linears = [(128, 128), (64, 128), (64, 128), (128, 128), (256, 128), (256, 128), (128, 256)]
+    weights = sum(o * i for o, i in linears) + 2 * 128
+    int8 = sum(o * i + 2 * o for o, i in linears)
+    int4 = sum(o * i // 2 + 2 * o * i // 64 + 16 for o, i in linears)  # and the shape, two int64
+    norms = 2 * 2 * 128
+    layer_bytes = LayerBytes(subject.checkpoint)
+    assert layer_bytes.weights == 2 * weights
+    runs = schedule(subject, ["w8a8", "phase"])
+    pure = layer_bytes.per_weight(runs["w8a8", 4].routes, runs["w8a8", 4].decode_plan)
+    assert pure.resident == pure.decode == pytest.approx((int8 + norms) / weights)
+    phase = layer_bytes.per_weight(runs["phase", 4].routes, runs["phase", 4].decode_plan)
+    assert phase.resident == pytest.approx((int8 + int4 + norms) / weights)
+    assert phase.decode == pytest.approx((int4 + norms) / weights)
+
+
+# passes
+
+
+def trace_of(tmp_path, *passes) -> Path:
+    keys = ("phase", "tokens", "sequences", "plan")
+    lines = [{"policy": "phase"}, *(dict(zip(keys, p, strict=True)) for p in passes)]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path / "trace.jsonl"
+
+
+def test_passes_as_meant(tmp_path):
+    decode = ("decode", 2, 2, "w4a16")
+    passes = Passes.from_trace(trace_of(tmp_path, ("prefill", 16, 2, "w8a8"), decode, decode))
+    assert passes.by_plan == {"decode": {"w4a16": 2}, "prefill": {"w8a8": 1}}
+    assert passes.decode_batch_sizes == {2: 2}
+    assert passes.deviations("w8a8", "w4a16", batch_size=2, batches=1, tokens=3) == []
+
+
+def test_passes_that_deviate_are_told(tmp_path):
+    passes = Passes.from_trace(
+        trace_of(
+            tmp_path,
+            ("prefill", 16, 2, "w8a8"),
+            ("mixed", 9, 2, "w8a8"),
+            ("decode", 2, 2, "w4a16"),
+            ("decode", 1, 1, "w8a8"),
+        )
+    )
+    assert passes.deviations("w8a8", "w4a16", batch_size=2, batches=1, tokens=3) == [
+        "decode passes were 1 of w4a16, 1 of w8a8, but 2 of w4a16 were meant",
+        "mixed passes were 1 of w8a8, but none were meant",
+        "some decode passes had 1 sequences instead of 2",
+    ]
+
+
+# report and plot
+
+
+def make_document(**changes) -> dict:
+    quality = summarise(
+        Scores(np.ones((2, 2)), np.array([[0.1, 0.2], [0.1, 0.4]]), np.ones((2, 2), dtype=bool)),
+        Scores(np.ones((2, 2))),
+    )
+    return {
+        "checkpoint": "merged",
+        "reference": "model",
+        "settings": {"samples": 2, "prompt_tokens": 8, "tokens": 2, "seed": 0, "answer_tokens": 4},
+        "text": {"file": "text.txt", "sha256": "0" * 64},
+        "questions": 3,
+        "results": [
+            {
+                "policy": "phase",
+                "batch_size": 2,
+                "prefill_plan": "w8a8",
+                "decode_plan": "w4a16",
+                "same_as": None,
+                "quality": vars(quality),
+                "bytes_per_weight": {"resident": 1.5, "decode": 0.5},
+                "answers": {"questions": 3, "identical": 1, "matched": 0.5, "same_as": None},
+                "deviations": ["mixed passes were 1 of w8a8, but none were meant"],
+                **changes,
+            }
+        ],
+        "machine": {"cpu": "a CPU", "cores": 2, "gpu": None},
+        "versions": {"vllm": "0.32.0"},
+    }
+
+
+def test_table_says_numbers_and_warnings():
+    table = format_table(make_document())
+    header, _, row = table.splitlines()[:3]
+    assert [cell.strip() for cell in row.strip("|").split("|")][:3] == ["phase", "2", "w8a8 > w4a16"]
+    assert "0.2000 ± 0.0500" in row and "1/3, 50%" in row and "100.0%" in row
+    assert "same as" not in header  # a column without content is left out
+    assert "Warning: phase, batch 2: mixed passes were 1 of w8a8, but none were meant." in table
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    save_plot(make_document(), [tmp_path / "new" / "plot.svg", tmp_path / "plot.png"])
+    assert "<svg" in (tmp_path / "new" / "plot.svg").read_text()
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(FlexQuantError, match=r"plot\.docx .* end its name in \.png or \.svg"):
+        save_plot(make_document(), [tmp_path / "plot.docx"])
+
+
+def test_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(FlexQuantError, match=r'pip install "flexquant\[eval\]"'):
+        save_plot(make_document(), [tmp_path / "plot.svg"])
+
+
+# text and questions
+
+
+def test_questions_that_come_along():
+    questions = read_questions(None)
+    assert len(questions) == len(set(questions)) == 24
+
+
+def test_questions_take_the_chat_template_if_there_is_one(folder):
+    tokenizer = Subject.open(folder / "merged").tokenizer
+    assert question_prompts(["Why?"], tokenizer) == [tokenizer("Why?")["input_ids"]]
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}|"
+    (prompt,) = question_prompts(["Why?"], tokenizer)
+    assert tokenizer.decode(prompt) == "<user>Why?|"
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_sizes": (0,)}, "a batch size is 0; give a whole number of at least 1"),
+        ({"batch_sizes": ()}, "no batch size is given"),
+        ({"samples": 10, "batch_sizes": (4,)}, "10 samples are not a multiple .* --samples 12"),
+        ({"tokens": 0}, "--tokens is 0"),
+        ({"prompt_tokens": -1}, "--prompt-tokens is -1"),
+    ],
+)
+def test_settings_that_cannot_be_measured(changes, message):
+    with pytest.raises(UsageError, match=message):
+        Settings(**changes)
+
+
+def refused(folder, message, **changes):
+    arguments = {"checkpoint": folder / "merged", "text": folder / "text.txt", "settings": SMALL, **changes}
+    with pytest.raises(FlexQuantError, match=message):
+        evaluate(arguments.pop("checkpoint"), arguments.pop("text"), **arguments)
+
+
+def test_refused_inputs(folder, tmp_path):
+    refused(folder, "no such folder", checkpoint=tmp_path / "none")
+    refused(folder, "not a merged checkpoint", checkpoint=folder / "w8a8")
+    refused(folder, "there is no file", text=tmp_path / "none.txt")
+    refused(folder, "unknown policy 'w5a5'.*variant of the checkpoint: w8a8, w4a16", policies=["w5a5"])
+    refused(folder, "no policy is given", policies=[])
+    refused(folder, "stores no policy", policies=["stored"])
+    long = Settings(batch_sizes=(2,), samples=2, prompt_tokens=2000, tokens=100)
+    refused(folder, "2100 tokens, but the model's max_position_embeddings is 2048", settings=long)
+    refused(folder, "a question and its answer", reference=folder / "model", questions=["?" * 3000])
+
+
+def test_refused_text_says_how_many_tokens_there_are(folder, tmp_path):
+    (tmp_path / "short.txt").write_text("12345678901")
+    refused(folder, r"has 11 tokens, but 2 samples of 12 tokens need 24", text=tmp_path / "short.txt")
+
+
+def test_refused_references(folder, tmp_path):
+    refused(folder, "the reference .* cannot be read", reference=tmp_path / "none")
+    refused(folder, "is itself quantised", reference=folder / "w8a8")
+    refused(
+        folder,
+        "a vocabulary of 384 tokens, but .* one of 320",
+        reference=make_checkpoint(tmp_path / "wider", scheme=None, vocab_size=384),
+    )
+    other = make_checkpoint(tmp_path / "other", scheme=None)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused(folder, "the tokenizers of the reference .* differ", reference=other)
+
+
+def test_refused_on_the_command_line(folder, tmp_path, capsys):
+    def error(*options: str) -> tuple[int, str]:
+        code = main(["eval", str(folder / "merged"), "--text", str(folder / "text.txt"), *options])
+        return code, capsys.readouterr().err
+
+    code, message = error("--batch-sizes", "8,x")
+    assert code == 2 and "--batch-sizes is '8,x'; give whole numbers" in message
+    code, message = error("--batch-sizes", "0")
+    assert code == 2 and "a batch size is 0" in message
+    code, message = error("--questions", str(tmp_path / "q.txt"))
+    assert code == 2 and "--questions needs --reference" in message
+    (tmp_path / "q.txt").write_text("\n \n")
+    code, message = error("--questions", str(tmp_path / "q.txt"), "--reference", str(folder / "model"))
+    assert code == 1 and "holds no questions; write one a line, or pass --no-questions" in message

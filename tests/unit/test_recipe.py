@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Recipes are read, refused with line and reason, and fitted to a model, all without llmcompressor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flexquant.errors import FlexQuantError
+from flexquant.quantization.architecture import (
+    decoder_layers,
+    default_mappings,
+    empty_model,
+    fused_units,
+    resolve_mappings,
+)
+from flexquant.quantization.recipe import (
+    SCHEMA,
+    Calibration,
+    Recipe,
+    SensitiveLayers,
+    builtin_recipes,
+    load_recipe,
+    parse_recipe,
+)
+from flexquant.quantization.recipe_yaml import to_yaml
+from flexquant.quantization.resolve import resolve_variant, with_findings
+from flexquant.quantization.schemes import choose_group_size
+from tests.checkpoints import base_config
+
+W8A8 = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}
+W4A16 = {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": [128, 64, 32]}}
+
+
+def parse(variants: Any, **more: Any) -> Recipe:
+    document = {"schema": SCHEMA, "variants": variants, **more}
+    return parse_recipe(yaml.safe_dump(document, sort_keys=False).encode(), "my.yaml", "my")
+
+
+def resolve(section: dict[str, Any], architecture: str = "llama", **config: Any) -> Any:
+    settings = base_config(architecture, **config)
+    return resolve_variant(parse({"v": section}).variants["v"], empty_model(settings), settings.model_type)
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
+def test_every_shipped_recipe_fits_a_model(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.description and "w4a16" in recipe.variants
+    for architecture in ("llama", "qwen2", "qwen3", "gemma3"):
+        config = base_config(architecture)
+        for variant in recipe.variants.values():
+            resolved = resolve_variant(variant, empty_model(config), config.model_type)
+            assert len(resolved.linears) == 14 and not resolved.notes
+    assert load_recipe(name).variants == recipe.variants
+
+
+def test_names_of_the_shipped_recipes() -> None:
+    assert {"default", "fp8", "awq", "plain", "rtn"} <= set(builtin_recipes())
+
+
+def test_a_file_is_read_back_as_written(tmp_path: Path) -> None:
+    section = {**W8A8, "sensitive_layers": {"budget": 0.05, "scheme": None}}
+    document = {
+        "schema": SCHEMA,
+        "description": "mine",
+        "policy": "phase",
+        "calibration": {"data": "chats.jsonl", "samples": 4},
+        "variants": {"int8": section, "w4a16": W4A16},
+        "made_with": {"anything": [1, 2]},
+    }
+    file = tmp_path / "mine.yaml"
+    file.write_text(to_yaml(document))
+    recipe = load_recipe(file)
+    assert (recipe.name, recipe.description, recipe.policy) == (str(file), "mine", "phase")
+    assert recipe.calibration == Calibration("chats.jsonl", 4, 512, 0)
+    assert {name: v.to_json() for name, v in recipe.variants.items()} == document["variants"]
+    assert recipe.variants["int8"].sensitive_layers == SensitiveLayers(0.05)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", r"my.yaml is empty; write the keys 'schema' and 'variants'"),
+        ("# nothing\n---\n", r"is empty"),
+        ("schema: [", r"my.yaml, line 1: not valid YAML"),
+        ("- a", r"line 1: the recipe is \[\"a\"\]; give a mapping with the keys schema, variants"),
+        ("variants: {}", r"lacks the key 'schema'"),
+        ("schema: flexquant.recipe/v2\nvariants: {a: {}}", r"line 1: schema is .* reads 'flexquant"),
+        (f"schema: {SCHEMA}\nvariants: {{}}", r"line 2: variants is \{\}; give a mapping"),
+        (f"schema: {SCHEMA}\nvariant: {{}}", r"line 2: variant is an unknown key; .* schema, variants, desc"),
+        (f"schema: {SCHEMA}\nvariants:\n  a/b: {{}}", r"line 3: variants.a/b is wrong"),
+        (f"schema: {SCHEMA}\nvariants:\n  a: {{}}\n  a: {{}}", r"line 4: variants.a was given in line 3"),
+    ],
+)  # fmt: skip
+def test_bad_documents(content: str, expected: str) -> None:
+    with pytest.raises(FlexQuantError, match=expected):
+        parse_recipe(content.encode(), "my.yaml", "my")
+
+
+def with_argument(**arguments: Any) -> dict[str, Any]:
+    return {"GPTQModifier": {**W8A8["GPTQModifier"], **arguments}}
+
+
+def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
+    return {modifier: arguments, **W8A8}
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({}, r"line 3: variants.v has the modifiers none; give exactly one of GPTQModifier, Quantization"),
+        ({**W8A8, "QuantizationModifier": {"scheme": "W8A8"}}, r"exactly one of .*, as the last one"),
+        ({**W8A8, "AWQModifier": {}}, r"has the modifiers GPTQModifier, AWQModifier; .* as the last one"),
+        ({"SparseGPTModifier": {}, **W8A8}, r"SparseGPTModifier is an unknown key; .* AWQModifier, GPTQ"),
+        (with_argument(dampening=1), r"line \d+: .*dampening is an unknown key; .* dampening_frac, actorder"),
+        (with_argument(dampening_frac="x"), r'dampening_frac is "x"; give a number from 0 to 1'),
+        (with_argument(actorder="group"), r"give one of static, weight, null"),
+        (with_argument(block_size=0), r"block_size is 0; give a whole number of at least 1"),
+        (with_argument(group_size=[]), r"group_size is \[\]; give a number of input features, or a list"),
+        (with_argument(observer="mse"), r"observer is \"mse\"; .*use weight_observer"),
+        (with_argument(targets="Linear"), r"targets is \"Linear\"; give a list"),
+        (with_argument(config_groups={"a": {"targets": ["Linear"]}}), r"needs either 'scheme', .* give one"),
+        ({"GPTQModifier": {"config_groups": {"a": 1}}}, r"config_groups is .*; give a mapping"),
+        (with_front("SmoothQuantModifier"), r"lacks the key 'smoothing_strength'"),
+        (with_front("SmoothQuantModifier", smoothing_strength=[]), r"is \[\]; give a number from 0 to 1"),
+        (with_front("SmoothQuantModifier", smoothing_strength=[2]), r"is \[2\]; give a number from 0 to 1"),
+        (with_front("SmoothQuantModifier", smoothing_strength=0.5, mappings="all"), r"norms, norms-and-up"),
+        (with_front("AWQModifier", mappings=[["re:.*q_proj$"]]), r"every mapping as \[\[linear"),
+        (with_front("AWQModifier", n_grid=1), r"whole number of at least 4"),
+        ({**W8A8, "sensitive_layers": {}}, r"sensitive_layers lacks the key 'budget'"),
+        ({**W8A8, "sensitive_layers": {"budget": 5}}, r"budget is 5; give the share of parameters"),
+        ({**W8A8, "sensitive_layers": {"budget": 0.1, "scheme": 8}}, r"scheme is 8; give a preset"),
+    ],
+)  # fmt: skip
+def test_bad_sections_are_named_with_line_and_what_is_allowed(section: dict, expected: str) -> None:
+    with pytest.raises(FlexQuantError, match=expected):
+        parse({"v": section})
+
+
+@pytest.mark.parametrize(
+    ("calibration", "expected"),
+    [
+        ({"data": 3}, r"calibration.data is 3; give a file, a folder, a dataset id or null"),
+        ({"samples": 0}, r"calibration.samples is 0; give a whole number of at least 1"),
+        ({"length": 1}, r"calibration.length is 1; give a whole number of at least 2"),
+        ({"sample": 3}, r"calibration.sample is an unknown key; .* data, samples, length, seed"),
+    ],
+)
+def test_bad_calibration_settings(calibration: dict[str, Any], expected: str) -> None:
+    with pytest.raises(FlexQuantError, match=expected):
+        parse({"v": W8A8}, calibration=calibration)
+
+
+QKV = ["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"]
+UNSAFE_MAPPINGS = [
+    ([["re:.*o_proj$"], "re:.*v_proj$"], "smoothing v_proj scales V"),
+    ({"smooth_layer": "re:.*self_attn.v_proj", "balance_layers": ["re:.*o_proj"]}, "scales V"),
+    ([["model.layers.3.self_attn.o_proj"], "model.layers.3.self_attn.v_proj"], "scales V"),
+    ([QKV, "re:.*"], "scales V"),
+    ([["re:.*q_proj$"], "re:.*k_proj$"], "scales K"),
+    ([["re:.*q_proj$"], "re:.*k_norm$"], "scales K"),
+    ([["re:.*o_proj$"], "re:.*qkv_proj$"], "scales Q, K and V"),
+    ([["re:.*down_proj$"], "re:.*gate_proj$"], "is not linear"),
+    ([["re:.*o_proj$"], "re:.*up_proj$"], "give .* the one linear down_proj"),
+    ([["re:.*down_proj$"], "re:.*input_layernorm$"], "smooth down_proj behind up_proj"),
+]
+
+
+@pytest.mark.parametrize("modifier", ["SmoothQuantModifier", "AWQModifier"])
+@pytest.mark.parametrize(("mapping", "expected"), UNSAFE_MAPPINGS)
+def test_mappings_that_change_k_or_v_are_refused(modifier: str, mapping: Any, expected: str) -> None:
+    more = {"smoothing_strength": 0.5} if modifier == "SmoothQuantModifier" else {}
+    with pytest.raises(FlexQuantError, match=expected):
+        parse({"v": with_front(modifier, mappings=[mapping], **more)})
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"SpinQuantModifier": {}, **W8A8}, r"SpinQuantModifier is refused: it rotates heads .*one cache"),
+        ({"QuIPModifier": {}, **W8A8}, r"QuIPModifier is refused: it rotates"),
+        (with_argument(kv_cache_scheme={"num_bits": 8}), r"kv_cache_scheme is refused: .* KV cache"),
+        (with_argument(targets=["Embedding"]), r"remove 'Embedding': embeddings stay in 16 bit"),
+        (with_argument(targets=["re:.*"]), r"embeddings stay in 16 bit"),
+        (with_argument(targets=["LlamaAttention"]), r"quantised attention"),
+        (with_argument(scheme={"W8A8": ["re:.*embed.*"]}), r"embeddings stay in 16 bit"),
+        (
+            {"GPTQModifier": {"config_groups": {"a": {"targets": ["Linear"], "output_activations": {}}}}},
+            r"remove output_activations from a",
+        ),
+    ],
+)
+def test_whatever_else_changes_the_cache_is_refused_with_the_reason(section: dict, expected: str) -> None:
+    with pytest.raises(FlexQuantError, match=expected):
+        parse({"v": section})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nonsense", r"unknown recipe 'nonsense': the built-in ones are awq, default"),
+        ("no/such.yaml", r"the recipe file cannot be read \(No such file"),
+    ],
+)
+def test_unknown_recipes(name: str, expected: str) -> None:
+    with pytest.raises(FlexQuantError, match=expected):
+        load_recipe(name)
+
+
+@pytest.mark.parametrize(
+    ("features", "size"), [((128, 256), 128), ((576, 1536), 64), ((576, 96), 32), ((896, 4864), 128)]
+)
+def test_the_first_group_size_that_divides_all(features: tuple[int, ...], size: int) -> None:
+    assert choose_group_size({f"layer{i}": k for i, k in enumerate(features)}) == size
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (
+            {"QuantizationModifier": {"scheme": "W8A8"}},
+            r"my.yaml, line 3: variants.v: lm_head would be quant",
+        ),
+        (with_argument(scheme="W3A3"), r"'W3A3' is no scheme of compressed-tensors; choose among .*W8A8"),
+        (with_argument(targets=["re:.*x_proj$"]), r"no linear of the model matches re:\.\*x_proj\$"),
+        (with_argument(group_size=64), r"group_size is given, but the scheme has no groups"),
+        ({**W8A8, "sensitive_layers": {"budget": 0.1, "scheme": "W0"}}, r"'W0' is no scheme"),
+        (
+            with_front("AWQModifier", mappings=[[["re:.*q_proj$"], "re:.*input_layernorm$"]]),
+            r"covers model.layers.0.self_attn.q_proj; it has to cover exactly .*k_proj, .*q_proj, .*v_proj",
+        ),
+        (
+            with_front("AWQModifier", mappings=[[["re:.*x_proj$"], "re:.*input_layernorm$"]]),
+            r"the mapping from 're:\.\*input_layernorm\$' does not fit this model",
+        ),
+        (
+            with_front("SmoothQuantModifier", smoothing_strength={"model.norm": 0.5}),
+            r"names 'model.norm', which no mapping smooths",
+        ),
+        (
+            with_front(
+                "SmoothQuantModifier",
+                smoothing_strength={"model.layers.0.input_layernorm": 0.5},
+                mappings="norms",
+            ),
+            r"lacks 'model.layers.1.input_layernorm'",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(section: dict[str, Any], expected: str) -> None:
+    with pytest.raises(FlexQuantError, match=expected):
+        resolve(section)
+
+
+def test_a_linear_that_no_group_size_divides_is_named() -> None:
+    with pytest.raises(FlexQuantError, match=r"mlp\.down_proj has 200 input features.*128, 64, 32 divides"):
+        resolve(W4A16, intermediate_size=200)
+
+
+def test_the_choices_that_depend_on_the_model() -> None:
+    section = {
+        "SmoothQuantModifier": {"smoothing_strength": 0.5, "mappings": "norms"},
+        "GPTQModifier": W4A16["GPTQModifier"],
+    }
+    resolved = resolve(section, "gemma3", intermediate_size=192)
+    assert resolved.group_size == resolved.recipe.modifiers["GPTQModifier"]["group_size"] == 64
+    assert [name.rpartition(".")[2] for name in resolved.smoothed] == [
+        "input_layernorm",
+        "input_layernorm",
+        "pre_feedforward_layernorm",
+        "pre_feedforward_layernorm",
+    ]
+
+
+def test_unknown_architectures_are_not_smoothed() -> None:
+    assert default_mappings("olmo2") == []
+    settings = base_config()
+    recipe = parse({"v": with_front("AWQModifier")}).variants["v"]
+    resolved = resolve_variant(recipe, empty_model(settings), "olmo2")
+    assert list(resolved.recipe.modifiers) == ["GPTQModifier"]
+    assert "without AWQModifier" in resolved.notes[0]
+
+
+def test_default_mappings_cover_norms_and_up_proj() -> None:
+    model = empty_model(base_config(num_layers=1))
+    assert resolve_mappings(default_mappings("llama"), model, "llama") == {
+        "model.layers.0.input_layernorm": [f"model.layers.0.self_attn.{p}_proj" for p in "qkv"],
+        "model.layers.0.post_attention_layernorm": [f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up")],
+        "model.layers.0.mlp.up_proj": ["model.layers.0.mlp.down_proj"],
+    }
+
+
+def test_linears_that_serve_as_one_are_one_unit() -> None:
+    linears = [f"model.layers.7.{n}" for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj")]
+    assert fused_units(linears) == {
+        "model.layers.7.self_attn.qkv_proj": linears[:2],
+        "model.layers.7.self_attn.o_proj": linears[2:],
+    }
+    assert decoder_layers([*linears, "lm_head", "model.layers.8.mlp.up_proj"]) == [
+        "model.layers.7",
+        "model.layers.8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "scheme", "expected"),
+    [
+        (W8A8, None, {"ignore": ["lm_head", "a"], "scheme": "W8A8"}),
+        (W4A16, "W8A8", {"ignore": ["lm_head"], "scheme": {"W4A16": ["Linear"], "W8A8": ["a"]}}),
+    ],
+)
+def test_findings_become_fixed_choices(section: dict, scheme: str | None, expected: dict) -> None:
+    resolved = resolve({**section, "sensitive_layers": {"budget": 0.1, "scheme": scheme}})
+    fixed = with_findings(resolved, {}, ["a"])
+    assert fixed.sensitive_layers is None
+    assert {k: v for k, v in fixed.modifiers["GPTQModifier"].items() if k in expected} == expected
+
+
+def test_the_strength_of_an_ignored_mapping_is_null() -> None:
+    front = with_front("SmoothQuantModifier", smoothing_strength=[0.5], mappings="norms")
+    fixed = with_findings(resolve(front, num_layers=1), {"model.layers.0.input_layernorm": 0.5}, [])
+    assert fixed.modifiers["SmoothQuantModifier"]["smoothing_strength"] == {
+        "model.layers.0.input_layernorm": 0.5,
+        "model.layers.0.post_attention_layernorm": None,
+    }
