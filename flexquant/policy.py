@@ -16,7 +16,6 @@ imports torch or vLLM.
 from __future__ import annotations
 
 import importlib.resources
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from typing import Any
 
 from flexquant.checkpoint import check_variant_name
 from flexquant.errors import FlexQuantError
-from flexquant.policy_yaml import Document, KeyPath, from_data, from_yaml
+from flexquant.yaml_document import Document, KeyPath, from_data, from_yaml, show
 
 SCHEMA = "flexquant.policy/v1"
 DEFAULT_POLICY = "phase-batch"
@@ -121,7 +120,7 @@ def load_policy(name_or_path: str) -> Policy:
     builtins = builtin_policies()
     if name_or_path in builtins:
         file = importlib.resources.files("flexquant.policies") / f"{name_or_path}.yaml"
-        return _validate(from_yaml(file.read_bytes(), f"built-in policy {name_or_path}"), name_or_path)
+        return _validate(_from_yaml(file.read_bytes(), f"built-in policy {name_or_path}"), name_or_path)
     path = Path(name_or_path).expanduser()
     if "/" not in name_or_path and path.suffix not in (".yaml", ".yml") and not path.is_file():
         raise FlexQuantError(
@@ -135,7 +134,7 @@ def load_policy(name_or_path: str) -> Policy:
             f"{name_or_path}: the policy file cannot be read ({e.strerror}); give the path of a file, or "
             f"one of the built-in policies {', '.join(builtins)}"
         ) from e
-    return _validate(from_yaml(text, name_or_path), name_or_path)
+    return _validate(_from_yaml(text, name_or_path), name_or_path)
 
 
 def parse_policy(document: dict[str, Any], source: str = "stored policy") -> Policy:
@@ -144,30 +143,29 @@ def parse_policy(document: dict[str, Any], source: str = "stored policy") -> Pol
     ``source`` becomes the policy's name and opens the message of the :class:`FlexQuantError` that a
     document breaking the schema raises.
     """
-    return _validate(from_data(document, source), source)
+    return _validate(from_data(document, source, "policy"), source)
 
 
-def _show(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _from_yaml(text: bytes, source: str) -> Document:
+    return from_yaml(text, source, "policy", ("schema", "rules"))
 
 
 def _validate(document: Document, name: str) -> Policy:
     data = document.data
-    _check_mapping(data, (), ("schema", "rules"), ("description",), document)
+    document.check_keys(data, (), ("schema", "rules"), ("description",))
     if data["schema"] != SCHEMA:
-        document.fail(("schema",), f"is {_show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
+        document.fail(("schema",), f"is {show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
     description = data.get("description", "")
     if not isinstance(description, str):
-        document.fail(("description",), f"is {_show(description)}; give text, in quotes if need be")
+        document.fail(("description",), f"is {show(description)}; give text, in quotes if need be")
     entries = data["rules"]
     if not isinstance(entries, list) or not entries:
-        document.fail(("rules",), f"is {_show(entries)}; give a list of at least one rule")
+        document.fail(("rules",), f"is {show(entries)}; give a list of at least one rule")
     rules: list[Rule] = []
     for i, entry in enumerate(entries):
         path = ("rules", i)
         is_last = i == len(entries) - 1
-        _check_mapping(entry, path, ("use",), ("when",), document)
+        document.check_keys(entry, path, ("use",), ("when",))
         if is_last and "when" in entry:
             document.fail(
                 (*path, "when"),
@@ -186,26 +184,12 @@ def _validate(document: Document, name: str) -> Policy:
     return Policy(name, description, tuple(rules), data)
 
 
-def _check_mapping(
-    value: Any, path: KeyPath, required: Sequence[str], optional: Sequence[str], document: Document
-) -> None:
-    allowed = ", ".join([*required, *optional])
-    if not isinstance(value, dict):
-        document.fail(path, f"is {_show(value)}; give a mapping with the keys {allowed}")
-    for key in value:
-        if key not in required and key not in optional:
-            document.fail((*path, key), f"is an unknown key; the allowed ones here are {allowed}")
-    for key in required:
-        if key not in value:
-            document.fail(path, f"lacks the key '{key}'; add it (allowed here: {allowed})")
-
-
 def _rule(entry: dict[str, Any], path: KeyPath, document: Document) -> Rule:
     phases: tuple[str, ...] = PHASES
     tokens = batch_size = Bounds()
     if "when" in entry:
         when, when_path = entry["when"], (*path, "when")
-        _check_mapping(when, when_path, (), ("phase", "batch_size", "tokens"), document)
+        document.check_keys(when, when_path, (), ("phase", "batch_size", "tokens"))
         if not when:
             document.fail(when_path, "is empty; give at least one of phase, batch_size, tokens")
         if "phase" in when:
@@ -225,7 +209,7 @@ def _rule(entry: dict[str, Any], path: KeyPath, document: Document) -> Rule:
         return Rule(
             phases, tokens, batch_size, _variant(use, use_path, document), (), document.place(use_path)
         )
-    _check_mapping(use, use_path, ("default", "layers"), (), document)
+    document.check_keys(use, use_path, ("default", "layers"), ())
     default = _variant(use["default"], (*use_path, "default"), document)
     layers = _layers(use["layers"], (*use_path, "layers"), document)
     return Rule(phases, tokens, batch_size, default, layers, document.place((*use_path, "default")))
@@ -234,17 +218,17 @@ def _rule(entry: dict[str, Any], path: KeyPath, document: Document) -> Rule:
 def _phases(value: Any, path: KeyPath, document: Document) -> tuple[str, ...]:
     names = value if isinstance(value, list) else [value]
     if not names or any(name not in PHASES for name in names):
-        document.fail(path, f"is {_show(value)}; give one of {', '.join(PHASES)}, or a list of them")
+        document.fail(path, f"is {show(value)}; give one of {', '.join(PHASES)}, or a list of them")
     return tuple(phase for phase in PHASES if phase in names)
 
 
 def _bounds(value: Any, path: KeyPath, document: Document) -> Bounds:
-    _check_mapping(value, path, (), ("min", "max"), document)
+    document.check_keys(value, path, (), ("min", "max"))
     if not value:
         document.fail(path, "is empty; give min, max or both")
     for key, number in value.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            document.fail((*path, key), f"is {_show(number)}; give a whole number of at least 1")
+            document.fail((*path, key), f"is {show(number)}; give a whole number of at least 1")
     bounds = Bounds(**value)
     if bounds.max is not None and bounds.min > bounds.max:
         document.fail(path, f"has min {bounds.min} above max {bounds.max}; correct one of the two")
@@ -253,7 +237,7 @@ def _bounds(value: Any, path: KeyPath, document: Document) -> Bounds:
 
 def _variant(value: Any, path: KeyPath, document: Document) -> str:
     if not isinstance(value, str):
-        document.fail(path, f"is {_show(value)}; give the name of a variant, e.g. w8a8")
+        document.fail(path, f"is {show(value)}; give the name of a variant, e.g. w8a8")
     try:
         check_variant_name(value)
     except FlexQuantError as e:
@@ -263,7 +247,7 @@ def _variant(value: Any, path: KeyPath, document: Document) -> str:
 
 def _layers(value: Any, path: KeyPath, document: Document) -> tuple[LayerRange, ...]:
     if not isinstance(value, dict) or not value:
-        document.fail(path, f'is {_show(value)}; give a mapping from layers to variants, e.g. "0-3": w8a8')
+        document.fail(path, f'is {show(value)}; give a mapping from layers to variants, e.g. "0-3": w8a8')
     ranges = []
     for text, variant in value.items():
         key_path = (*path, text)

@@ -3,9 +3,9 @@
 """What a recipe may say: llmcompressor's modifiers, their arguments, and what each argument may be.
 
 The names are llmcompressor's. ``group_size`` is ours, since its presets fix the number, and so is GPTQ's
-``first_token_weight``, which chooses :mod:`flexquant.quantization.gptq`. Written down here, so
-that a recipe is checked to the line before anything heavy is imported. What would change the KV cache is
-missing on purpose and refused with the reason (:mod:`flexquant.quantization.kv_safety`).
+``first_token_weight``, which chooses :mod:`flexquant.quantization.gptq`. Written down here, so that a recipe
+is checked to the line before anything heavy is imported. What would change the KV cache is missing on purpose
+and refused with the reason (:mod:`flexquant.quantization.kv_safety`).
 """
 
 from __future__ import annotations

@@ -23,9 +23,8 @@ from typing import Any
 
 from flexquant.checkpoint import check_variant_name
 from flexquant.errors import FlexQuantError
-from flexquant.policy_yaml import Document, KeyPath
 from flexquant.quantization.modifiers import MODIFIERS, QUANTIZERS, REFUSED_ARGUMENTS, REFUSED_MODIFIERS
-from flexquant.quantization.recipe_yaml import check_keys, read_document, show
+from flexquant.yaml_document import Document, KeyPath, from_yaml, show
 
 SCHEMA = "flexquant.recipe/v1"
 DEFAULT_RECIPE = "default"
@@ -124,10 +123,10 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 
 def parse_recipe(content: bytes, source: str, name: str) -> Recipe:
     """Validate a recipe's YAML; ``source`` opens the message of the FlexQuantError for a bad one."""
-    document = read_document(content, source)
+    document = from_yaml(content, source, "recipe", ("schema", "variants"))
     data = document.data
-    check_keys(
-        data, (), ("schema", "variants"), ("description", "policy", "calibration", "made_with"), document
+    document.check_keys(
+        data, (), ("schema", "variants"), ("description", "policy", "calibration", "made_with")
     )
     if data["schema"] != SCHEMA:
         document.fail(("schema",), f"is {show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
@@ -148,7 +147,7 @@ def parse_recipe(content: bytes, source: str, name: str) -> Recipe:
 
 def _calibration(value: Any, document: Document) -> Calibration:
     path: KeyPath = ("calibration",)
-    check_keys(value, path, (), tuple(asdict(Calibration())), document)
+    document.check_keys(value, path, (), tuple(asdict(Calibration())))
     if not isinstance(value.get("data"), (str, type(None))):
         document.fail(
             (*path, "data"), f"is {show(value['data'])}; give a file, a folder, a dataset id or null"
@@ -169,7 +168,7 @@ def _variant(name: str, section: Any, document: Document) -> VariantRecipe:
     if isinstance(section, dict):
         for key in section.keys() & REFUSED_MODIFIERS.keys():
             document.fail((*path, key), f"is refused: it {REFUSED_MODIFIERS[key]}")
-    check_keys(section, path, (), (*MODIFIERS, "sensitive_layers"), document)
+    document.check_keys(section, path, (), (*MODIFIERS, "sensitive_layers"))
     modifiers = {key: value for key, value in section.items() if key in MODIFIERS}
     quantizers = [key for key in modifiers if key in QUANTIZERS]
     if len(quantizers) != 1 or list(modifiers)[-1:] != quantizers:
@@ -193,7 +192,7 @@ def _check_arguments(modifier: str, arguments: Any, path: KeyPath, document: Doc
         for key in arguments.keys() & REFUSED_ARGUMENTS.keys():
             if arguments[key] is not None:
                 document.fail((*path, key), f"is refused: {REFUSED_ARGUMENTS[key]}")
-    check_keys(arguments, path, required, tuple(a for a in allowed if a not in required), document)
+    document.check_keys(arguments, path, required, tuple(a for a in allowed if a not in required))
     for key, value in arguments.items():
         if problem := allowed[key](value):
             document.fail((*path, key), f"is {show(value)}; {problem}")
@@ -204,7 +203,7 @@ def _check_arguments(modifier: str, arguments: Any, path: KeyPath, document: Doc
 
 
 def _sensitive_layers(value: Any, path: KeyPath, document: Document) -> SensitiveLayers:
-    check_keys(value, path, ("budget",), ("scheme",), document)
+    document.check_keys(value, path, ("budget",), ("scheme",))
     budget, scheme = value["budget"], value.get("scheme")
     if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 < budget < 1:
         document.fail((*path, "budget"), f"is {show(budget)}; give the share of parameters, between 0 and 1")

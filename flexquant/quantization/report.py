@@ -20,8 +20,8 @@ from typing import Any
 import flexquant
 from flexquant.merge.folder import read_json
 from flexquant.quantization.recipe import SCHEMA, Calibration, VariantRecipe
-from flexquant.quantization.recipe_yaml import to_yaml
 from flexquant.quantization.source_model import SourceModel
+from flexquant.yaml_document import to_yaml
 
 REPORT_FILE = "quantization_report.json"
 REPORT_SCHEMA = "flexquant.quantization_report/v1"

@@ -27,9 +27,9 @@ from flexquant.quantization.recipe import (
     load_recipe,
     parse_recipe,
 )
-from flexquant.quantization.recipe_yaml import to_yaml
 from flexquant.quantization.resolve import resolve_variant, with_findings
 from flexquant.quantization.schemes import choose_group_size
+from flexquant.yaml_document import to_yaml
 from tests.checkpoints import base_config
 
 W8A8 = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}
@@ -84,7 +84,7 @@ def test_a_file_is_read_back_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("", r"my.yaml is empty; write the keys 'schema' and 'variants'"),
+        ("", r"my.yaml, line 1: the recipe is empty; write the keys 'schema' and 'variants'"),
         ("# nothing\n---\n", r"is empty"),
         ("schema: [", r"my.yaml, line 1: not valid YAML"),
         ("- a", r"line 1: the recipe is \[\"a\"\]; give a mapping with the keys schema, variants"),

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Policy documents as plain data that still knows the file and line of each key, for messages."""
+"""Policies and recipes as plain data that still knows the file and line of each key, for messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -22,19 +23,41 @@ class Document:
 
     data: Any
     source: str
+    kind: str
+    """What its top level is called: policy, recipe."""
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> str:
         """Name a place, e.g. ``policy.yaml, line 4: rules[0].when``."""
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
         line = f", line {self.lines[path]}" if path in self.lines else ""
-        return f"{self.source}{line}: {key or 'the policy'}"
+        return f"{self.source}{line}: {key or f'the {self.kind}'}"
 
     def fail(self, path: KeyPath, problem: str) -> NoReturn:
         raise FlexQuantError(f"{self.place(path)} {problem}")
 
+    def check_keys(
+        self, value: Any, path: KeyPath, required: Sequence[str] = (), optional: Sequence[str] = ()
+    ) -> None:
+        """Fail unless the value at ``path`` is a mapping with all required keys and no unknown ones."""
+        allowed = ", ".join([*required, *optional])
+        if not isinstance(value, dict):
+            self.fail(path, f"is {show(value)}; give a mapping with the keys {allowed}")
+        for key in value:
+            if key not in required and key not in optional:
+                self.fail((*path, key), f"is an unknown key; the allowed ones here are {allowed}")
+        for key in required:
+            if key not in value:
+                self.fail(path, f"lacks the key '{key}'; add it (allowed here: {allowed})")
 
-def from_data(data: Any, source: str) -> Document:
+
+def show(value: Any) -> str:
+    """Return a value as messages write it: JSON, cut at 60 characters."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def from_data(data: Any, source: str, kind: str) -> Document:
     """Copy nested dicts and lists, keys as text."""
 
     def copy(value: Any) -> Any:
@@ -42,19 +65,21 @@ def from_data(data: Any, source: str) -> Document:
             return {str(key): copy(item) for key, item in value.items()}
         return [copy(item) for item in value] if isinstance(value, list) else value
 
-    return Document(copy(data), source)
+    return Document(copy(data), source, kind)
 
 
-def from_yaml(text: bytes, source: str) -> Document:
-    """Parse YAML; raise :class:`FlexQuantError` for bad syntax, duplicate keys and an empty file."""
+def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Document:
+    """Parse YAML; raise :class:`FlexQuantError` for bad syntax, duplicate keys and an empty file.
+
+    ``keys`` are what a ``kind`` of document needs, for the last of these messages.
+    """
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
-        if root is None:
-            raise FlexQuantError(
-                f"{source}, line 1: the policy is empty; write the keys 'schema' and 'rules'"
-            )
-        return _read(loader, root, source)
+        if root is None or (isinstance(root, yaml.ScalarNode) and not root.value):
+            needed = " and ".join(f"'{key}'" for key in keys)
+            raise FlexQuantError(f"{source}, line 1: the {kind} is empty; write the keys {needed}")
+        return _read(loader, root, source, kind)
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         place = f"{source}, line {mark.line + 1}" if mark else source
@@ -69,9 +94,21 @@ def from_yaml(text: bytes, source: str) -> Document:
         ) from e
 
 
-def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str) -> Document:
+def to_yaml(data: dict[str, Any]) -> str:
+    """Return a document as YAML, keys in the given order, that :func:`from_yaml` reads back."""
+    return yaml.dump(data, Dumper=_PlainDumper, sort_keys=False, width=110, allow_unicode=True)
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Write equal lists twice instead of as an anchor and an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> Document:
     lines: dict[KeyPath, int] = {}
-    document = Document(None, source, lines)
+    document = Document(None, source, kind, lines)
 
     def read(node: yaml.Node, path: KeyPath) -> Any:
         lines.setdefault(path, node.start_mark.line + 1)
@@ -98,4 +135,4 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str) -> Document:
             mapping[key] = read(value_node, (*path, key))
         return mapping
 
-    return Document(read(root, ()), source, lines)
+    return Document(read(root, ()), source, kind, lines)
