@@ -50,7 +50,7 @@ clean:
 # text models need none of them.
 .venv/serve/.done: pyproject.toml
 	$(PYTHON) -m venv .venv/serve
-	$(SERVE)/pip install --quiet --editable ".[$(DEVICE),dev]" $(CPU_TORCH)
+	$(SERVE)/pip install --quiet --editable ".[$(DEVICE),eval,dev]" $(CPU_TORCH)
 	$(if $(HAS_CUDA),,$(SERVE)/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	$(SERVE)/python -m flexquant.vllm_cpu
 	touch $@

@@ -7,7 +7,8 @@
     merge_checkpoints({"w8a8": "model-w8a8", "w4a16": "model-w4a16"}, "model-merged")
 
 `merging` is the way through: `source` (open the inputs), `plan` (compare them, find what they share),
-`kv_compat` (may they share a KV cache?), `writer` (stream the shards), `staging` (all or nothing), `card`.
+`kv_compat` (may they share a KV cache?), `writer` (stream the shards), `staging` (all or nothing), `card`
+(with `origins`: how each variant was made).
 `verify`, `split` and `report` start from the result, opened by `merged`.
 """
 

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from flexquant.merge.origins import describe_origins
 from flexquant.merge.provenance import PROVENANCE_FILE
 from flexquant.merge.report import Report, describe_kv
 from flexquant.merge.staging import format_bytes
@@ -42,6 +44,10 @@ Default policy: {policy}. Another one:
 
 Layers of different variants may {layered} mixed in one plan. KV cache: {kv}.
 
+## How the variants were made
+
+{origins}
+
 ## Provenance
 
 Merged by FlexQuant {version} from {sources}. `{provenance}` has the SHA-256 of every tensor, which
@@ -49,8 +55,8 @@ Merged by FlexQuant {version} from {sources}. `{provenance}` has the SHA-256 of 
 """
 
 
-def make_card(report: Report, provenance: Mapping[str, Any]) -> str:
-    """Return the model card in Markdown."""
+def make_card(report: Report, provenance: Mapping[str, Any], files: Mapping[str, Path]) -> str:
+    """Return the model card in Markdown; ``files`` are the sidecars by name, recipes among them."""
     rows = [
         f"| `{name}` | {v.scheme} | {format_bytes(v.own_bytes)} | {v.bits_per_parameter:.2f} |"
         for name, v in report.variants.items()
@@ -71,6 +77,7 @@ def make_card(report: Report, provenance: Mapping[str, Any]) -> str:
         policy=report.policy_text,
         layered="be" if report.layered_plans else "not be",
         kv=describe_kv(report.kv_compatibility),
+        origins=describe_origins(list(report.variants), files),
         version=provenance["versions"]["flexquant"],
         sources=", ".join(sources),
         provenance=PROVENANCE_FILE,

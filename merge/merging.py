@@ -86,7 +86,7 @@ def _write(
     provenance = describe_origin(plan.sources, digests, stage, ["config.json", *plan.files])
     write_json(stage / PROVENANCE_FILE, provenance)
     report = make_report(merged, plan.num_layers, plan.tensors)
-    (stage / "README.md").write_text(make_card(report, provenance), encoding="utf-8")
+    (stage / "README.md").write_text(make_card(report, provenance, plan.files), encoding="utf-8")
     return report
 
 

@@ -17,17 +17,11 @@ import yaml
 
 from flexquant import cli
 from flexquant.merge import verify_checkpoint
-from tests.checkpoints import make_checkpoint
 from tests.quantize.folders import digests
 
 FEW = ["--samples", "4", "--length", "64"]
 FLEXQUANT = [sys.executable, "-m", "flexquant"]
 SECONDS = 300
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", scheme=None)
 
 
 @pytest.fixture(scope="module")

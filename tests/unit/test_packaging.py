@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The wheel holds what the editable install shows: the packages under their import names, the policies."""
+"""The wheel holds what the editable install shows: the packages under their import names, and their data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ def test_wheel_contents(tmp_path):
         names = set(archive.namelist())
         metadata = next(n for n in names if n.endswith("entry_points.txt"))
         entry_points = archive.read(metadata).decode()
-    for folder, package in (("flexquant", "flexquant"), ("merge", "flexquant/merge")):
-        for file in (ROOT / folder).glob("*.py"):
-            assert f"{package}/{file.name}" in names
-    for file in (ROOT / "policies").glob("*.yaml"):
-        assert f"flexquant/policies/{file.name}" in names
+    for folder, package in (
+        ("flexquant", "flexquant"),
+        ("merge", "flexquant/merge"),
+        ("policies", "flexquant/policies"),
+    ):
+        files = [file for kind in ("*.py", "*.yaml", "*.txt") for file in (ROOT / folder).rglob(kind)]
+        assert len(files) > 3
+        for file in files:
+            assert f"{package}/{file.relative_to(ROOT / folder)}" in names
     assert not [n for n in names if n.startswith(("tests", "benchmarks", "examples", "merge/"))]
     assert "[vllm.general_plugins]\nflexquant = flexquant:register" in entry_points
     assert "[console_scripts]\nflexquant = flexquant.cli:main" in entry_points

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What each policy and each way of quantising costs in quality: build, serve, measure on unseen text.
+
+    python benchmarks/quality.py
+
+Quantises SmolLM2-135M-Instruct by benchmarks/recipes/methods.yaml on one half of a real English text
+(benchmarks/prose.py), measures on the other half through vLLM, and writes to benchmarks/results: `quality`
+(the policies), `quality-methods` (ways to W8A8 and W4A16) and `smoothing.json` (SmoothQuant's strength,
+searched per mapping). Needs both environments of `make setup`. Started again it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MODEL = ".work/SmolLM2-135M-Instruct"
+RECIPE = "benchmarks/recipes/methods.yaml"
+POLICIES = ["w8a8", "w4a16", "phase", "phase-batch", "phase-batch-layer"]
+BATCH_SIZES = "16,64"
+ROWS = {"prompt-tokens": 128, "tokens": 64}
+
+
+def run(*command: str | Path) -> None:
+    print("$", *command, flush=True)
+    subprocess.run([str(part) for part in command], cwd=ROOT, check=True)
+
+
+def evaluate(flexquant: Path, work: Path, output: Path, policies: list[str], *options: str) -> None:
+    """Measure policies of the built checkpoint into ``output``/quality.{json,md,png,svg}."""
+    rows = [argument for name, value in ROWS.items() for argument in (f"--{name}", str(value))]
+    command = [flexquant, "eval", work / "merged", "--text", work / "held-out.txt", "--reference", MODEL]
+    run(*command, "--policies", ",".join(policies), "--output", output, *rows, *options)
+
+
+def write_smoothing(variant: Path, quality: Path, output: Path) -> None:
+    """Write what the search for SmoothQuant's strength found, with the machine and versions of the run."""
+    report = json.loads((variant / "quantization_report.json").read_text())
+    measured = json.loads((quality / "quality.json").read_text())
+    document = {
+        "argv": ["benchmarks/quality.py"],
+        "machine": measured["machine"],
+        "recipe": (variant / "recipe.yaml").read_text(),
+        "calibration": report["calibration"],
+        "smoothing": report["smoothing"],
+    }
+    output.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, default=Path(".work/quality"), help="texts and checkpoints")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="(%(default)s)")
+    parser.add_argument("--quantize", type=Path, default=Path(".venv/quantize/bin"), help="(%(default)s)")
+    parser.add_argument("--serve", type=Path, default=Path(".venv/serve/bin"), help="(%(default)s)")
+    args = parser.parse_args()
+    work, results = args.work, args.results
+
+    if not (ROOT / work / "held-out.txt").exists():
+        run(sys.executable, "benchmarks/prose.py", "--output", work)
+    build = [args.quantize / "flexquant", "build", MODEL, "--output", work / "merged", "--recipe", RECIPE]
+    run(*build, "--variants-folder", work / "variants", "--calibration", work / "calibration.txt")
+    variants = sorted(path.name for path in (ROOT / work / "variants").iterdir())
+    methods = [name for name in variants if name not in POLICIES]
+    flexquant = args.serve / "flexquant"
+    evaluate(flexquant, work, results / "quality", POLICIES, "--batch-sizes", BATCH_SIZES, "--samples", "64")
+    options = ["--batch-sizes", "16", "--samples", "32", "--no-questions"]
+    evaluate(flexquant, work, results / "quality-methods", ["w8a8", "w4a16", *methods], *options)
+    write_smoothing(work / "variants/w8a8", results / "quality", ROOT / results / "smoothing.json")
+
+
+if __name__ == "__main__":
+    main()

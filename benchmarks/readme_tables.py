@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Write the README's numbers from the committed results: each stands between two comments, never by hand.
+
+python benchmarks/readme_tables.py           # write them
+python benchmarks/readme_tables.py --check   # fail if they are not what the results say
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks/results"
+BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+
+METHODS = {
+    "w8a8": "W8A8: SmoothQuant searched per layer + GPTQ (default)",
+    "w8a8-alpha06": "W8A8: SmoothQuant 0.6 + GPTQ",
+    "w8a8-alpha05": "W8A8: SmoothQuant 0.5 + GPTQ",
+    "w4a16": "W4A16: GPTQ on normalised tokens, importance-weighted scales (default)",
+    "w4a16-norm2": "the same, scales searched by squared error",
+    "w4a16-g32": "the same, groups of 32",
+    "w4a16-spared-16bit": "the same, the most sensitive 5 % of weights in 16 bit",
+    "w4a16-spared-w8a8": "the same, the most sensitive 5 % of weights in W8A8",
+    "w4a16-gptq-imatrix": "W4A16: GPTQ, importance-weighted scales",
+    "w4a16-gptq": "W4A16: GPTQ as llm-compressor does it",
+    "w4a16-awq": "W4A16: AWQ without v → o, rounding to nearest",
+    "w4a16-rtn-mse": "W4A16: rounding to nearest, scales clipped by MSE",
+    "w4a16-rtn": "W4A16: rounding to nearest",
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def quality_cells(result: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+    quality = result["quality"]
+    change = quality["perplexity"] / reference["quality"]["perplexity"] - 1
+    kl = "–" if quality["mean_kl"] is None else f"{quality['mean_kl']:.4f} ± {quality['mean_kl_error']:.4f}"
+    top = "–" if quality["top1_agreement"] is None else f"{quality['top1_agreement']:.1%}"
+    return [f"{quality['perplexity']:.2f}", "–" if result is reference else f"{change:+.1%}", kl, top]
+
+
+def policies() -> str:
+    document = read("quality/quality.json")
+    reference, *results = document["results"]
+    rows = []
+    for result in [reference, *(r for r in results if not same_policy(r))]:
+        name = f"`{result['policy']}`" if result is not reference else "16 bit"
+        answers = result.get("answers")
+        size = result["bytes_per_weight"]
+        rows.append(
+            [
+                name,
+                str(result["batch_size"]),
+                *quality_cells(result, reference),
+                f"{answers['identical']}/{answers['questions']}" if answers else "–",
+                f"{size['resident']:.2f}",
+                f"{size['decode']:.2f}",
+            ]
+        )
+    header = ["policy", "batch", "perplexity", "change", "KL to 16 bit (nats)", "same top token"]
+    return table([*header, "same answers", "bytes/weight held", "read in decode"], rows)
+
+
+def same_policy(result: dict[str, Any]) -> bool:
+    """Whether a row only repeats the same policy at another batch size."""
+    return (result.get("same_as") or {}).get("policy") == result["policy"]
+
+
+def methods() -> str:
+    reference, *results = read("quality-methods/quality.json")["results"]
+    found = {result["policy"]: result for result in results}
+    rows = [["16 bit", *quality_cells(reference, reference), "2.00"]]
+    for name, text in METHODS.items():
+        size = found[name]["bytes_per_weight"]["decode"]
+        rows.append([text, *quality_cells(found[name], reference), f"{size:.2f}"])
+    header = ["how", "perplexity", "change", "KL to 16 bit (nats)", "same top token", "bytes/weight"]
+    return table(header, rows)
+
+
+def smoothing() -> str:
+    found = read("smoothing.json")["smoothing"]
+    ratios, best = found["ratios_to_per_mapping"], found["best_single_alpha"]
+    summed, relative = ratios["summed_mse"], ratios["relative_mse"]
+    return (
+        f"Searching SmoothQuant's strength for each of {len(found['mappings'])} mappings leaves "
+        f"{summed['all_0.5']:.2f} times less output MSE, summed over the layers, than 0.5 everywhere, "
+        f"{summed['best_single']:.2f} times less than the best single strength ({best}) "
+        f"and {summed['none']:.2f} times less than no smoothing; relative to each layer's output "
+        f"{relative['all_0.5']:.2f}, {relative['best_single']:.2f} and {relative['none']:.2f} times."
+    )
+
+
+def merging() -> str:
+    found = read("merge.json")
+    return (
+        f"Merging {found['input_bytes'] / 1e9:.1f} GB on two CPU cores took {found['merge_to_cp']:.1f} times "
+        "as long as `cp -r` of the same bytes, most of it for comparing the weights "
+        f"({found['merge_without_comparing_to_cp']:.1f} times without), and at most "
+        f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory"
+    )
+
+
+def main() -> int:
+    text = README.read_text(encoding="utf-8")
+    blocks = {f.__name__: f for f in (policies, methods, smoothing, merging)}
+    written = BLOCK.sub(lambda match: match[1] + blocks[match[2]]() + match[3], text)
+    if "--check" in sys.argv[1:]:
+        return int(written != text)
+    README.write_text(written, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

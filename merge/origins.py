@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""How each variant was made, in Markdown for the model card, from the recipes that came with the sources.
+
+``recipe.<variant>.yaml`` in the merged checkpoint is the whole recipe; the card says it in a paragraph.
+Recipes of other tools are kept and named, not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flexquant.merge.sidecars import recipe_name
+
+OUR_RECIPES = "flexquant.recipe/"
+NOT_VERSIONS = ("model", "weights_sha256", "calibration_rows_sha256")
+
+
+def describe_origins(variants: Sequence[str], files: Mapping[str, Path]) -> str:
+    """Return a Markdown list with an item per variant; ``files`` are the checkpoint's sidecars by name."""
+    return "\n".join(_describe(name, files.get(recipe_name(name))) for name in variants)
+
+
+def _describe(variant: str, path: Path | None) -> str:
+    if path is None:
+        return f"- `{variant}`: its source came without a recipe."
+    document = _read(path)
+    if document is None:
+        return f"- `{variant}`: by `{recipe_name(variant)}`, as it came with the source."
+    made, calibration = document["made_with"], document.get("calibration")
+    (section,) = document["variants"].values()
+    modifiers = [
+        f"  - {name}: {'; '.join(f'{key} {_short(value)}' for key, value in arguments.items())}"
+        for name, arguments in section.items()
+    ]
+    data = "without calibration data"
+    if calibration:
+        text = calibration["data"] or "Python's language reference"
+        data = (
+            f"calibrated on {text}: {calibration['samples']} samples of {calibration['length']} tokens, seed "
+            f"{calibration['seed']} (token ids with SHA-256 `{made['calibration_rows_sha256']}`)"
+        )
+    tools = ", ".join(f"{name} {version}" for name, version in made.items() if name not in NOT_VERSIONS)
+    return "\n".join(
+        [
+            f"- `{variant}`: from {made['model']} (weights with SHA-256 `{made['weights_sha256']}`), "
+            f"{data}, by {tools}. In order, and in full in `{recipe_name(variant)}`:",
+            *modifiers,
+        ]
+    )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return a recipe that FlexQuant wrote for one variant; None for any other."""
+    try:
+        document = yaml.safe_load(path.read_bytes())
+    except yaml.YAMLError:
+        return None
+    if not isinstance(document, dict) or not str(document.get("schema", "")).startswith(OUR_RECIPES):
+        return None
+    return document if "made_with" in document and len(document["variants"]) == 1 else None
+
+
+def _short(value: Any) -> str:
+    """Write a value on one line; of numbers given for many modules, the range."""
+    if isinstance(value, dict) and all(isinstance(v, int | float | None) for v in value.values()):
+        numbers = [v for v in value.values() if v is not None]
+        span = f"{min(numbers)} to {max(numbers)}" if numbers else "none"
+        return f"{span}, chosen for each of {len(value)} modules"
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()

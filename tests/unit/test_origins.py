@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The model card says how each variant was made, as far as the source's recipe tells."""
+
+from __future__ import annotations
+
+from flexquant.merge.origins import describe_origins
+
+RECIPE = """
+schema: flexquant.recipe/v1
+calibration: {data: chats.jsonl, samples: 64, length: 512, seed: 7}
+variants:
+  int8:
+    SmoothQuantModifier: {smoothing_strength: {a: 0.5, b: 0.8, c: null}}
+    GPTQModifier: {scheme: W8A8, ignore: [lm_head]}
+made_with: {llmcompressor: 0.14.0.1, model: org/model, weights_sha256: abc, calibration_rows_sha256: def}
+"""
+
+
+def test_our_recipes_are_told_in_full(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    # A variant may be merged under another name than the one it was quantised under.
+    text = describe_origins(["w8a8"], {"recipe.w8a8.yaml": recipe})
+    assert text.splitlines() == [
+        "- `w8a8`: from org/model (weights with SHA-256 `abc`), calibrated on chats.jsonl: 64 samples of 512 "
+        "tokens, seed 7 (token ids with SHA-256 `def`), by llmcompressor 0.14.0.1. In order, and in full in "
+        "`recipe.w8a8.yaml`:",
+        "  - SmoothQuantModifier: smoothing_strength 0.5 to 0.8, chosen for each of 3 modules",
+        "  - GPTQModifier: scheme W8A8; ignore [lm_head]",
+    ]
+
+
+def test_other_recipes_are_named_and_missing_ones_said(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    for text in ("scheme: w8a8\n", "default_stage: {default_modifiers: {}}", "- : [", RECIPE.split("made")[0]):
+        recipe.write_text(text)
+        found = describe_origins(["w8a8", "w4a16"], {"recipe.w8a8.yaml": recipe})
+        assert found.splitlines() == [
+            "- `w8a8`: by `recipe.w8a8.yaml`, as it came with the source.",
+            "- `w4a16`: its source came without a recipe.",
+        ]
