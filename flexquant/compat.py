@@ -11,25 +11,46 @@ import torch
 
 
 @functools.cache
-def provide_cpu_int4_kernel() -> None:
-    """Give W4A16 a kernel, in this process, on a CPU where vLLM's own is selected but was not compiled.
+def provide_cpu_kernels() -> None:
+    """Give W4A16 and W8A8 kernels, in this process, on a CPU for which vLLM's own are missing or wrong."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        from vllm import _custom_ops  # noqa: F401 - loads torch.ops._C
+
+        _provide_cpu_int4_kernel()
+        _provide_cpu_int8_kernel()
+
+
+def _provide_cpu_int4_kernel() -> None:
+    """Replace a kernel that is selected but was not compiled.
 
     vLLM 0.32's CPUWNA16LinearKernel accepts every layer, and then fails at the first forward pass where the
     CPU has no AVX512, because ``torch.ops._C.cpu_gemm_wna16`` is missing from its AVX2 library. Delete when
     the oldest supported vLLM either has the operator for AVX2 or does not select the kernel without it.
     """
-    from vllm.platforms import PlatformEnum, current_platform
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        from flexquant.cpu_int4 import TorchCPUInt4LinearKernel
 
-    if not current_platform.is_cpu() or torch.backends.cpu.get_cpu_capability() != "AVX2":
-        return
-    from vllm import _custom_ops  # noqa: F401 - loads torch.ops._C
+        _replace_cpu_kernel("CPUWNA16LinearKernel", TorchCPUInt4LinearKernel, "mp")
 
-    if hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        return
+
+def _provide_cpu_int8_kernel() -> None:
+    """Replace a kernel whose sums overflow.
+
+    vLLM 0.32's CPUInt8ScaledMMLinearKernel hands s8 x s8 to oneDNN, which saturates on CPUs without VNNI.
+    Delete when :func:`flexquant.cpu_int8.int8_saturates` is False there for the oldest supported vLLM.
+    """
+    from flexquant.cpu_int8 import ExactCPUInt8LinearKernel, int8_saturates
+
+    if int8_saturates():
+        _replace_cpu_kernel("CPUInt8ScaledMMLinearKernel", ExactCPUInt8LinearKernel, "int8")
+
+
+def _replace_cpu_kernel(name: str, kernel: type, kind: str) -> None:
     from vllm.model_executor.kernels.linear import register_linear_kernel
-
-    from flexquant.cpu_int4 import TorchCPUInt4LinearKernel
+    from vllm.platforms import PlatformEnum
 
     disabled = os.environ.get("VLLM_DISABLED_KERNELS", "")
-    os.environ["VLLM_DISABLED_KERNELS"] = ",".join(filter(None, [disabled, "CPUWNA16LinearKernel"]))
-    register_linear_kernel(TorchCPUInt4LinearKernel, PlatformEnum.CPU, "mp")
+    os.environ["VLLM_DISABLED_KERNELS"] = ",".join(filter(None, [disabled, name]))
+    register_linear_kernel(kernel, PlatformEnum.CPU, kind)

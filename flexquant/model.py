@@ -17,7 +17,7 @@ from vllm.sequence import IntermediateTensors
 
 from flexquant import __version__
 from flexquant.checkpoint import MergedConfig
-from flexquant.compat import provide_cpu_int4_kernel
+from flexquant.compat import provide_cpu_kernels
 from flexquant.loading import VariantLoader
 from flexquant.memory import bytes_in_16_bit, weight_bytes
 from flexquant.plans import build_plan, build_variants
@@ -32,7 +32,7 @@ class FlexQuantForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        provide_cpu_int4_kernel()
+        provide_cpu_kernels()
         self.config = vllm_config.model_config.hf_config
         self.merged = MergedConfig.from_json(self.config.quantization_config)
         check_supported(vllm_config, self.merged)

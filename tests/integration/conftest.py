@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from vllm import LLM  # noqa: E402 - reads the environment above
 
-from flexquant.compat import provide_cpu_int4_kernel  # noqa: E402
+from flexquant.compat import provide_cpu_kernels  # noqa: E402
 
 WORK = Path(__file__).parents[2] / ".work"
 NAME = "SmolLM2-135M-Instruct"
@@ -34,8 +34,8 @@ NAME = "SmolLM2-135M-Instruct"
 def engine(folder: Path | str, policy: str | None = None, **options: Any) -> Iterator[LLM]:
     """An in-process engine on ``folder``, freed on leaving; ``policy`` is for merged checkpoints."""
     flexquant = options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
-    # Stock vLLM needs it too, for the W4A16 checkpoints that merged ones are compared with.
-    provide_cpu_int4_kernel()
+    # Stock vLLM needs them too, for the checkpoints that merged ones are compared with.
+    provide_cpu_kernels()
     options = {"enforce_eager": True, "max_model_len": 1024, **options}
     with in_process.engine(folder, flexquant=flexquant, **options) as llm:
         yield llm

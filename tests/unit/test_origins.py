@@ -33,7 +33,12 @@ def test_our_recipes_are_told_in_full(tmp_path):
 
 def test_other_recipes_are_named_and_missing_ones_said(tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    for text in ("scheme: w8a8\n", "default_stage: {default_modifiers: {}}", "- : [", RECIPE.split("made")[0]):
+    for text in (
+        "scheme: w8a8\n",
+        "default_stage: {default_modifiers: {}}",
+        "- : [",
+        RECIPE.split("made")[0],
+    ):
         recipe.write_text(text)
         found = describe_origins(["w8a8", "w4a16"], {"recipe.w8a8.yaml": recipe})
         assert found.splitlines() == [

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Another architecture all the way: quantised and merged by `flexquant build`, served, and evaluated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+from openai import OpenAI
+
+from examples.vllm_server import vllm_serve
+from flexquant.evaluation.evaluating import evaluate
+from flexquant.evaluation.settings import Settings
+from tests.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.engine
+
+QUANTIZE = Path(__file__).parents[2] / ".venv/quantize/bin/flexquant"
+SETTINGS = Settings(batch_sizes=(4,), samples=8, prompt_tokens=32, tokens=16)
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory) -> dict[str, Path]:
+    """A small Qwen2, which has biases on q, k and v, and what `flexquant build` made of it."""
+    if not QUANTIZE.exists():
+        pytest.fail("the quantising environment is missing: run the tests with 'make test', which makes it")
+    folder = tmp_path_factory.mktemp("qwen2")
+    model = make_checkpoint(folder / "model", "qwen2", scheme=None)
+    command = [QUANTIZE, "build", model, "--output", folder / "merged", "--samples", "8", "--length", "64"]
+    subprocess.run([str(part) for part in command], check=True, timeout=300)
+    return {"model": model, "merged": folder / "merged"}
+
+
+def test_served(qwen2, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    options = ["--additional-config", json.dumps({"flexquant": {"policy": "phase", "trace": str(trace)}})]
+    options += ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
+    with vllm_serve(qwen2["merged"], *options) as url:
+        client = OpenAI(base_url=url, api_key="none")
+        answer = client.completions.create(
+            model=str(qwen2["merged"]), prompt="def merge(", max_tokens=8, extra_body={"ignore_eos": True}
+        )
+    assert answer.usage.completion_tokens == 8
+    passes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+    assert [(p["phase"], p["plan"]) for p in passes] == [("prefill", "w8a8")] + [("decode", "w4a16")] * 7
+
+
+def test_evaluated(qwen2, tmp_path):
+    (tmp_path / "text.txt").write_text(topics["execmodel"])
+    document = evaluate(
+        qwen2["merged"],
+        tmp_path / "text.txt",
+        reference=qwen2["model"],
+        policies=["w8a8", "phase"],
+        questions=[],
+        settings=SETTINGS,
+    )
+    reference, w8a8, phase = document["results"]
+    assert w8a8["deviations"] == phase["deviations"] == []
+    assert 0 < w8a8["quality"]["mean_kl"] < phase["quality"]["mean_kl"]
+    # Random weights have flat distributions: what is far off here is a broken fold of a bias or a scale.
+    assert phase["quality"]["mean_kl"] < 0.5
+    assert w8a8["quality"]["top1_agreement"] > 0.8
+    assert reference["quality"]["perplexity"] > 1
