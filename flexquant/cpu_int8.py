@@ -26,7 +26,7 @@ def int8_saturates() -> bool:
 
 
 class ExactCPUInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
-    """vLLM's kernel, with dynamic symmetric activations multiplied in fp32; other schemes are left to vLLM's."""
+    """vLLM's kernel, but dynamic symmetric activations are multiplied in fp32; other schemes stay vLLM's."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if self.config.is_static_input_scheme or not self.config.input_symmetric:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The commands and files that README.md shows, for the tests that run them."""
+"""The commands and documents that README.md shows, for the tests that run them."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def commands() -> list[str]:
     """Every command line of the README's ``bash`` blocks, comments left out."""
     lines = [line.strip() for block in blocks("bash") for line in block.splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def document(schema: str) -> str:
+    """The README's YAML document of a schema."""
+    (found,) = [block for block in blocks("yaml") if f"schema: {schema}\n" in block]
+    return found

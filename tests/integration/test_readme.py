@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 
@@ -16,17 +17,20 @@ from tests import readme
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+FEW = shlex.split("--samples 4 --batch-sizes 4 --prompt-tokens 32 --tokens 8 --no-questions")
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory, real_variants):
-    """A folder with what the README's commands expect to find: quantised variants, a policy file."""
+def workplace(tmp_path_factory, real_model, real_variants, real_merged):
+    """A folder with what the README's commands expect to find: what `flexquant build` made, a policy, a text."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "my-variants").mkdir()
     for name, path in real_variants.items():
         (folder / "my-variants" / name).symlink_to(path)
-    (policy,) = readme.blocks("yaml")
-    (folder / "my-policy.yaml").write_text(policy)
+    (folder / "my-model").symlink_to(real_model)
+    (folder / "my-model-merged").symlink_to(real_merged)
+    (folder / "my-policy.yaml").write_text(readme.document("flexquant.policy/v1"))
+    (folder / "my-text.txt").write_text(topics["execmodel"])
     return folder
 
 
@@ -47,11 +51,12 @@ def test_make_targets_exist(command):
 
 @pytest.mark.engine
 def test_flexquant_commands_in_order(workplace):
-    commands = [command for command in of("flexquant") if not command.startswith("flexquant quantize")]
+    commands = [c for c in of("flexquant") if not c.startswith(("flexquant quantize", "flexquant build"))]
     assert len(commands) > 6
     for command in commands:
+        few = FEW if command.startswith("flexquant eval") else []
         done = subprocess.run(
-            [str(BIN / "flexquant"), *shlex.split(command)[1:]],
+            [str(BIN / "flexquant"), *shlex.split(command)[1:], *few],
             cwd=workplace,
             capture_output=True,
             text=True,

@@ -13,6 +13,7 @@ import pytest
 
 from flexquant import cli
 from tests import readme
+from tests.quantize.folders import section
 from tests.quantize.quantizing import FEW
 
 OPTIONS = [argument for key, value in FEW.items() for argument in (f"--{key}", str(value))]
@@ -55,9 +56,19 @@ def test_without_llmcompressor(
     assert "install flexquant[quantize] in an environment of its own" in capsys.readouterr().err
 
 
-def test_the_readmes_command(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = next(c for c in readme.commands() if c.startswith("flexquant quantize"))
+def test_the_readmes_commands(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my-model").symlink_to(model)
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*shlex.split(command)[1:], *OPTIONS]) == 0
+    commands = [c for c in readme.commands() if c.startswith(("flexquant quantize", "flexquant build"))]
+    for command in commands:
+        assert cli.main([*shlex.split(command)[1:], *OPTIONS]) == 0
     assert {p.name for p in (tmp_path / "my-variants").iterdir()} == {"w8a8", "w4a16"}
+    assert {p.name for p in tmp_path.iterdir()} > {"my-model-merged", "my-other-variants"}
+
+
+def test_the_readmes_recipe(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(readme.document("flexquant.recipe/v1"))
+    command = ["quantize", str(model), "--output", str(tmp_path / "variants"), *OPTIONS]
+    assert cli.main([*command, "--recipe", str(tmp_path / "recipe.yaml")]) == 0
+    ignored = section(tmp_path / "variants/w8a8")["ignore"]
+    assert len(ignored) > 1 and "lm_head" in ignored
