@@ -11,6 +11,7 @@ from typing import Any
 from flexquant.errors import FlexQuantError
 from flexquant.merge.logical import count_layers
 from flexquant.merge.merged import MergedCheckpoint
+from flexquant.quantization.hub import explained
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,10 @@ class Subject:
         """
         from transformers import AutoConfig
 
-        try:
+        with explained(
+            f"the reference {model} cannot be read", "give the folder or Hugging Face id of the 16-bit model"
+        ):
             config = AutoConfig.from_pretrained(str(model))
-        except (OSError, ValueError) as e:
-            raise FlexQuantError(
-                f"the reference {model} cannot be read ({_first_line(e)}); give the folder or Hugging Face "
-                "id of the 16-bit model"
-            ) from e
         if getattr(config, "quantization_config", None):
             raise FlexQuantError(
                 f"the reference {model} is itself quantised; give the 16-bit model that the variants were "
@@ -83,13 +81,5 @@ def load_tokenizer(model: str | Path) -> Any:
     """Return the model's tokenizer; raise FlexQuantError when it has none that can be read."""
     from transformers import AutoTokenizer
 
-    try:
+    with explained(f"the tokenizer of {model} cannot be read", "put its files into the folder"):
         return AutoTokenizer.from_pretrained(str(model))
-    except (OSError, ValueError) as e:
-        raise FlexQuantError(
-            f"the tokenizer of {model} cannot be read ({_first_line(e)}); put its files into the folder"
-        ) from e
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -27,6 +27,7 @@ def read_rows(text: str | Path, tokenizer: Any, settings: Settings) -> list[list
         samples=settings.samples,
         length=settings.row_tokens,
         seed=settings.seed,
+        name=f"the text {text}",
     )
 
 

@@ -42,12 +42,19 @@ def read_documents(calibration: str | Path | None) -> Iterator[Document]:
 
 
 def calibration_rows(
-    documents: Iterable[Document], tokenizer: Any, *, samples: int, length: int, seed: int
+    documents: Iterable[Document],
+    tokenizer: Any,
+    *,
+    samples: int,
+    length: int,
+    seed: int,
+    name: str = "the calibration data",
 ) -> list[list[int]]:
     """Return ``samples`` rows of ``length`` token ids each, drawn without repetition.
 
     Documents are joined with the end-of-text token; each row starts with the begin-of-text token if the
-    tokenizer adds one. Equal arguments give equal rows. Raises FlexQuantError when there is not enough text.
+    tokenizer adds one. Equal arguments give equal rows. Raises FlexQuantError, which calls the documents
+    ``name``, when there is not enough text.
     """
     if samples < 1 or length < 2:
         raise FlexQuantError(
@@ -66,10 +73,10 @@ def calibration_rows(
         if len(tokens) >= POOL * needed:
             break
     if not tokens:
-        raise FlexQuantError("the calibration data has no text; give text like your users' requests")
+        raise FlexQuantError(f"{name} has no text; give text like your users' requests")
     if len(tokens) < needed:
         raise FlexQuantError(
-            f"the calibration data has {len(tokens):,} tokens, but {samples} samples of {length} tokens need "
+            f"{name} has {len(tokens):,} tokens, but {samples} samples of {length} tokens need "
             f"{needed:,}; give more text, or lower the samples or their length"
         )
     starts = range(0, len(tokens) - body + 1, body)

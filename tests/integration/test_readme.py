@@ -22,7 +22,7 @@ FEW = shlex.split("--samples 4 --batch-sizes 4 --prompt-tokens 32 --tokens 8 --n
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory, real_model, real_variants, real_merged):
-    """A folder with what the README's commands expect to find: what `flexquant build` made, a policy, a text."""
+    """A folder with what the README's commands expect: what `flexquant build` made, a policy, a text."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "my-variants").mkdir()
     for name, path in real_variants.items():
