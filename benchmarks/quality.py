@@ -31,10 +31,11 @@ def run(*command: str | Path) -> None:
     subprocess.run([str(part) for part in command], cwd=ROOT, check=True)
 
 
-def evaluate(flexquant: Path, work: Path, output: Path, policies: list[str], *options: str) -> None:
-    """Measure policies of the built checkpoint into ``output``/quality.{json,md,png,svg}."""
+def evaluate(flexquant: Path, checkpoint: Path, output: Path, policies: list[str], *options: str) -> None:
+    """Measure policies of a checkpoint into ``output``/quality.{json,md,png,svg}."""
     rows = [argument for name, value in ROWS.items() for argument in (f"--{name}", str(value))]
-    command = [flexquant, "eval", work / "merged", "--text", work / "held-out.txt", "--reference", MODEL]
+    text = checkpoint.with_name("held-out.txt")
+    command = [flexquant, "eval", checkpoint, "--text", text, "--reference", MODEL]
     run(*command, "--policies", ",".join(policies), "--output", output, *rows, *options)
 
 
@@ -70,9 +71,14 @@ def main() -> None:
     variants = sorted(path.name for path in (ROOT / work / "variants").iterdir())
     methods = [name for name in variants if name not in POLICIES]
     flexquant = args.serve / "flexquant"
-    evaluate(flexquant, work, results / "quality", POLICIES, "--batch-sizes", BATCH_SIZES, "--samples", "64")
+    # By themselves, since with all the others two variants differ too much to be mixed layer by layer.
+    pair = [f"{name}={work / 'variants' / name}" for name in ("w8a8", "w4a16")]
+    run(flexquant, "merge", *pair, "--output", work / "policies", "--overwrite")
+    options = ["--batch-sizes", BATCH_SIZES, "--samples", "64"]
+    evaluate(flexquant, work / "policies", results / "quality", POLICIES, *options)
     options = ["--batch-sizes", "16", "--samples", "32", "--no-questions"]
-    evaluate(flexquant, work, results / "quality-methods", ["w8a8", "w4a16", *methods], *options)
+    every = ["w8a8", "w4a16", *methods]
+    evaluate(flexquant, work / "merged", results / "quality-methods", every, *options)
     write_smoothing(work / "variants/w8a8", results / "quality", ROOT / results / "smoothing.json")
 
 
