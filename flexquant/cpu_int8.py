@@ -19,9 +19,9 @@ from vllm.model_executor.layers.quantization.utils.w8a8_utils import convert_to_
 def int8_saturates() -> bool:
     """Whether vLLM's INT8 operator gives wrong sums on this CPU, tried on the largest 8-bit values."""
     x, weight = (torch.full((rows, 64), 127, dtype=torch.int8) for rows in (1, 16))  # [.., in]
-    out = torch.empty(1, 16)
-    handler = ops.create_onednn_scaled_mm(weight.t(), torch.ones(16, 1), out.dtype, True, False, 32)
-    ops.onednn_scaled_mm(handler, x, out, torch.ones(1, 1), None, None, None)
+    out, scales, x_scale = (torch.ones(shape, dtype=torch.float32) for shape in ((1, 16), (16, 1), (1, 1)))
+    handler = ops.create_onednn_scaled_mm(weight.t(), scales, out.dtype, True, False, 32)
+    ops.onednn_scaled_mm(handler, x, out, x_scale, None, None, None)
     return bool((out != 64 * 127 * 127).any())
 
 
