@@ -1,186 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a recipe may say: llmcompressor's modifiers, their arguments, and what each argument may be.
-
-The names are llmcompressor's. ``group_size`` is ours, since its presets fix the number, and so is GPTQ's
-``first_token_weight``, which chooses :mod:`flexquant.quantization.gptq`. Written down here, so that a recipe
-is checked to the line before anything heavy is imported. What would change the KV cache is missing on purpose
-and refused with the reason (:mod:`flexquant.quantization.kv_safety`).
-"""
+"""llmcompressor's modifiers from a resolved recipe, and our own among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
-from flexquant.quantization.kv_safety import SHARED_CACHE, check_mapping, check_targets
-
-Check = Callable[[Any], str | None]
-"""Return what a value should be instead, or None when it is right."""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+from flexquant.errors import FlexQuantError
+from flexquant.quantization.resolve import ResolvedVariant
+from flexquant.quantization.schemes import preset_scheme, quantization_groups
+from flexquant.quantization.vocabulary import split_mapping
 
 
-def _whole(minimum: int) -> Check:
-    def check(value: Any) -> str | None:
-        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
-            return None
-        return f"give a whole number of at least {minimum}"
+def build_modifiers(
+    variant: ResolvedVariant, rows: Sequence[Any] = (), tokens: int = 0
+) -> tuple[list[Any], bool]:
+    """Return llmcompressor's modifiers in the order of use, and whether they need calibration data.
 
-    return check
+    ``rows`` are the calibration rows [tokens]. Raises FlexQuantError for arguments that llmcompressor
+    refuses.
+    """
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 
+    from flexquant.quantization.gptq import TokenNormalizedGPTQ
+    from flexquant.quantization.sensitivity import SpareSensitiveLayers
+    from flexquant.quantization.smoothing import SearchedSmoothQuant
 
-def _fraction(value: Any) -> str | None:
-    return None if _is_number(value) and 0 <= value <= 1 else "give a number from 0 to 1"
-
-
-def _positive(value: Any) -> str | None:
-    return None if _is_number(value) and value > 0 else "give a number above 0"
-
-
-def _one_of(*allowed: Any) -> Check:
-    names = ", ".join("null" if value is None else str(value).lower() for value in allowed)
-    return lambda value: None if any(value is a or value == a for a in allowed) else f"give one of {names}"
-
-
-def _text(value: Any) -> str | None:
-    return None if isinstance(value, str) and value else "give text"
-
-
-def _names(value: Any) -> str | None:
-    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-        return None
-    return 'give a list of module names, classes or regular expressions such as "re:.*q_proj$"'
-
-
-def _targets(value: Any) -> str | None:
-    return _names(value) or check_targets(value)
-
-
-def _group_size(value: Any) -> str | None:
-    sizes = value if isinstance(value, list) else [value]
-    if sizes and all(_whole(1)(size) is None for size in sizes):
-        return None
-    return "give a number of input features, or a list of which the first that fits is taken"
-
-
-def _scheme(value: Any) -> str | None:
-    if isinstance(value, str) and value:
-        return None
-    if isinstance(value, dict) and value:
-        return next((problem for targets in value.values() if (problem := _targets(targets))), None)
-    return "give the name of a preset such as W8A8, or a mapping from presets to lists of targets"
-
-
-def _config_groups(value: Any) -> str | None:
-    if not isinstance(value, dict) or not value or not all(isinstance(g, dict) for g in value.values()):
-        return "give a mapping from names to groups with targets, weights and input_activations"
-    for name, group in value.items():
-        if group.get("output_activations") is not None:
-            return (
-                f"remove output_activations from {name}: rounded outputs of k_proj and v_proj {SHARED_CACHE}"
-            )
-        if problem := _targets(group.get("targets")):
-            return f"correct the targets of {name}: {problem}"
-    return None
+    recipe, built = variant.recipe, []
+    try:
+        for name, given in recipe.modifiers.items():
+            arguments = dict(given)
+            if name == "SmoothQuantModifier":
+                strength = arguments.pop("smoothing_strength")
+                candidates = strength if isinstance(strength, list) else []
+                fixed = strength if isinstance(strength, dict) else dict.fromkeys(variant.smoothed, strength)
+                built.append(
+                    SearchedSmoothQuant(
+                        candidates=candidates, fixed={} if candidates else fixed, tokens=tokens, **arguments
+                    )
+                )
+            elif name == "AWQModifier":
+                pairs = [pair for m in arguments.pop("mappings") if (pair := split_mapping(m))]
+                mappings = [AWQMapping(smooth, balance) for balance, smooth in pairs]
+                built.append(AWQModifier(mappings=mappings, **arguments))
+            else:
+                groups = quantization_groups(arguments)
+                kept = {
+                    k: v
+                    for k, v in arguments.items()
+                    if k not in ("scheme", "targets", "group_size", "config_groups")
+                }
+                kept.setdefault("ignore", [])
+                quantizer = {"GPTQModifier": GPTQModifier, "QuantizationModifier": QuantizationModifier}[name]
+                if "first_token_weight" in kept:
+                    quantizer = TokenNormalizedGPTQ
+                built.append(quantizer(config_groups=groups, **kept))
+        _check_observers(built[-1])
+    except ValueError as e:
+        reason = " ".join(str(e).split())
+        raise FlexQuantError(f"{recipe.place} is refused by llmcompressor ({reason})") from e
+    needs_data = any(modifier.requires_calibration_data for modifier in built)
+    if recipe.sensitive_layers is not None:
+        preset = recipe.sensitive_layers.scheme
+        scheme = None if preset is None else preset_scheme(preset, ["Linear"], variant.group_size)
+        budget = recipe.sensitive_layers.budget
+        search = SpareSensitiveLayers(rows=rows, budget=budget, scheme=scheme, quantizer=built[-1])
+        built.insert(len(built) - 1, search)
+        needs_data = True
+    return built, needs_data
 
 
-def _observers(value: Any) -> str | None:
-    if isinstance(value, dict) and value and set(value) <= {"weights", "input"}:
-        return next((problem for name in value.values() if (problem := _text(name))), None)
-    return "give a mapping such as {weights: memoryless_mse}, or use weight_observer"
+def _check_observers(quantizer: Any) -> None:
+    """Raise ValueError for an observer that llmcompressor lacks."""
+    from llmcompressor.observers import Observer
 
-
-def _smoothing_strength(value: Any) -> str | None:
-    if isinstance(value, dict):
-        strengths, empty = [v for v in value.values() if v is not None], not value
-    else:
-        strengths = value if isinstance(value, list) else [value]
-        empty = not strengths
-    if empty or any(_fraction(strength) for strength in strengths):
-        return (
-            "give a number from 0 to 1, a list of them to search, or a mapping from the names of smooth "
-            "modules to a number or null"
-        )
-    return None
-
-
-def _mappings(value: Any) -> str | None:
-    if isinstance(value, str) and value in NAMED_MAPPINGS:
-        return None
-    if not isinstance(value, list) or not value:
-        return f"give a list of mappings, or one of {', '.join(NAMED_MAPPINGS)}"
-    for mapping in value:
-        if (pair := split_mapping(mapping)) is None:
-            return "give every mapping as [[linear, ...], module in front of them]"
-        if problem := check_mapping(*pair):
-            return problem
-    return None
-
-
-NAMED_MAPPINGS = ("norms", "norms-and-up")
-"""From norms to the linears that read them; also from up_proj to down_proj."""
-
-
-def split_mapping(mapping: Any) -> tuple[list[str], str] | None:
-    """Return the linears and the module in front of them, from either of llmcompressor's notations."""
-    if isinstance(mapping, dict) and set(mapping) == {"smooth_layer", "balance_layers"}:
-        mapping = [mapping["balance_layers"], mapping["smooth_layer"]]
-    if not isinstance(mapping, list) or len(mapping) != 2:
-        return None
-    balance, smooth = mapping
-    if isinstance(smooth, list) and len(smooth) == 1:
-        smooth = smooth[0]
-    return (balance, smooth) if _names(balance) is None and isinstance(smooth, str) else None
-
-
-_QUANTIZING: dict[str, Check] = {
-    "targets": _targets,
-    "ignore": _names,
-    "scheme": _scheme,
-    "config_groups": _config_groups,
-    "group_size": _group_size,
-    "weight_observer": _text,
-    "input_observer": _text,
-    "observer": _observers,
-}
-
-TRANSFORMS: Mapping[str, Mapping[str, Check]] = {
-    "SmoothQuantModifier": {
-        "smoothing_strength": _smoothing_strength,
-        "mappings": _mappings,
-        "ignore": _names,
-    },
-    "AWQModifier": {
-        "mappings": _mappings,
-        "duo_scaling": _one_of(True, False, "both"),
-        "n_grid": _whole(4),
-    },
-}
-"""Modifiers that move ranges between layers, and the arguments of each."""
-
-QUANTIZERS: Mapping[str, Mapping[str, Check]] = {
-    "GPTQModifier": {
-        **_QUANTIZING,
-        "block_size": _whole(1),
-        "dampening_frac": _fraction,
-        "actorder": _one_of("static", "weight", None),
-        "first_token_weight": _positive,
-    },
-    "QuantizationModifier": _QUANTIZING,
-}
-"""Modifiers that quantise, of which a variant has exactly one, and the arguments of each."""
-
-MODIFIERS: Mapping[str, Mapping[str, Check]] = {**TRANSFORMS, **QUANTIZERS}
-
-REFUSED_MODIFIERS = {
-    name: f"rotates heads and the residual stream, and rotated K and V {SHARED_CACHE}"
-    for name in ("SpinQuantModifier", "QuIPModifier", "TransformModifier")
-}
-REFUSED_ARGUMENTS = {
-    "kv_cache_scheme": f"a variant's own scales for K and V {SHARED_CACHE}; set vLLM's --kv-cache-dtype",
-    "output_activations": f"rounded outputs of k_proj and v_proj {SHARED_CACHE}; remove it",
-    "output_observer": f"rounded outputs of k_proj and v_proj {SHARED_CACHE}; remove it",
-}
+    for group in quantizer.resolved_config.config_groups.values():
+        for arguments in (group.weights, group.input_activations):
+            observer = None if arguments is None else arguments.observer
+            if observer is not None and observer.replace("_", "-") not in Observer.registered_names():
+                known = ", ".join(name.replace("-", "_") for name in Observer.registered_names())
+                raise ValueError(f"'{observer}' is no observer; choose among {known}")

@@ -23,7 +23,7 @@ from typing import Any
 
 from flexquant.checkpoint import check_variant_name
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.modifiers import MODIFIERS, QUANTIZERS, REFUSED_ARGUMENTS, REFUSED_MODIFIERS
+from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, REFUSED_ARGUMENTS, REFUSED_MODIFIERS
 from flexquant.yaml_document import Document, KeyPath, from_yaml, show
 
 SCHEMA = "flexquant.recipe/v1"

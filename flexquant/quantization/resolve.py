@@ -14,7 +14,6 @@ from typing import Any
 
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import default_mappings, resolve_mappings
-from flexquant.quantization.modifiers import TRANSFORMS, split_mapping
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.schemes import (
     choose_group_size,
@@ -23,6 +22,7 @@ from flexquant.quantization.schemes import (
     quantization_groups,
     schemes_by_name,
 )
+from flexquant.quantization.vocabulary import TRANSFORMS, split_mapping
 
 SPARED_GROUP = "sensitive"
 

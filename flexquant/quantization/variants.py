@@ -16,8 +16,8 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge.sidecars import RECIPE
 from flexquant.merge.staging import prepare_output, staged_folder
 from flexquant.quantization.architecture import empty_model
-from flexquant.quantization.building import build_modifiers
 from flexquant.quantization.calibration import calibration_rows, read_documents
+from flexquant.quantization.modifiers import build_modifiers
 from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
 from flexquant.quantization.report import (
     is_complete,

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from flexquant.merge import merge_checkpoints
-from flexquant.quantization.modifiers import MODIFIERS
 from flexquant.quantization.recipe import SCHEMA, load_recipe
+from flexquant.quantization.vocabulary import MODIFIERS
 from tests.checkpoints import make_checkpoint
 from tests.quantize.folders import digests, relative_error, report, section, weight
 from tests.quantize.quantizing import FEW, RTN, W4A16, quantize, recipe
