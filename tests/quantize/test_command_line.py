@@ -13,6 +13,7 @@ import pytest
 
 from flexquant import cli
 from tests import readme
+from tests.checkpoints import make_checkpoint
 from tests.quantize.folders import section
 from tests.quantize.quantizing import FEW
 
@@ -66,7 +67,9 @@ def test_the_readmes_commands(model: Path, tmp_path: Path, monkeypatch: pytest.M
     assert {p.name for p in tmp_path.iterdir()} > {"my-model-merged", "my-other-variants"}
 
 
-def test_the_readmes_recipe(model: Path, tmp_path: Path) -> None:
+def test_the_readmes_recipe(tmp_path: Path) -> None:
+    # Large enough that one unit is less than the recipe's budget.
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=4)
     (tmp_path / "recipe.yaml").write_text(readme.document("flexquant.recipe/v1"))
     command = ["quantize", str(model), "--output", str(tmp_path / "variants"), *OPTIONS]
     assert cli.main([*command, "--recipe", str(tmp_path / "recipe.yaml")]) == 0
