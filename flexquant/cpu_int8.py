@@ -9,6 +9,8 @@ integers are exact in fp32, and so are their products and, to 7 digits, the sums
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
@@ -28,7 +30,7 @@ def int8_saturates() -> bool:
 class ExactCPUInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
     """vLLM's kernel, but dynamic symmetric activations are multiplied in fp32; other schemes stay vLLM's."""
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         if self.config.is_static_input_scheme or not self.config.input_symmetric:
             super().process_weights_after_loading(layer)
             return
