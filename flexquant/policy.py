@@ -15,20 +15,20 @@ imports torch or vLLM.
 
 from __future__ import annotations
 
-import importlib.resources
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from flexquant.checkpoint import check_variant_name
 from flexquant.errors import FlexQuantError
+from flexquant.named_files import builtin_names, read_named
 from flexquant.yaml_document import Document, KeyPath, from_data, from_yaml, show
 
 SCHEMA = "flexquant.policy/v1"
 DEFAULT_POLICY = "phase-batch"
+PACKAGE = "flexquant.policies"
 PHASES = ("prefill", "decode", "mixed")
 """Only prompt chunks; only sequences in generation; both."""
 
@@ -106,35 +106,17 @@ class Policy:
 
 def builtin_policies() -> list[str]:
     """Names of the policies that come with FlexQuant, sorted."""
-    files = importlib.resources.files("flexquant.policies").iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+    return builtin_names(PACKAGE)
 
 
 def load_policy(name_or_path: str) -> Policy:
     """Load a built-in policy by name, or a policy file.
 
-    Anything with a ``/``, ending in ``.yaml`` or ``.yml``, or naming an existing file that is not a
-    built-in's name is a path. Raises :class:`FlexQuantError` for an unknown name, an unreadable file, and a
-    document that breaks the schema.
+    What is a path :func:`flexquant.named_files.read_named` tells. Raises :class:`FlexQuantError` for an
+    unknown name, an unreadable file, and a document that breaks the schema.
     """
-    builtins = builtin_policies()
-    if name_or_path in builtins:
-        file = importlib.resources.files("flexquant.policies") / f"{name_or_path}.yaml"
-        return _validate(_from_yaml(file.read_bytes(), f"built-in policy {name_or_path}"), name_or_path)
-    path = Path(name_or_path).expanduser()
-    if "/" not in name_or_path and path.suffix not in (".yaml", ".yml") and not path.is_file():
-        raise FlexQuantError(
-            f"unknown policy '{name_or_path}': the built-in ones are {', '.join(builtins)}; "
-            "give one of them, or the path of a policy file (with a '/' or ending in .yaml)"
-        )
-    try:
-        text = path.read_bytes()
-    except OSError as e:
-        raise FlexQuantError(
-            f"{name_or_path}: the policy file cannot be read ({e.strerror}); give the path of a file, or "
-            f"one of the built-in policies {', '.join(builtins)}"
-        ) from e
-    return _validate(_from_yaml(text, name_or_path), name_or_path)
+    content, source = read_named(name_or_path, PACKAGE, "policy")
+    return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name_or_path)
 
 
 def parse_policy(document: dict[str, Any], source: str = "stored policy") -> Policy:
@@ -144,10 +126,6 @@ def parse_policy(document: dict[str, Any], source: str = "stored policy") -> Pol
     document breaking the schema raises.
     """
     return _validate(from_data(document, source, "policy"), source)
-
-
-def _from_yaml(text: bytes, source: str) -> Document:
-    return from_yaml(text, source, "policy", ("schema", "rules"))
 
 
 def _validate(document: Document, name: str) -> Policy:

@@ -15,7 +15,6 @@ imports torch or llmcompressor.
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,11 +22,13 @@ from typing import Any
 
 from flexquant.checkpoint import check_variant_name
 from flexquant.errors import FlexQuantError
+from flexquant.named_files import builtin_names, read_named
 from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, REFUSED_ARGUMENTS, REFUSED_MODIFIERS
 from flexquant.yaml_document import Document, KeyPath, from_yaml, show
 
 SCHEMA = "flexquant.recipe/v1"
 DEFAULT_RECIPE = "default"
+PACKAGE = "flexquant.quantization.recipes"
 
 
 @dataclass(frozen=True)
@@ -89,36 +90,18 @@ class Recipe:
 
 def builtin_recipes() -> list[str]:
     """Return the names of the recipes that come with FlexQuant, sorted."""
-    files = importlib.resources.files("flexquant.quantization.recipes").iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+    return builtin_names(PACKAGE)
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
     """Load a built-in recipe by name, or a recipe file.
 
-    Anything with a ``/``, ending in ``.yaml`` or ``.yml``, or naming an existing file that is not a
-    built-in's name is a path. Raises FlexQuantError, with the line and what is allowed, for an unknown
-    name, a file that cannot be read, a document that breaks the schema, and a recipe that would change the
-    KV cache.
+    What is a path :func:`flexquant.named_files.read_named` tells. Raises FlexQuantError, with the line and
+    what is allowed, for an unknown name, a file that cannot be read, a document that breaks the schema, and
+    a recipe that would change the KV cache.
     """
-    text, builtins = str(name_or_path), builtin_recipes()
-    if text in builtins:
-        file = importlib.resources.files("flexquant.quantization.recipes") / f"{text}.yaml"
-        return parse_recipe(file.read_bytes(), f"built-in recipe {text}", text)
-    path = Path(text).expanduser()
-    if "/" not in text and path.suffix not in (".yaml", ".yml") and not path.is_file():
-        raise FlexQuantError(
-            f"unknown recipe '{text}': the built-in ones are {', '.join(builtins)}; give one of them, or the "
-            "path of a recipe file (with a '/' or ending in .yaml)"
-        )
-    try:
-        content = path.read_bytes()
-    except OSError as e:
-        raise FlexQuantError(
-            f"{text}: the recipe file cannot be read ({e.strerror}); give the path of a file, or one of the "
-            f"built-in recipes {', '.join(builtins)}"
-        ) from e
-    return parse_recipe(content, text, text)
+    content, source = read_named(str(name_or_path), PACKAGE, "recipe")
+    return parse_recipe(content, source, str(name_or_path))
 
 
 def parse_recipe(content: bytes, source: str, name: str) -> Recipe:
