@@ -6,9 +6,8 @@
 
 Quantises SmolLM2-135M-Instruct by benchmarks/recipes/methods.yaml on one half of a real English text
 (benchmarks/prose.py), measures on the other half through vLLM, and writes to benchmarks/results: `quality`
-(the policies), `quality-methods` (ways to W8A8 and W4A16), `quality-smoothing` (W8A8 alone, on more rows)
-and `smoothing.json` (SmoothQuant's strength, searched per mapping). Needs both environments of `make setup`.
-Started again it goes on where it was.
+(the policies), `quality-methods` (ways to W8A8 and W4A16) and `smoothing.json` (SmoothQuant's strength,
+searched per mapping). Needs both environments of `make setup`. Started again it goes on where it was.
 """
 
 from __future__ import annotations
@@ -80,9 +79,6 @@ def main() -> None:
     options = ["--batch-sizes", "16", "--samples", "32", "--no-questions"]
     every = ["w8a8", "w4a16", *methods]
     evaluate(flexquant, work / "merged", results / "quality-methods", every, *options)
-    options = ["--batch-sizes", "16", "--samples", "64", "--no-questions"]
-    smoothed = ["w8a8", "w8a8-alpha05", "w8a8-alpha06"]
-    evaluate(flexquant, work / "merged", results / "quality-smoothing", smoothed, *options)
     write_smoothing(work / "variants/w8a8", results / "quality", ROOT / results / "smoothing.json")
 
 
