@@ -7,7 +7,8 @@
 Quantises SmolLM2-135M-Instruct by benchmarks/recipes/methods.yaml on one half of a real English text
 (benchmarks/prose.py), measures on the other half through vLLM, and writes to benchmarks/results: `quality`
 (the policies), `quality-methods` (ways to W8A8 and W4A16) and `smoothing.json` (SmoothQuant's strength,
-searched per mapping). Needs both environments of `make setup`. Started again it keeps the variants that are finished.
+searched per mapping). Needs both environments of `make setup`. Started again it keeps the variants that are
+finished.
 """
 
 from __future__ import annotations
