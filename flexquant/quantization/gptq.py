@@ -3,12 +3,12 @@
 """GPTQ in which every calibration token counts the same, except the first of a row, which counts more.
 
 GPTQ weighs the error of a linear by H = sum of x x^T over the calibration tokens. A few tokens have
-activations hundreds of times larger than all others ("massive activations"): in front of one down_proj of
-SmolLM2 the first token of each row holds 99.8 % of the sum. H then describes that token alone, and damping,
-a share of H's mean diagonal, exceeds what the other tokens contribute: their weights are in effect rounded
-to nearest. Dividing each x by its norm lets all tokens speak. But the first token is where attention heads
-park their attention (the "attention sink"): every later token reads it, so its error costs more than
-another's, and it gets the weight of several. benchmarks/results/quality-methods.md compares.
+activations hundreds of times larger than all others ("massive activations"): in front of some down_proj of
+SmolLM2 the first token of each row holds nearly all of the sum. H then describes that token alone, and
+damping, a share of H's mean diagonal, exceeds what the other tokens contribute: their weights are in effect
+rounded to nearest. Dividing each x by its norm lets all tokens speak. But the first token is where
+attention heads park their attention (the "attention sink"): every later token reads it, so its error costs
+more than another's, and it gets the weight of several. benchmarks/results/quality-methods compares.
 """
 
 from __future__ import annotations

@@ -18,16 +18,10 @@ from flexquant.evaluation.text import read_rows
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import engine
+from tests.policies import THRESHOLD
 
 pytestmark = pytest.mark.engine
 
-THRESHOLD = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: decode, batch_size: {max: 4}}
-    use: w4a16
-  - use: w8a8
-"""
 PROMPT, TOKENS = 64, 24
 
 

@@ -31,14 +31,8 @@ from flexquant.evaluation.token_scores import kl_divergence, log_probabilities, 
 from flexquant.evaluation.weight_bytes import LayerBytes
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
+from tests.policies import THRESHOLD
 
-THRESHOLD = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: decode, batch_size: {max: 4}}
-    use: w4a16
-  - use: w8a8
-"""
 SMALL = Settings(batch_sizes=(2,), samples=2, prompt_tokens=8, tokens=4)
 
 
