@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""W4A16 on CPUs for which vLLM ships no INT4 kernel: PyTorch's own, behind vLLM's kernel interface."""
+"""W4A16 on CPUs for which vLLM ships no INT4 kernel, and W4A8: PyTorch's own, behind vLLM's interface."""
 
 from __future__ import annotations
 
 import torch
+from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
     MPLinearKernel,
     MPLinearLayerConfig,
@@ -21,7 +22,8 @@ INNER_K_TILES = 2
 class TorchCPUInt4LinearKernel(MPLinearKernel):
     """Symmetric group-wise INT4 weights with 16- or 32-bit activations, by ``_weight_int4pack_mm_for_cpu``.
 
-    The operator is in ATen (``aten/src/ATen/native/cpu/int4mm_kernel.cpp``) with AVX2 and AVX512 code.
+    The operator is in ATen (``aten/src/ATen/native/cpu/int4mm_kernel.cpp``) with AVX2 and AVX512 code. With
+    ``act_type`` INT8 the activations are rounded to 8 bit per token first: 8-bit integers are exact in fp32.
     """
 
     @classmethod
@@ -53,9 +55,15 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
     ) -> torch.Tensor:
         weight, scale_and_zero, _ = self._get_weight_params(layer)
         flat = x.reshape(-1, x.shape[-1])  # [tokens, in]
+        x_scale = None
+        if self.config.act_type == torch.int8:
+            quantized, x_scale, _ = ops.onednn_scaled_int8_quant(flat, None, None, True)  # .., [tokens, 1]
+            flat = quantized.float()
         out = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            flat, weight, self.config.group_size, scale_and_zero.to(x.dtype)
+            flat, weight, self.config.group_size, scale_and_zero.to(flat.dtype)
         )
+        if x_scale is not None:
+            out = (out * x_scale).to(x.dtype)
         if bias is not None:
             out = out + bias
         return out.reshape(*x.shape[:-1], out.shape[-1])

@@ -5,13 +5,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
-from typing import Any
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexquant.checkpoint import SHARED_PREFIX, MergedConfig
 from flexquant.errors import FlexQuantError
+
+if TYPE_CHECKING:
+    from flexquant.policy import Derivation
 
 REQUIRED_PARAMETERS = ("weight", "weight_packed", "weight_scale")
 """Parameters that every checkpoint has; vLLM's schemes also create optional ones (zero points ...)."""
@@ -19,19 +22,28 @@ REQUIRED_PARAMETERS = ("weight", "weight_packed", "weight_scale")
 NamedTensor = tuple[str, torch.Tensor]
 
 
+RUN = 64
+"""Tensors handed over at once: several variants may want them, and a whole checkpoint is not to be held."""
+
+
 class VariantLoader:
     """Hands tensors to variants; a module that variants share by reference is loaded by the first."""
 
-    def __init__(self, variants: Mapping[str, Any], merged: MergedConfig) -> None:
+    def __init__(
+        self, variants: Mapping[str, Any], merged: MergedConfig, derived: Mapping[str, Derivation]
+    ) -> None:
         """``variants``: by name, the models that were built; other variants' tensors are passed over."""
         self._variants = variants
         self._first = next(iter(variants))
-        self._names = {merged.variants[name].prefix: name for name in variants}
+        self._readers: dict[str, list[str]] = {}
+        for name in variants:
+            source = derived[name].source if name in derived else name
+            self._readers.setdefault(merged.variants[source].prefix, []).append(name)
         self._by_reference = tuple(f"{module}." for module in merged.shared_modules)
 
     def wants(self, key: str) -> bool:
         """Whether a tensor of the merged checkpoint belongs to a variant that was built."""
-        return key.startswith((SHARED_PREFIX, *self._names))
+        return key.startswith((SHARED_PREFIX, *self._readers))
 
     def load(self, weights: Iterable[NamedTensor]) -> set[str]:
         """Load all weights, in any order; return the names of the parameters, variant's name first.
@@ -39,14 +51,11 @@ class VariantLoader:
         Raises :class:`FlexQuantError` if a tensor is missing.
         """
         loaded: dict[str, set[str]] = {name: set() for name in self._variants}
-        for prefix, run in groupby(weights, key=lambda item: _split(item[0])[0]):
-            tensors: Iterator[NamedTensor] = ((_split(key)[1], tensor) for key, tensor in run)
+        for prefix, tensors in _runs(weights):
             if prefix == SHARED_PREFIX:
-                shared = list(tensors)
                 for name in self._variants:
-                    loaded[name] |= self._load_shared(name, shared)
-            elif prefix in self._names:
-                name = self._names[prefix]
+                    loaded[name] |= self._load_shared(name, tensors)
+            for name in self._readers.get(prefix, ()):
                 loaded[name] |= self._variants[name].load_weights(tensors)
         self._check_complete(loaded)
         return {f"{name}.{parameter}" for name in loaded for parameter in loaded[name]}
@@ -70,6 +79,14 @@ class VariantLoader:
                     f"variant '{name}' of the merged checkpoint lacks {len(missing)} tensors, the first for "
                     f"'{missing[0]}'; check it with 'flexquant verify', or merge again"
                 )
+
+
+def _runs(weights: Iterable[NamedTensor]) -> Iterator[tuple[str, list[NamedTensor]]]:
+    """Yield neighbours of one prefix together, at most :data:`RUN`, the prefix taken off their keys."""
+    for prefix, group in groupby(weights, key=lambda item: _split(item[0])[0]):
+        tensors = ((_split(key)[1], tensor) for key, tensor in group)
+        while run := list(islice(tensors, RUN)):
+            yield prefix, run
 
 
 def _split(key: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
@@ -18,11 +18,18 @@ from vllm.sequence import IntermediateTensors
 from flexquant import __version__
 from flexquant.checkpoint import MergedConfig
 from flexquant.compat import provide_cpu_kernels
+from flexquant.graphs import PlanGraphs
 from flexquant.loading import VariantLoader
 from flexquant.memory import bytes_in_16_bit, weight_bytes
 from flexquant.plans import build_plan, build_variants
 from flexquant.router import Trace, read_pass
-from flexquant.serving import ServingOptions, check_supported, load_routes, tokens_per_sequence
+from flexquant.serving import (
+    ServingOptions,
+    check_supported,
+    load_routes,
+    smallest_full_graph,
+    tokens_per_sequence,
+)
 
 logger = init_logger("vllm.flexquant.model")
 
@@ -35,18 +42,19 @@ class FlexQuantForCausalLM(nn.Module):
         provide_cpu_kernels()
         self.config = vllm_config.model_config.hf_config
         self.merged = MergedConfig.from_json(self.config.quantization_config)
-        check_supported(vllm_config, self.merged)
         self.policy_name, self.routes = load_routes(vllm_config, self.merged)
+        check_supported(vllm_config, self.merged, self.routes)
         self.tokens_per_sequence = tokens_per_sequence(vllm_config)
 
         used = {variant for plan in self.routes.plans for variant in plan.layers}
-        names = [name for name in self.merged.variants if name in used]
-        variants = build_variants(vllm_config, self.merged, names, prefix)
+        names = [name for name in (*self.merged.variants, *self.routes.derived) if name in used]
+        variants = build_variants(vllm_config, self.merged, names, self.routes.derived, prefix)
         self.variants = nn.ModuleDict(variants)
-        self._loader = VariantLoader(variants, self.merged)
+        self._loader = VariantLoader(variants, self.merged, self.routes.derived)
         # A plain dict: plans are views, and must not show their weights to vLLM a second time.
         self._plans: dict[str, Any] = {plan.name: build_plan(variants, plan) for plan in self.routes.plans}
         self._last_plan = self.routes.plans[0].name
+        self._graphs = PlanGraphs(smallest_full_graph(vllm_config))
         self._trace = self._announce(ServingOptions.from_vllm(vllm_config))
 
     def is_unused_checkpoint_weight(self, name: str) -> bool:
@@ -101,21 +109,29 @@ class FlexQuantForCausalLM(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the plan that the policy gives to this pass; return hidden states [tokens, hidden]."""
-        inputs = input_ids if input_ids is not None else inputs_embeds
-        assert inputs is not None
-        forward_pass = read_pass(get_forward_context(), inputs.shape[0], self.tokens_per_sequence)
+        inputs = (input_ids, positions, intermediate_tensors, inputs_embeds)
+        tokens = positions.shape[-1]
+        context = get_forward_context()
+        in_pieces = context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
+        if in_pieces:
+            reachable = [plan.name for plan in self.routes.reachable(tokens)]
+            self._graphs.capture_missing(self._plans, reachable, context, inputs)
+        forward_pass = read_pass(context, tokens, self.tokens_per_sequence)
         if forward_pass is None:
-            return self._run_all(input_ids, positions, intermediate_tensors, inputs_embeds)
+            return self._plans[reachable[0]](*inputs) if in_pieces else self._run_all(inputs)
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)
+        if not in_pieces:
+            self._graphs.watch_full_capture(plan.name, tokens)
         if self._trace is not None:
             self._trace.record(forward_pass, plan.name)
         self._last_plan = plan.name
-        return self._plans[plan.name](input_ids, positions, intermediate_tensors, inputs_embeds)
+        return self._plans[plan.name](*inputs)
 
-    def _run_all(self, *inputs: Any) -> torch.Tensor:
-        """A profiling or capture run: compile and capture every plan before the KV cache is sized."""
-        for plan in self._plans.values():
-            hidden_states = plan(*inputs)
+    def _run_all(self, inputs: tuple[Any, ...]) -> torch.Tensor:
+        """A profiling run: every plan is compiled, and its memory counted, before the KV cache is sized."""
+        for name, plan in self._plans.items():
+            with self._graphs.compiling(name):
+                hidden_states = plan(*inputs)
         return hidden_states
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:

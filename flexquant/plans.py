@@ -9,7 +9,8 @@ lists meaningful, but vLLM registers attention layers by name, in ``static_forwa
 its part of the KV cache. So all variants but the first are built against a scratch dictionary, and then
 their attention modules are replaced by the first variant's: *one* KV cache, written and read by all.
 Modules outside the decoder layers whose tensors are the same in every variant (embedding, final norm,
-lm_head) are replaced in the same way, and exist once.
+lm_head) are replaced in the same way, and exist once. A *derived* variant (:mod:`flexquant.w4a8`) is its
+source built once more with other kernels in the INT4 layers; it shares all else with the source.
 
 A *plan* names a variant for every decoder layer. It is a shallow copy of a model whose ``layers`` are
 picked from the variants: it owns no weight, and there is no branch in it, so that it compiles, captures
@@ -41,8 +42,10 @@ from vllm.model_executor.models import ModelRegistry
 
 from flexquant.checkpoint import MergedConfig, Variant
 from flexquant.errors import FlexQuantError
+from flexquant.w4a8 import is_int4_layer, use_8bit_activations
 
 if TYPE_CHECKING:
+    from flexquant.policy import Derivation
     from flexquant.routes import Plan
 
 
@@ -79,25 +82,38 @@ def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -
 
 
 def build_variants(
-    vllm_config: VllmConfig, merged: MergedConfig, names: list[str], prefix: str
+    vllm_config: VllmConfig,
+    merged: MergedConfig,
+    names: list[str],
+    derived: Mapping[str, Derivation],
+    prefix: str,
 ) -> dict[str, nn.Module]:
     """Build the named variants over one set of attention layers; the weights are loaded later.
 
-    Raises :class:`FlexQuantError` for an architecture that is not built as ``model.layers`` + ``lm_head``.
+    ``names`` may include ``derived`` ones. Raises :class:`FlexQuantError` for an architecture that is not
+    built as ``model.layers`` + ``lm_head``.
     """
     base_class, _ = ModelRegistry.resolve_model_cls(
         [merged.base_architecture], model_config=vllm_config.model_config
     )
     real_context = vllm_config.compilation_config.static_forward_context
     variants: dict[str, nn.Module] = {}
+
+    def build(name: str) -> nn.Module:
+        source = derived[name].source if name in derived else name
+        config = variant_vllm_config(vllm_config, merged.variants[source], merged.base_architecture)
+        variant = initialize_model(config, prefix=prefix, model_class=base_class)
+        if name in derived:
+            use_8bit_activations(variant, derived[name].activations)
+        return variant
+
     for name in names:
-        config = variant_vllm_config(vllm_config, merged.variants[name], merged.base_architecture)
         if not variants:
-            variants[name] = first = initialize_model(config, prefix=prefix, model_class=base_class)
-            check_structure(first, merged.base_architecture)
+            variants[name] = build(name)
+            check_structure(variants[name], merged.base_architecture)
             continue
         with scratch_forward_context(vllm_config) as registered:
-            variant = initialize_model(config, prefix=prefix, model_class=base_class)
+            variant = build(name)
         for layer_name, layer in registered.items():
             if not isinstance(layer, AttentionLayerBase):
                 raise FlexQuantError(
@@ -105,12 +121,23 @@ def build_variants(
                     "up by name at run time and cannot exist in several variants yet; serve one variant's "
                     "own checkpoint"
                 )
+        owner, shared = next(iter(variants.values())), merged.shared_modules
+        if name in derived and derived[name].source in variants:
+            owner, shared = variants[derived[name].source], modules_as_in_source(variant)
         replacements = {layer: real_context[layer_name] for layer_name, layer in registered.items()}
-        for module_name in merged.shared_modules:
-            replacements[variant.get_submodule(module_name)] = first.get_submodule(module_name)
+        replacements |= {variant.get_submodule(module): owner.get_submodule(module) for module in shared}
         replace_modules(variant, replacements)
         variants[name] = variant
     return variants
+
+
+def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
+    """The modules that a derived variant has in common with its source: all but the INT4 linear layers."""
+    return tuple(
+        name
+        for name, module in variant.named_modules()
+        if (module._parameters or module._buffers) and not is_int4_layer(module)
+    )
 
 
 def check_structure(model: nn.Module, architecture: str) -> None:

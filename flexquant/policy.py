@@ -7,6 +7,11 @@
         use: {default: w4a16, layers: {"0-3": w8a8, "-1": w8a8}}
       - use: w8a8
 
+A policy may name variants that the checkpoint does not hold, computed while loading from one that it does:
+
+    derive:
+      w4a8: {from: w4a16, activations: int8}
+
 A policy file and a document stored in a merged checkpoint go through one validator: a file is first
 turned into a plain document plus the line of each key, which the messages then name. What depends on the
 model (its variants and layers) is checked by :func:`flexquant.routes.build_route_table`. Nothing here
@@ -31,6 +36,9 @@ DEFAULT_POLICY = "phase-batch"
 PACKAGE = "flexquant.policies"
 PHASES = ("prefill", "decode", "mixed")
 """Only prompt chunks; only sequences in generation; both."""
+
+ACTIVATIONS = ("int8", "fp8")
+"""What a derived variant may quantise the activations of an INT4 variant to, per token, while it runs."""
 
 LAYERS = re.compile(r"(0|-?[1-9]\d*)(?:-(0|-?[1-9]\d*))?")
 
@@ -89,6 +97,17 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Derivation:
+    """A variant with the weights of ``source``, one of the checkpoint's, and 8-bit activations."""
+
+    source: str
+    activations: str
+    """One of :data:`ACTIVATIONS`."""
+    place: str = field(compare=False)
+    """File, line and key, for messages."""
+
+
+@dataclass(frozen=True)
 class Policy:
     """Validated rules; the first that matches decides, and the last matches everything."""
 
@@ -96,6 +115,8 @@ class Policy:
     """Name of a built-in policy, else the source given or the path."""
     description: str
     rules: tuple[Rule, ...]
+    derived: dict[str, Derivation]
+    """By name, the variants that are computed from the checkpoint's."""
     document: dict[str, Any]
     """The policy as plain JSON-able data, which :func:`parse_policy` reads back."""
 
@@ -130,7 +151,7 @@ def parse_policy(document: dict[str, Any], source: str = "stored policy") -> Pol
 
 def _validate(document: Document, name: str) -> Policy:
     data = document.data
-    document.check_keys(data, (), ("schema", "rules"), ("description",))
+    document.check_keys(data, (), ("schema", "rules"), ("description", "derive"))
     if data["schema"] != SCHEMA:
         document.fail(("schema",), f"is {show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
     description = data.get("description", "")
@@ -159,7 +180,33 @@ def _validate(document: Document, name: str) -> Policy:
                 path, "can never match, because earlier rules take all its passes; remove or move it"
             )
         rules.append(rule)
-    return Policy(name, description, tuple(rules), data)
+    derived = _derivations(data.get("derive", {}), document)
+    used = {variant for rule in rules for variant in rule.variants}
+    for variant in derived:
+        if variant not in used:
+            document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
+    return Policy(name, description, tuple(rules), derived, data)
+
+
+def _derivations(value: Any, document: Document) -> dict[str, Derivation]:
+    if not isinstance(value, dict):
+        document.fail(
+            ("derive",), f"is {show(value)}; give a mapping such as w4a8: {{from: w4a16, activations: int8}}"
+        )
+    derived = {}
+    for name, entry in value.items():
+        path = ("derive", name)
+        _variant(name, path, document)
+        document.check_keys(entry, path, ("from", "activations"), ())
+        source = _variant(entry["from"], (*path, "from"), document)
+        if source in value:
+            document.fail((*path, "from"), f"is '{source}', itself derived; name a variant of the checkpoint")
+        activations = entry["activations"]
+        if activations not in ACTIVATIONS:
+            allowed = ", ".join(ACTIVATIONS)
+            document.fail((*path, "activations"), f"is {show(activations)}; give one of {allowed}")
+        derived[name] = Derivation(source, activations, document.place(path))
+    return derived
 
 
 def _rule(entry: dict[str, Any], path: KeyPath, document: Document) -> Rule:

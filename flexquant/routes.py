@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexquant.errors import FlexQuantError
-from flexquant.policy import PHASES, LayerRange, Policy, Rule
+from flexquant.policy import PHASES, Derivation, LayerRange, Policy, Rule
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,17 @@ class Interval(NamedTuple):
 class RouteTable:
     """Which plan runs a forward pass."""
 
-    def __init__(self, intervals: dict[str, list[Interval]]) -> None:
+    def __init__(
+        self,
+        intervals: dict[str, list[Interval]],
+        derived: dict[str, Derivation],
+        tokens_per_sequence: int = 1,
+    ) -> None:
         """``intervals``: for every phase, in ascending order and without gaps from one token."""
+        self.derived = derived
+        """By name, the variants that are computed from the checkpoint's while loading."""
         self._intervals = intervals
+        self._tokens_per_sequence = tokens_per_sequence
         self._routes = {
             phase: ([i.min_tokens for i in rows[1:]], [i.plan for i in rows])
             for phase, rows in intervals.items()
@@ -74,6 +82,22 @@ class RouteTable:
         """The plan for a pass of ``tokens`` padded tokens; more than the table holds take its last."""
         starts, plans = self._routes[phase]
         return plans[bisect_right(starts, tokens)]
+
+    def reachable(self, tokens: int) -> tuple[Plan, ...]:
+        """The plans that some pass of ``tokens`` padded tokens can take.
+
+        A prefill pass has more tokens than one decoding sequence, and a mixed one a decoding sequence more.
+        """
+        one = self._tokens_per_sequence
+        most_in_decode = self._intervals["decode"][-1].max_tokens
+        possible = {"prefill": tokens > one, "decode": tokens <= most_in_decode, "mixed": tokens > one + 1}
+        return tuple(dict.fromkeys(self.lookup(phase, tokens) for phase in PHASES if possible[phase]))
+
+    def ignores_phase(self) -> bool:
+        """Whether a pass takes the same plan in whatever phase it is, so that its size alone decides."""
+        starts = {row.min_tokens for phase in PHASES for row in self._intervals[phase]}
+        one = self._tokens_per_sequence
+        return all(len(self.reachable(tokens)) <= 1 for tokens in {*starts, one + 1, one + 2})
 
     def intervals(self, phase: str) -> list[Interval]:
         """The token ranges of a phase with their plans, ascending; neighbours have different plans."""
@@ -95,9 +119,12 @@ def build_route_table(
     ``tokens_per_sequence`` tokens a sequence, more than one only with speculative decoding; its batch size
     is its token count divided by that, rounded up.
 
-    Raises :class:`FlexQuantError` for a variant that is not in ``variants``, a layer that the model does not
-    have or that is named twice, and a layered plan unless ``layered_plans_allowed``.
+    ``variants`` are the checkpoint's; the policy may derive more from them.
+
+    Raises :class:`FlexQuantError` for a variant that is not there, a layer that the model does not have or
+    that is named twice, and a layered plan unless ``layered_plans_allowed``.
     """
+    variants = [*variants, *_derived(policy, variants)]
     plans = {}
     for rule in policy.rules:
         plan = _plan(rule, variants, num_layers)
@@ -119,7 +146,7 @@ def build_route_table(
                 first = rows.pop().min_tokens
             rows.append(Interval(first, last, plans[rule]))
         intervals[phase] = rows
-    return RouteTable(intervals)
+    return RouteTable(intervals, policy.derived, tokens_per_sequence)
 
 
 def matching_rules(
@@ -141,6 +168,21 @@ def matching_rules(
             first = rows.pop()[0]
         rows.append((first, following - 1, rule))
     return rows
+
+
+def _derived(policy: Policy, variants: Collection[str]) -> list[str]:
+    for name, derivation in policy.derived.items():
+        if name in variants:
+            raise FlexQuantError(
+                f"{derivation.place} derives '{name}', but the checkpoint has a variant of that name; use "
+                "it as it is, or derive under another name"
+            )
+        if derivation.source not in variants:
+            raise FlexQuantError(
+                f"{derivation.place} derives '{name}' from '{derivation.source}', but the checkpoint has "
+                f"{', '.join(sorted(variants))}; derive from one of those, or choose another policy"
+            )
+    return list(policy.derived)
 
 
 def _plan(rule: Rule, variants: Collection[str], num_layers: int) -> Plan:

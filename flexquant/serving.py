@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexquant.checkpoint import MergedConfig
+from flexquant.checkpoint import MergedConfig, Variant
 from flexquant.errors import FlexQuantError
-from flexquant.policy import DEFAULT_POLICY, Policy, load_policy, parse_policy
+from flexquant.policy import DEFAULT_POLICY, Derivation, Policy, load_policy, parse_policy
 from flexquant.routes import RouteTable, build_route_table
 
 if TYPE_CHECKING:
@@ -46,14 +46,16 @@ class ServingOptions:
         return cls(**options)
 
 
-def check_supported(vllm_config: VllmConfig, merged: MergedConfig) -> None:
+def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:
     """Raise :class:`FlexQuantError` if a vLLM feature is asked for that a merged checkpoint cannot have."""
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
     from vllm.config import CompilationMode, CUDAGraphMode
 
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     speculative = vllm_config.speculative_config
     graphs = compilation.cudagraph_mode or CUDAGraphMode.NONE
     one_head = len(merged.variants) == 1 or "lm_head" in merged.shared_modules
+    several_plans_a_size = not routes.ignores_phase()
     refusals: list[tuple[bool, str]] = [
         (vllm_config.lora_config is not None, "LoRA (drop --enable-lora)"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (use --tensor-parallel-size)"),
@@ -72,8 +74,14 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig) -> None:
             "compilation mode STOCK_TORCH_COMPILE, which would freeze one route (use VLLM_COMPILE or NONE)",
         ),
         (
-            graphs == CUDAGraphMode.FULL,
-            "cudagraph_mode FULL, which replays one graph for all phases (use FULL_AND_PIECEWISE)",
+            graphs == CUDAGraphMode.FULL and several_plans_a_size,
+            "cudagraph_mode FULL, which replays one graph a size for all phases, under a policy that tells "
+            "phases apart (use FULL_AND_PIECEWISE)",
+        ),
+        (
+            is_breakable_cudagraph_enabled() and graphs.has_piecewise_cudagraphs() and several_plans_a_size,
+            "breakable CUDA graphs, which replay one graph a size for all phases, under a policy that tells "
+            "phases apart (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)",
         ),
         (
             graphs.has_full_cudagraphs() and not one_head,
@@ -107,10 +115,20 @@ def max_decode_sequences(vllm_config: VllmConfig) -> int:
     return min((s for s in sizes if s >= max_sequences), default=max_sequences)
 
 
+def smallest_full_graph(vllm_config: VllmConfig) -> int:
+    """Tokens of the smallest FULL CUDA graph that vLLM captures, the last one; 0: it captures none."""
+    compilation = vllm_config.compilation_config
+    graphs, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
+    if graphs is None or not graphs.has_full_cudagraphs() or not sizes:
+        return 0
+    one = tokens_per_sequence(vllm_config)
+    return -(-min(sizes) // one) * one
+
+
 def load_routes(vllm_config: VllmConfig, merged: MergedConfig) -> tuple[str, RouteTable]:
     """Return the policy's display name and the table of plans that this server will use.
 
-    Raises :class:`FlexQuantError` for a policy that does not fit the checkpoint.
+    Raises :class:`FlexQuantError` for a policy that does not fit the checkpoint or the device.
     """
     name, policy = choose_policy(ServingOptions.from_vllm(vllm_config), merged)
     table = build_route_table(
@@ -123,7 +141,22 @@ def load_routes(vllm_config: VllmConfig, merged: MergedConfig) -> tuple[str, Rou
         max_sequences=max_decode_sequences(vllm_config),
     )
     check_distinguishable(table)
+    for variant, derivation in policy.derived.items():
+        check_derivable(variant, derivation, merged.variants[derivation.source])
     return name, table
+
+
+def check_derivable(name: str, derivation: Derivation, source: Variant) -> None:
+    """Refuse a derived variant whose source has no INT4 layers, or for which this device has no kernel."""
+    from flexquant.w4a8 import find_kernel
+
+    weights = [group.get("weights") or {} for group in source.quantization_config["config_groups"].values()]
+    if not any(w.get("num_bits") == 4 and w.get("type") == "int" and w.get("symmetric") for w in weights):
+        raise FlexQuantError(
+            f"{derivation.place} derives '{name}' from '{derivation.source}', which has no symmetric INT4 "
+            "weights; derive it from a W4A16 variant"
+        )
+    find_kernel(derivation.activations)
 
 
 def check_distinguishable(table: RouteTable) -> None:

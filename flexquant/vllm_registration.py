@@ -67,8 +67,8 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         from flexquant.serving import check_supported, load_routes
 
         merged = MergedConfig.from_json(vllm_config.model_config.hf_config.quantization_config)
-        check_supported(vllm_config, merged)
-        load_routes(vllm_config, merged)
+        _, routes = load_routes(vllm_config, merged)
+        check_supported(vllm_config, merged, routes)
         if base := MODELS_CONFIG_MAP.get(merged.base_architecture):
             base.verify_and_update_config(vllm_config)
 

@@ -3,7 +3,8 @@
 """Bytes per weight of the decoder layers: what a policy keeps in memory, and what a decode pass reads.
 
 Counted from the checkpoint's safetensors headers, scales and norms included; embedding and lm_head, which
-the policies share, are left out. The 16-bit model has 2.0.
+the policies share, are left out. The 16-bit model has 2.0. A derived variant counts as its source does, once
+more when both are held, since their kernels want different layouts.
 """
 
 from __future__ import annotations
@@ -45,10 +46,17 @@ class LayerBytes:
 
     def per_weight(self, routes: RouteTable, decode_plan: Plan) -> BytesPerWeight:
         """Return what a policy with this table holds, and what a decode pass of ``decode_plan`` reads."""
+        sources = {name: name for name in self._layers}
+        sources |= {name: derivation.source for name, derivation in routes.derived.items()}
         used = {variant for plan in routes.plans for variant in plan.layers}
-        held = {key for name in used for keys in self._layers[name].values() for key in keys}
-        read = [key for i, name in enumerate(decode_plan.layers) for key in self._layers[name][i]]
+        held = {
+            (key, name if name in routes.derived else None)
+            for name in used
+            for keys in self._layers[sources[name]].values()
+            for key in keys
+        }
+        read = [key for i, name in enumerate(decode_plan.layers) for key in self._layers[sources[name]][i]]
         return BytesPerWeight(
-            sum(self._tensors[key] for key in held) / self.weights,
+            sum(self._tensors[key] for key, _ in held) / self.weights,
             sum(self._tensors[key] for key in read) / self.weights,
         )

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -364,7 +365,7 @@ def test_bad_document_is_refused_without_a_line(document: dict, message: str) ->
 @pytest.mark.parametrize("path", ["missing.yaml", "missing.yml", "sub/missing"])
 def test_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FlexQuantError, match=rf"^{path}: .*No such file.*w4a16, w8a8$"):
+    with pytest.raises(FlexQuantError, match=rf"^{path}: .*No such file.*w4a8, w8a8$"):
         load_policy(path)
 
 
@@ -374,9 +375,7 @@ def test_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_name_lists_the_builtin_ones() -> None:
-    with pytest.raises(
-        FlexQuantError, match=r"'fast': .* phase, phase-batch, phase-batch-layer, w4a16, w8a8;"
-    ):
+    with pytest.raises(FlexQuantError, match=f"'fast': .* {', '.join(builtin_policies())};"):
         load_policy("fast")
 
 
@@ -405,8 +404,17 @@ def test_partly_shadowed_rule_is_allowed() -> None:
 
 
 def test_builtin_policies_are_complete() -> None:
-    names = ["fp8-phase-batch", "phase", "phase-batch", "phase-batch-layer", "w4a16", "w8a8"]
-    assert builtin_policies() == names
+    assert builtin_policies() == [
+        "fp8-phase-batch",
+        "phase",
+        "phase-batch",
+        "phase-batch-layer",
+        "phase-batch-w4a8",
+        "single-copy",
+        "w4a16",
+        "w4a8",
+        "w8a8",
+    ]
     assert DEFAULT_POLICY in builtin_policies()
     for name in builtin_policies():
         policy = load_policy(name)
@@ -422,3 +430,40 @@ def test_policies_import_neither_torch_nor_vllm() -> None:
         "sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def deriving(**derive: Any) -> dict[str, Any]:
+    return {"schema": "flexquant.policy/v1", "derive": derive, "rules": [{"use": "w4a8"}]}
+
+
+def test_derived_variant_is_read_and_survives_storing() -> None:
+    policy = parse_policy(deriving(w4a8={"from": "w4a16", "activations": "int8"}))
+    assert [(d.source, d.activations) for d in policy.derived.values()] == [("w4a16", "int8")]
+    assert parse_policy(policy.document).derived == policy.derived
+
+
+@pytest.mark.parametrize(
+    ("derive", "message"),
+    [
+        (
+            {"w4a8": {"from": "w4a16", "activations": "int4"}},
+            r"activations is \"int4\"; give one of int8, fp8",
+        ),
+        ({"w4a8": {"from": "w4a16"}}, r"derive\.w4a8 lacks the key 'activations'"),
+        ({"w4a8": {"from": "w4a8", "activations": "int8"}}, r"derive\.w4a8\.from is 'w4a8', itself derived"),
+        (
+            {"W4": {"from": "w4a16", "activations": "int8"}},
+            r"derive\.W4 is wrong: 'W4' is not a",
+        ),
+        ({"other": {"from": "w4a16", "activations": "fp8"}}, r"derive\.other is used by no rule"),
+        ({"w4a8": "w4a16"}, r"derive\.w4a8 is \"w4a16\"; give a mapping"),
+    ],
+)
+def test_wrong_derivations_are_refused(derive: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlexQuantError, match=message):
+        parse_policy(deriving(**derive))
+
+
+def test_derive_has_to_be_a_mapping() -> None:
+    with pytest.raises(FlexQuantError, match=r"derive is \[\"w4a8\"\]; give a mapping such as w4a8"):
+        parse_policy({**deriving(), "derive": ["w4a8"]})

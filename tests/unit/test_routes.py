@@ -218,3 +218,72 @@ def test_pure_plans_are_allowed_where_residual_streams_differ() -> None:
     p = policy(decode(layered(**{"0-1": "w4a16"}), max=8), {"use": "w8a8"})
     table = build_route_table(p, VARIANTS, 2, max_tokens=64, layered_plans_allowed=False)
     assert [plan.name for plan in table.plans] == ["w8a8", "w4a16"]
+
+
+DERIVE = {"w4a8": {"from": "w4a16", "activations": "int8"}}
+
+
+def test_derived_variant_can_be_routed_to() -> None:
+    table = build_route_table(load_policy("phase-batch-w4a8"), VARIANTS, num_layers=4, max_tokens=64)
+    assert rows(table, "decode") == [(1, 32, "w4a16"), (33, 64, "w4a8")]
+    assert {name: d.source for name, d in table.derived.items()} == {"w4a8": "w4a16"}
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        (("w8a8", "w4a16", "w4a8"), "derives 'w4a8', but the checkpoint has a variant of that name"),
+        (("w8a8",), "derives 'w4a8' from 'w4a16', but the checkpoint has w8a8; derive from one of those"),
+    ],
+)
+def test_derivation_that_does_not_fit_the_checkpoint(variants: tuple[str, ...], message: str) -> None:
+    derive = parse_policy({"schema": "flexquant.policy/v1", "derive": DERIVE, "rules": [{"use": "w4a8"}]})
+    with pytest.raises(FlexQuantError, match=message):
+        build_route_table(derive, variants, num_layers=4, max_tokens=64)
+
+
+def table_of(*rules: dict[str, Any], **options: Any) -> RouteTable:
+    return build_route_table(policy(*rules), VARIANTS, 4, max_tokens=256, **options)
+
+
+PREFILL = {"when": {"phase": "prefill"}, "use": "w8a8"}
+
+
+def names(table: RouteTable, tokens: int) -> list[str]:
+    return [plan.name for plan in table.reachable(tokens)]
+
+
+def test_reachable_plans_of_a_size_are_those_of_the_phases_that_it_can_hold() -> None:
+    """One token is a decode pass; two may be a prompt; three a prompt beside a decoding sequence."""
+    mixed = {"when": {"phase": "mixed"}, "use": layered(**{"0": "w8a8"})}
+    table = table_of(PREFILL, mixed, {"use": "w4a16"}, max_sequences=64)
+    assert names(table, 1) == ["w4a16"]
+    assert names(table, 2) == ["w8a8", "w4a16"]
+    assert names(table, 3) == names(table, 64) == ["w8a8", "w4a16", "w4a16+w8a8[0]"]
+    assert names(table, 65) == ["w8a8", "w4a16+w8a8[0]"]
+
+
+def test_reachable_plans_with_speculated_tokens() -> None:
+    table = table_of(PREFILL, {"use": "w4a16"}, max_sequences=4, tokens_per_sequence=3)
+    assert [names(table, tokens) for tokens in (3, 4, 12, 13)] == [
+        ["w4a16"],
+        ["w8a8", "w4a16"],
+        ["w8a8", "w4a16"],
+        ["w8a8", "w4a16"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("w8a8", True), ("single-copy", True), ("phase", False), ("phase-batch", False)],
+)
+def test_whether_the_size_alone_decides(name: str, expected: bool) -> None:
+    table = build_route_table(load_policy(name), VARIANTS, num_layers=30, max_tokens=512, max_sequences=64)
+    assert table.ignores_phase() is expected
+
+
+def test_size_alone_decides_where_phases_differ_only_beyond_the_largest_decode_batch() -> None:
+    decode_rule = {"when": {"phase": "decode"}, "use": "w8a8"}
+    rules = [decode_rule, {"when": {"tokens": {"max": 64}}, "use": "w8a8"}, {"use": "w4a16"}]
+    assert table_of(*rules, max_sequences=64).ignores_phase()
+    assert not table_of(*rules, max_sequences=65).ignores_phase()

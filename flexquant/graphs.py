@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""CUDA graphs of several plans: every graph that a pass can ask for is captured at start-up, and no other.
+
+vLLM captures a model by calling it once for every size. What it keeps differs by mode:
+
+*FULL* graphs hold a whole forward pass and are replayed without calling the model. vLLM captures them with
+the attention metadata of the passes that will replay them, so routing as usual puts the right plan in.
+
+*PIECEWISE* graphs lie inside each compiled plan, between its attention layers, and are replayed by running
+the plan. One size serves passes of several phases, hence several plans, but the metadata of the capturing
+call (there may be none) shows at most one of them. So the first pass of a size captures all plans that the
+policy can take at that size. Whether a plan's graphs exist is read off vLLM's own wrappers, since vLLM
+captures twice: to estimate the memory, dropping those graphs, and then for good. Once serving has begun
+nothing is missing any more, and vLLM's V1 runner would refuse a capture.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.flexquant.graphs")
+
+
+class PlanGraphs:
+    """The CUDA graphs of a model's plans."""
+
+    def __init__(self, smallest_full: int) -> None:
+        """``smallest_full``: tokens of the FULL graph that is captured last; 0: there are none."""
+        self._wrappers: dict[str, list[Any]] = {}
+        self._memory = GraphMemory()
+        self._smallest_full = smallest_full
+
+    @contextmanager
+    def compiling(self, plan: str) -> Iterator[None]:
+        """The plan's first run, in which vLLM compiles it and wraps its pieces for PIECEWISE graphs."""
+        before = set(CUDAGraphWrapper._all_instances)
+        yield
+        made = [wrapper for wrapper in CUDAGraphWrapper._all_instances if wrapper not in before]
+        self._wrappers.setdefault(plan, []).extend(made)
+
+    def capture_missing(
+        self,
+        plans: Mapping[str, Any],
+        reachable: Iterable[str],
+        context: ForwardContext,
+        inputs: tuple[Any, ...],
+    ) -> None:
+        """In a PIECEWISE pass: capture those of the ``reachable`` plans that have no graphs of its size."""
+        for name in reachable:
+            wrappers = self._wrappers[name]
+            if not wrappers or context.batch_descriptor in wrappers[0].concrete_cudagraph_entries:
+                continue
+            eager = copy.copy(context)
+            eager.cudagraph_runtime_mode = CUDAGraphMode.NONE
+            # Kernels load, and choose their configuration, in a run that is not captured.
+            with override_forward_context(eager):
+                plans[name](*inputs)
+            self._memory.sample()
+            plans[name](*inputs)
+            self._memory.captured(name, CUDAGraphMode.PIECEWISE, inputs[1].shape[-1])
+            self._memory.sample()
+
+    def watch_full_capture(self, plan: str, tokens: int) -> None:
+        """Note that ``plan`` runs a pass of ``tokens`` padded tokens, in a FULL capture or its warm-up."""
+        if not self._smallest_full:
+            return
+        if not torch.cuda.is_current_stream_capturing():
+            self._memory.sample()
+            return
+        self._memory.captured(plan, CUDAGraphMode.FULL, tokens)
+        if tokens == self._smallest_full:
+            self._smallest_full = 0
+            self._memory.log()
+
+
+class GraphMemory:
+    """Device memory taken by the graphs of each plan: what is free before and after a capture.
+
+    What a FULL capture took is known at the next sample only, since none can be taken while it lasts.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[tuple[str, str], int] = {}
+        self._sizes: dict[tuple[str, str], set[int]] = {}
+        self._free = 0
+        self._pending: tuple[str, str] | None = None
+
+    def sample(self) -> None:
+        """Outside of a capture: charge what was taken since the last sample to the capture in between."""
+        free = torch.cuda.mem_get_info()[0]
+        if self._pending is not None:
+            self._bytes[self._pending] = self._bytes.get(self._pending, 0) + self._free - free
+            self._pending = None
+        self._free = free
+
+    def captured(self, plan: str, mode: CUDAGraphMode, tokens: int) -> None:
+        """Note a graph of ``plan`` for passes of ``tokens`` padded tokens."""
+        self._pending = (mode.name, plan)
+        self._sizes.setdefault(self._pending, set()).add(tokens)
+
+    def log(self) -> None:
+        for key, sizes in self._sizes.items():
+            mode, plan = key
+            logger.info(
+                "%s CUDA graphs of plan %s: %d sizes of %d to %d tokens, %.1f MiB",
+                mode,
+                plan,
+                len(sizes),
+                min(sizes),
+                max(sizes),
+                self._bytes.get(key, 0) / 2**20,
+            )
