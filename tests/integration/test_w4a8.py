@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from flexquant.w4a8 import find_kernel
+from flexquant.w4a8 import find_kernel, is_int4_layer
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, engine
 from tests.integration.test_serving_errors import flexquant, refusal
@@ -67,23 +67,22 @@ def test_a_layer_multiplies_dequantised_int4_weights_with_int8_activations(singl
     assert not torch.allclose(output.double(), x.double() @ weight.t(), rtol=2**-7, atol=1e-3)
 
 
+def count_int4_weights(model) -> int:
+    layers = model.variants["w4a16"].modules()
+    return sum(layer.input_size * layer.output_size for layer in layers if is_int4_layer(layer))
+
+
 def test_one_copy_serves_small_passes_as_w4a16_and_large_ones_as_w4a8(single, tmp_path):
     """Its weights, but for embedding and lm_head, take 4.25 + 4.25 bits, as the groups are of 64."""
     trace = tmp_path / "trace.jsonl"
     with engine(single / "merged", "single-copy", flexquant={"trace": str(trace)}) as llm:
         short = answers(llm, ["short"])
         answers(llm, ["a prompt of more than thirty-two tokens, which are bytes here"])
-        linear = sum(
-            layer.input_size * layer.output_size
-            for layer in llm.apply_model(lambda model: list(model.variants["w4a16"].model.layers.modules()))[
-                0
-            ]
-            if hasattr(layer, "scheme")
-        )
+        (weights,) = llm.apply_model(count_int4_weights)
     header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
     assert {(p["tokens"] <= 32, p["plan"]) for p in passes} == {(True, "w4a16"), (False, "w4a8")}
     sizes = header["weight_bytes"]
-    assert 8 * sizes["w4a16"] / linear == 8 * sizes["w4a8"] / linear == pytest.approx(4.25, abs=0.01)
+    assert 8 * sizes["w4a16"] / weights == 8 * sizes["w4a8"] / weights == pytest.approx(4.25, abs=0.01)
     with engine(single / "w4a16") as llm:
         assert short == answers(llm, ["short"])
 

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Which CUDA graphs are captured, against what vLLM's own dispatchers would replay for every possible pass.
+
+No graph is captured here. vLLM's V1 dispatcher and V2 manager say, from the configuration alone, which sizes
+they capture and which of them a pass is padded to; FlexQuant's table says which plans it captures at a size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from vllm import envs
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+from flexquant.checkpoint import MergedConfig
+from flexquant.errors import FlexQuantError
+from flexquant.serving import check_supported, load_routes, smallest_full_graph
+from tests.integration.conftest import engine
+
+pytestmark = pytest.mark.engine
+
+SIZES = [1, 2, 4, 8, 16, 24, 32, 40]
+BUDGET = 48
+SEQUENCES = 20
+"""Between two sizes: a decode pass of 17 to 20 sequences is padded beyond the largest FULL decode graph."""
+
+POLICY = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: decode, batch_size: {max: 8}}
+    use: w4a16
+  - when: {phase: decode}
+    use: {default: w4a16, layers: {"0": w8a8}}
+  - use: w8a8
+"""
+ANY_PHASE = """
+schema: flexquant.policy/v1
+rules:
+  - when: {tokens: {max: 8}}
+    use: w4a16
+  - use: w8a8
+"""
+MODES = ["PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "FULL"]
+RUNNERS = ["V1", "V2"]
+
+
+class PossiblePass(NamedTuple):
+    phase: str
+    tokens: int
+    sequences: int
+    uniform: bool
+    """Whether the runner takes it for a decode pass: a fresh prompt of one token is none for V2."""
+
+
+def possible_passes(runner: str) -> Iterator[PossiblePass]:
+    for n in range(1, SEQUENCES + 1):
+        yield PossiblePass("decode", n, n, True)
+        if runner == "V2":
+            yield PossiblePass("decode", n, n, False)
+    for n in range(2, BUDGET + 1):
+        yield PossiblePass("prefill", n, 1, False)
+    for n in range(3, BUDGET + 1):
+        yield PossiblePass("mixed", n, 2, False)
+
+
+def dispatcher(runner: str, config):
+    """Return what is captured, as [(mode, size)], and a function: pass -> (mode, size) that it replays."""
+    mode = config.compilation_config.cudagraph_mode
+    if runner == "V1":
+        v1 = CudagraphDispatcher(config)
+        v1.initialize_cudagraph_keys(mode, 1)
+        captured = [(m, desc.num_tokens) for m, descs in v1.get_capture_descs() for desc in descs]
+
+        def replay(p: PossiblePass):
+            found, desc = v1.dispatch(p.tokens, uniform_decode=p.uniform)
+            return found, desc.num_tokens
+
+        return captured, replay
+    v2 = CudaGraphManager(config, torch.device("cpu"), mode, 1)
+    v2._graphs_captured = True
+    captured = [(m, desc.num_tokens) for m, descs in v2._capture_descs.items() for desc in descs]
+
+    def replay(p: PossiblePass):
+        desc = v2.dispatch(p.sequences, p.tokens, 1 if p.uniform else None, 0)
+        return desc.cg_mode, desc.num_tokens
+
+    return captured, replay
+
+
+@pytest.fixture(scope="module")
+def configured(tiny_merged, tmp_path_factory):
+    """Return a function: (policy, mode) -> the configuration that a GPU would have, and the route table."""
+    folder = tmp_path_factory.mktemp("graphs")
+    options = {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": BUDGET, "enable_chunked_prefill": True}
+    with engine(tiny_merged() / "merged", "w8a8", **options) as llm:
+        real = llm.llm_engine.vllm_config
+
+        def configure(policy: str, mode: str):
+            (folder / "p.yaml").write_text(policy)
+            config = copy.copy(real)
+            config.additional_config = {"flexquant": {"policy": str(folder / "p.yaml")}}
+            compilation = config.compilation_config = copy.copy(real.compilation_config)
+            compilation.mode = CompilationMode.VLLM_COMPILE
+            compilation.splitting_ops = list(compilation._attention_ops)
+            compilation.cudagraph_mode = CUDAGraphMode[mode]
+            compilation.cudagraph_capture_sizes = SIZES
+            compilation.max_cudagraph_capture_size = SIZES[-1]
+            merged = MergedConfig.from_json(config.model_config.hf_config.quantization_config)
+            _, routes = load_routes(config, merged)
+            check_supported(config, merged, routes)
+            return config, routes
+
+        yield configure
+
+
+@pytest.fixture(autouse=True)
+def graph_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The V2 manager asks the platform for a memory pool, which a CPU has not; nothing is put into it."""
+    monkeypatch.setattr(type(current_platform), "_global_graph_pool", (0, 0), raising=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_no_graph_is_missing_and_the_plan_is_the_policys(runner, mode, configured):
+    config, routes = configured(ANY_PHASE if mode == "FULL" else POLICY, mode)
+    captured, replay = dispatcher(runner, config)
+    graphs = set()
+    for kind, size in captured:
+        if kind == CUDAGraphMode.FULL:
+            phase = "prefill" if mode == "FULL" else "decode"
+            graphs.add((kind, size, routes.lookup(phase, size)))
+        else:
+            graphs |= {(kind, size, plan) for plan in routes.reachable(size)}
+
+    replayed = set()
+    for p in possible_passes(runner):
+        kind, size = replay(p)
+        if kind != CUDAGraphMode.NONE:
+            replayed.add((kind, size, routes.lookup(p.phase, size)))
+        else:
+            assert size == p.tokens
+
+    assert replayed <= graphs
+    # V1 never replays a decode plan in pieces where it has a FULL graph of the size. All else is used.
+    unused = {graph for graph in graphs - replayed if (CUDAGraphMode.FULL, *graph[1:]) not in graphs}
+    assert not unused
+    if runner == "V2":
+        assert replayed == graphs
+
+
+@pytest.mark.parametrize(("mode", "smallest"), [("PIECEWISE", 0), ("FULL_AND_PIECEWISE", 1), ("FULL", 1)])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_smallest_full_graph_is_the_one_that_vllm_captures_last(runner, mode, smallest, configured):
+    config, _ = configured(ANY_PHASE, mode)
+    captured, _ = dispatcher(runner, config)
+    assert min((size for kind, size in captured if kind == CUDAGraphMode.FULL), default=0) == smallest
+    assert smallest_full_graph(config) == smallest
+
+
+def test_mode_full_is_refused_for_a_policy_that_tells_phases_apart(configured):
+    with pytest.raises(
+        FlexQuantError, match="cudagraph_mode FULL, .* tells phases apart .*FULL_AND_PIECEWISE"
+    ):
+        configured(POLICY, "FULL")
+
+
+def test_breakable_graphs_are_refused_for_a_policy_that_tells_phases_apart(configured, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    envs.disable_envs_cache()
+    configured(ANY_PHASE, "PIECEWISE")
+    with pytest.raises(FlexQuantError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
+        configured(POLICY, "PIECEWISE")
