@@ -77,6 +77,13 @@ def quantise_int8(name: str, weight: torch.Tensor) -> StateDict:
     return {name: q, name + "_scale": scale}
 
 
+def quantise_fp8(name: str, weight: torch.Tensor) -> StateDict:
+    """Per-output-channel FP8: weight float8_e4m3fn [out, in], weight_scale bf16 [out, 1]."""
+    w = weight.float()
+    scale = (w.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max).to(torch.bfloat16)
+    return {name: (w / scale.float()).to(torch.float8_e4m3fn), name + "_scale": scale}
+
+
 def quantise_int4(name: str, weight: torch.Tensor, group_size: int) -> StateDict:
     """Symmetric INT4 in groups along the input: packed int32 [out, in/8], scale bf16 [out, in/group]."""
     out_features, in_features = weight.shape
@@ -91,13 +98,15 @@ def quantise_int4(name: str, weight: torch.Tensor, group_size: int) -> StateDict
 
 
 def quantisation_section(scheme: str, group_size: int) -> dict:
-    preset = preset_name_to_scheme({"w8a8": "W8A8", "w4a16": "W4A16"}[scheme], ["Linear"])
+    preset = preset_name_to_scheme(
+        {"w8a8": "W8A8", "fp8": "FP8_DYNAMIC", "w4a16": "W4A16"}[scheme], ["Linear"]
+    )
     if scheme == "w4a16":
         preset.weights.group_size = group_size
     section = QuantizationConfig(
         config_groups={"group_0": preset},
         ignore=["lm_head"],
-        format={"w8a8": "int-quantized", "w4a16": "pack-quantized"}[scheme],
+        format={"w8a8": "int-quantized", "fp8": "float-quantized", "w4a16": "pack-quantized"}[scheme],
         quantization_status="compressed",
     )
     return json.loads(section.model_dump_json())
@@ -156,6 +165,7 @@ def make_checkpoint(
         state = transform(state)
     quantise = {
         "w8a8": quantise_int8,
+        "fp8": quantise_fp8,
         "w4a16": lambda name, w: quantise_int4(name, w, group_size),
         None: lambda name, w: {name: w},
     }[scheme]

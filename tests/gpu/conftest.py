@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Compiled engines with CUDA graphs, and checkpoints whose variants answer differently.
+
+    pytest tests/gpu
+
+Needs an NVIDIA GPU of compute capability 8.0 or newer; everything is skipped without one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexquant.evaluation import engine as in_process
+
+in_process.prepare_environment()
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch  # noqa: E402 - vLLM reads the environment above
+from vllm import envs  # noqa: E402
+
+from flexquant.merge import merge_checkpoints  # noqa: E402
+from tests.checkpoints import StateDict, make_checkpoint  # noqa: E402
+
+SIZES = [1, 2, 4, 8, 16, 24, 32, 64]
+SEQUENCES = 20
+"""Between two sizes: a decode pass of 17 to 20 sequences is padded beyond the largest FULL decode graph."""
+RUNNERS = {"V1": "0", "V2": "1"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@contextmanager
+def graph_engine(
+    folder: Path, runner: str, mode: str | None, policy: str | None = None, **options: Any
+) -> Iterator[Any]:
+    """An engine in this process; ``mode``: CUDA graph mode, compiled by vLLM; None: eager.
+
+    ``policy`` is for merged checkpoints.
+    """
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[runner]
+    envs.disable_envs_cache()
+    if mode is not None:
+        options["compilation_config"] = {"cudagraph_mode": mode, "cudagraph_capture_sizes": SIZES}
+    flexquant = options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
+    limits = {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": 256, "max_model_len": 512}
+    with in_process.engine(
+        folder,
+        flexquant=flexquant,
+        enforce_eager=mode is None,
+        dtype="bfloat16",
+        gpu_memory_utilization=0.2,
+        enable_prefix_caching=False,
+        **limits,
+        **options,
+    ) as llm:
+        yield llm
+
+
+def flip_mlp(state: StateDict) -> StateDict:
+    """Negate what the MLPs add, so that one variant's answers are far from the other's; K and V stay."""
+    return {name: -t if name.endswith("down_proj.weight") else t for name, t in state.items()}
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``w8a8``, ``w4a16`` and ``fp8`` of one random model, ``merged``, and ``apart``.
+
+    ``apart`` merges ``w8a8`` with ``flipped``, a W4A16 variant that answers quite differently.
+    """
+    folder = tmp_path_factory.mktemp("checkpoints")
+    shape = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_layers": 4,
+        "group_size": 128,
+    }
+    for scheme in ("w8a8", "w4a16", "fp8"):
+        make_checkpoint(folder / scheme, scheme=scheme, **shape)
+    make_checkpoint(folder / "flipped", scheme="w4a16", transform=flip_mlp, **shape)
+    merge_checkpoints({name: folder / name for name in ("w8a8", "w4a16", "fp8")}, folder / "merged")
+    merge_checkpoints({"w8a8": folder / "w8a8", "w4a16": folder / "flipped"}, folder / "apart")
+    return folder

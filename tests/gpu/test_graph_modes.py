@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Compiled and captured, a constant policy is the static checkpoint, in every graph mode of both runners."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.conftest import RUNNERS, graph_engine
+from tests.integration.conftest import answers
+
+MODES = [None, "NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"]
+LONG = "a prompt of several chunks and more tokens than the largest graph holds; " * 6
+BATCHES = [["alone"], [f"prompt {i}" for i in range(3)], [LONG, *(f"{i} side by side" for i in range(19))]]
+
+
+def generate(folder, runner, mode, policy=None):
+    with graph_engine(folder, runner, mode, policy) as llm:
+        return [answers(llm, batch, max_tokens=24, ignore_eos=True) for batch in BATCHES]
+
+
+@pytest.mark.parametrize("variant", ["w8a8", "w4a16", "fp8"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_constant_policy_equals_the_static_checkpoint(runner, mode, variant, checkpoints):
+    merged = generate(checkpoints / "merged", runner, mode, policy=constant(checkpoints, variant))
+    assert merged == generate(checkpoints / variant, runner, mode)
+
+
+def constant(folder, variant: str) -> str:
+    path = folder / f"{variant}.yaml"
+    path.write_text(f"schema: flexquant.policy/v1\nrules:\n  - use: {variant}\n")
+    return str(path)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Every graph holds the plan of the policy, all are there before the first request, and nothing moves."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.compilation.counter import compilation_counter
+
+from tests.gpu.conftest import RUNNERS, SEQUENCES, SIZES, graph_engine
+from tests.integration.conftest import answers
+
+MODES = ["PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+BY_BATCH = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: decode, batch_size: {max: 4}}
+    use: w4a16
+  - when: {phase: decode, batch_size: {max: 8}}
+    use: w8a8
+  - when: {phase: decode}
+    use: w4a16
+  - use: w8a8
+"""
+OPPOSITE_OF_BY_BATCH = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: decode, batch_size: {max: 4}}
+    use: w8a8
+  - when: {phase: decode, batch_size: {max: 8}}
+    use: w4a16
+  - use: w8a8
+"""
+BY_SIZE = """
+schema: flexquant.policy/v1
+rules:
+  - when: {tokens: {max: 4}}
+    use: w4a16
+  - use: w8a8
+"""
+OPPOSITE_OF_BY_SIZE = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: decode, batch_size: {min: 5}}
+    use: w4a16
+  - use: w8a8
+"""
+FAR = 0.5
+"""Nats between the two variants' logprobs, at least; the same plan compiled is nearer to itself eager."""
+
+
+def second_steps(llm) -> list[dict[int, float]]:
+    """For every batch size: the logprobs of the first sequence's second token, from one decode pass."""
+    batches = [[f"{i} prompt" for i in range(n)] for n in range(1, SEQUENCES + 1)]
+    return [answers(llm, b, max_tokens=2, ignore_eos=True, logprobs=20)[0][1][1] for b in batches]
+
+
+def distance(a: dict[int, float], b: dict[int, float]) -> float:
+    """The largest difference in logprob over the tokens that both list; far apart if there are none."""
+    return max((abs(a[token] - b[token]) for token in a.keys() & b.keys()), default=float("inf"))
+
+
+def parameter_addresses(model) -> list[int]:
+    return [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def sizes_of_pieces(model) -> dict[str, list[int]]:
+    """For every plan, the sizes for which its first piece holds a captured graph."""
+    return {
+        plan: sorted(
+            descriptor.num_tokens
+            for descriptor, entry in wrappers[0].concrete_cudagraph_entries.items()
+            if entry.cudagraph is not None
+        )
+        for plan, wrappers in model._graphs._wrappers.items()
+        if wrappers
+    }
+
+
+def expected_sizes(model) -> dict[str, list[int]]:
+    plans = {plan.name: [] for plan in model.routes.plans}
+    for size in SIZES:
+        for plan in model.routes.reachable(size):
+            plans[plan.name].append(size)
+    return plans
+
+
+def unwrap(function):
+    """For the V1 runner, which wraps the model for FULL graphs."""
+    return lambda model: function(model.unwrap() if hasattr(model, "unwrap") else model)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(
+    ("mode", "policy", "opposite"),
+    [*((mode, BY_BATCH, OPPOSITE_OF_BY_BATCH) for mode in MODES), ("FULL", BY_SIZE, OPPOSITE_OF_BY_SIZE)],
+)
+def test_plan_at_every_batch_size_is_the_policys(runner, mode, policy, opposite, checkpoints, tmp_path):
+    (tmp_path / "p.yaml").write_text(policy)
+    folder, path = checkpoints / "apart", str(tmp_path / "p.yaml")
+    with graph_engine(folder, runner, mode, path) as llm:
+        captured = compilation_counter.num_cudagraph_captured
+        addresses = llm.apply_model(parameter_addresses)
+        pieces, expected = (
+            llm.apply_model(unwrap(sizes_of_pieces))[0],
+            llm.apply_model(unwrap(expected_sizes))[0],
+        )
+        found = second_steps(llm)
+        answers(llm, ["a prompt of more tokens than the largest captured size holds, in bytes " * 3])
+        assert compilation_counter.num_cudagraph_captured == captured > 0
+        assert llm.apply_model(parameter_addresses) == addresses
+    if "PIECEWISE" in mode:
+        assert pieces == expected
+    with graph_engine(folder, runner, None, path) as llm:
+        eager = second_steps(llm)
+    (tmp_path / "opposite.yaml").write_text(opposite)
+    with graph_engine(folder, runner, None, str(tmp_path / "opposite.yaml")) as llm:
+        wrong = second_steps(llm)
+    for n in range(SEQUENCES):
+        padded = next(size for size in SIZES if size > n)
+        assert distance(found[n], eager[n]) < FAR < distance(found[n], wrong[n]), (n + 1, padded)
