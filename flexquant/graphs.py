@@ -34,11 +34,11 @@ logger = init_logger("vllm.flexquant.graphs")
 class PlanGraphs:
     """The CUDA graphs of a model's plans."""
 
-    def __init__(self, smallest_full: int) -> None:
-        """``smallest_full``: tokens of the FULL graph that is captured last; 0: there are none."""
+    def __init__(self, last: tuple[CUDAGraphMode, int] | None) -> None:
+        """``last``: mode and tokens of the graph that vLLM captures last; None: it captures none."""
         self._wrappers: dict[str, list[Any]] = {}
         self._memory = GraphMemory()
-        self._smallest_full = smallest_full
+        self._last = last
 
     @contextmanager
     def compiling(self, plan: str) -> Iterator[None]:
@@ -54,11 +54,15 @@ class PlanGraphs:
         reachable: Iterable[str],
         context: ForwardContext,
         inputs: tuple[Any, ...],
+        tokens: int,
     ) -> None:
-        """In a PIECEWISE pass: capture those of the ``reachable`` plans that have no graphs of its size."""
+        """In a PIECEWISE pass of ``tokens`` padded tokens: capture the plans that have no graphs of its size.
+
+        ``reachable`` names those that the policy can take at that size.
+        """
         for name in reachable:
-            wrappers = self._wrappers[name]
-            if not wrappers or context.batch_descriptor in wrappers[0].concrete_cudagraph_entries:
+            wrappers, descriptor = self._wrappers[name], context.batch_descriptor
+            if not wrappers or any(descriptor in w.concrete_cudagraph_entries for w in wrappers):
                 continue
             eager = copy.copy(context)
             eager.cudagraph_runtime_mode = CUDAGraphMode.NONE
@@ -67,56 +71,62 @@ class PlanGraphs:
                 plans[name](*inputs)
             self._memory.sample()
             plans[name](*inputs)
-            self._memory.captured(name, CUDAGraphMode.PIECEWISE, inputs[1].shape[-1])
+            self._memory.captured(name, CUDAGraphMode.PIECEWISE, tokens)
             self._memory.sample()
+        if self._last == (CUDAGraphMode.PIECEWISE, tokens):
+            self._finish()
 
     def watch_full_capture(self, plan: str, tokens: int) -> None:
         """Note that ``plan`` runs a pass of ``tokens`` padded tokens, in a FULL capture or its warm-up."""
-        if not self._smallest_full:
+        if self._last is None or self._last[0] != CUDAGraphMode.FULL:
             return
         if not torch.cuda.is_current_stream_capturing():
             self._memory.sample()
             return
         self._memory.captured(plan, CUDAGraphMode.FULL, tokens)
-        if tokens == self._smallest_full:
-            self._smallest_full = 0
-            self._memory.log()
+        if tokens == self._last[1]:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._memory.log()
+        self._last = None
 
 
 class GraphMemory:
     """Device memory taken by the graphs of each plan: what is free before and after a capture.
 
-    What a FULL capture took is known at the next sample only, since none can be taken while it lasts.
+    What a FULL capture took is known at the next sample only, since none can be taken while it lasts. A graph
+    that vLLM captures twice counts once.
     """
 
     def __init__(self) -> None:
-        self._bytes: dict[tuple[str, str], int] = {}
-        self._sizes: dict[tuple[str, str], set[int]] = {}
+        self._bytes: dict[tuple[str, str, int], int] = {}
+        """By mode, plan and tokens."""
         self._free = 0
-        self._pending: tuple[str, str] | None = None
+        self._pending: tuple[str, str, int] | None = None
 
     def sample(self) -> None:
         """Outside of a capture: charge what was taken since the last sample to the capture in between."""
         free = torch.cuda.mem_get_info()[0]
         if self._pending is not None:
-            self._bytes[self._pending] = self._bytes.get(self._pending, 0) + self._free - free
+            self._bytes[self._pending] = self._free - free
             self._pending = None
         self._free = free
 
     def captured(self, plan: str, mode: CUDAGraphMode, tokens: int) -> None:
         """Note a graph of ``plan`` for passes of ``tokens`` padded tokens."""
-        self._pending = (mode.name, plan)
-        self._sizes.setdefault(self._pending, set()).add(tokens)
+        self._pending = (mode.name, plan, tokens)
+        self._bytes[self._pending] = 0
 
     def log(self) -> None:
-        for key, sizes in self._sizes.items():
-            mode, plan = key
+        for mode, plan in sorted({key[:2] for key in self._bytes}):
+            taken = {tokens: size for (*which, tokens), size in self._bytes.items() if which == [mode, plan]}
             logger.info(
                 "%s CUDA graphs of plan %s: %d sizes of %d to %d tokens, %.1f MiB",
                 mode,
                 plan,
-                len(sizes),
-                min(sizes),
-                max(sizes),
-                self._bytes.get(key, 0) / 2**20,
+                len(taken),
+                min(taken),
+                max(taken),
+                sum(taken.values()) / 2**20,
             )

@@ -26,8 +26,8 @@ from flexquant.router import Trace, read_pass
 from flexquant.serving import (
     ServingOptions,
     check_supported,
+    last_graph,
     load_routes,
-    smallest_full_graph,
     tokens_per_sequence,
 )
 
@@ -54,7 +54,7 @@ class FlexQuantForCausalLM(nn.Module):
         # A plain dict: plans are views, and must not show their weights to vLLM a second time.
         self._plans: dict[str, Any] = {plan.name: build_plan(variants, plan) for plan in self.routes.plans}
         self._last_plan = self.routes.plans[0].name
-        self._graphs = PlanGraphs(smallest_full_graph(vllm_config))
+        self._graphs = PlanGraphs(last_graph(vllm_config))
         self._trace = self._announce(ServingOptions.from_vllm(vllm_config))
 
     def is_unused_checkpoint_weight(self, name: str) -> bool:
@@ -115,7 +115,7 @@ class FlexQuantForCausalLM(nn.Module):
         in_pieces = context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
         if in_pieces:
             reachable = [plan.name for plan in self.routes.reachable(tokens)]
-            self._graphs.capture_missing(self._plans, reachable, context, inputs)
+            self._graphs.capture_missing(self._plans, reachable, context, inputs, tokens)
         forward_pass = read_pass(context, tokens, self.tokens_per_sequence)
         if forward_pass is None:
             return self._plans[reachable[0]](*inputs) if in_pieces else self._run_all(inputs)

@@ -13,7 +13,7 @@ from flexquant.policy import DEFAULT_POLICY, Derivation, Policy, load_policy, pa
 from flexquant.routes import RouteTable, build_route_table
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CUDAGraphMode, VllmConfig
 
 OPTIONS_KEY = "flexquant"
 
@@ -115,14 +115,18 @@ def max_decode_sequences(vllm_config: VllmConfig) -> int:
     return min((s for s in sizes if s >= max_sequences), default=max_sequences)
 
 
-def smallest_full_graph(vllm_config: VllmConfig) -> int:
-    """Tokens of the smallest FULL CUDA graph that vLLM captures, the last one; 0: it captures none."""
+def last_graph(vllm_config: VllmConfig) -> tuple[CUDAGraphMode, int] | None:
+    """Mode and tokens of the CUDA graph that vLLM captures last: the smallest, FULL ones after the others."""
+    from vllm.config import CUDAGraphMode
+
     compilation = vllm_config.compilation_config
-    graphs, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
-    if graphs is None or not graphs.has_full_cudagraphs() or not sizes:
-        return 0
+    mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
+    if not mode or not sizes:
+        return None
+    if not mode.has_full_cudagraphs():
+        return CUDAGraphMode.PIECEWISE, min(sizes)
     one = tokens_per_sequence(vllm_config)
-    return -(-min(sizes) // one) * one
+    return CUDAGraphMode.FULL, -(-min(sizes) // one) * one
 
 
 def load_routes(vllm_config: VllmConfig, merged: MergedConfig) -> tuple[str, RouteTable]:

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from flexquant.checkpoint import MergedConfig
 from flexquant.errors import FlexQuantError
-from flexquant.serving import check_supported, load_routes, smallest_full_graph
+from flexquant.serving import check_supported, last_graph, load_routes
 from tests.integration.conftest import engine
 
 pytestmark = pytest.mark.engine
@@ -156,13 +156,13 @@ def test_no_graph_is_missing_and_the_plan_is_the_policys(runner, mode, configure
         assert replayed == graphs
 
 
-@pytest.mark.parametrize(("mode", "smallest"), [("PIECEWISE", 0), ("FULL_AND_PIECEWISE", 1), ("FULL", 1)])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_smallest_full_graph_is_the_one_that_vllm_captures_last(runner, mode, smallest, configured):
+def test_last_graph_is_the_one_that_vllm_captures_last(runner, mode, configured):
+    """PIECEWISE ones first, and the larger first: the order of both runners' loops."""
     config, _ = configured(ANY_PHASE, mode)
     captured, _ = dispatcher(runner, config)
-    assert min((size for kind, size in captured if kind == CUDAGraphMode.FULL), default=0) == smallest
-    assert smallest_full_graph(config) == smallest
+    assert last_graph(config) == max(captured, key=lambda graph: (graph[0] == CUDAGraphMode.FULL, -graph[1]))
 
 
 def test_mode_full_is_refused_for_a_policy_that_tells_phases_apart(configured):
