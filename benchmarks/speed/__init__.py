@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Speed and memory against stock vLLM: `python -m benchmarks --help`.
+
+The way through: `settings` (how much) -> `shapes` and `synthetic` (or real checkpoints) -> `models` (folders)
+-> `subjects` (what is compared) -> `kernels`, `serving`, `offline` (measure) -> `results` (one JSON file a
+cell) -> `tables`, `plots`, `report`.
+"""

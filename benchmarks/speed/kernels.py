@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Time vLLM's own linear layers, scheme against scheme, at one layer shape and number of tokens a cell.
+
+Layers are built as a model builds them: from a compressed-tensors section, weights loaded,
+``process_weights_after_loading``, so that vLLM chooses the kernel. Quantising the activations is part of the
+time. Each scheme gets several copies of its layer, together larger than the caches, and runs through them in
+turn: a model too finds its weights in memory. On a GPU a pass over the copies is one CUDA graph, timed with
+events; schemes take turns.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.speed.shapes import SHAPES
+from benchmarks.speed.synthetic import linear_tensors, quantisation_section
+from benchmarks.speed.worker import answer_requests
+from examples.vllm_server import free_port
+
+ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
+"""Weights of all copies of a layer together: several times the L2 of an H200 (50 MB)."""
+MAX_COPIES = 16
+MIN_ROUNDS, MAX_ROUNDS = 5, 40
+NAME = "model.layers.0.mlp.down_proj"
+
+
+class NoKernelError(Exception):
+    """This device or this version has no kernel for a scheme; the message says why."""
+
+
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Return for every scheme its kernel, times and rates, or why there are none.
+
+    ``request``: ``outputs``, ``inputs``, ``tokens``, ``schemes``, and ``seconds`` to spend.
+    """
+    found: dict[str, Any] = {}
+    passes: dict[str, tuple[Callable[[], float], int]] = {}
+    with torch.inference_mode():
+        x = torch.randn(request["tokens"], request["inputs"], dtype=torch.bfloat16, device=device())
+        for scheme in request["schemes"]:
+            try:
+                layers = build_layers(scheme, request["outputs"], request["inputs"])
+                passes[scheme] = prepare_pass(layers, x), len(layers)
+                found[scheme] = {"kernel": kernel_name(layers[0]), "weight_bytes": parameter_bytes(layers[0])}
+            except NoKernelError as e:
+                found[scheme] = {"unavailable": str(e)}
+        times: dict[str, list[float]] = {scheme: [] for scheme in passes}
+        started = time.perf_counter()
+        for number in range(MAX_ROUNDS):
+            if number >= MIN_ROUNDS and time.perf_counter() - started > request["seconds"]:
+                break
+            for scheme, (run, copies) in passes.items():
+                times[scheme].append(run() / copies)
+    for scheme, seconds in times.items():
+        sizes = {name: request[name] for name in ("outputs", "inputs", "tokens")}
+        found[scheme] |= summarise(seconds, found[scheme]["weight_bytes"], **sizes)
+    return found
+
+
+def summarise(
+    seconds: list[float], weight_bytes: int, outputs: int, inputs: int, tokens: int
+) -> dict[str, Any]:
+    """Return median and quartiles in microseconds, and GB/s and TFLOP/s of the median.
+
+    Bytes are those of the weights with their scales, and 16-bit inputs and outputs once.
+    """
+    ordered = sorted(seconds)
+    median = ordered[len(ordered) // 2]
+    moved = weight_bytes + 2 * tokens * (inputs + outputs)
+    return {
+        "microseconds": median * 1e6,
+        "microseconds_quartiles": [ordered[len(ordered) // 4] * 1e6, ordered[3 * len(ordered) // 4] * 1e6],
+        "rounds": len(seconds),
+        "gb_per_s": moved / median / 1e9,
+        "tflop_per_s": 2 * tokens * inputs * outputs / median / 1e12,
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def build_layers(scheme: str, outputs: int, inputs: int) -> list[nn.Module]:
+    """Return copies of a linear [inputs -> outputs] with equal random weights, ready to run.
+
+    Raises NoKernelError.
+    """
+    weight_bytes = outputs * inputs * {"bf16": 2, "w8a8": 1, "fp8": 1}.get(scheme, 0.5)
+    copies = min(MAX_COPIES, max(1, round(ROTATED_BYTES[device()] / weight_bytes)))
+    stored = "w4a16" if scheme == "w4a8" else scheme
+    tensors = linear_tensors(stored, outputs, inputs, NAME)
+    try:
+        return [build_layer(scheme, stored, outputs, inputs, tensors) for _ in range(copies)]
+    except (ValueError, RuntimeError, NotImplementedError, ImportError) as e:
+        raise NoKernelError(f"{type(e).__name__}: {' '.join(str(e).split())[:300]}") from e
+
+
+def build_layer(
+    scheme: str, stored: str, outputs: int, inputs: int, tensors: dict[str, torch.Tensor]
+) -> nn.Module:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+
+    section = quantisation_section(stored)
+    config = CompressedTensorsConfig.from_config(section) if section else None
+    with set_current_vllm_config(vllm_config()), torch.device(device()):
+        layer = ReplicatedLinear(
+            inputs,
+            outputs,
+            bias=False,
+            params_dtype=torch.bfloat16,
+            quant_config=config,
+            prefix=NAME,
+            return_bias=False,
+            disable_tp=True,
+        )
+        if scheme == "w4a8":
+            use_8bit_activations(layer)
+        for name, parameter in layer.named_parameters():
+            parameter.data.copy_(tensors[name])
+        layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def use_8bit_activations(layer: nn.Module) -> None:
+    from flexquant import w4a8
+    from flexquant.errors import FlexQuantError
+
+    try:
+        w4a8.use_8bit_activations(layer, "int8")
+    except FlexQuantError as e:
+        raise NoKernelError(str(e)) from e
+
+
+def prepare_pass(layers: list[nn.Module], x: torch.Tensor) -> Callable[[], float]:
+    """Return a function that runs ``x`` through every layer and returns the seconds it took."""
+
+    def run() -> None:
+        for layer in layers:
+            layer(x)
+
+    run()
+    if x.device.type == "cpu":
+
+        def timed() -> float:
+            started = time.perf_counter()
+            run()
+            return time.perf_counter() - started
+
+        return timed
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def timed_graph() -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return timed_graph
+
+
+def kernel_name(layer: nn.Module) -> str:
+    """Return the class of the kernel that vLLM chose, or of its method for 16-bit weights."""
+    attributes = vars(layer.scheme).values() if hasattr(layer, "scheme") else ()
+    names = [type(value).__name__ for value in attributes]
+    return next((name for name in names if name.endswith("Kernel")), type(layer.quant_method).__name__)
+
+
+def parameter_bytes(layer: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in layer.parameters())
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@functools.cache
+def vllm_config() -> Any:
+    """Return a configuration for a 16-bit Llama; vLLM's layers read its dtype."""
+    from vllm.config import ModelConfig, VllmConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES["tiny"].config()))
+        return VllmConfig(model_config=ModelConfig(folder, dtype="bfloat16", skip_tokenizer_init=True))
+
+
+def prepare_process() -> None:
+    """Set up what vLLM's layers expect of a worker: a tensor-parallel group, here of one."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    from flexquant.compat import provide_cpu_kernels
+
+    provide_cpu_kernels()
+    with set_current_vllm_config(vllm_config()):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, backend="gloo")
+        initialize_model_parallel(1)
+
+
+if __name__ == "__main__":
+    prepare_process()
+    answer_requests(measure)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The report of a results folder: ``report.md`` and the plots, drawn from the JSON files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.speed.plots import draw_plots
+from benchmarks.speed.results import Cell, read_about, read_cells
+from benchmarks.speed.tables import (
+    batch_table,
+    by_workload,
+    kernel_results,
+    kernel_table,
+    latency_table,
+    markdown,
+    memory_table,
+    ratio_table,
+    start_results,
+)
+from flexquant.errors import FlexQuantError
+
+REPORT = "report.md"
+READING = (
+    "Requests are written REQUESTSxINPUT+OUTPUT in tokens: a batch that arrives at once, or with @RATE a "
+    "stream of that many requests a second (Poisson), with ~SPREAD for uniformly random lengths. Numbers are "
+    "medians over rounds, with the smallest and the largest. In a round every subject gets the same "
+    "requests, one subject at a time, all servers alive; no prefix caching, answers never end early."
+)
+
+
+def write_report(folder: Path) -> list[str]:
+    """Write ``report.md`` and, with matplotlib, the plots; return the files' names.
+
+    Raises FlexQuantError for a folder without results.
+    """
+    about = read_about(folder)
+    cells = read_cells(folder)
+    if not cells:
+        raise FlexQuantError(f"{folder} holds no results yet; start the run again")
+    newest = cells[-1]["machine"]
+    here = [cell for cell in cells if cell["machine"] == newest]
+    sections = [f"# Speed of {about['model']}", _origin(here, len(cells) - len(here)), *_sections(here)]
+    title = f"{about['model']}, {newest['gpu'] or newest['cpu']}"
+    try:
+        plots = draw_plots(here, folder, title)
+    except ImportError:
+        print("no plots: matplotlib is missing; run 'python -m benchmarks report' where it is installed")
+        plots = []
+    sections += [f"![{name.removesuffix('.png')}]({name})" for name in plots]
+    (folder / REPORT).write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    return [REPORT, *plots]
+
+
+def _sections(cells: Sequence[Cell]) -> Iterable[str]:
+    if serving := by_workload(cells, "serving"):
+        yield f"## Latency and throughput\n\n{READING}"
+        yield latency_table(serving)
+        yield (
+            "## Batches\n\nPrefill: until the last prompt of the batch has its first token. Decode: one pass "
+            "after that. GiB: weights, and the batch's KV cache at its end."
+        )
+        yield batch_table(serving, start_results(cells))
+        yield "## FlexQuant against static\n\nRatios of paired rounds; below 1 is faster, for tokens/s above."
+        yield ratio_table(serving, constant=False)
+    if overhead := by_workload(cells, "overhead"):
+        yield "## Overhead\n\nFlexQuant with one plan for everything, against the same weights in stock vLLM."
+        yield ratio_table(overhead, constant=True)
+    if memory := start_results(cells):
+        yield (
+            "## Memory and start\n\nWeights as vLLM reports them; on a CPU as FlexQuant does, or the size on "
+            "disk. All servers run side by side, so the KV cache is one server's share."
+        )
+        yield memory_table(memory)
+    if kernels := kernel_results(cells):
+        yield (
+            "## Kernels\n\nvLLM's own linear layers, quantising activations included: median and quartiles; "
+            "bytes of weights, inputs and outputs a second; operations a second."
+        )
+        for (layer, outputs, inputs), by_tokens in kernels.items():
+            names = {
+                s: f["kernel"] for found in by_tokens.values() for s, f in found.items() if "kernel" in f
+            }
+            listed = ", ".join(f"{scheme}: {name}" for scheme, name in names.items())
+            yield f"### {layer}, {inputs} to {outputs}\n\n{listed}."
+            yield kernel_table(by_tokens)
+    if offline := [cell for cell in cells if cell["part"] == "offline" and "result" in cell]:
+        yield "## Offline"
+        yield _offline_table(offline)
+    if problems := list(_problems(cells)):
+        yield "## Not measured"
+        yield "\n".join(problems)
+
+
+def _offline_table(cells: Iterable[Cell]) -> str:
+    rows = []
+    for cell in cells:
+        p, result = cell["parameters"], cell["result"]
+        w = p["workload"]
+        what = f"vllm bench {p['kind']}, {w['requests']}x{w['input']}+{w['output']}"
+        number = (
+            f"{result['avg_latency']:.3f} s"
+            if p["kind"] == "latency"
+            else f"{result['tokens_per_second']:.1f} tokens/s"
+        )
+        rows.append([what, f"`{p['subject']}`", number])
+    return markdown(["what", "subject", "result"], rows)
+
+
+def _problems(cells: Iterable[Cell]) -> Iterable[str]:
+    """Yield a line for everything that failed or has no kernel, once."""
+    seen: dict[str, None] = {}
+    for cell in cells:
+        p = cell["parameters"]
+        what = p.get("subject") or f"{p['layer']}, {p['tokens']} tokens"
+        if "failure" in cell:
+            text = cell["failure"].replace("\n", "\n    ")
+            seen[f"- {cell['part']}, {what}: {text}"] = None
+        elif cell["part"] == "kernels":
+            for scheme, found in cell["result"].items():
+                if "unavailable" in found:
+                    seen[f"- kernels, {p['layer']}, {scheme}: {found['unavailable']}"] = None
+    return seen
+
+
+def _origin(cells: Sequence[Cell], others: int) -> str:
+    """Say where the numbers come from, everything that occurs once."""
+    machine = cells[-1]["machine"]
+    commits = list(dict.fromkeys(cell["commit"] for cell in cells))
+    versions = list(
+        dict.fromkeys(" ".join(f"{k} {v}" for k, v in cell["versions"].items()) for cell in cells)
+    )
+    commands = list(dict.fromkeys(" ".join(cell["argv"]) for cell in cells))
+    gpu = f"{machine['gpu']}, " if machine["gpu"] else ""
+    dates = f"{cells[0]['finished'][:10]} to {cells[-1]['finished'][:10]}"
+    lines = [
+        f"- machine: {gpu}{machine['cpu']}, {machine['cores']} cores",
+        *(f"- versions: {text}" for text in versions),
+        f"- commit: {', '.join(commits)}",
+        *(f"- command: `{text}`" for text in commands),
+        f"- {len(cells)} cells, {dates}, {sum(cell['seconds'] for cell in cells):.0f} s of measuring",
+    ]
+    if others:
+        lines.append(f"- {others} cells of other machines in this folder are left out")
+    return "\n".join(lines)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What is compared: static checkpoints on stock vLLM, and FlexQuant under a policy."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy import load_policy
+
+FLEXQUANT = "flexquant:"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One way to serve a model: a checkpoint, and how vLLM is told to run it."""
+
+    name: str
+    variants: tuple[str, ...]
+    """One: a static checkpoint. Several: those of the merged one."""
+    policy: str | None = None
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    cuda_only: str | None = None
+    """Why it cannot run without a CUDA GPU; None if it can."""
+
+    @property
+    def is_merged(self) -> bool:
+        return self.policy is not None
+
+    def describe(self) -> dict[str, Any]:
+        """Return what tells this subject from others in a cell's parameters."""
+        if self.policy is None:
+            return {"subject": self.name}
+        document = json.dumps(load_policy(self.policy).document, sort_keys=True)
+        return {"subject": self.name, "policy_crc32": f"{zlib.crc32(document.encode()):08x}"}
+
+
+STATIC = {
+    "bf16": Subject("bf16", ("bf16",)),
+    "w8a8": Subject("w8a8", ("w8a8",)),
+    "w4a16": Subject("w4a16", ("w4a16",)),
+    "fp8": Subject("fp8", ("fp8",), cuda_only="vLLM serves FP8 weights and activations on GPUs only"),
+    # Marlin has to be named: vLLM prefers Machete on Hopper, which has no 8-bit activations.
+    "w4a8": Subject(
+        "w4a8",
+        ("w4a16",),
+        arguments=("--linear-backend", "marlin"),
+        environment={"VLLM_MARLIN_INPUT_DTYPE": "int8"},
+        cuda_only="VLLM_MARLIN_INPUT_DTYPE is for vLLM's Marlin kernel, which needs CUDA",
+    ),
+}
+
+
+def parse_subject(text: str) -> Subject:
+    """Return the subject of a name: a static one, or ``flexquant:POLICY`` (built-in name or YAML file)."""
+    if text in STATIC:
+        return STATIC[text]
+    if not text.startswith(FLEXQUANT):
+        raise FlexQuantError(
+            f"'{text}' is not a subject; choose from {', '.join(STATIC)}, or write flexquant:POLICY"
+        )
+    policy = text.removeprefix(FLEXQUANT)
+    eight_bit = "fp8" if "fp8" in load_policy(policy).variants else "w8a8"
+    options = json.dumps({"flexquant": {"policy": policy}})
+    return Subject(
+        text,
+        (eight_bit, "w4a16"),
+        policy,
+        ("--additional-config", options),
+        cuda_only=STATIC["fp8"].cuda_only if eight_bit == "fp8" else None,
+    )
