@@ -8,6 +8,7 @@ answers and not the engine.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,22 +87,19 @@ def real_merged() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function: architecture -> folder that holds w8a8, w4a16 and merged of a small random model."""
+def tiny_merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function: architecture, num_layers -> folder with w8a8, w4a16 and merged of a random model."""
     from flexquant.merge import merge_checkpoints
     from tests.checkpoints import make_checkpoint
 
-    folders: dict[str, Path] = {}
-
-    def make(architecture: str = "llama") -> Path:
-        if architecture not in folders:
-            folder = tmp_path_factory.mktemp(architecture)
-            sources = {
-                scheme: make_checkpoint(folder / scheme, architecture, scheme, num_layers=4)
-                for scheme in ("w8a8", "w4a16")
-            }
-            merge_checkpoints(sources, folder / "merged")
-            folders[architecture] = folder
-        return folders[architecture]
+    @functools.cache
+    def make(architecture: str = "llama", num_layers: int = 4) -> Path:
+        folder = tmp_path_factory.mktemp(architecture)
+        sources = {
+            scheme: make_checkpoint(folder / scheme, architecture, scheme, num_layers=num_layers)
+            for scheme in ("w8a8", "w4a16")
+        }
+        merge_checkpoints(sources, folder / "merged")
+        return folder
 
     return make

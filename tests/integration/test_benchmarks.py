@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The speed benchmarks end to end, as small as they go: measure, report, and measure nothing again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexquant.evaluation.machine import describe_machine, describe_versions
+from tests.integration.test_examples import newcomers_environment
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+COMMIT = "0123456789ab"
+SUBJECTS = ["w8a8", "flexquant:w8a8"]
+OPTIONS = [
+    *("--quick", "--eager", "--model", "tiny", "--parts", "kernels,serving,overhead"),
+    *("--subjects", ",".join(SUBJECTS), "--serving", "2x8+4", "--overhead", "1x8+3", "--rounds", "1"),
+    *("--layers", "o_proj", "--schemes", "bf16,w8a8", "--tokens", "4", "--seconds", "0.01"),
+    *("--kv-cache-gib", "1", "--commit", COMMIT),
+]
+
+
+@dataclass
+class Run:
+    output: Path
+    work: Path
+    stdout: str = ""
+
+    def start(self) -> None:
+        folders = ["--output", str(self.output), "--work", str(self.work)]
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks", "run", *OPTIONS, *folders],
+            cwd=ROOT,
+            env=newcomers_environment(),
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        self.stdout = done.stdout
+
+    def cells(self, part: str) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted((self.output / part).glob("*.json"))]
+
+    def by_subject(self, part: str) -> dict[str, dict[str, Any]]:
+        return {cell["parameters"]["subject"]: cell for cell in self.cells(part)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("benchmarks")
+    run = Run(folder / "results", folder / "work")
+    run.start()
+    yield run
+
+
+def test_every_cell_says_where_it_comes_from(run):
+    cells = [cell for part in ("kernels", "start", "serving", "overhead") for cell in run.cells(part)]
+    assert len(cells) == 1 + 3 * len(SUBJECTS)
+    given = [Path(option).name if option.startswith("/") else option for option in OPTIONS]
+    for cell in cells:
+        assert cell["machine"] == describe_machine()
+        assert cell["versions"] == describe_versions()
+        assert {"flexquant", "torch", "transformers"} < cell["versions"].keys()
+        assert cell["commit"] == COMMIT
+        assert cell["argv"][:4] == ["python", "-m", "benchmarks", "run"]
+        assert cell["argv"][4:] == [*given, "--output", "results", "--work", "work"]
+        assert cell["seconds"] > 0
+        assert "failure" not in cell, cell["failure"]
+
+
+def test_kernels_are_timed(run):
+    (cell,) = run.cells("kernels")
+    expected = {"layer": "o_proj", "outputs": 128, "inputs": 128, "tokens": 4}
+    assert expected.items() <= cell["parameters"].items()
+    assert list(cell["result"]) == ["bf16", "w8a8"]
+    for found in cell["result"].values():
+        assert found["kernel"]
+        low, high = found["microseconds_quartiles"]
+        assert 0 < low <= found["microseconds"] <= high
+        assert found["rounds"] >= 5
+        assert min(found["gb_per_s"], found["tflop_per_s"]) > 0
+    assert cell["result"]["bf16"]["weight_bytes"] == 2 * 128 * 128
+    assert cell["result"]["w8a8"]["kernel"].endswith("Kernel")
+
+
+@pytest.mark.parametrize("part, requests, tokens", [("serving", 2, 4), ("overhead", 1, 3)])
+def test_every_subject_answers_the_same_requests_in_full(run, part, requests, tokens):
+    cells = run.by_subject(part)
+    assert set(cells) == set(SUBJECTS)
+    for cell in cells.values():
+        result = cell["result"]
+        assert result["completed"] == requests
+        assert result["output_lens"] == [tokens] * requests
+        assert result["total_input_tokens"] == 8 * requests
+        assert len(result["ttfts"]) == len(result["tpots"]) == requests
+        numbers = [*result["ttfts"], *result["tpots"], result["duration"]]
+        numbers += [result[f"median_{name}_ms"] for name in ("ttft", "tpot", "itl")]
+        assert min(*numbers, result["output_throughput"]) > 0
+        assert result["side_by_side"] == SUBJECTS
+
+
+def test_servers_tell_memory_kernels_and_start(run):
+    cells = run.by_subject("start")
+    assert set(cells) == set(SUBJECTS)
+    for cell in cells.values():
+        result = cell["result"]
+        assert result["kv_cache_gib"] == pytest.approx(1, abs=0.01)
+        assert min(result[name] for name in ("kv_cache_tokens", "checkpoint_gib", "start_seconds")) > 0
+        assert {"load_seconds", "engine_seconds"} < result.keys()
+    static, flexquant = (cells[name]["result"] for name in SUBJECTS)
+    assert static["kernels"] == flexquant["kernels"] != []
+    assert flexquant["flexquant"].startswith("policy w8a8; ")
+    assert flexquant["variant_gib"]["w8a8"] > 0
+    assert "flexquant" not in static
+
+
+def test_report_names_machine_versions_commit_and_plots(run):
+    report = (run.output / "report.md").read_text()
+    machine = describe_machine()
+    assert f"{machine['cpu']}, {machine['cores']} cores" in report
+    for name, version in describe_versions().items():
+        assert f"{name} {version}" in report
+    assert f"- commit: {COMMIT}\n" in report
+    assert "## Not measured" not in report
+    for row in ("| 2 | 8 | 4 | `w8a8` | ", "| 1x8+3 | `flexquant:w8a8` / `w8a8` | ", "### o_proj, 128 to 128"):
+        assert row in report
+    for name in ("kernels", "serving", "overhead"):
+        assert f"![{name}]({name}.png)" in report
+        assert (run.output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "</svg>" in (run.output / f"{name}.svg").read_text()
+
+
+def test_same_command_measures_nothing_again(run):
+    def files() -> dict[Path, tuple[int, bytes]]:
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.output.rglob("*.json")}
+
+    before = files()
+    report = (run.output / "report.md").read_text()
+    run.start()
+    assert "kernels: 1 of 1 cells are there already" in run.stdout
+    assert f"serving: {2 * len(SUBJECTS)} of {2 * len(SUBJECTS)} cells are there already" in run.stdout
+    assert files() == before
+    assert (run.output / "report.md").read_text() == report

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Compiled plans: each is compiled once, before serving, and no plan runs what was compiled for another.
+
+Two compile modes. ``DYNAMO_TRACE_ONCE`` is what vLLM makes of its default on a CPU. ``VLLM_COMPILE`` is the
+default on GPUs: vLLM's own backend, which splits the graph at attention, compiles the pieces with Inductor
+and keeps them on disk, under names that two plans of one model must not share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from vllm.platforms import current_platform
+
+from tests.integration.conftest import Answers, answers, engine
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not current_platform.is_cpu(), reason="sets a CPU up to compile as GPUs do anyway"),
+]
+
+LAYERED = "{default: w4a16, layers: {0: w8a8}}"
+LAYERED_ALWAYS = f"""
+schema: flexquant.policy/v1
+rules:
+  - use: {LAYERED}
+"""
+SEVERAL = f"""
+schema: flexquant.policy/v1
+rules:
+  - when: {{phase: decode, batch_size: {{max: 1}}}}
+    use: w4a16
+  - when: {{phase: prefill, tokens: {{max: 40}}}}
+    use: w4a16
+  - when: {{phase: decode, batch_size: {{max: 2}}}}
+    use: {LAYERED}
+  - when: {{phase: prefill, tokens: {{max: 80}}}}
+    use: {LAYERED}
+  - when: {{phase: decode, batch_size: {{min: 4}}}}
+    use: w4a16
+  - use: w8a8
+"""
+# One token a byte, 30 each: their number alone decides which plans they take.
+PROMPTS = [
+    "What is the capital of France?",
+    "The three laws of motion are: ",
+    "def fibonacci(n: int) -> int: ",
+    "Once upon a time, by the sea, ",
+]
+PLAN = {
+    (1, "prefill"): "w4a16",
+    (1, "decode"): "w4a16",
+    (2, "prefill"): "w8a8+w4a16[1]",
+    (2, "decode"): "w8a8+w4a16[1]",
+    (3, "prefill"): "w8a8",
+    (3, "decode"): "w8a8",
+    (4, "prefill"): "w8a8",
+    (4, "decode"): "w4a16",
+}
+PLANS = set(PLAN.values())
+TAGS = {"flexquant-w4a16", "flexquant-w8a8", "flexquant-w8a8_w4a16_1_"}
+TOKENS = 8
+SIZES = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+
+
+class Run(NamedTuple):
+    """What is left of an engine."""
+
+    answers: dict[int, Answers]
+    """By the number of prompts side by side."""
+    before_kv_cache: dict[str, int]
+    """What vLLM's compilation counter counted until the KV cache was sized."""
+    after_kv_cache: dict[str, int]
+    """What it counted from then on, generation included."""
+
+
+@contextmanager
+def as_on_a_gpu():
+    """Have vLLM's own compile backend, which the CPU platform takes out of each config while it is built."""
+    from vllm import EngineArgs
+    from vllm.config import CompilationMode
+
+    build = EngineArgs.create_engine_config
+
+    def create_engine_config(*args: Any, **kwargs: Any) -> Any:
+        config = build(*args, **kwargs)
+        compilation = config.compilation_config
+        assert compilation.mode == CompilationMode.DYNAMO_TRACE_ONCE and compilation.backend == "inductor"
+        compilation.mode = CompilationMode.VLLM_COMPILE
+        compilation.ir_enable_torch_wrap = True
+        compilation.splitting_ops = None
+        compilation.set_splitting_ops_for_v1(config.parallel_config.all2all_backend)
+        compilation.post_init_cudagraph_sizes()
+        # vLLM's pass that undoes version 1 names operators that its CPU library lacks.
+        compilation.inductor_compile_config["enable_auto_functionalized_v2"] = True
+        return config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineArgs, "create_engine_config", create_engine_config)
+        yield
+
+
+@contextmanager
+def counting():
+    """Yield two dictionaries: what vLLM has compiled when it sizes the KV cache, and afterwards."""
+    from vllm.compilation.counter import compilation_counter
+    from vllm.v1.engine import core
+
+    size_kv_cache = core.get_kv_cache_configs
+    start = dict(vars(compilation_counter))
+    before: dict[str, int] = {}
+    after: dict[str, int] = {}
+
+    def get_kv_cache_configs(*args: Any) -> Any:
+        before.update({name: count - start[name] for name, count in vars(compilation_counter).items()})
+        return size_kv_cache(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "get_kv_cache_configs", get_kv_cache_configs)
+        yield before, after
+    counts = vars(compilation_counter)
+    after.update({name: counts[name] - start[name] - before[name] for name in counts})
+
+
+def answers_by_number(llm: Any) -> dict[int, Answers]:
+    """Answers to the first 1, 2, 3 and 4 prompts, these side by side."""
+    return {n: answers(llm, PROMPTS[:n], max_tokens=TOKENS, ignore_eos=True) for n in (1, 2, 3, 4)}
+
+
+def run(
+    folder: Path, cache: Path, policy: Path | None = None, mode: str = "", aot: bool = True, **options: Any
+) -> Run:
+    """Start an engine that keeps what it compiles in ``cache``, and ask it."""
+    options = {"enforce_eager": False, **SIZES, **options}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        as_on_a_gpu() if mode == "VLLM_COMPILE" else nullcontext(),
+        counting() as (before, after),
+    ):
+        patch.setenv("VLLM_CACHE_ROOT", str(cache))
+        patch.setenv("VLLM_USE_AOT_COMPILE", str(int(aot)))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))  # vLLM sets it, and leaves it set
+        with engine(folder, policy and str(policy), **options) as llm:
+            by_number = answers_by_number(llm)
+    return Run(by_number, before, after)
+
+
+def folders_with(file: str, cache: Path) -> set[str]:
+    """Names of the folders in which vLLM's backend keeps such a file, one a model tag."""
+    return {path.parent.name for path in cache.glob(f"torch_compile_cache/*/rank_0_0/*/{file}")}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_merged):
+    return tiny_merged(num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policies")
+    texts = {"several": SEVERAL, "layered": LAYERED_ALWAYS}
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return {name: folder / f"{name}.yaml" for name in texts}
+
+
+class Compiled(NamedTuple):
+    """Engines under one compile mode, each with a cold cache of its own."""
+
+    several: Run
+    w8a8: Run
+    w4a16: Run
+    layered: Run
+    routes: list[dict[str, Any]]
+    """The trace of ``several``."""
+    cache: Path
+    """The cache that ``several`` left."""
+    start_several_again: Callable[[], Run]
+
+
+@pytest.fixture(scope="module", params=["DYNAMO_TRACE_ONCE", "VLLM_COMPILE"])
+def compiled(request, folder, policies, tmp_path_factory):
+    mode, caches = request.param, tmp_path_factory.mktemp(request.param)
+    trace = caches / "routes.jsonl"
+
+    def start_several() -> Run:
+        options = {"flexquant": {"trace": str(trace)}}
+        return run(folder / "merged", caches / "several", policies["several"], mode, **options)
+
+    several = start_several()
+    routes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+    w8a8, w4a16 = (run(folder / name, caches / name, mode=mode) for name in ("w8a8", "w4a16"))
+    layered = run(folder / "merged", caches / "layered", policies["layered"], mode)
+    return Compiled(several, w8a8, w4a16, layered, routes, caches / "several", start_several)
+
+
+def test_every_pass_takes_the_policys_plan(compiled):
+    assert {(r["sequences"], r["phase"]): r["plan"] for r in compiled.routes} == PLAN
+    assert len(compiled.routes) == len(PROMPTS) * TOKENS
+
+
+def test_pure_plans_equal_the_static_checkpoints(compiled):
+    assert compiled.several.answers[1] == compiled.w4a16.answers[1]
+    assert compiled.several.answers[3] == compiled.w8a8.answers[3]
+
+
+def test_a_layered_plan_among_others_equals_the_same_plan_alone(compiled):
+    assert compiled.several.answers[2] == compiled.layered.answers[2]
+
+
+def test_the_plans_themselves_differ(compiled):
+    """Otherwise the tests above would show nothing."""
+    w8a8, w4a16, layered = (plan.answers[1] for plan in (compiled.w8a8, compiled.w4a16, compiled.layered))
+    assert w8a8 != w4a16 and w8a8 != layered and w4a16 != layered
+
+
+def test_a_plan_that_takes_over_reads_the_kv_cache_of_the_one_before(compiled, folder, policies, tmp_path):
+    eager = run(folder / "merged", tmp_path, policies["several"], enforce_eager=True)
+    switching, w8a8 = compiled.several.answers[4], compiled.w8a8.answers[4]
+    assert [steps[0] for _, steps in switching] == [steps[0] for _, steps in w8a8], "prefill is w8a8's"
+    assert distance(switching, eager.answers[4]) < distance(switching, w8a8) / 2, "decode is not"
+
+
+def distance(one: Answers, other: Answers) -> float:
+    """Mean difference of the second step's logprobs, for the requests with the same first token."""
+    pairs = [
+        (a[1], b[1]) for (ids, a), (other_ids, b) in zip(one, other, strict=True) if ids[0] == other_ids[0]
+    ]
+    differences = [abs(a[token] - b[token]) for a, b in pairs for token in a.keys() & b.keys()]
+    return sum(differences) / len(differences)
+
+
+def test_every_plan_is_compiled_before_the_kv_cache_is_sized_and_none_later(compiled):
+    assert compiled.several.before_kv_cache["num_aot_compiles"] == len(PLANS)
+    assert not any(compiled.several.after_kv_cache.values()), compiled.several.after_kv_cache
+
+
+@pytest.mark.parametrize("compiled", ["VLLM_COMPILE"], indirect=True)
+def test_plans_are_kept_apart_on_disk(compiled):
+    aot_artefacts = compiled.cache.glob("torch_compile_cache/torch_aot_compile/*/rank_0_0/model")
+    assert len(list(aot_artefacts)) == len(PLANS)
+    assert folders_with("computation_graph.py", compiled.cache) == TAGS
+
+
+@pytest.mark.parametrize("compiled", ["VLLM_COMPILE"], indirect=True)
+def test_a_second_start_loads_every_plan_and_answers_the_same(compiled):
+    again = compiled.start_several_again()
+    assert again.answers == compiled.several.answers
+    assert again.before_kv_cache["num_aot_artifacts_loaded"] == len(PLANS)
+    assert again.before_kv_cache["num_aot_compiles"] == again.before_kv_cache["num_inductor_compiles"] == 0
+    assert not any(again.after_kv_cache.values()), again.after_kv_cache
+
+
+@pytest.mark.parametrize("compiled", ["VLLM_COMPILE"], indirect=True)
+def test_without_aot_artefacts_each_plan_finds_its_own_pieces(compiled, folder, policies, tmp_path):
+    """vLLM then keeps compiled pieces by folder and index, whatever they compute."""
+    cold, warm = (
+        run(folder / "merged", tmp_path, policies["several"], "VLLM_COMPILE", aot=False) for _ in range(2)
+    )
+    assert cold.answers == warm.answers == compiled.several.answers
+    assert folders_with("vllm_compile_cache.py", tmp_path) == TAGS
+    pieces = cold.before_kv_cache["num_backend_compilations"]
+    assert cold.before_kv_cache["num_graphs_seen"] == len(PLANS)
+    assert cold.before_kv_cache["num_cache_entries_updated"] == pieces == 3 * len(PLANS)
+    assert warm.before_kv_cache["num_compiled_artifacts_loaded"] == pieces
+    assert warm.before_kv_cache["num_inductor_compiles"] == 0
+    assert not any(cold.after_kv_cache.values()) and not any(warm.after_kv_cache.values())
