@@ -44,7 +44,7 @@ STATIC = {
     "bf16": Subject("bf16", ("bf16",)),
     "w8a8": Subject("w8a8", ("w8a8",)),
     "w4a16": Subject("w4a16", ("w4a16",)),
-    "fp8": Subject("fp8", ("fp8",), cuda_only="vLLM serves FP8 weights and activations on GPUs only"),
+    "fp8": Subject("fp8", ("fp8",)),
     # Marlin has to be named: vLLM prefers Machete on Hopper, which has no 8-bit activations.
     "w4a8": Subject(
         "w4a8",
@@ -67,10 +67,4 @@ def parse_subject(text: str) -> Subject:
     policy = text.removeprefix(FLEXQUANT)
     eight_bit = "fp8" if "fp8" in load_policy(policy).variants else "w8a8"
     options = json.dumps({"flexquant": {"policy": policy}})
-    return Subject(
-        text,
-        (eight_bit, "w4a16"),
-        policy,
-        ("--additional-config", options),
-        cuda_only=STATIC["fp8"].cuda_only if eight_bit == "fp8" else None,
-    )
+    return Subject(text, (eight_bit, "w4a16"), policy, ("--additional-config", options))

@@ -12,6 +12,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
+from benchmarks.speed.command_line import make_parser
 from examples.vllm_server import vllm_serve
 from tests import readme
 
@@ -40,13 +41,27 @@ def of(program: str) -> list[str]:
 
 def test_the_readme_shows_no_other_commands():
     programs = {shlex.split(command)[0] for command in readme.commands()}
-    assert programs == {"make", "flexquant", "vllm"}
+    assert programs == {"make", "flexquant", "vllm", "python", "pytest"}
 
 
 @pytest.mark.parametrize("command", of("make"))
 def test_make_targets_exist(command):
     """The targets themselves are run by CI (make test) and by test_examples (what make demo starts)."""
     subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("command", of("python"))
+def test_benchmark_commands_are_understood(command):
+    """test_benchmarks runs the smallest of them."""
+    program, module, name, *arguments = shlex.split(command)
+    assert (program, module, name) == ("python", "-m", "benchmarks")
+    make_parser("").parse_args(["run", *arguments] if arguments == ["--quick"] else arguments)
+
+
+@pytest.mark.parametrize("command", of("pytest"))
+def test_pytest_commands_find_tests(command):
+    found = subprocess.run([str(BIN / "python"), "-m", *shlex.split(command), "--collect-only"], cwd=ROOT)
+    assert found.returncode == 0
 
 
 @pytest.mark.engine
