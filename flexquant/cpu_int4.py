@@ -35,6 +35,8 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
         in_features, out_features = c.partition_weight_shape
         if c.weight_type != scalar_types.uint4b8 or c.zero_points:
             return False, f"only symmetric INT4 is supported, not {c.weight_type}"
+        if getattr(c, "has_g_idx", False):  # vLLM 0.26 has the field, 0.32 no longer
+            return False, "activation ordering by group (g_idx) is not supported"
         if c.group_size not in GROUP_SIZES or in_features % c.group_size:
             return False, f"group size {c.group_size} is not one of {GROUP_SIZES} that divides {in_features}"
         if out_features % 16:
@@ -42,7 +44,7 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        packed, scale, _ = self._get_weight_params(layer)  # int32 [out, in/8], [out, in/group]
+        packed, scale, *_ = self._get_weight_params(layer)  # int32 [out, in/8], [out, in/group]
         q = unpack_quantized_values_into_int32(packed.data, self.config.weight_type, packed_dim=1)
         weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.contiguous(), INNER_K_TILES)
         scale_and_zero = torch.zeros(*scale.t().shape, 2, dtype=scale.dtype)  # [in/group, out, 2]
@@ -53,7 +55,7 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        weight, scale_and_zero, _ = self._get_weight_params(layer)
+        weight, scale_and_zero, *_ = self._get_weight_params(layer)
         flat = x.reshape(-1, x.shape[-1])  # [tokens, in]
         x_scale = None
         if self.config.act_type == torch.int8:
