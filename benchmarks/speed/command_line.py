@@ -165,7 +165,9 @@ def server_options(
 
 
 def _list(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    if not (parts := tuple(part.strip() for part in text.split(",") if part.strip())):
+        raise argparse.ArgumentTypeError("name at least one, separated by commas")
+    return parts
 
 
 def _each(values: Iterable[str] | None, read: Callable[[str], T]) -> tuple[T, ...] | None:

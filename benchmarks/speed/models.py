@@ -87,6 +87,9 @@ def open_model(values: Sequence[str], work: Path) -> Model:
             raise FlexQuantError(f"{folder} is not a checkpoint folder (no config.json); correct '{value}'")
         folders[variant] = Path(folder)
     first = next(iter(folders.values()))
-    shape = Shape.from_config(json.loads((first / "config.json").read_text(encoding="utf-8")))
+    try:
+        shape = Shape.from_config(json.loads((first / "config.json").read_text(encoding="utf-8")))
+    except (KeyError, ValueError) as e:
+        raise FlexQuantError(f"{first / 'config.json'} does not name the sizes of the model: {e!r}") from e
     name = first.resolve()
     return Model(name.parent.name if name.name in allowed else name.name, shape, folders, work)

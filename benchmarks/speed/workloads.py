@@ -32,7 +32,7 @@ class Workload:
     def parse(cls, text: str) -> Workload:
         """Read what :attr:`name` writes; raise FlexQuantError for anything else."""
         match = WRITTEN.fullmatch(text)
-        if match is None or "0" in match.groups()[:3]:
+        if match is None or 0 in [float(number) for number in match.groups()[:4] if number]:
             raise FlexQuantError(
                 f"'{text}' is not a workload; write REQUESTSxINPUT+OUTPUT, e.g. 8x1024+128 for a batch of 8, "
                 "and @RATE~SPREAD for a stream, e.g. 200x1024+256@10~0.5"

@@ -133,7 +133,11 @@ def test_report_names_machine_versions_commit_and_plots(run):
         assert f"{name} {version}" in report
     assert f"- commit: {COMMIT}\n" in report
     assert "## Not measured" not in report
-    for row in ("| 2 | 8 | 4 | `w8a8` | ", "| 1x8+3 | `flexquant:w8a8` / `w8a8` | ", "### o_proj, 128 to 128"):
+    for row in (
+        "| 2 | 8 | 4 | `w8a8` | ",
+        "| 1x8+3 | `flexquant:w8a8` / `w8a8` | ",
+        "### o_proj, 128 to 128",
+    ):
         assert row in report
     for name in ("kernels", "serving", "overhead"):
         assert f"![{name}]({name}.png)" in report
