@@ -26,8 +26,8 @@ def _provide_cpu_int4_kernel() -> None:
     """Replace a kernel that is selected but was not compiled.
 
     vLLM's CPUWNA16LinearKernel (0.26 and 0.32) accepts every layer, and then fails at the first forward pass
-    where the CPU has no AVX512, because ``torch.ops._C.cpu_gemm_wna16`` is missing from its AVX2 library. Delete
-    when the oldest supported vLLM either has the operator for AVX2 or does not select the kernel without it.
+    where the CPU has no AVX512: ``torch.ops._C.cpu_gemm_wna16`` is missing from its AVX2 library. Delete when
+    the oldest supported vLLM either has the operator for AVX2 or does not select the kernel without it.
     """
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         from flexquant.cpu_int4 import TorchCPUInt4LinearKernel
@@ -39,7 +39,8 @@ def _provide_cpu_int8_kernel() -> None:
     """Replace a kernel whose sums overflow.
 
     vLLM's CPUInt8ScaledMMLinearKernel (0.26 and 0.32) hands s8 x s8 to oneDNN, which saturates on CPUs
-    without VNNI. Delete when :func:`flexquant.cpu_int8.int8_saturates` is False there for the oldest supported vLLM.
+    without VNNI. Delete when :func:`flexquant.cpu_int8.int8_saturates` is False there for the oldest
+    supported vLLM.
     """
     from flexquant.cpu_int8 import ExactCPUInt8LinearKernel, int8_saturates
 
