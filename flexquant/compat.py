@@ -26,8 +26,9 @@ def _provide_cpu_int4_kernel() -> None:
     """Replace a kernel that is selected but was not compiled.
 
     vLLM's CPUWNA16LinearKernel (0.26 and 0.32) accepts every layer, and then fails at the first forward pass
-    where the CPU has no AVX512: ``torch.ops._C.cpu_gemm_wna16`` is missing from its AVX2 library. Delete when
-    the oldest supported vLLM either has the operator for AVX2 or does not select the kernel without it.
+    where the CPU has no AVX512, because ``torch.ops._C.cpu_gemm_wna16`` is missing from its AVX2 library.
+    Delete when the oldest supported vLLM either has the operator for AVX2 or does not select the kernel
+    without it.
     """
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         from flexquant.cpu_int4 import TorchCPUInt4LinearKernel

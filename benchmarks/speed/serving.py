@@ -90,10 +90,10 @@ class ServingRun:
         subjects = [subject for subject in subjects if self._can_run(subject)]
         if not subjects:
             return 0
-        folders = {subject.name: self.model.folder(subject) for subject in subjects}
-        remaining = self.deadline - time.monotonic()
-        if remaining < 0:
+        if time.monotonic() > self.deadline:
             return len(missing)
+        folders = {subject.name: self.model.folder(subject) for subject in subjects}
+        remaining = max(1.0, self.deadline - time.monotonic())
         # Memory is profiled while a server starts, so only servers with a fixed KV cache start together.
         together = 1 if self.options.kv_cache_gib is None else max(2, (os.cpu_count() or 1) // 4)
         client = Worker("benchmarks.speed.bench_client", self.logs / "bench_client.log")
