@@ -3,7 +3,7 @@
 #
 # make demo   quantise, merge and serve a small real model, and ask it things (MODEL=id or folder for another)
 #             SAMPLES and LENGTH set the calibration: few and short here, since a CPU needs minutes for them
-# make test   the whole test suite; make test-oldest: its core, on the oldest supported vLLM
+# make test   the whole test suite; its last part alone, on the oldest supported vLLM: make test-oldest
 # make lint   ruff and mypy
 #
 # Environments of their own, because what they hold pins different releases of the same packages: .venv/serve
@@ -40,9 +40,10 @@ OLDEST_TESTS := tests/unit --ignore tests/unit/test_merge_memory.py $(addprefix 
 demo: .venv/serve/.done $(MERGED)/config.json
 	$(SERVE)/python examples/demo.py $(MERGED)
 
-test: setup .venv/lm-eval/.done .work/merged/$(TEST_NAME)/config.json
+test: setup .venv/lm-eval/.done .venv/oldest/.done .work/merged/$(TEST_NAME)/config.json
 	$(QUANTIZE)/python -m pytest tests/quantize
 	PATH="$$PATH:$(CURDIR)/.venv/lm-eval/bin" $(SERVE)/python -m pytest --ignore tests/quantize
+	$(MAKE) test-oldest
 
 test-oldest: .venv/oldest/.done .work/merged/$(TEST_NAME)/config.json
 	CUDA_VISIBLE_DEVICES= $(OLDEST)/python -m pytest $(OLDEST_TESTS)

@@ -29,8 +29,8 @@ def main(arguments: list[str]) -> int:
     # A stopped run leaves no servers behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = make_parser(__doc__ or "")
-    if arguments == ["--quick"]:
-        arguments = ["run", "--quick"]
+    if arguments[:1] == ["--quick"]:
+        arguments = ["run", *arguments]
     args = parser.parse_args(arguments)
     try:
         left = run(args) if args.command == "run" else 0

@@ -5,22 +5,30 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
+from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.w4a8 import find_kernel, is_int4_layer
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import answers, engine
+from tests.integration.conftest import Answers, answers, engine
 from tests.integration.test_serving_errors import flexquant, refusal
 
 pytestmark = pytest.mark.engine
 
+TEXT = (
+    "Free software is a matter of liberty, not price. Anyone who has a copy of such a program may run it, study "
+    "how it works, change it, and pass it on to others, with or without changes. For that, its source code has "
+    "to be available. Most distributions of Linux consist of thousands of such programs, which people all over "
+    "the world maintain, many of them in their spare time."
+)
 PROMPTS = ["What is the capital of France?", "Once upon a time, in a village by the sea,"]
 DOWN = "model.layers.0.mlp.down_proj"
 DERIVE = """
@@ -99,14 +107,22 @@ def test_all_else_is_shared_with_the_source(single):
     assert kinds == {"QKVParallelLinear", "RowParallelLinear", "MergedColumnParallelLinear"}
 
 
+def answers_and_loss(folder, policy) -> tuple[Answers, float]:
+    """Greedy answers to PROMPTS, and the mean negative log-likelihood of TEXT in nats per token."""
+    with engine(folder, policy) as llm:
+        (output,) = llm.generate([TEXT], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        steps = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        loss = -statistics.fmean(step[token].logprob for token, step in steps)
+        return answers(llm, PROMPTS), loss
+
+
 def test_three_variants_from_two(real_merged):
-    """On the real model: W4A8 differs from W4A16, but its first token of greedy decoding hardly does."""
-    w4a8, w4a16, mixed, phase = (
-        served(real_merged, policy) for policy in ("w4a8", "w4a16", "phase-batch-w4a8", "phase")
-    )
+    """On the real model: W4A8 computes something else than W4A16, but a model that is hardly worse."""
+    w4a8, w4a8_loss = answers_and_loss(real_merged, "w4a8")
+    w4a16, w4a16_loss = answers_and_loss(real_merged, "w4a16")
     assert w4a8 != w4a16
-    assert [tokens[0] for tokens, _ in w4a8] == [tokens[0] for tokens, _ in w4a16]
-    assert mixed == phase
+    assert w4a8_loss == pytest.approx(w4a16_loss, abs=0.5)
+    assert served(real_merged, "phase-batch-w4a8") == served(real_merged, "phase")
 
 
 def test_w4a8_cannot_come_from_other_weights(tiny_merged, tmp_path):
