@@ -29,6 +29,7 @@ from typing import Any
 from flexquant.checkpoint import check_variant_name
 from flexquant.errors import FlexQuantError
 from flexquant.named_files import builtin_names, read_named
+from flexquant.pass_times import PassTimes, read_pass_times
 from flexquant.yaml_document import Document, KeyPath, from_data, from_yaml, show
 
 SCHEMA = "flexquant.policy/v1"
@@ -117,6 +118,8 @@ class Policy:
     rules: tuple[Rule, ...]
     derived: dict[str, Derivation]
     """By name, the variants that are computed from the checkpoint's."""
+    measured: PassTimes | None
+    """What the variants' passes took where the policy was tuned."""
     document: dict[str, Any]
     """The policy as plain JSON-able data, which :func:`parse_policy` reads back."""
 
@@ -151,7 +154,7 @@ def parse_policy(document: dict[str, Any], source: str = "stored policy") -> Pol
 
 def _validate(document: Document, name: str) -> Policy:
     data = document.data
-    document.check_keys(data, (), ("schema", "rules"), ("description", "derive"))
+    document.check_keys(data, (), ("schema", "rules"), ("description", "derive", "measured"))
     if data["schema"] != SCHEMA:
         document.fail(("schema",), f"is {show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
     description = data.get("description", "")
@@ -185,7 +188,8 @@ def _validate(document: Document, name: str) -> Policy:
     for variant in derived:
         if variant not in used:
             document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
-    return Policy(name, description, tuple(rules), derived, data)
+    measured = read_pass_times(data["measured"], ("measured",), document) if "measured" in data else None
+    return Policy(name, description, tuple(rules), derived, measured, data)
 
 
 def _derivations(value: Any, document: Document) -> dict[str, Derivation]:
