@@ -10,8 +10,10 @@ all variants. Nothing here imports torch or vLLM.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from flexquant.errors import FlexQuantError
@@ -113,3 +115,25 @@ class MergedConfig:
             policy=section.get("policy"),
             kv_compatibility=section.get("kv_compatibility", {}),
         )
+
+
+def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
+    """Return what the ``config.json`` of a merged checkpoint says, and its number of decoder layers.
+
+    Raises :class:`FlexQuantError` for a folder that ``flexquant merge`` did not write.
+    """
+    path = folder / "config.json"
+    advice = "give the folder that 'flexquant merge' wrote"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise FlexQuantError(f"{path} cannot be read as JSON ({e}); {advice}") from e
+    try:
+        num_layers = int(config.get("text_config", config)["num_hidden_layers"])
+        section = config.get("quantization_config") or {}
+    except (KeyError, TypeError, AttributeError) as e:
+        raise FlexQuantError(f"{path} does not say num_hidden_layers; {advice}") from e
+    try:
+        return MergedConfig.from_json(section), num_layers
+    except FlexQuantError as e:
+        raise FlexQuantError(f"{path}: {e}") from e

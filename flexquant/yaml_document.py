@@ -94,9 +94,15 @@ def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Docum
         ) from e
 
 
-def to_yaml(data: dict[str, Any]) -> str:
-    """Return a document as YAML, keys in the given order, that :func:`from_yaml` reads back."""
-    return yaml.dump(data, Dumper=_PlainDumper, sort_keys=False, width=110, allow_unicode=True)
+def to_yaml(data: dict[str, Any], compact: bool = False) -> str:
+    """Return a document as YAML, keys in the given order, that :func:`from_yaml` reads back.
+
+    ``compact``: lists and mappings that hold no others take one line.
+    """
+    style = None if compact else False
+    return yaml.dump(
+        data, Dumper=_PlainDumper, sort_keys=False, width=110, allow_unicode=True, default_flow_style=style
+    )
 
 
 class _PlainDumper(yaml.SafeDumper):

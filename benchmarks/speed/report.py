@@ -11,6 +11,7 @@ from benchmarks.speed.plots import draw_plots
 from benchmarks.speed.results import Cell, read_about, read_cells
 from benchmarks.speed.tables import (
     batch_table,
+    best_static_table,
     by_workload,
     kernel_results,
     kernel_table,
@@ -65,6 +66,11 @@ def _sections(cells: Sequence[Cell]) -> Iterable[str]:
         yield batch_table(serving, start_results(cells))
         yield "## FlexQuant against static\n\nRatios of paired rounds; below 1 is faster, for tokens/s above."
         yield ratio_table(serving, constant=False)
+        yield (
+            "Against whichever static variant is best there; within noise: some rounds are faster and some "
+            "slower."
+        )
+        yield best_static_table(serving)
     if overhead := by_workload(cells, "overhead"):
         yield "## Overhead\n\nFlexQuant with one plan for everything, against the same weights in stock vLLM."
         yield ratio_table(overhead, constant=True)

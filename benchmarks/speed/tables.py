@@ -168,6 +168,25 @@ def ratio_table(measured: Measured, constant: bool) -> str:
     return markdown(["requests", "ratio", *(m.removesuffix(" ms") for m in metrics), "rounds"], rows)
 
 
+def best_static_table(measured: Measured) -> str:
+    """Return FlexQuant over the best static variant for each metric, as the median of paired rounds."""
+    rows = []
+    for workload, subjects in measured.items():
+        for subject in dict.fromkeys(subject for subject, _ in comparisons(list(subjects), constant=False)):
+            cells = []
+            for get in (METRICS[metric][0] for metric in ("TTFT ms", "TPOT ms")):
+                statics = {
+                    s: statistics.median(map(get, subjects[s].values())) for s in STATIC if s in subjects
+                }
+                best = min(statics, key=lambda s: statics[s])
+                ratios = paired_ratios(subjects[subject], subjects[best], get)
+                verdict = "slower" if min(ratios) > 1 else "faster" if max(ratios) < 1 else "within noise"
+                cells += [f"`{best}`", with_range(ratios, ".3f"), verdict]
+            rows.append([workload.name, f"`{subject}`", *cells])
+    header = ["best TTFT", "TTFT ratio", "TTFT", "best TPOT", "TPOT ratio", "TPOT"]
+    return markdown(["requests", "subject", *header], rows)
+
+
 def comparisons(subjects: Sequence[str], constant: bool) -> list[tuple[str, str]]:
     """Return (FlexQuant subject, static subject) pairs that are worth a ratio."""
     return [

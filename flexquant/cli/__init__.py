@@ -16,7 +16,19 @@ from collections.abc import Sequence
 
 from flexquant.errors import FlexQuantError, UsageError
 
-SUBCOMMANDS = ("build", "quantize", "merge", "inspect", "verify", "split", "policy", "eval")
+SUBCOMMANDS = (
+    "build",
+    "quantize",
+    "merge",
+    "inspect",
+    "verify",
+    "split",
+    "policy",
+    "eval",
+    "tune",
+    "simulate",
+    "predict",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -36,6 +36,13 @@ def parse_size(text: str) -> int:
     return size
 
 
+def parse_count(text: str) -> int:
+    """Return a whole number of at least 1 (an argparse type)."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    return int(text)
+
+
 def add_shard_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size",

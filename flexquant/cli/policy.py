@@ -12,15 +12,16 @@ flexquant policy show --model merged/        # the policy that serving merged/ t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexquant.checkpoint import MergedConfig
-from flexquant.errors import FlexQuantError
+from flexquant.checkpoint import MergedConfig, read_merged_config
+from flexquant.cli._arguments import parse_count
 from flexquant.policy import DEFAULT_POLICY, PHASES, Policy, builtin_policies, load_policy, parse_policy
 from flexquant.routes import build_route_table, matching_rules
+from flexquant.times_table import format_times
 
 HELP = "list, validate and show policies"
 
@@ -54,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     show.add_argument(
         "--max-tokens",
-        type=_positive,
+        type=parse_count,
         default=sys.maxsize,
         metavar="N",
         help="most tokens in one pass, vLLM's --max-num-batched-tokens (default: no limit)",
@@ -65,12 +66,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"list": _list, "show": _show, "validate": _validate}[args.action](args)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
-    return int(text)
 
 
 def _list(args: argparse.Namespace) -> dict[str, Any]:
@@ -102,7 +97,7 @@ def _show(args: argparse.Namespace) -> dict[str, Any]:
             for first, last, rule in matching_rules(policy, phase, args.max_tokens)
         ]
     else:
-        config, num_layers = _read_model(args.model)
+        config, num_layers = read_merged_config(args.model)
         policy = _model_policy(args.model, config) if args.policy is None else load_policy(args.policy)
         table = build_route_table(
             policy, config.variants, num_layers, args.max_tokens, layered_plans_allowed=config.layered_plans
@@ -121,6 +116,10 @@ def _show(args: argparse.Namespace) -> dict[str, Any]:
         unit = "sequences" if phase == "decode" else "tokens"
         size = f"{first} or more" if last == sys.maxsize else f"{first} to {last}"
         print(f"{phase:<8}  {f'{size} {unit}':<22}  {plan}")
+    if policy.measured is not None:
+        origin = policy.measured.origin
+        print(f"\nmeasured: {origin.get('model')}, {_device(origin)}, {origin.get('date')}")
+        print("\n".join(format_times(policy.measured, lambda phase, size: _plan(rows, phase, size))))
     return {
         "policy": policy.name,
         "description": policy.description,
@@ -133,26 +132,21 @@ def _show(args: argparse.Namespace) -> dict[str, Any]:
             }
             for phase, first, last, plan in rows
         ],
+        "measured": None if policy.measured is None else policy.measured.to_data(),
         **result,
     }
 
 
-def _read_model(folder: Path) -> tuple[MergedConfig, int]:
-    path = folder / "config.json"
-    advice = "give the folder that 'flexquant merge' wrote"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise FlexQuantError(f"{path} cannot be read as JSON ({e}); {advice}") from e
-    try:
-        num_layers = int(config.get("text_config", config)["num_hidden_layers"])
-        section = config.get("quantization_config") or {}
-    except (KeyError, TypeError, AttributeError) as e:
-        raise FlexQuantError(f"{path} does not say num_hidden_layers; {advice}") from e
-    try:
-        return MergedConfig.from_json(section), num_layers
-    except FlexQuantError as e:
-        raise FlexQuantError(f"{path}: {e}") from e
+def _device(origin: Mapping[str, Any]) -> str:
+    machine = origin.get("machine") or {}
+    return machine.get("gpu") or machine.get("cpu") or origin.get("device") or "unknown device"
+
+
+def _plan(rows: Sequence[tuple[str, int, int, str]], phase: str, size: int) -> str:
+    """Return the name of the plan for a pass of ``size`` tokens."""
+    return next(
+        (plan for row_phase, first, last, plan in rows if row_phase == phase and first <= size <= last), "-"
+    )
 
 
 def _model_policy(folder: Path, config: MergedConfig) -> Policy:

@@ -6,22 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from flexquant.errors import FlexQuantError, UsageError
+from flexquant.errors import UsageError
 from flexquant.evaluation.subject import Subject
-from flexquant.policy import (
-    DEFAULT_POLICY,
-    SCHEMA,
-    Policy,
-    builtin_policies,
-    load_policy,
-    parse_policy,
-)
+from flexquant.named_policies import STORED, find_policies
+from flexquant.policy import DEFAULT_POLICY, Policy
 from flexquant.routes import RouteTable, build_route_table
-
-STORED = "stored"
-"""Name of the policy that a merged checkpoint carries."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +44,5 @@ def find_candidates(subject: Subject, names: Sequence[str] | None) -> list[Candi
         names = [*variants, DEFAULT_POLICY if subject.checkpoint.merged.policy is None else STORED]
     if not names:
         raise UsageError("no policy is given; name some, e.g. --policies w8a8,w4a16,phase")
-    candidates: dict[str, Candidate] = {}
-    for text in dict.fromkeys(names):
-        candidate = _find(text, subject)
-        if candidate.name in candidates:
-            raise UsageError(f"two policies are named '{candidate.name}'; rename one of the files")
-        candidates[candidate.name] = candidate
-    return list(candidates.values())
-
-
-def _find(text: str, subject: Subject) -> Candidate:
-    merged = subject.checkpoint.merged
-    if text in merged.variants:
-        return Candidate(text, parse_policy({"schema": SCHEMA, "rules": [{"use": text}]}, text))
-    if text == STORED:
-        if merged.policy is None:
-            raise FlexQuantError(
-                f"{subject.folder} stores no policy; its default is the built-in '{DEFAULT_POLICY}'"
-            )
-        return Candidate(STORED, parse_policy(merged.policy, "the checkpoint's policy"))
-    try:
-        policy = load_policy(text)
-    except FlexQuantError as e:
-        raise FlexQuantError(f"{e}; or a variant of the checkpoint: {', '.join(merged.variants)}") from e
-    return Candidate(text if text in builtin_policies() else Path(text).name, policy)
+    policies = find_policies(names, variants, subject.folder, subject.checkpoint.merged.policy)
+    return [Candidate(name, policy) for name, policy in policies.items()]

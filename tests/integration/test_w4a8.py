@@ -24,10 +24,10 @@ from tests.integration.test_serving_errors import flexquant, refusal
 pytestmark = pytest.mark.engine
 
 TEXT = (
-    "Free software is a matter of liberty, not price. Anyone who has a copy of such a program may run it, study "
-    "how it works, change it, and pass it on to others, with or without changes. For that, its source code has "
-    "to be available. Most distributions of Linux consist of thousands of such programs, which people all over "
-    "the world maintain, many of them in their spare time."
+    "Free software is a matter of liberty, not price. Anyone who has a copy of such a program may run it, "
+    "study how it works, change it, and pass it on to others, with or without changes. For that, its source "
+    "code has to be available. Most distributions of Linux consist of thousands of such programs, which "
+    "people all over the world maintain, many of them in their spare time."
 )
 PROMPTS = ["What is the capital of France?", "Once upon a time, in a village by the sea,"]
 DOWN = "model.layers.0.mlp.down_proj"

@@ -25,7 +25,8 @@ def test_wheel_contents(tmp_path):
         ("merge", "flexquant/merge"),
         ("policies", "flexquant/policies"),
     ):
-        files = [file for kind in ("*.py", "*.yaml", "*.txt") for file in (ROOT / folder).rglob(kind)]
+        kinds = ("*.py", "*.yaml", "*.txt", "*.jsonl")
+        files = [file for kind in kinds for file in (ROOT / folder).rglob(kind)]
         assert len(files) > 3
         for file in files:
             assert f"{package}/{file.relative_to(ROOT / folder)}" in names

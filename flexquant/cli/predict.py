@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Predict what a device makes of a merged checkpoint, without the device: pass times, crossovers, memory.
+
+A cost model from bytes, operations and overheads (flexquant/prediction/roofline.py), for choosing a device
+or a first policy; 'flexquant tune' measures.
+
+examples:
+  flexquant predict model-merged --device h100
+  flexquant predict model-merged --device my-gpu.yaml --tensor-parallel-size 4
+  flexquant predict model-merged --device cpu-2-core --measured tuned.yaml
+  flexquant predict --list-devices
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from flexquant.cli._arguments import parse_count
+from flexquant.errors import FlexQuantError, UsageError
+
+NAME = "predict"
+HELP = "predict speed and memory of a merged checkpoint on a device"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", metavar="OUT", help="merged checkpoint")
+    parser.add_argument("--device", metavar="NAME|FILE", help="built-in device or device file")
+    parser.add_argument("--list-devices", action="store_true", help="list the built-in devices")
+    parser.add_argument(
+        "--measured", metavar="POLICY", help="tuned policy whose measured times to compare with"
+    )
+    parser.add_argument("--input-len", type=parse_count, default=1024, metavar="N", help="default: 1024")
+    parser.add_argument("--output-len", type=parse_count, default=256, metavar="N", help="default: 256")
+    parser.add_argument("--tensor-parallel-size", type=parse_count, default=1, metavar="N", help="default: 1")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=_fraction,
+        default=0.9,
+        metavar="SHARE",
+        help="share of the memory that vLLM may take (default: 0.9)",
+    )
+    parser.add_argument("--w4a8", action="store_true", help="add W4A8, derived from the W4A16 variant")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from flexquant.policy import load_policy
+    from flexquant.prediction.device import builtin_devices, load_device
+    from flexquant.prediction.model_shape import read_model_shape
+    from flexquant.prediction.report import format_report, make_report
+
+    if args.list_devices:
+        devices = {name: load_device(name).description for name in builtin_devices()}
+        for name, description in devices.items():
+            print(f"{name:<12}{description}")
+        return {"devices": devices}
+    if args.folder is None or args.device is None:
+        raise UsageError("give a merged checkpoint and --device, or --list-devices alone")
+    device = load_device(args.device)
+    model = read_model_shape(args.folder, args.tensor_parallel_size, w4a8=args.w4a8)
+    measured = None
+    if args.measured is not None:
+        measured = load_policy(args.measured).measured
+        if measured is None:
+            raise FlexQuantError(
+                f"{args.measured} has no key 'measured'; give a policy that 'flexquant tune' wrote"
+            )
+    report = make_report(
+        model, device, args.input_len, args.output_len, args.gpu_memory_utilization, measured
+    )
+    count = "" if args.tensor_parallel_size == 1 else f"{args.tensor_parallel_size} x "
+    print(f"{args.folder} on {count}{device.description} ({device.name})\n\n{format_report(report)}")
+    return {"model": args.folder, "tensor_parallel_size": args.tensor_parallel_size, **report.to_json()}
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a share above 0 and up to 1, such as 0.9")
+    return value

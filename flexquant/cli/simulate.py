@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Judge policies without a GPU: replay a request trace through vLLM's scheduling with measured times.
+
+Every forward pass takes the plan that serving would choose, and the time measured for it. The times
+are those of a policy that 'flexquant tune' wrote (its key 'measured'), or what 'flexquant predict' works out
+for a --device. TTFT, TPOT, ITL and throughput are defined as in 'vllm bench serve'. A trace is a JSONL file
+with one request a line, in the order of arrival:
+
+  {"arrival": 0.25, "input": 512, "output": 128}        seconds, tokens, tokens
+
+examples:
+  flexquant simulate --trace bursty --policy tuned.yaml --policy w8a8 --policy w4a16
+  flexquant simulate --trace steady --speed 4 --policy phase --policy phase-batch --times tuned.yaml
+  flexquant simulate --trace mine.jsonl --policy phase-batch-layer --times tuned.yaml --model merged/
+  flexquant simulate --trace bursty --policy w8a8 --policy phase-batch --device h100 --model merged/
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flexquant.checkpoint import MergedConfig, read_merged_config
+from flexquant.cli._arguments import parse_count
+from flexquant.errors import UsageError
+from flexquant.named_policies import find_policies
+from flexquant.pass_times import PassTimes
+from flexquant.policy import Policy
+
+NAME = "simulate"
+HELP = "judge policies on a request trace, without a GPU"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace", required=True, metavar="NAME|FILE", help="built-in trace (bursty, steady) or JSONL file"
+    )
+    parser.add_argument(
+        "--policy",
+        required=True,
+        action="append",
+        metavar="NAME|FILE",
+        help="variant, built-in policy or policy file, or 'stored' for that of --model; give several to "
+        "compare them with the first",
+    )
+    times = parser.add_mutually_exclusive_group()
+    times.add_argument(
+        "--times",
+        metavar="POLICY",
+        help="policy with measured times (default: the first --policy that has some, else that of --model)",
+    )
+    times.add_argument(
+        "--device", metavar="NAME|FILE", help="predict the times of --model on a device instead"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="OUT",
+        help="merged checkpoint; needed for --device, and for policies that name layers",
+    )
+    parser.add_argument(
+        "--speed",
+        type=_parse_speed,
+        default=1.0,
+        metavar="X",
+        help="requests arrive X times as fast as the trace says (default: 1)",
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=parse_count,
+        default=8192,
+        metavar="N",
+        help="most tokens in a pass (default: 8192, that of 'vllm serve' on GPUs with 70 GiB and more; "
+        "it is 2048 on smaller ones and on CPUs)",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=parse_count,
+        default=256,
+        metavar="N",
+        help="most sequences in a pass (default: 256; 'vllm serve': 1024 on GPUs with 70 GiB and more, 256 "
+        "on smaller ones, 128 on CPUs)",
+    )
+    parser.add_argument(
+        "--kv-cache-tokens",
+        type=parse_count,
+        metavar="N",
+        help="tokens that the KV cache holds, which vLLM logs at start (default: no limit)",
+    )
+    parser.add_argument(
+        "--block-size", type=parse_count, default=16, metavar="N", help="tokens of a KV block (default: 16)"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from flexquant.simulation.pass_cost import PassCost
+    from flexquant.simulation.replaying import replay
+    from flexquant.simulation.report import compare, format_table, summarise
+    from flexquant.simulation.scheduler import Limits
+    from flexquant.simulation.times import check_times, route_table
+    from flexquant.simulation.trace import read_trace
+
+    limits = Limits(args.max_num_batched_tokens, args.max_num_seqs, args.kv_cache_tokens, args.block_size)
+    trace = [r._replace(arrival=r.arrival / args.speed) for r in read_trace(args.trace)]
+    model = None if args.model is None else read_merged_config(args.model)
+    policies, times, source = _find_policies_and_times(args, model)
+    for name, policy in policies.items():
+        check_times(name, policy, times)
+    cost = PassCost(times)
+    tables = {name: route_table(policy, times, limits, model) for name, policy in policies.items()}
+    results = {name: summarise(replay(trace, table, cost, limits)) for name, table in tables.items()}
+
+    tokens = {"input": sum(r.input for r in trace), "output": sum(r.output for r in trace)}
+    seconds = trace[-1].arrival - trace[0].arrival
+    print(
+        f"{args.trace}: {len(trace)} requests in {seconds:.4g} s, {tokens['input']} input and "
+        f"{tokens['output']} output tokens; times of {source}"
+    )
+    print(format_table(results))
+    return {
+        "trace": {"name": args.trace, "requests": len(trace), "seconds": seconds, **tokens},
+        "speed": args.speed,
+        "limits": asdict(limits),
+        "times": {"source": source, "origin": dict(times.origin)},
+        "results": results,
+        "relative_to_first": compare(results),
+    }
+
+
+def _find_policies_and_times(
+    args: argparse.Namespace, model: tuple[MergedConfig, int] | None
+) -> tuple[dict[str, Policy], PassTimes, str]:
+    from flexquant.simulation.times import find_times
+
+    if model is None:
+        if args.device is not None:
+            raise UsageError(
+                "--device predicts the times of a model; give its merged checkpoint with --model"
+            )
+        times, source = find_times(args.policy, args.times)
+        return find_policies(args.policy, times.variants), times, source
+    variants, stored = list(model[0].variants), model[0].policy
+    policies = find_policies(args.policy, variants, args.model, stored)
+    if args.device is None:
+        return policies, *find_times(args.policy, args.times, stored)
+
+    from flexquant.prediction.predicting import predict_pass_times
+
+    w4a8 = any("w4a8" in policy.derived for policy in policies.values())
+    return policies, predict_pass_times(args.model, args.device, w4a8=w4a8), args.device
+
+
+def _parse_speed(text: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if not 0 < speed < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return speed

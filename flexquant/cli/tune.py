@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Measure the variants on this machine, and write the policy that follows from it.
+
+Starts an engine for each variant, as serving would, and times their forward passes by phase and size, in
+turn. Where a variant overtakes another becomes a rule; the policy carries the times, a plot lies beside it.
+Stopped and started again with the same arguments, it goes on. Leave the machine to it alone.
+
+examples:
+  flexquant tune model-merged --output tuned.yaml
+  flexquant tune model-merged --output tuned.yaml --variants w8a8,w4a16,w4a8 --objective latency
+  flexquant tune model-merged --output tuned.yaml --slo ttft=300ms,tpot=30ms
+  flexquant tune model-merged --output tuned.yaml --max-quality-loss 0.05 --quality results/quality.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexquant.cli._arguments import parse_count, progress_bar
+from flexquant.errors import UsageError
+from flexquant.tuning.objectives import OBJECTIVES
+
+if TYPE_CHECKING:
+    from flexquant.tuning.grid import Grid
+
+NAME = "tune"
+HELP = "measure the variants on this machine and write the policy that follows"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="OUT", help="merged checkpoint")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="policy to write, ending in .yaml"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    goal = parser.add_mutually_exclusive_group()
+    goal.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default="balanced",
+        help="latency: the fastest variant at every size; balanced: the same, without variants that gain "
+        "less than 5 %% anywhere; throughput: the variants that decode most tokens a second at the largest "
+        "batch that fits into memory beside them (default: %(default)s)",
+    )
+    goal.add_argument(
+        "--slo",
+        metavar="BOUNDS",
+        help="e.g. ttft=300ms,tpot=30ms: the most precise variants whose prefill and decode passes keep it",
+    )
+    parser.add_argument(
+        "--variants",
+        metavar="NAMES",
+        help="comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
+        "those of the checkpoint)",
+    )
+    parser.add_argument(
+        "--max-quality-loss",
+        type=float,
+        metavar="X",
+        help="leave out variants with a larger mean KL divergence in --quality, nats a token",
+    )
+    parser.add_argument(
+        "--quality",
+        type=Path,
+        metavar="FILE",
+        help="quality.json of 'flexquant eval', for --max-quality-loss",
+    )
+    parser.add_argument(
+        "--request-tokens",
+        type=parse_count,
+        default=2048,
+        metavar="N",
+        help="prompt and answer of a request, for --objective throughput (default: %(default)s)",
+    )
+    parser.add_argument("--quick", action="store_true", help="few sizes and rounds, for a first look")
+    parser.add_argument("--rounds", type=parse_count, metavar="N", help="how often each size is measured")
+    parser.add_argument("--max-batch", type=parse_count, metavar="N", help="sequences of the largest batch")
+    parser.add_argument("--max-tokens", type=parse_count, metavar="N", help="tokens of the longest prompt")
+    parser.add_argument("--tensor-parallel-size", type=parse_count, default=1, metavar="N", help="GPUs")
+    parser.add_argument(
+        "--enforce-eager", action="store_true", help="serve without compilation and CUDA graphs"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    if (args.max_quality_loss is None) != (args.quality is None):
+        raise UsageError("--max-quality-loss and --quality need each other; give both or neither")
+
+    from flexquant.checkpoint import read_merged_config
+    from flexquant.tuning.candidates import find_variants, leave_out_lossy
+    from flexquant.tuning.objectives import Slo
+    from flexquant.tuning.tuning import Goal, Tuning
+
+    slo = None if args.slo is None else Slo.parse(args.slo)
+    goal = Goal(args.objective, slo, args.request_tokens)
+    merged, _ = read_merged_config(args.folder)
+    variants = find_variants(merged, _split(args.variants))
+    if args.quality is not None:
+        kept, losses = leave_out_lossy(variants, args.quality, args.max_quality_loss)
+        for name in variants:
+            if name not in kept:
+                print(f"{name} is left out: its quality loss is {losses[name]:.3g}", file=sys.stderr)
+        variants = kept
+    tuning = Tuning(
+        args.folder,
+        args.output,
+        variants,
+        goal,
+        _grid(args),
+        tensor_parallel_size=args.tensor_parallel_size,
+        enforce_eager=args.enforce_eager,
+        overwrite=args.overwrite,
+    )
+    tuning.measure(lambda message: print(message, file=sys.stderr, flush=True), progress_bar)
+    tuned = tuning.decide()
+    for line in tuned.notes:
+        print(line)
+    for file in tuning.write(tuned):
+        print(f"wrote {file}")
+    return tuned.document
+
+
+def _split(names: str | None) -> list[str] | None:
+    return None if names is None else [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _grid(args: argparse.Namespace) -> Grid:
+    from vllm.platforms import current_platform
+
+    from flexquant.tuning.grid import CPU, GPU, QUICK
+
+    grid = QUICK if args.quick else CPU if current_platform.is_cpu() else GPU
+    grid = grid.up_to(args.max_batch, args.max_tokens)
+    return grid if args.rounds is None else replace(grid, rounds=args.rounds)

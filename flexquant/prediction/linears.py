@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The linear layers of one variant, counted as vLLM calls them: q, k and v in one, gate and up in one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+from compressed_tensors.utils.match import is_match, match_name
+from pydantic import ValidationError
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge.logical import LAYER, logical_shapes
+from flexquant.merge.safetensors_io import TensorRef
+
+FUSED = ((re.compile(r"\.[qkv]_proj$"), ".qkv_proj"), (re.compile(r"\.(gate|up)_proj$"), ".gate_up_proj"))
+EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+VISION = re.compile(r"(^|\.)(vision|visual)")
+SCHEMES = {("int", 8, "int", 8): "w8a8", ("float", 8, "float", 8): "fp8", ("int", 4, "int", 8): "w4a8"}
+"""By type and bits of the weights, then of the activations."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One call of a linear; ``experts`` equal ones where a router chooses."""
+
+    outputs: int
+    inputs: int
+    weight_bytes: float
+    """Stored, scales included, of one expert."""
+    scheme: str
+    """A key of :data:`flexquant.prediction.device.RATES`."""
+    experts: int = 1
+    active_experts: int = 1
+    """Experts that each token goes through."""
+
+    def share(self, devices: int) -> Linear:
+        """Return one device's part under tensor parallelism, taken to split the outputs."""
+        return replace(
+            self, outputs=max(1, self.outputs // devices), weight_bytes=self.weight_bytes / devices
+        )
+
+
+class LinearReader:
+    """One variant's tensors, by original key, and its quantisation section; ``source`` is for messages."""
+
+    def __init__(
+        self, tensors: Mapping[str, TensorRef], quantization_config: Mapping[str, Any], source: str
+    ) -> None:
+        self._source = source
+        try:
+            self._config = QuantizationConfig.model_validate(quantization_config)
+        except ValidationError as e:
+            raise FlexQuantError(
+                f"{source} has a quantization_config that compressed-tensors cannot read "
+                f"({e.errors()[0]['msg']}); quantise the model again with llmcompressor"
+            ) from e
+        self._shapes = logical_shapes(tensors)
+        self._weights: dict[str, list[int]] = defaultdict(list)
+        for key, ref in tensors.items():
+            module, _, parameter = key.rpartition(".")
+            if parameter.startswith("weight"):
+                self._weights[module].append(ref.nbytes)
+        self._linear_class = torch.nn.Linear(1, 1, device="meta")  # stands for any module of the class
+
+    def decoder_linears(self, active_experts: int) -> Counter[Linear]:
+        """Return the linears of all decoder layers, and how often each occurs."""
+        modules = [
+            module
+            for module in self._weights
+            if LAYER.search(module) and not VISION.search(module) and len(self._shape(module)) == 2
+        ]
+        if not modules:
+            raise FlexQuantError(
+                f"{self._source} has no linear weights in decoder layers, which the cost model is about; "
+                "give a merged checkpoint of a decoder-only language model"
+            )
+        calls: dict[str, Linear] = {}  # by name after fusing, expert's number included
+        for module in modules:
+            name, linear = module, self._read(module)
+            for pattern, fused in FUSED:
+                name = pattern.sub(fused, name)
+            if (part := calls.get(name)) is not None:
+                linear = replace(
+                    linear,
+                    outputs=part.outputs + linear.outputs,
+                    weight_bytes=part.weight_bytes + linear.weight_bytes,
+                )
+            calls[name] = linear
+        experts = Counter(EXPERT.sub("", name) for name in calls)
+        distinct = {EXPERT.sub("", name): (name, linear) for name, linear in calls.items()}
+        return Counter(
+            replace(linear, experts=experts[stem], active_experts=min(active_experts, experts[stem]))
+            if EXPERT.search(name)
+            else linear
+            for stem, (name, linear) in distinct.items()
+        )
+
+    def head(self, vocabulary: int, hidden: int) -> Linear:
+        """Return lm_head; one tied to the embedding reads that, in 16 bits."""
+        if "lm_head" in self._weights:
+            return self._read("lm_head")
+        return Linear(vocabulary, hidden, 2 * vocabulary * hidden, "bf16")
+
+    def _shape(self, module: str) -> tuple[int, ...]:
+        return self._shapes.get(f"{module}.weight", ())
+
+    def _read(self, module: str) -> Linear:
+        outputs, inputs = self._shape(module)
+        is_quantised = len(self._weights[module]) > 1
+        scheme = self._scheme(module) if is_quantised else "bf16"
+        return Linear(outputs, inputs, sum(self._weights[module]), scheme)
+
+    def _scheme(self, module: str) -> str:
+        groups: list[Any] = list(self._config.config_groups.values())
+        group = next((g for g in groups if any(match_name(module, t) for t in g.targets)), None)
+        group = group or next((g for g in groups if is_match(module, self._linear_class, g.targets)), None)
+        if is_match(module, self._linear_class, self._config.ignore or ()):
+            group = None
+        if group is None or group.weights is None:
+            raise FlexQuantError(
+                f"{self._source}: '{module}' is stored quantised, but no config group quantises it; quantise "
+                "the model again"
+            )
+        weights, activations = group.weights, group.input_activations
+        if activations is None or activations.num_bits == 16:
+            return "w4a16" if weights.num_bits <= 8 else "bf16"
+        kinds = (_kind(weights), weights.num_bits, _kind(activations), activations.num_bits)
+        if (scheme := SCHEMES.get(kinds)) is None:
+            raise FlexQuantError(
+                f"{self._source}: '{module}' has {kinds[1]}-bit {kinds[0]} weights and {kinds[3]}-bit "
+                f"{kinds[2]} activations, which the cost model does not know; it knows weight-only schemes, "
+                f"{', '.join(SCHEMES.values())}"
+            )
+        return scheme
+
+
+def _kind(arguments: QuantizationArgs) -> str:
+    return str(getattr(arguments.type, "value", arguments.type))

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What the cost model knows of a merged checkpoint: its linears, KV cache and bytes, without any weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge.logical import count_layers
+from flexquant.merge.merged import MergedCheckpoint
+from flexquant.prediction.linears import Linear, LinearReader
+
+KV_BYTES = 2
+"""Of one number in the KV cache, which vLLM keeps in 16 bits unless told otherwise."""
+DERIVED = "w4a8"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One device's share of a merged checkpoint."""
+
+    num_layers: int
+    kv_bytes_per_token: float
+    attention_flops: float
+    """Of one query token with one key token, in all layers: scores and weighted sum."""
+    linears: Mapping[str, Mapping[Linear, int]]
+    """By variant: how often a pass calls each linear of the decoder layers."""
+    head: Linear
+    """lm_head."""
+    own_bytes: Mapping[str, float]
+    """By variant: tensors that no other variant has."""
+    shared_bytes: float
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return tuple(self.linears)
+
+    @property
+    def resident_bytes(self) -> float:
+        """All variants' weights; tensors stored once count once."""
+        return self.shared_bytes + sum(self.own_bytes.values())
+
+
+def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8: bool = False) -> ModelShape:
+    """Read config.json and the safetensors headers of the merged checkpoint in ``folder``.
+
+    ``w4a8`` adds the variant that a policy can derive from one with INT4 weights, for which vLLM's kernel
+    keeps a copy of them. Sliding windows are not modelled. Raises FlexQuantError for a foreign checkpoint, a
+    scheme that the model does not know, and attention heads that ``tensor_parallel_size`` does not divide.
+    """
+    checkpoint = MergedCheckpoint.open(folder)
+    config = checkpoint.config.get("text_config") or checkpoint.config
+    hidden, heads, vocabulary = (
+        _integer(config, key, folder) for key in ("hidden_size", "num_attention_heads", "vocab_size")
+    )
+    if heads % tensor_parallel_size:
+        raise FlexQuantError(
+            f"{folder} has {heads} attention heads, which {tensor_parallel_size} devices cannot share "
+            "evenly; give a --tensor-parallel-size that divides them"
+        )
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = max(1, (config.get("num_key_value_heads") or heads) / tensor_parallel_size)
+    num_layers = count_layers(config)
+
+    readers = {}
+    for name, variant in checkpoint.merged.variants.items():
+        keys = checkpoint.variant_keys(name)
+        tensors = {original: checkpoint.tensors[key] for original, key in keys.items()}
+        readers[name] = LinearReader(tensors, variant.quantization_config, f"{folder}, variant {name}")
+    active_experts = config.get("num_experts_per_tok") or 1
+    linears: dict[str, Mapping[Linear, int]] = {
+        name: {
+            linear.share(tensor_parallel_size): count
+            for linear, count in reader.decoder_linears(active_experts).items()
+        }
+        for name, reader in readers.items()
+    }
+    own_bytes = {
+        name: sum(r.nbytes for key, r in checkpoint.tensors.items() if key.startswith(variant.prefix))
+        / tensor_parallel_size
+        for name, variant in checkpoint.merged.variants.items()
+    }
+    all_bytes = sum(ref.nbytes for ref in checkpoint.tensors.values()) / tensor_parallel_size
+    shared_bytes = all_bytes - sum(own_bytes.values())
+    if w4a8:
+        source = _source_of_w4a8(linears, folder)
+        linears[DERIVED] = {
+            replace(linear, scheme=DERIVED) if linear.scheme == "w4a16" else linear: count
+            for linear, count in linears[source].items()
+        }
+        own_bytes[DERIVED] = own_bytes[source]
+    return ModelShape(
+        num_layers,
+        num_layers * 2 * kv_heads * head_dim * KV_BYTES,
+        num_layers * 4 * heads * head_dim / tensor_parallel_size,
+        linears,
+        next(iter(readers.values())).head(vocabulary, hidden).share(tensor_parallel_size),
+        own_bytes,
+        shared_bytes,
+    )
+
+
+def _source_of_w4a8(linears: Mapping[str, Mapping[Linear, int]], folder: str | Path) -> str:
+    for name, counts in linears.items():
+        if DERIVED not in linears and any(linear.scheme == "w4a16" for linear in counts):
+            return name
+    raise FlexQuantError(
+        f"{folder} has the variants {', '.join(linears)}, of which none has INT4 weights to derive {DERIVED} "
+        f"from, or {DERIVED} is there already; leave out --w4a8"
+    )
+
+
+def _integer(config: Mapping[str, Any], key: str, folder: str | Path) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise FlexQuantError(
+            f"{Path(folder) / 'config.json'} has {key} {value!r}, expected a whole number from 1; merge again"
+        )
+    return value

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What a device makes of a merged checkpoint: pass times, the fastest variant by size, requests that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexquant.errors import FlexQuantError
+from flexquant.pass_times import Curve, PassTimes, Time
+from flexquant.prediction.device import RATES, Device, load_device
+from flexquant.prediction.linears import Linear
+from flexquant.prediction.model_shape import ModelShape, read_model_shape
+from flexquant.prediction.roofline import Cost, attention_cost, linear_cost, pass_cost
+
+Errors = Mapping[str, Mapping[str, Mapping[int, float]]]
+"""By phase, variant and size."""
+
+PHASES = ("decode", "prefill")
+DECODE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+PREFILL_SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
+MAX_SIZE = 4096
+"""Sequences or tokens up to which the fastest variant is sought."""
+CONTEXT = 1152
+"""Tokens of a sequence in the KV cache, by default: half way through 256 after a prompt of 1024."""
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The variant that is fastest for passes of ``first`` to ``last`` sequences or tokens."""
+
+    variant: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class HardwareRow:
+    """One variant's line of the hardware table: a decode pass with as many requests as fit."""
+
+    rate_tflops: float
+    """What its kernel reaches."""
+    requests_alone: int
+    """Requests that would fit if the other variants were not there."""
+    tokens_per_s: float
+    compute_seconds: float
+    memory_seconds: float
+
+
+def predict_pass_times(
+    folder: str | Path,
+    device: str | Device,
+    *,
+    tensor_parallel_size: int = 1,
+    context: int = CONTEXT,
+    w4a8: bool = False,
+) -> PassTimes:
+    """Return predicted times of whole forward passes of a merged checkpoint's variants.
+
+    ``device``: a name, the path of a device file, or one that is loaded. ``w4a8`` adds the derived variant.
+    A prediction has no interval: low, median and high are one. Raises :class:`FlexQuantError` as
+    :func:`flexquant.prediction.device.load_device` and
+    :func:`flexquant.prediction.model_shape.read_model_shape` do, and for a scheme that the device lacks.
+    """
+    loaded = load_device(device) if isinstance(device, str) else device
+    return pass_times(read_model_shape(folder, tensor_parallel_size, w4a8=w4a8), loaded, context)
+
+
+def pass_times(
+    model: ModelShape,
+    device: Device,
+    context: int,
+    decode_sizes: tuple[int, ...] = DECODE_SIZES,
+    prefill_sizes: tuple[int, ...] = PREFILL_SIZES,
+) -> PassTimes:
+    """Return the times of passes of these sizes, each sequence with ``context`` tokens in the KV cache."""
+
+    def curves(phase: str, sizes: tuple[int, ...]) -> dict[str, Curve]:
+        return {
+            variant: {
+                size: Time(*3 * [pass_cost(model, variant, phase, size, context, device).seconds])
+                for size in sizes
+            }
+            for variant in model.variants
+        }
+
+    return PassTimes(
+        curves("decode", decode_sizes),
+        curves("prefill", prefill_sizes),
+        context,
+        attention_cost(model, 1, device).seconds,
+        {"device": device.name, "description": device.description},
+    )
+
+
+def fastest(model: ModelShape, phase: str, context: int, device: Device) -> list[Winner]:
+    """Return the fastest variant by size, from 1 to :data:`MAX_SIZE`; each next one starts at a crossover."""
+    winners: list[Winner] = []
+    for size in range(1, MAX_SIZE + 1):
+        times = {v: pass_cost(model, v, phase, size, context, device).seconds for v in model.variants}
+        best = min(times, key=lambda variant: times[variant])
+        if winners and winners[-1].variant == best:
+            winners[-1] = Winner(best, winners[-1].first, size)
+        else:
+            winners.append(Winner(best, size, size))
+    return winners
+
+
+def gemm_crossover(a: Linear, b: Linear, device: Device) -> int | None:
+    """Return the fewest tokens at which ``b`` is faster than ``a``; None: not up to :data:`MAX_SIZE`."""
+    for tokens in range(1, MAX_SIZE + 1):
+        if linear_cost(b, tokens, device).seconds < linear_cost(a, tokens, device).seconds:
+            return tokens
+    return None
+
+
+def max_requests(
+    model: ModelShape, device: Device, tokens: int, utilization: float, weights: float | None = None
+) -> int:
+    """Return how many requests of ``tokens`` tokens the KV cache holds at once, at least 1.
+
+    ``utilization``: the share of the memory that vLLM may take. ``weights``: bytes, by default those of all
+    variants. Raises :class:`FlexQuantError`, with the numbers, for a model that does not fit.
+    """
+    weights = model.resident_bytes if weights is None else weights
+    budget = device.memory_bytes * utilization
+    left = budget - weights - device.reserve_bytes
+    request = tokens * model.kv_bytes_per_token
+    if left < request:
+        raise FlexQuantError(
+            f"the model does not fit on {device.name}: {_gib(weights)} GiB of weights "
+            f"({', '.join(model.variants)}), {_gib(device.reserve_bytes)} GiB for activations and the "
+            f"runtime and {_gib(request)} GiB of KV cache for one request of {tokens} tokens, but "
+            f"{utilization:g} of its {_gib(device.memory_bytes)} GiB is {_gib(budget)} GiB; give a larger "
+            "--tensor-parallel-size, shorter requests, a larger device or a checkpoint with fewer variants"
+        )
+    return int(left // request)
+
+
+def hardware_table(
+    model: ModelShape, device: Device, context: int, tokens: int, utilization: float
+) -> dict[str, HardwareRow]:
+    """Return one row a variant, for requests of ``tokens`` tokens; raises as :func:`max_requests` does."""
+    requests = max_requests(model, device, tokens, utilization)
+    rows = {}
+    for variant in model.variants:
+        alone = model.shared_bytes + model.own_bytes[variant]
+        cost: Cost = pass_cost(model, variant, "decode", requests, context, device)
+        scheme = main_scheme(model, variant)
+        rows[variant] = HardwareRow(
+            device.kernel(scheme).flops_per_s / 1e12,
+            max_requests(model, device, tokens, utilization, alone),
+            requests / cost.seconds,
+            cost.compute,
+            cost.memory,
+        )
+    return rows
+
+
+def main_scheme(model: ModelShape, variant: str) -> str:
+    """Return the scheme in which most of a variant's weights are."""
+    sizes = dict.fromkeys(RATES, 0)
+    for linear, count in model.linears[variant].items():
+        sizes[linear.scheme] += count * linear.experts * linear.inputs * linear.outputs
+    return max(sizes, key=lambda scheme: sizes[scheme])
+
+
+def errors(model: ModelShape, device: Device, measured: PassTimes) -> Errors:
+    """Return predicted / measured - 1 by phase, variant and size, for every size that was measured.
+
+    Raises :class:`FlexQuantError` when the measurement and the model have no variant in common.
+    """
+    variants = [variant for variant in measured.variants if variant in model.variants]
+    if not variants:
+        raise FlexQuantError(
+            f"the measurement is of {', '.join(measured.variants)}, but the model has "
+            f"{', '.join(model.variants)}; give a policy that was tuned for this checkpoint"
+        )
+    return {
+        phase: {
+            variant: {
+                size: pass_cost(model, variant, phase, size, measured.context, device).seconds / time.median
+                - 1
+                for size, time in curves[variant].items()
+            }
+            for variant in variants
+        }
+        for phase, curves in (("decode", measured.decode), ("prefill", measured.prefill))
+    }
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3g}"

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The time of one linear, and of a whole forward pass, from bytes, operations and overheads.
+
+A linear of N outputs and K inputs, M tokens:
+
+    time = call + bytes / bandwidth + operations / rate
+
+*bytes* are the stored weight with its scales, the activations and the 16-bit outputs. *operations* are
+2 M N K, except for kernels with tiles: these cover M x N with whole tiles, and the tiles run in whole waves
+over the processors ("tile and wave quantization", NVIDIA's Matrix Multiplication Background User's Guide), so
+33 tokens in tiles of 64 rows cost as much as 64, and 64 tiles on 132 processors as much as 132. Marlin, which
+runs W4A16, spreads its work evenly. The parts are added, without overlap: GEMMs of tens of microseconds
+hardly reach any.
+
+Where the numbers come from. Data sheets: rates, bandwidths. Calibrated per architecture on published figures
+(N = K = 8192): ``call_us`` on W4A16's gain at M = 1, W4A16's ``efficiency`` on its loss at M = 8192, and on
+Hopper its ``bandwidth`` on the gain with larger matrices. Assumed, for all GPUs alike: W8A8 reaches 0.6 of
+the rate and 0.9 of the bandwidth. Predicted: the crossovers. All five fall within the published brackets,
+and still do when the 0.6 is anything from 0.55 to 0.75. But the form (a sum rather than a maximum) and the
+tiles were settled with the published crossovers in view, and W8A8 is read as FP8 on all GPUs that have it:
+with INT8 kernels, whose tiles on Hopper have 64 rows at least, only H100 and the A100 class hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from flexquant.prediction.device import Device
+from flexquant.prediction.linears import Linear
+from flexquant.prediction.model_shape import ModelShape
+
+QUANTISED_ACTIVATIONS = ("w8a8", "fp8", "w4a8")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Parts of a time, in seconds."""
+
+    memory: float = 0.0
+    compute: float = 0.0
+    overhead: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.memory + self.compute + self.overhead
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.memory + other.memory, self.compute + other.compute, self.overhead + other.overhead)
+
+    def __mul__(self, count: int) -> Cost:
+        return Cost(self.memory * count, self.compute * count, self.overhead * count)
+
+
+def linear_cost(linear: Linear, tokens: int, device: Device) -> Cost:
+    """Return the cost of one call with activations [tokens, inputs]; of all experts together, for experts.
+
+    Tokens are taken to choose their experts evenly and independently.
+    """
+    kernel = device.kernel(linear.scheme)
+    rows = tokens * linear.active_experts
+    used = linear.experts * (1 - (1 - linear.active_experts / linear.experts) ** tokens)
+    activation_bytes = 1 if linear.scheme in QUANTISED_ACTIVATIONS else 2
+    moved = used * linear.weight_bytes + rows * (activation_bytes * linear.inputs + 2 * linear.outputs)
+    operations = 2 * _padded_outputs(linear, rows, used, device) * linear.inputs
+    return Cost(moved / kernel.bytes_per_s, operations / kernel.flops_per_s, kernel.call_seconds)
+
+
+def quantisation_cost(linear: Linear, tokens: int, device: Device) -> Cost:
+    """Return the cost of rounding the 16-bit activations [tokens, inputs] to 8 bit, where the scheme does."""
+    if linear.scheme not in QUANTISED_ACTIVATIONS:
+        return Cost()
+    return Cost(memory=3 * tokens * linear.inputs / device.kernel("bf16").bytes_per_s)
+
+
+def pass_cost(model: ModelShape, variant: str, phase: str, size: int, context: int, device: Device) -> Cost:
+    """Return the cost of a forward pass on one device.
+
+    decode: ``size`` sequences of one new token and ``context`` tokens in the KV cache. prefill: one prompt of
+    ``size`` tokens, KV cache empty. Communication between devices is left out.
+    """
+    sequences = size if phase == "decode" else 1
+    cost = linear_cost(model.head, sequences, device)
+    for linear, count in model.linears[variant].items():
+        cost += (linear_cost(linear, size, device) + quantisation_cost(linear, size, device)) * count
+    attention = attention_cost(model, size * context if phase == "decode" else 0, device)
+    if phase == "prefill":
+        causal_pairs = size * (size + 1) / 2
+        attention += Cost(compute=causal_pairs * model.attention_flops / device.kernel("bf16").flops_per_s)
+    overhead = device.pass_seconds + model.num_layers * device.layer_seconds
+    return cost + attention + Cost(overhead=overhead)
+
+
+def attention_cost(model: ModelShape, cached_tokens: int, device: Device) -> Cost:
+    """Return the cost of reading ``cached_tokens`` tokens from the KV cache once, in all layers."""
+    return Cost(memory=cached_tokens * model.kv_bytes_per_token / device.kernel("bf16").bytes_per_s)
+
+
+def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -> float:
+    """Return how many of [rows, outputs] the processors' time would give, tiles and waves included."""
+    tiles = device.kernel(linear.scheme).tiles
+    if not tiles:
+        return rows * linear.outputs
+    rows_per_expert = ceil(rows / experts)
+    tile = next((tile for tile in tiles if rows_per_expert <= tile.tokens), tiles[-1])
+    blocks = ceil(experts * ceil(rows_per_expert / tile.rows) * ceil(linear.outputs / tile.columns))
+    return ceil(blocks / device.processors) * device.processors * tile.rows * tile.columns

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""How long a pass of several sequences takes, from the times of simple ones.
+
+Measured (:class:`flexquant.pass_times.PassTimes`) are decode passes in which every sequence has C tokens in
+the KV cache, and prefill passes of one prompt with an empty KV cache. Everything but attention depends on
+the number of tokens in the pass alone, and is the same in a pass that holds something else. Attention is
+corrected for, with c the tokens of a sequence that the KV cache held before the pass, and q its tokens in it:
+
+    decode of s sequences    decode(s) + k * (sum of c - s * C)                      k: one more KV token
+    n tokens otherwise       prefill(n) + k * (sum of c over the sequences with q = 1)
+                                        + p * (sum of q * c + q^2 / 2 over the others - n^2 / 2)
+
+Decode attention is bound by reading the KV cache, hence k, which was measured. Prefill attention is bound by
+arithmetic on pairs of a query and a key: one prompt of n tokens has n^2 / 2 pairs, prompts that share a pass
+have fewer, and later chunks of a long one more. The time p of a pair is the curvature of the prefill curve:
+that of a + b n + p n^2 / 2, fitted to the times of the larger sizes, where arithmetic bounds all else too.
+It lies between 0 and k: a pair in decode costs no less, since there each key is read for one query.
+
+Corrections never make a pass quicker than a part of it alone: one decoding sequence without any context, or
+the longest chunk as a prompt of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexquant.errors import FlexQuantError
+from flexquant.pass_times import Curve, PassTimes
+from flexquant.routes import Plan
+from flexquant.simulation.scheduler import Batch
+
+FIT_RANGE = 16
+"""The curvature is fitted to the sizes from the largest down to this part of it."""
+FIT_SIZES = 4
+"""With fewer sizes than this the three terms cannot be told apart, and a pair is taken to cost nothing."""
+
+
+class PassCost:
+    """Times of passes of any kind, in seconds."""
+
+    def __init__(self, times: PassTimes) -> None:
+        """Raise FlexQuantError for times whose contexts cost more than the passes themselves."""
+        self.times = times
+        curvature = sum(_curvature(curve) for curve in times.prefill.values()) / len(times.prefill)
+        self.pair_seconds = min(max(0.0, curvature), times.context_seconds)
+        self._simple: dict[tuple[str, bool, int], float] = {}
+        context = times.context * times.context_seconds
+        for variant in times.variants:
+            one = times.seconds((variant,), "decode", 1)
+            if one <= context:
+                raise FlexQuantError(
+                    f"the times of '{variant}' contradict each other: a decode pass of one sequence takes "
+                    f"{1e3 * one:.4g} ms, but its {times.context} tokens of context alone "
+                    f"{1e3 * context:.4g} ms (context_ns); measure again with 'flexquant tune'"
+                )
+
+    def seconds(self, plan: Plan, phase: str, batch: Batch) -> float:
+        """Return the time of a pass; ``phase`` as :func:`flexquant.simulation.replaying.phase_of` tells."""
+        context_seconds = self.times.context_seconds
+        if phase == "decode":
+            contexts = sum(context for _, _, context in batch)
+            measured = self.times.context * len(batch)
+            return max(
+                self._time(plan, True, len(batch)) + context_seconds * (contexts - measured),
+                self._time(plan, True, 1) - context_seconds * self.times.context,
+            )
+        total = contexts = longest = 0
+        pairs = 0.0
+        for _, tokens, context in batch:
+            total += tokens
+            if tokens == 1:
+                contexts += context
+            else:
+                pairs += tokens * (context + tokens / 2)
+                longest = max(longest, tokens)
+        seconds = self._time(plan, False, total) + context_seconds * contexts
+        return max(
+            seconds + self.pair_seconds * (pairs - total * total / 2), self._time(plan, False, longest)
+        )
+
+    def _time(self, plan: Plan, decode: bool, size: int) -> float:
+        key = plan.name, decode, size
+        if key not in self._simple:
+            self._simple[key] = self.times.seconds(plan.layers, "decode" if decode else "prefill", size)
+        return self._simple[key]
+
+
+def _curvature(curve: Curve) -> float:
+    """Return the second derivative of a + b n + p n^2 / 2 fitted to a curve, by relative least squares."""
+    largest = max(curve)
+    sizes = np.array([size for size in curve if size * FIT_RANGE >= largest], dtype=float)
+    if len(sizes) < FIT_SIZES:
+        return 0.0
+    seconds = np.array([curve[int(size)].median for size in sizes])
+    x = sizes / largest
+    terms = np.stack([np.ones_like(x), x, x * x / 2]) / seconds
+    coefficients = np.linalg.lstsq(terms.T, np.ones_like(x), rcond=None)[0]
+    return float(coefficients[2]) / largest**2

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The times that a simulation runs on, and whether they say enough for a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flexquant.checkpoint import VARIANT_NAME, MergedConfig
+from flexquant.errors import FlexQuantError
+from flexquant.pass_times import PassTimes
+from flexquant.policy import Policy, builtin_policies, load_policy, parse_policy
+from flexquant.routes import RouteTable, build_route_table
+from flexquant.simulation.scheduler import Limits
+
+ADVICE = "measure them with 'flexquant tune', or name a tuned policy with --times"
+
+
+def find_times(
+    policies: Sequence[str], given: str | None = None, stored: Mapping[str, Any] | None = None
+) -> tuple[PassTimes, str]:
+    """Return measured times and the policy that carries them.
+
+    That is ``given`` if any, else the first of the named ``policies`` with times, else the ``stored`` one of
+    a checkpoint. Raises FlexQuantError if there are none.
+    """
+    if given is not None:
+        times = load_policy(given).measured
+        if times is None:
+            raise FlexQuantError(f"{given} has no measured times (key 'measured'); give a tuned policy")
+        return times, given
+    for name in policies:
+        if not _may_be_variant(name) and (times := load_policy(name).measured):
+            return times, name
+    if stored is not None and (times := parse_policy(dict(stored), "the checkpoint's policy").measured):
+        return times, "the checkpoint's policy"
+    raise FlexQuantError(f"none of the policies {', '.join(policies)} has measured times; {ADVICE}")
+
+
+def check_times(name: str, policy: Policy, times: PassTimes) -> None:
+    """Raise FlexQuantError unless there are times for every variant of a policy."""
+    for variant in policy.variants:
+        if variant not in times.variants:
+            raise FlexQuantError(
+                f"policy {name} uses '{variant}', but there are times for {', '.join(times.variants)} only; "
+                f"{ADVICE} that has '{variant}' too"
+            )
+
+
+def route_table(
+    policy: Policy, times: PassTimes, limits: Limits, model: tuple[MergedConfig, int] | None = None
+) -> RouteTable:
+    """Return the table that serving builds for a policy, with a model's config and number of layers.
+
+    Without a model any variant with times is taken to be in the checkpoint, and layers cannot be told
+    apart: a policy that names some raises FlexQuantError.
+    """
+    variants: Collection[str]
+    if model is None:
+        for rule in policy.rules:
+            for layers in rule.layers:
+                raise FlexQuantError(
+                    f"{layers.place} names layers, but how many the model has is not known; give the merged "
+                    "checkpoint with --model"
+                )
+        sources = {derivation.source for derivation in policy.derived.values()}
+        variants, num_layers, layered = (set(times.variants) | sources) - set(policy.derived), 1, True
+    else:
+        variants, num_layers, layered = model[0].variants, model[1], model[0].layered_plans
+    return build_route_table(
+        policy,
+        variants,
+        num_layers,
+        max_tokens=limits.max_num_batched_tokens,
+        layered_plans_allowed=layered,
+        max_sequences=limits.max_num_seqs,
+    )
+
+
+def _may_be_variant(name: str) -> bool:
+    is_file = name in builtin_policies() or Path(name).is_file()
+    return VARIANT_NAME.fullmatch(name) is not None and not is_file

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The variants that tuning chooses among: the checkpoint's and derived ones, the most precise first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flexquant.checkpoint import MergedConfig
+from flexquant.errors import FlexQuantError, UsageError
+from flexquant.evaluation.evaluating import SCHEMA as EVALUATION_SCHEMA
+from flexquant.named_policies import find_policies
+from flexquant.policy import Policy
+
+BITS_16 = 16
+
+
+def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str, Policy]:
+    """Return for each variant the policy that runs every pass in it, the most precise variant first.
+
+    A name is a variant of the checkpoint, or a policy that uses a single variant for everything, such as
+    the built-in ``w4a8``. None: the checkpoint's variants. Raises FlexQuantError for other names.
+    """
+    found: dict[str, Policy] = {}
+    for name, policy in find_policies(names or list(merged.variants), merged.variants).items():
+        if len(policy.rules) != 1 or policy.rules[0].layers:
+            raise UsageError(
+                f"'{name}' runs passes or layers in several variants; tuning measures one variant at a time: "
+                f"name some of {', '.join(merged.variants)}, or a policy of one variant such as w4a8"
+            )
+        (variant,) = policy.variants
+        if variant not in merged.variants and variant not in policy.derived:
+            raise UsageError(f"'{variant}' is not a variant of the checkpoint: {', '.join(merged.variants)}")
+        found[variant] = policy
+    if len(found) < 2:
+        raise UsageError(
+            f"there is nothing to choose from but {', '.join(found)}; give two variants or more, e.g. "
+            "--variants w8a8,w4a16"
+        )
+    return dict(sorted(found.items(), key=lambda item: _precision(*item, merged), reverse=True))
+
+
+def leave_out_lossy(
+    policies: Mapping[str, Policy], quality: Path, most: float
+) -> tuple[dict[str, Policy], dict[str, float]]:
+    """Return the policies whose variant loses at most ``most``, and what each variant loses.
+
+    ``quality`` is the ``quality.json`` of `flexquant eval`; a loss is the mean KL divergence to 16 bit in
+    nats a token at the worst batch size, or without a reference the log-perplexity above the best variant's.
+    Raises FlexQuantError for a file without the variants, and if fewer than two are left.
+    """
+    losses = _read_losses(quality)
+    missing = [name for name in policies if name not in losses]
+    if missing:
+        raise FlexQuantError(
+            f"{quality} has no result for {', '.join(missing)}, only for {', '.join(losses)}; run 'flexquant "
+            f"eval OUT --policies {','.join(policies)}'"
+        )
+    kept = {name: policy for name, policy in policies.items() if losses[name] <= most}
+    if not kept:
+        least = min(policies, key=lambda name: losses[name])
+        raise FlexQuantError(
+            f"no variant loses at most {most:g}: the best, {least}, loses {losses[least]:.3g}; allow more "
+            "with --max-quality-loss"
+        )
+    return kept, {name: losses[name] for name in policies}
+
+
+def _read_losses(file: Path) -> dict[str, float]:
+    advice = "give the quality.json that 'flexquant eval --output' wrote"
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        if document["schema"] != EVALUATION_SCHEMA:
+            raise FlexQuantError(f"{file} has the schema {document['schema']}; {advice}")
+        has_reference = document["reference"] is not None
+        measure = "mean_kl" if has_reference else "log_perplexity"
+        worst: dict[str, float] = {}
+        for result in document["results"]:
+            value = result["quality"][measure]
+            if value is not None:
+                worst[result["policy"]] = max(value, worst.get(result["policy"], value))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise FlexQuantError(f"{file} cannot be read ({e!r}); {advice}") from e
+    base = 0.0 if has_reference or not worst else min(worst.values())
+    return {name: value - base for name, value in worst.items()}
+
+
+def _precision(name: str, policy: Policy, merged: MergedConfig) -> tuple[int, int]:
+    """Return the bits of weights and of activations."""
+    derivation = policy.derived.get(name)
+    source = merged.variants[name if derivation is None else derivation.source]
+    groups = source.quantization_config.get("config_groups", {}).values()
+    weights = min((_bits(group.get("weights")) for group in groups), default=BITS_16)
+    activations = min((_bits(group.get("input_activations")) for group in groups), default=BITS_16)
+    return weights, activations if derivation is None else 8
+
+
+def _bits(arguments: Any) -> int:
+    return BITS_16 if arguments is None else int(arguments["num_bits"])

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""How the device's memory divides into weights and KV cache, by the variants that are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flexquant.merge.logical import count_layers
+from flexquant.merge.merged import MergedCheckpoint
+from flexquant.merge.report import make_report
+from flexquant.policy import Policy
+
+UTILISATION = 0.9
+"""The part of a device's memory that vLLM takes by default."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    total: float
+    """Bytes of all devices together that weights and KV cache may take."""
+    shared: int
+    """Bytes of the weights that are loaded with any variant."""
+    own: Mapping[str, int]
+    """Bytes that each variant takes beyond those."""
+
+    @classmethod
+    def of(cls, checkpoint: MergedCheckpoint, variants: Mapping[str, Policy], devices: int) -> Memory:
+        """Read the checkpoint's headers and this machine's memory; ``variants`` as in ``find_variants``."""
+        from vllm.platforms import current_platform
+
+        report = make_report(checkpoint.merged, count_layers(checkpoint.config), checkpoint.tensors)
+        sources = {
+            name: policy.derived[name].source if name in policy.derived else name
+            for name, policy in variants.items()
+        }
+        return cls(
+            UTILISATION * devices * current_platform.get_device_total_memory(),
+            report.shared_bytes,
+            {name: report.variants[source].own_bytes for name, source in sources.items()},
+        )
+
+    def requests(self, variants: Sequence[str], request: float) -> int:
+        """Return how many requests of ``request`` bytes of KV cache fit beside the variants."""
+        left = self.total - self.shared - sum(self.own[v] for v in variants)
+        return max(0, int(left / request))
+
+    def utilisation(self, variant: str) -> float:
+        """Return the part of each device's memory for an engine of one variant, all of them side by side.
+
+        What the weights leave is divided evenly.
+        """
+        left = self.total - sum(self.own.values()) - len(self.own) * self.shared
+        share = self.own[variant] + self.shared + left / len(self.own)
+        return UTILISATION * share / self.total

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What a tuned policy rests on, in sentences for the terminal and the head of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from flexquant.merge.staging import format_bytes
+from flexquant.times_table import UNITS
+from flexquant.tuning.deciding import Decision, undecided
+from flexquant.tuning.memory import Memory
+from flexquant.tuning.objectives import PHASE_OF, Goal, Slo, largest_within
+from flexquant.tuning.samples import Samples
+
+
+def origin_notes(origin: Mapping[str, Any], goal: Goal) -> list[str]:
+    """Tell where, when, with what and how often was measured."""
+    machine = origin["machine"]
+    device = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    return [
+        f"Tuned on {origin['date']} for {goal}, on {device}.",
+        " ".join(f"{name} {version}" for name, version in origin["versions"].items()),
+        origin["command"],
+        f"Medians of {origin['rounds']} rounds or more, with 95 % intervals (below 6: smallest to largest).",
+    ]
+
+
+def crossover_notes(samples: Samples, variants: Sequence[str], decision: Decision) -> list[str]:
+    """Tell where a variant takes over from another, and which sizes noise has left undecided."""
+    notes = []
+    for phase, ranges in decision.ranges.items():
+        for r, following in pairwise(ranges):
+            assert r.between is not None
+            low, high = r.between
+            notes.append(
+                f"{phase}: {r.variant} up to {r.last} {UNITS[phase]}, then {following.variant} (takes over "
+                f"between the measured {low} and {high})."
+            )
+        if doubtful := undecided(samples, variants, phase):
+            notes.append(
+                f"{phase}: undecided within noise at {', '.join(map(str, doubtful))} {UNITS[phase]}."
+            )
+    return notes
+
+
+def bound_notes(samples: Samples, decision: Decision, slo: Slo | None) -> list[str]:
+    """Tell up to which size each bound is kept, and what is nearest to it beyond."""
+    notes = []
+    for name, phase in PHASE_OF.items():
+        bound = slo.bound(phase) if slo is not None else None
+        if bound is None:
+            continue
+        sizes = samples.sizes(phase)
+        kept = largest_within(samples, decision, phase, bound)
+        text = f"{name}={1e3 * bound:g}ms is kept up to {kept} {UNITS[phase]}"
+        if kept < sizes[-1]:
+            size = sizes[sizes.index(kept) + 1]
+            nearest = samples.time(decision.variant(phase, size), phase, size).median
+            text += f", but not at {size}, where the nearest is {1e3 * nearest:.3g} ms"
+        notes.append(f"{text}.")
+    return notes
+
+
+def unused_notes(memory: Memory, decision: Decision) -> list[str]:
+    """Tell which variants are not used, and what memory that saves."""
+    return [
+        f"{name} is never chosen and so not loaded, which leaves {format_bytes(size)} more for the KV cache."
+        for name, size in memory.own.items()
+        if name not in decision.variants
+    ]

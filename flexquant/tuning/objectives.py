@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What a tuned policy is to be best at: latency, throughput, both in balance, or bounds on TTFT and TPOT."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from flexquant.errors import FlexQuantError, UsageError
+from flexquant.tuning.deciding import MARGIN, Decision, decide, fastest, relative_speed
+from flexquant.tuning.samples import PHASES, Samples
+
+OBJECTIVES = ("balanced", "latency", "throughput")
+WORTH_LOADING = 0.05
+"""Balanced: a variant is loaded if some size would be slower by this share without it."""
+UNMET = 10.0
+"""Cost of missing a bound, above that of any precision."""
+DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
+PHASE_OF = {"ttft": "prefill", "tpot": "decode"}
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Upper bounds in seconds: of a prefill pass (``ttft``) and of a decode pass (``tpot``), or None."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """Read e.g. ``ttft=300ms,tpot=30ms``; raise UsageError for anything else."""
+        found: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            match = DURATION.fullmatch(value.strip())
+            if name not in PHASE_OF or name in found or match is None or float(match[1]) == 0:
+                raise UsageError(
+                    f"'{part.strip()}' in --slo is not a bound; write ttft=300ms, tpot=30ms or both, "
+                    "with a comma between them"
+                )
+            found[name] = float(match[1]) / (1000 if match[2] == "ms" else 1)
+        return cls(**found)
+
+    def bound(self, phase: str) -> float | None:
+        return self.ttft if phase == "prefill" else self.tpot
+
+    def __str__(self) -> str:
+        bounds = {"ttft": self.ttft, "tpot": self.tpot}
+        return ",".join(f"{name}={1e3 * value:g}ms" for name, value in bounds.items() if value is not None)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the policy is to be best at: an objective of OBJECTIVES, or bounds instead."""
+
+    objective: str = "balanced"
+    slo: Slo | None = None
+    request_tokens: int = 2048
+    """Prompt and answer of a request, for throughput: how many fit into the KV cache."""
+
+    def __str__(self) -> str:
+        return str(self.slo) if self.slo else self.objective
+
+
+def optimise(
+    samples: Samples, variants: Sequence[str], objective: str, requests: Callable[[Sequence[str]], int]
+) -> Decision:
+    """Return the best decision for an objective of OBJECTIVES; ``variants`` begin with the most precise.
+
+    ``latency``: the fastest everywhere. ``balanced``: the same, with only variants that are WORTH_LOADING.
+    ``throughput``: the variants with the most tokens a second in decode at the largest batch that fits
+    beside them, the fewer within MARGIN; ``requests(variants)`` tells how many fit.
+    """
+    if objective == "throughput":
+        variants = _most_throughput(samples, variants, requests)
+    elif objective == "balanced":
+        variants = _worth_loading(samples, variants)
+    return _fastest(samples, variants)
+
+
+def meet(samples: Samples, variants: Sequence[str], slo: Slo) -> Decision:
+    """Choose, at every size, the most precise variant that keeps the bound, or else the fastest.
+
+    Raises FlexQuantError for a bound that not even the smallest pass keeps.
+    """
+    for name, phase in PHASE_OF.items():
+        bound = slo.bound(phase)
+        size = samples.sizes(phase)[0]
+        best = min(variants, key=lambda v: samples.time(v, phase, size).median)
+        nearest = samples.time(best, phase, size).median
+        if bound is not None and nearest > bound:
+            unit = "sequence(s)" if phase == "decode" else "tokens"
+            raise FlexQuantError(
+                f"{name}={1e3 * bound:g}ms cannot be met: a {phase} pass of {size} {unit} takes "
+                f"{1e3 * nearest:.3g} ms with the fastest variant, {best}; ask for {name}="
+                f"{math.ceil(1e3 * nearest * (1 + MARGIN))}ms or more"
+            )
+    speed = fastest(samples, variants)
+
+    def cost(phase: str, variant: str, size: int) -> float:
+        bound = slo.bound(phase)
+        if bound is None:
+            return speed(phase, variant, size)
+        if samples.time(variant, phase, size).median > bound:
+            return UNMET + speed(phase, variant, size)
+        return MARGIN * 2 * variants.index(variant)
+
+    def crossing(phase: str, a: str, b: str, size: int) -> float:
+        bound = slo.bound(phase)
+        if bound is None:
+            return samples.log_ratio(a, b, phase, size).median
+        return math.log(samples.time(a, phase, size).median / bound)
+
+    return decide(samples, variants, cost, crossing)
+
+
+def largest_within(samples: Samples, decision: Decision, phase: str, bound: float) -> int:
+    """Return the largest measured size up to which the chosen variants keep a bound, or the smallest."""
+    sizes = samples.sizes(phase)
+    kept = sizes[0]
+    for size in sizes:
+        if samples.time(decision.variant(phase, size), phase, size).median > bound:
+            break
+        kept = size
+    return kept
+
+
+def _fastest(samples: Samples, variants: Sequence[str]) -> Decision:
+    return decide(samples, variants, fastest(samples, variants), relative_speed(samples))
+
+
+def _worth_loading(samples: Samples, variants: Sequence[str]) -> list[str]:
+    """Leave out, one at a time, the variant that is missed least, while it is missed by less than that."""
+    kept = list(_fastest(samples, variants).variants)
+    kept.sort(key=variants.index)
+    while len(kept) > 1:
+        losses = {v: _loss_without(samples, kept, v) for v in kept}
+        least = min(kept, key=lambda v: losses[v])
+        if losses[least] >= math.log1p(WORTH_LOADING):
+            break
+        kept.remove(least)
+    return kept
+
+
+def _loss_without(samples: Samples, variants: Sequence[str], left_out: str) -> float:
+    """Return the logarithm of how much slower the worst size is without a variant."""
+    others = [v for v in variants if v != left_out]
+    return max(
+        min(samples.log_ratio(v, left_out, phase, size).median for v in others)
+        for phase in PHASES
+        for size in samples.sizes(phase)
+    )
+
+
+def _most_throughput(
+    samples: Samples, variants: Sequence[str], requests: Callable[[Sequence[str]], int]
+) -> list[str]:
+    subsets = [s for n in range(1, len(variants) + 1) for s in combinations(variants, n)]
+    speeds = {s: _decode_throughput(samples, s, requests(s)) for s in subsets}
+    best = max(speeds.values())
+    if best == 0:
+        raise FlexQuantError(
+            "no variant leaves room in memory for one request; lower --request-tokens, or use more devices"
+        )
+    return list(next(s for s, speed in speeds.items() if speed >= best / (1 + MARGIN)))
+
+
+def _decode_throughput(samples: Samples, variants: Sequence[str], requests: int) -> float:
+    """Return decoded tokens a second at the largest measured batch up to ``requests``, 0 without one."""
+    fitting = [n for n in samples.sizes("decode") if n <= requests]
+    if not fitting:
+        return 0.0
+    return fitting[-1] / min(samples.time(v, "decode", fitting[-1]).median for v in variants)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The tuned policy as a commented YAML file, with the measurements in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flexquant.pass_times import PassTimes
+from flexquant.policy import SCHEMA, Policy, parse_policy
+from flexquant.times_table import UNITS, format_times
+from flexquant.tuning.deciding import Decision
+from flexquant.yaml_document import to_yaml
+
+
+def policy_document(
+    decision: Decision, candidates: Mapping[str, Policy], times: PassTimes, goal: str
+) -> dict[str, Any]:
+    """Return the policy as data; ``candidates`` tell how derived variants are derived."""
+    derived: dict[str, Any] = {}
+    for variant in decision.variants:
+        derived |= candidates[variant].document.get("derive", {})
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "description": f"tuned for {goal}: {describe(decision)}",
+        **({"derive": derived} if derived else {}),
+        "rules": _rules(decision),
+        "measured": times.to_data(),
+    }
+    parse_policy(document, "the tuned policy")
+    return document
+
+
+def write_policy(
+    file: Path, document: dict[str, Any], decision: Decision, times: PassTimes, notes: Sequence[str]
+) -> None:
+    """Write the policy below ``notes`` and a table of the times; the file appears when it is complete."""
+    comments = [*notes, "", *format_times(times, decision.variant)]
+    text = "\n".join(f"# {line}".rstrip() for line in comments)
+    partial = file.with_name(file.name + ".new")
+    partial.write_text(f"{text}\n{to_yaml(document, compact=True)}", encoding="utf-8")
+    os.replace(partial, file)
+
+
+def describe(decision: Decision) -> str:
+    """Return e.g. ``decode in w4a16 up to 12 sequences, then w8a8; prefill in w8a8``."""
+    parts = []
+    for phase, ranges in decision.ranges.items():
+        steps = [
+            r.variant if r.last is None else f"{r.variant} up to {r.last} {UNITS[phase]}" for r in ranges
+        ]
+        parts.append(f"{phase} in {', then '.join(steps)}")
+    return "; ".join(parts)
+
+
+def _rules(decision: Decision) -> list[dict[str, Any]]:
+    """Return the rules: decode by batch size, all other passes by tokens."""
+    if len(decision.variants) == 1:
+        return [{"use": decision.variants[0]}]
+    rules: list[dict[str, Any]] = []
+    for r in decision.ranges["decode"]:
+        limit = {} if r.last is None else {"batch_size": {"max": r.last}}
+        rules.append({"when": {"phase": "decode", **limit}, "use": r.variant})
+    for r in decision.ranges["prefill"]:
+        limit = {} if r.last is None else {"when": {"tokens": {"max": r.last}}}
+        rules.append({**limit, "use": r.variant})
+    return rules

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What was measured, round by round, and what can be said from it: medians, intervals, ratios.
+
+Machines drift and stall, so nothing here assumes a distribution: the interval of a median is between two of
+the samples themselves (the sign test's, e.g. W. J. Conover, Practical Nonparametric Statistics, 3.2), and
+variants are compared by the ratios within each round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flexquant.pass_times import PassTimes, Time
+
+CONFIDENCE = 0.95
+PHASES = ("decode", "prefill")
+
+
+def median_interval(values: Sequence[float]) -> Time:
+    """Return the median and its interval at CONFIDENCE: the smallest and largest value of fewer than 6."""
+    ordered = sorted(values)
+    n = len(ordered)
+    outside = 0
+    below = 0.0
+    while outside < n // 2:
+        below += math.comb(n, outside) / 2**n
+        if 2 * below > 1 - CONFIDENCE:
+            break
+        outside += 1
+    outside = max(0, outside - 1)
+    return Time(statistics.median(ordered), ordered[outside], ordered[n - 1 - outside])
+
+
+class Samples:
+    """Seconds of a pass by variant, phase and size; the n-th values of all variants are of one round."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, dict[str, dict[int, list[float]]]] = {}
+        self.context_seconds: list[float] = []
+        """What one more token in the KV cache costs a pass, measured once a round."""
+
+    def add(self, variant: str, phase: str, size: int, seconds: float) -> None:
+        self._seconds.setdefault(variant, {}).setdefault(phase, {}).setdefault(size, []).append(seconds)
+
+    def count(self, variant: str, phase: str, size: int) -> int:
+        """Return in how many rounds the pass has been measured."""
+        return len(self._seconds.get(variant, {}).get(phase, {}).get(size, ()))
+
+    def sizes(self, phase: str) -> list[int]:
+        """Return the sizes that every variant was measured at, ascending."""
+        curves = [set(phases.get(phase, ())) for phases in self._seconds.values()]
+        return sorted(set.intersection(*curves)) if curves else []
+
+    def time(self, variant: str, phase: str, size: int) -> Time:
+        return median_interval(self._seconds[variant][phase][size])
+
+    def log_ratio(self, variant: str, other: str, phase: str, size: int) -> Time:
+        """Return the logarithm of the time of ``variant`` over that of ``other``, round by round."""
+        pairs = zip(self._seconds[variant][phase][size], self._seconds[other][phase][size], strict=False)
+        return median_interval([math.log(a / b) for a, b in pairs])
+
+    def pass_times(self, context: int, origin: dict[str, Any]) -> PassTimes:
+        """Return the medians and intervals; ``context`` and ``origin`` are those of :class:`PassTimes`."""
+        decode, prefill = (
+            {
+                variant: {size: self.time(variant, phase, size) for size in self.sizes(phase)}
+                for variant in self._seconds
+            }
+            for phase in PHASES
+        )
+        cost = statistics.median(self.context_seconds) if self.context_seconds else 0.0
+        return PassTimes(decode, prefill, context, max(0.0, cost), origin)
+
+    def save(self, file: Path, run: dict[str, Any]) -> None:
+        """Write everything to ``file``, at once; ``run`` tells what the samples are of."""
+        partial = file.with_name(file.name + ".new")
+        data = {"run": run, "seconds": self._seconds, "context_seconds": self.context_seconds}
+        partial.write_text(json.dumps(data), encoding="utf-8")
+        os.replace(partial, file)
+
+    @classmethod
+    def load(cls, file: Path, run: dict[str, Any]) -> Samples | None:
+        """Return what :meth:`save` wrote, or None if there is nothing of the same ``run``."""
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+            if data["run"] != json.loads(json.dumps(run)):
+                return None
+            samples = cls()
+            samples.context_seconds = data["context_seconds"]
+            samples._seconds = {
+                variant: {
+                    phase: {int(size): values for size, values in curve.items()}
+                    for phase, curve in phases.items()
+                }
+                for variant, phases in data["seconds"].items()
+            }
+        except (OSError, ValueError, KeyError, AttributeError):
+            return None
+        return samples

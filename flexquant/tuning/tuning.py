@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The whole way: check, measure, decide, write."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexquant.errors import UsageError
+from flexquant.evaluation.machine import describe_command, describe_machine, describe_versions
+from flexquant.merge.merged import MergedCheckpoint
+from flexquant.merge.provenance import folder_label
+from flexquant.pass_times import PassTimes
+from flexquant.policy import Policy
+from flexquant.prediction.model_shape import read_model_shape
+from flexquant.tuning.deciding import Decision, check_decidable, decide, fastest, relative_speed, undecided
+from flexquant.tuning.grid import Grid, between
+from flexquant.tuning.measuring import Rounds
+from flexquant.tuning.memory import Memory
+from flexquant.tuning.notes import bound_notes, crossover_notes, origin_notes, unused_notes
+from flexquant.tuning.objectives import Goal, meet, optimise
+from flexquant.tuning.plot import save_plot
+from flexquant.tuning.policy_file import policy_document, write_policy
+from flexquant.tuning.samples import PHASES, Samples
+from flexquant.tuning.workers import start_workers
+
+Bar = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    document: dict[str, Any]
+    """The policy."""
+    decision: Decision
+    times: PassTimes
+    notes: list[str]
+    """Sentences for the user: what was measured where, crossovers, what was left out and why."""
+
+
+class Tuning:
+    """One run of `flexquant tune`, all inputs checked."""
+
+    def __init__(
+        self,
+        folder: Path,
+        output: Path,
+        variants: dict[str, Policy],
+        goal: Goal,
+        grid: Grid,
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        """``variants``: for each the policy that runs every pass in it, the most precise variant first.
+
+        Raises FlexQuantError for a folder that is no merged checkpoint and an output that cannot be written.
+        """
+        self._checkpoint = MergedCheckpoint.open(folder)
+        if output.suffix not in (".yaml", ".yml"):
+            raise UsageError(f"the output '{output}' is no policy file; end its name in .yaml")
+        if output.exists() and not overwrite:
+            raise UsageError(f"{output} exists; give another --output, or --overwrite to replace it")
+        if not output.parent.is_dir():
+            raise UsageError(f"the folder of {output} does not exist; make it first")
+        self._output = output
+        self._partial = output.with_name(output.name + ".samples.json")
+        self._variants = variants
+        self._goal = goal
+        config = self._checkpoint.config
+        self._max_length = (config.get("text_config") or config).get("max_position_embeddings")
+        self._grid = grid.fitting(self._max_length)
+        self._memory = Memory.of(self._checkpoint, variants, tensor_parallel_size)
+        self._serving = {
+            "tensor_parallel_size": tensor_parallel_size,
+            **({"enforce_eager": True} if enforce_eager else {}),
+        }
+        self._run = {
+            "model": folder_label(folder),
+            "variants": {name: policy.document for name, policy in variants.items()},
+            "context": [self._grid.context, self._grid.long_context],
+            "engine_arguments": self._serving,
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+        }
+        self._samples = Samples.load(self._partial, self._run) or Samples()
+
+    def measure(self, progress: Callable[[str], None], bar: Bar) -> None:
+        """Measure all variants, or go on where a run with the same arguments stopped.
+
+        Raises FlexQuantError when an engine fails, and when the machine is too noisy to decide.
+        """
+        progress(f"starting {', '.join(self._variants)}")
+        with (
+            start_workers(self._variants, self._checkpoint.folder, self._engine_options) as workers,
+            bar("measuring", unit="size") as show,
+        ):
+            rounds = Rounds(workers, self._samples, self._grid, self._save, show)
+            rounds.measure(self._grid.rounds, self._grid.decode, self._grid.prefill)
+            if self._grid.refine:
+                finer = {phase: self._beside_crossovers(phase) for phase in PHASES}
+                rounds.measure(self._grid.rounds, finer["decode"], finer["prefill"])
+            doubtful = {phase: undecided(self._samples, self._names, phase) for phase in PHASES}
+            rounds.measure(2 * self._grid.rounds, doubtful["decode"], doubtful["prefill"])
+        check_decidable(self._samples, self._names)
+
+    def decide(self) -> Tuned:
+        """Return the best policy for the goal; raise FlexQuantError where there is none."""
+        if self._goal.slo is not None:
+            decision = meet(self._samples, self._names, self._goal.slo)
+        else:
+            decision = optimise(self._samples, self._names, self._goal.objective, self._requests)
+        origin = {
+            **{key: self._run[key] for key in ("model", "machine", "versions", "engine_arguments")},
+            "date": datetime.date.today().isoformat(),
+            "command": " ".join(["flexquant", *describe_command()[1:]]),
+            "rounds": self._grid.rounds,
+        }
+        times = self._samples.pass_times(self._grid.context, origin)
+        document = policy_document(decision, self._variants, times, str(self._goal))
+        notes = [
+            *origin_notes(origin, self._goal),
+            *crossover_notes(self._samples, self._names, decision),
+            *bound_notes(self._samples, decision, self._goal.slo),
+            *unused_notes(self._memory, decision),
+        ]
+        return Tuned(document, decision, times, notes)
+
+    def write(self, tuned: Tuned) -> list[Path]:
+        """Write the policy and, with matplotlib, the plot as PNG and SVG; return their paths."""
+        write_policy(self._output, tuned.document, tuned.decision, tuned.times, tuned.notes)
+        self._partial.unlink(missing_ok=True)
+        plots = [self._output.with_suffix(ending) for ending in (".png", ".svg")]
+        try:
+            save_plot(tuned.times, tuned.decision, f"{self._run['model']}: time of a pass", plots)
+        except ImportError:
+            plots = []
+        return [self._output, *plots]
+
+    @property
+    def _names(self) -> list[str]:
+        return list(self._variants)
+
+    def _save(self) -> None:
+        self._samples.save(self._partial, self._run)
+
+    def _beside_crossovers(self, phase: str) -> list[int]:
+        """Return the sizes between those at which the fastest variant changes."""
+        decision = decide(
+            self._samples, self._names, fastest(self._samples, self._names), relative_speed(self._samples)
+        )
+        brackets = [r.between for r in decision.ranges[phase] if r.between is not None]
+        return [middle for bracket in brackets if (middle := between(*bracket)) is not None]
+
+    def _requests(self, variants: Sequence[str]) -> int:
+        """Return how many requests fit into the KV cache beside the weights of the variants."""
+        token = read_model_shape(self._checkpoint.folder).kv_bytes_per_token
+        return self._memory.requests(variants, self._goal.request_tokens * token)
+
+    def _engine_options(self, variant: str) -> dict[str, Any]:
+        return {
+            **self._grid.engine_options(self._max_length),
+            "gpu_memory_utilization": self._memory.utilisation(variant),
+            **self._serving,
+        }

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""One process for each variant: an engine that serves the merged checkpoint with that variant alone.
+
+Each compiles, captures and chooses kernels as `vllm serve` does under a policy of one variant, and all are
+alive at once, so that what is measured in turn is measured under the same conditions.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy import Policy
+from flexquant.yaml_document import to_yaml
+
+START_TIMEOUT = 1800
+"""Seconds that an engine may take to start: compiling and capturing a large model takes minutes."""
+CALL_TIMEOUT = 600
+LOG_LINES = 15
+
+
+class Worker:
+    """The parent's end of a process that has a :class:`flexquant.tuning.pass_timer.PassTimer`."""
+
+    def __init__(self, name: str, folder: Path, policy: Policy, options: dict[str, Any], logs: Path) -> None:
+        self.name = name
+        self._log = logs / f"{name}.log"
+        policy_file = logs / f"{name}.yaml"
+        policy_file.write_text(to_yaml(policy.document), encoding="utf-8")
+        options = {**options, "flexquant": {"policy": str(policy_file)}}
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, str(self._log), str(folder), options))
+        self._process.start()
+        other.close()
+
+    def wait_until_ready(self) -> None:
+        """Raise FlexQuantError, with the end of the log, if the engine does not start."""
+        self._receive(START_TIMEOUT)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Return what the method returns; raise FlexQuantError if it fails or takes CALL_TIMEOUT seconds."""
+        try:
+            self._connection.send((method, arguments))
+        except OSError as e:
+            raise self._failure("has ended") from e
+        return self._receive(CALL_TIMEOUT)
+
+    def stop(self) -> None:
+        self._connection.close()
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _receive(self, timeout: float) -> Any:
+        try:
+            if not self._connection.poll(timeout):
+                raise self._failure(f"did not answer within {timeout:.0f} s")
+            succeeded, value = self._connection.recv()
+        except (EOFError, OSError) as e:
+            raise self._failure("has ended") from e
+        if not succeeded:
+            raise self._failure(value)
+        return value
+
+    def _failure(self, problem: str) -> FlexQuantError:
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.is_file() else []
+        end = "\n".join(lines[-LOG_LINES:])
+        return FlexQuantError(f"the engine of '{self.name}' {problem}; its log ends:\n{end}")
+
+
+@contextmanager
+def start_workers(
+    policies: Mapping[str, Policy], folder: Path, options: Callable[[str], dict[str, Any]]
+) -> Iterator[dict[str, Worker]]:
+    """Start an engine for each policy, by name, and stop them on leaving.
+
+    ``options`` returns vLLM's engine arguments for a name. On a GPU the engines start one after the other,
+    since each looks how much memory is left. Raises FlexQuantError if one does not start.
+    """
+    from vllm.platforms import current_platform
+
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flexquant-tune-")))
+        workers = {}
+        for name, policy in policies.items():
+            workers[name] = worker = Worker(name, folder, policy, options(name), logs)
+            stack.callback(worker.stop)
+            if not current_platform.is_cpu():
+                worker.wait_until_ready()
+        if current_platform.is_cpu():
+            for worker in workers.values():
+                worker.wait_until_ready()
+        yield workers
+
+
+def _serve(connection: Connection, log: str, folder: str, options: dict[str, Any]) -> None:
+    """Answer calls until the parent closes the connection; body of the process."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    from flexquant.evaluation.engine import engine
+    from flexquant.tuning.pass_timer import PassTimer
+
+    try:
+        with engine(folder, **options) as llm:
+            timer = PassTimer(llm)
+            timer.prefill(1, seconds=0)
+            connection.send((True, None))
+            while True:
+                try:
+                    method, arguments = connection.recv()
+                except EOFError:
+                    return
+                connection.send((True, getattr(timer, method)(*arguments)))
+    except Exception as e:
+        traceback.print_exc()
+        try:
+            connection.send((False, f"failed ({type(e).__name__}: {e})"))
+        except OSError:
+            return

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The simulator's passes against those of vLLM's own scheduler, without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexquant.simulation.arrivals import make_trace
+from flexquant.simulation.scheduler import Limits, Scheduler, Sequence
+from flexquant.simulation.trace import Request
+from tests.checkpoints import make_checkpoint
+
+Schedule = list[dict[int, int]]
+"""For every pass: request -> its tokens."""
+
+LIMITS = {
+    "plain": Limits(8192, 64),
+    "chunked": Limits(100, 64),
+    "few sequences": Limits(256, 5),
+    "little KV cache": Limits(256, 64, kv_cache_tokens=480),
+    "little of all": Limits(48, 7, kv_cache_tokens=400),
+}
+EVERY = 3
+"""Another request comes every so many passes; the first ones come together."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "model"
+    make_checkpoint(folder, scheme=None)
+    return folder
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_passes_are_those_of_vllm(model: Path, name: str) -> None:
+    trace = make_trace(40, 1, 1, 90, 40, 0.9, seed=3)
+    ours, preemptions = simulated_schedule(trace, LIMITS[name])
+    assert ours == vllm_schedule(trace, LIMITS[name], model)
+    assert (preemptions > 0) == (LIMITS[name].kv_cache_tokens is not None)
+
+
+def arriving(trace: list[Request], number: int) -> range:
+    """The requests that come before a pass."""
+    first = 0 if number == 0 else 10 + number // EVERY - 1
+    last = 10 + number // EVERY if number % EVERY == 0 else first
+    return range(first, min(last, len(trace)))
+
+
+def simulated_schedule(trace: list[Request], limits: Limits) -> tuple[Schedule, int]:
+    scheduler = Scheduler(limits)
+    sequences = [Sequence(request) for request in trace]
+    numbers = {id(sequence): i for i, sequence in enumerate(sequences)}
+    schedule: Schedule = []
+    while True:
+        scheduler.waiting.extend(sequences[i] for i in arriving(trace, len(schedule)))
+        batch = scheduler.schedule()
+        if not batch:
+            return schedule, sum(s.preemptions for s in sequences)
+        schedule.append({numbers[id(sequence)]: tokens for sequence, tokens, _ in batch})
+        scheduler.complete(batch)
+
+
+def vllm_schedule(trace: list[Request], limits: Limits, model: Path) -> Schedule:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request as VllmRequest
+
+    scheduler = vllm_scheduler(limits, model)
+    requests = [
+        VllmRequest(
+            request_id=str(i),
+            prompt_token_ids=[1] * request.input,
+            sampling_params=SamplingParams(max_tokens=request.output, ignore_eos=True),
+            pooling_params=None,
+        )
+        for i, request in enumerate(trace)
+    ]
+    schedule: Schedule = []
+    while True:
+        for i in arriving(trace, len(schedule)):
+            scheduler.add_request(requests[i])
+        output = scheduler.schedule()
+        if not output.num_scheduled_tokens:
+            return schedule
+        schedule.append({int(name): tokens for name, tokens in output.num_scheduled_tokens.items()})
+        names = list(output.num_scheduled_tokens)
+        done = [requests[int(name)].num_computed_tokens >= requests[int(name)].num_tokens for name in names]
+        sampled = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[[2] if yields else [] for yields in done],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+        scheduler.update_from_output(output, sampled)
+
+
+def vllm_scheduler(limits: Limits, model: Path) -> Any:
+    from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    model_config = ModelConfig(model=str(model), dtype="bfloat16", max_model_len=1024)
+    cache = CacheConfig(block_size=limits.block_size, enable_prefix_caching=False)
+    # One block more, since vLLM keeps its first one for padding.
+    cache.num_gpu_blocks = 10_000 if limits.kv_cache_tokens is None else int(limits.blocks) + 1
+    config = VllmConfig(
+        model_config=model_config,
+        cache_config=cache,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=1024,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=False,
+        ),
+    )
+    spec = FullAttentionSpec(block_size=limits.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    return VllmScheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(cache.num_gpu_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=limits.block_size,
+    )

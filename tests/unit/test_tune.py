@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""From samples to a policy: intervals, ties, crossovers, objectives, bounds, and the file."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from flexquant.checkpoint import read_merged_config
+from flexquant.errors import FlexQuantError, UsageError
+from flexquant.merge import merge_checkpoints
+from flexquant.named_policies import find_policies
+from flexquant.policy import load_policy
+from flexquant.routes import build_route_table
+from flexquant.tuning.candidates import find_variants, leave_out_lossy
+from flexquant.tuning.deciding import check_decidable, decide, fastest, relative_speed, undecided
+from flexquant.tuning.grid import CPU, GPU, QUICK, between
+from flexquant.tuning.memory import Memory
+from flexquant.tuning.notes import bound_notes, crossover_notes, unused_notes
+from flexquant.tuning.objectives import Slo, meet, optimise
+from flexquant.tuning.policy_file import policy_document, write_policy
+from flexquant.tuning.samples import Samples, median_interval
+from tests.checkpoints import make_checkpoint
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+VARIANTS = ["w8a8", "w4a16"]
+ALL = 10**6
+
+
+def measured(curves, rounds=6, noise=0.005, sizes=SIZES, seed=0) -> Samples:
+    """Samples of passes that take ``curves[variant](size)`` seconds, scattered by ``noise``."""
+    rng = random.Random(seed)
+    samples = Samples()
+    for phase in ("decode", "prefill"):
+        for size in sizes:
+            for _ in range(rounds):
+                drift = rng.uniform(1, 1.5)  # of the machine, from round to round; the variants share it
+                for variant, curve in curves.items():
+                    samples.add(variant, phase, size, curve(size) * drift * (1 + rng.uniform(-noise, noise)))
+    return samples
+
+
+def crossing_at(size: float) -> dict:
+    """W4A16 is twice as fast at first, and slower from ``size`` on."""
+    return {"w8a8": lambda n: 10 + 0.1 * n, "w4a16": lambda n: 5 + (5 / size + 0.1) * n}
+
+
+def plain(samples, variants=VARIANTS):
+    return decide(samples, variants, fastest(samples, variants), relative_speed(samples))
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high"), [(1, 0, 0), (3, 0, 2), (6, 0, 5), (8, 0, 7), (9, 1, 7), (12, 2, 9), (20, 5, 14)]
+)
+def test_intervals_of_the_median_are_the_sign_tests(count, low, high):
+    """The ranks of the usual tables for 95 %; all samples where they are too few for that."""
+    assert median_interval(list(range(count)))[1:] == (low, high)
+
+
+def test_drift_that_the_variants_share_hides_no_difference():
+    samples = measured({"w8a8": lambda n: n, "w4a16": lambda n: 0.95 * n})
+    assert samples.time("w8a8", "decode", 8).low < 0.95 * samples.time("w8a8", "decode", 8).high
+    assert plain(samples).variants == ("w4a16",)
+
+
+@pytest.mark.parametrize("crossover", [3, 5.5, 11, 24, 40])
+def test_thresholds_lie_at_the_crossover(crossover):
+    decision = plain(measured(crossing_at(crossover)))
+    first, second = decision.ranges["decode"]
+    assert (first.variant, second.variant) == ("w4a16", "w8a8")
+    low, high = first.between
+    assert low <= first.last < high
+    assert first.last == pytest.approx(crossover, rel=0.2, abs=1)
+
+
+def test_tuned_twice_thresholds_agree():
+    ends = [
+        plain(measured(crossing_at(11), noise=0.03, seed=seed)).ranges["decode"][0].last for seed in range(20)
+    ]
+    assert max(ends) <= 16
+    assert min(ends) >= 8
+
+
+def test_a_tie_goes_to_the_more_precise():
+    samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.99 if n > 4 else 0.5})
+    (small, large) = plain(samples).ranges["decode"]
+    assert (small.variant, large.variant) == ("w4a16", "w8a8")
+    assert 4 <= small.last < 8
+
+
+def test_one_odd_size_makes_no_range_of_its_own():
+    samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.97 if n == 8 else 1.5})
+    assert plain(samples).variants == ("w8a8",)
+
+
+def test_a_noisy_machine_is_told_and_not_decided():
+    samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 1.01}, noise=0.4)
+    with pytest.raises(FlexQuantError, match=r"too noisy to decide: at \d+ of 14 sizes"):
+        check_decidable(samples, VARIANTS)
+
+
+def test_few_undecided_sizes_are_noted():
+    samples = measured(crossing_at(11))
+    for variant, seconds in (("w8a8", 1.0), ("w4a16", 3.0)):
+        samples.add(variant, "prefill", 128, seconds)
+        samples.add(variant, "prefill", 128, 2.0)
+    assert check_decidable(samples, VARIANTS) == {"decode": [], "prefill": [128]}
+    notes = crossover_notes(samples, VARIANTS, plain(samples))
+    assert "prefill: undecided within noise at 128 tokens." in notes
+
+
+def test_clear_differences_are_decided():
+    assert undecided(measured(crossing_at(11)), VARIANTS, "decode") == []
+
+
+def test_balanced_loads_only_what_gains():
+    curves = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.96 if n < 8 else 1.2}
+    samples = measured(curves, noise=0.001)
+
+    def choose(objective):
+        return optimise(samples, VARIANTS, objective, requests=lambda variants: ALL).variants
+
+    assert choose("latency") == ("w4a16", "w8a8")
+    assert choose("balanced") == ("w8a8",)
+
+
+def test_throughput_counts_the_batch_that_fits():
+    """Both variants leave room for 8 requests, W4A16 alone for 64: its larger batch is worth more."""
+    samples = measured(crossing_at(11))
+
+    def choose(room):
+        return optimise(samples, VARIANTS, "throughput", requests=lambda variants: room[len(variants)])
+
+    assert choose({1: 64, 2: 64}).variants == ("w8a8",)
+    small = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.5})
+    memory = Memory(total=1000, shared=100, own={"w8a8": 400, "w4a16": 200})
+    decision = optimise(small, VARIANTS, "throughput", lambda variants: memory.requests(variants, 10))
+    assert decision.variants == ("w4a16",)
+    with pytest.raises(FlexQuantError, match="no variant leaves room in memory for one request"):
+        choose({1: 0, 2: 0})
+
+
+def test_memory_is_divided_by_weights_and_evenly_beyond():
+    memory = Memory(total=900, shared=100, own={"w8a8": 400, "w4a16": 200})
+    assert memory.requests(["w8a8"], 10) == 40
+    assert memory.requests(["w8a8", "w4a16"], 10) == 20
+    shares = [memory.utilisation(name) for name in memory.own]
+    assert shares == pytest.approx([0.9 * 550 / 900, 0.9 * 350 / 900])
+
+
+def test_bounds_take_the_most_precise_that_keeps_them():
+    samples = measured(crossing_at(100), noise=0)
+    drift = 1.25
+    slo = Slo.parse(f"tpot={11.5 * drift}s")
+    decision = meet(samples, VARIANTS, slo)
+    assert decision.variant("decode", 1) == "w8a8"
+    assert decision.variant("decode", 32) == "w4a16"
+    assert decision.variant("prefill", 1) == "w4a16"  # no bound: the fastest
+    (note,) = bound_notes(samples, decision, slo)
+    assert note.startswith(f"tpot={1e3 * slo.tpot:g}ms is kept up to")
+
+
+def test_an_unreachable_bound_names_the_nearest():
+    samples = measured({"w8a8": lambda n: 0.010, "w4a16": lambda n: 0.005}, noise=0)
+    with pytest.raises(FlexQuantError, match=r"tpot=1ms cannot be met: .* w4a16; ask for tpot=\d+ms or more"):
+        meet(samples, VARIANTS, Slo.parse("tpot=1ms"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ttft", "ttft=3", "ttft=0ms", "tpot=-1ms", "itl=3ms", "ttft=1s,ttft=2s"]
+)
+def test_bad_bounds(text):
+    with pytest.raises(UsageError, match=r"in --slo is not a bound; write ttft=300ms"):
+        Slo.parse(text)
+
+
+def test_bounds_are_read():
+    assert Slo.parse("ttft=300ms, tpot=0.03s") == Slo(0.3, 0.03)
+
+
+def test_the_policy_says_what_was_decided(tmp_path):
+    samples = measured(crossing_at(11))
+    decision = plain(samples)
+    times = samples.pass_times(16, {"model": "m", "date": "2026-11-21"})
+    document = policy_document(decision, find_policies(VARIANTS, VARIANTS), times, "latency")
+    write_policy(tmp_path / "tuned.yaml", document, decision, times, ["Tuned here."])
+    policy = load_policy(str(tmp_path / "tuned.yaml"))
+    table = build_route_table(policy, VARIANTS, num_layers=2, max_tokens=256, max_sequences=64)
+    for size in range(1, 65):
+        assert table.lookup("decode", size).name == decision.variant("decode", size)
+    for size in range(1, 257):
+        for phase in ("prefill", "mixed"):
+            assert table.lookup(phase, size).name == decision.variant("prefill", size)
+    assert policy.measured.decode["w8a8"][8].median == pytest.approx(times.decode["w8a8"][8].median, rel=1e-3)
+    text = (tmp_path / "tuned.yaml").read_text()
+    assert text.startswith("# Tuned here.\n#\n# decode, ms")
+    assert "8 sequences" in text
+
+
+def test_a_derived_variant_brings_its_derivation(tmp_path):
+    variants = [*VARIANTS, "w4a8"]
+    samples = measured({"w8a8": lambda n: 2, "w4a16": lambda n: 1 if n < 8 else 3, "w4a8": lambda n: 1.5})
+    decision = plain(samples, variants)
+    policies = find_policies(variants, VARIANTS)
+    document = policy_document(decision, policies, samples.pass_times(16, {}), "latency")
+    assert document["derive"] == {"w4a8": {"from": "w4a16", "activations": "int8"}}
+    assert decision.variants == ("w4a16", "w4a8")
+
+
+def test_one_variant_everywhere_is_one_rule():
+    samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 2.0})
+    decision = plain(samples)
+    document = policy_document(decision, find_policies(VARIANTS, VARIANTS), samples.pass_times(16, {}), "x")
+    assert document["rules"] == [{"use": "w8a8"}]
+    (note,) = unused_notes(Memory(1e9, 0, {"w8a8": 5, "w4a16": 2_000_000}), decision)
+    assert note.startswith("w4a16 is never chosen and so not loaded, which leaves 2.00 MB")
+
+
+def test_samples_survive_a_stop(tmp_path):
+    samples = measured(crossing_at(11))
+    samples.context_seconds.append(1e-6)
+    file = tmp_path / "samples.json"
+    samples.save(file, {"model": "a", "context": (16, 256)})
+    loaded = Samples.load(file, {"model": "a", "context": (16, 256)})
+    assert loaded.pass_times(16, {}) == samples.pass_times(16, {})
+    assert Samples.load(file, {"model": "b"}) is None
+    file.write_text("{")
+    assert Samples.load(file, {"model": "a"}) is None
+
+
+@pytest.mark.parametrize("grid", [QUICK, CPU, GPU])
+def test_grids_are_cut_and_extended(grid):
+    cut = grid.up_to(max_batch=3, max_tokens=100)
+    assert cut.decode == (1, 2, 3)
+    assert cut.prefill[-1] == 100
+    fitting = grid.fitting(160)
+    assert fitting.prefill[-1] <= 159
+    assert fitting.long_context <= 160
+    with pytest.raises(UsageError, match="at most 32 tokens"):
+        grid.fitting(32)
+
+
+@pytest.mark.parametrize(
+    ("smaller", "larger", "middle"),
+    [(1, 2, None), (2, 4, 3), (8, 16, 11), (16, 32, 24), (64, 128, 88), (11, 16, None)],
+)
+def test_what_lies_between(smaller, larger, middle):
+    assert between(smaller, larger) == middle
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tune")
+    sources = {scheme: make_checkpoint(folder / scheme, scheme=scheme) for scheme in ("w4a16", "w8a8")}
+    merge_checkpoints(sources, folder / "merged")
+    return read_merged_config(folder / "merged")[0]
+
+
+def test_the_most_precise_variant_comes_first(merged):
+    assert list(find_variants(merged, None)) == ["w8a8", "w4a16"]
+    assert list(find_variants(merged, ["w4a8", "w4a16", "w8a8"])) == ["w8a8", "w4a16", "w4a8"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["w8a8", "phase"], "'phase' runs passes or layers in several variants"),
+        (["w8a8"], "there is nothing to choose from but w8a8"),
+        (["w8a8", "w2a2"], "unknown policy 'w2a2'"),
+    ],
+)
+def test_what_cannot_be_tuned(merged, names, message):
+    with pytest.raises(FlexQuantError, match=message):
+        find_variants(merged, names)
+
+
+def quality_file(tmp_path, **losses):
+    results = [
+        {"policy": name, "quality": {"mean_kl": loss / n, "log_perplexity": 3 + loss}}
+        for name, loss in losses.items()
+        for n in (1, 2)
+    ]
+    file = tmp_path / "quality.json"
+    file.write_text(json.dumps({"schema": "flexquant.evaluation/v1", "reference": "m", "results": results}))
+    return file
+
+
+def test_lossy_variants_are_left_out(merged, tmp_path):
+    variants = find_variants(merged, None)
+    file = quality_file(tmp_path, w8a8=0.01, w4a16=0.3)
+    kept, losses = leave_out_lossy(variants, file, 0.1)
+    assert list(kept) == ["w8a8"]
+    assert losses == {"w8a8": 0.01, "w4a16": 0.3}
+    assert list(leave_out_lossy(variants, file, 0.5)[0]) == ["w8a8", "w4a16"]
+    with pytest.raises(FlexQuantError, match=r"no variant loses at most 0.001: the best, w8a8, loses 0.01"):
+        leave_out_lossy(variants, file, 0.001)
+
+
+def test_a_quality_file_has_to_know_the_variants(merged, tmp_path):
+    variants = find_variants(merged, None)
+    with pytest.raises(FlexQuantError, match="has no result for w4a16, only for w8a8; run 'flexquant eval"):
+        leave_out_lossy(variants, quality_file(tmp_path, w8a8=0.01), 0.1)
+    (tmp_path / "quality.json").write_text("[]")
+    with pytest.raises(FlexQuantError, match="cannot be read .* give the quality.json"):
+        leave_out_lossy(variants, tmp_path / "quality.json", 0.1)
