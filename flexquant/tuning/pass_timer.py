@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -49,7 +49,8 @@ class PassTimer:
         self._decoding = [self._add(context) for _ in range(sequences)]
         waiting = set(self._decoding)
         while waiting:
-            waiting -= {output.request_id for output in self._engine.step() if output.outputs[0].token_ids}
+            outputs: list[Any] = self._engine.step()
+            waiting -= {output.request_id for output in outputs if output.outputs[0].token_ids}
 
     def decode(self, sequences: int, seconds: float) -> float:
         """Return the median time, in seconds, of a pass that decodes ``sequences`` sequences.

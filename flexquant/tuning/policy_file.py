@@ -62,9 +62,13 @@ def _rules(decision: Decision) -> list[dict[str, Any]]:
         return [{"use": decision.variants[0]}]
     rules: list[dict[str, Any]] = []
     for r in decision.ranges["decode"]:
-        limit = {} if r.last is None else {"batch_size": {"max": r.last}}
-        rules.append({"when": {"phase": "decode", **limit}, "use": r.variant})
+        when: dict[str, Any] = {"phase": "decode"}
+        if r.last is not None:
+            when["batch_size"] = {"max": r.last}
+        rules.append({"when": when, "use": r.variant})
     for r in decision.ranges["prefill"]:
-        limit = {} if r.last is None else {"when": {"tokens": {"max": r.last}}}
-        rules.append({**limit, "use": r.variant})
+        if r.last is not None:
+            rules.append({"when": {"tokens": {"max": r.last}}, "use": r.variant})
+        else:
+            rules.append({"use": r.variant})
     return rules
