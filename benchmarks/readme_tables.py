@@ -153,9 +153,23 @@ def speed_ratios() -> str:
     )
 
 
+def simulated() -> str:
+    """Means over the rounds of a real server, and of the simulation of the requests that it got."""
+    rows = []
+    for policy, rounds in read("simulation-cpu.json")["results"].items():
+        row = [f"`{policy}`"]
+        for key, form in (("mean_ttft_ms", ".0f"), ("mean_tpot_ms", ".1f"), ("output_throughput", ".1f")):
+            real, replayed = (
+                statistics.fmean(r[kind][key] for r in rounds) for kind in ("measured", "simulated")
+            )
+            row.append(f"{real:{form}} / {replayed:{form}} ({replayed / real - 1:+.0%})")
+        rows.append(row)
+    return table(["policy", "mean TTFT ms: served / simulated", "mean TPOT ms", "tokens/s"], rows)
+
+
 def main() -> int:
     text = README.read_text(encoding="utf-8")
-    blocks = {f.__name__: f for f in (policies, methods, smoothing, merging, speed, speed_ratios)}
+    blocks = {f.__name__: f for f in (policies, methods, smoothing, merging, speed, speed_ratios, simulated)}
     written = BLOCK.sub(lambda match: match[1] + blocks[match[2]]() + match[3], text)
     if "--check" in sys.argv[1:]:
         return int(written != text)

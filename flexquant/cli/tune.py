@@ -132,8 +132,9 @@ def _split(names: str | None) -> list[str] | None:
 def _grid(args: argparse.Namespace) -> Grid:
     from vllm.platforms import current_platform
 
-    from flexquant.tuning.grid import CPU, GPU, QUICK
+    from flexquant.tuning.grid import CPU, GPU, QUICK_CPU, QUICK_GPU
 
-    grid = QUICK if args.quick else CPU if current_platform.is_cpu() else GPU
+    full, quick = (CPU, QUICK_CPU) if current_platform.is_cpu() else (GPU, QUICK_GPU)
+    grid = quick if args.quick else full
     grid = grid.up_to(args.max_batch, args.max_tokens)
     return grid if args.rounds is None else replace(grid, rounds=args.rounds)

@@ -19,7 +19,9 @@ Hopper its ``bandwidth`` on the gain with larger matrices. Assumed, for all GPUs
 the rate and 0.9 of the bandwidth. Predicted: the crossovers. All five fall within the published brackets,
 and still do when the 0.6 is anything from 0.55 to 0.75. But the form (a sum rather than a maximum) and the
 tiles were settled with the published crossovers in view, and W8A8 is read as FP8 on all GPUs that have it:
-with INT8 kernels, whose tiles on Hopper have 64 rows at least, only H100 and the A100 class hold.
+with INT8 kernels, whose tiles on Hopper have 64 rows at least, only H100 and the A100 class hold. The
+published GEMMs were launched one by one; in CUDA graphs a call costs less than ``call_us``, so that small
+passes of whole models come out slow, all variants alike.
 """
 
 from __future__ import annotations

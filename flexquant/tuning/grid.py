@@ -46,19 +46,18 @@ class Grid:
         """
         if max_length is None:
             return self
-        longest = max_length - MAX_STEPS - 2
+        longest = max_length - 2 * MAX_STEPS
         if longest <= self.context:
             raise UsageError(
                 f"the model's sequences have at most {max_length} tokens, but tuning needs more than "
-                f"{self.context + MAX_STEPS + 2}; give a model with a larger max_position_embeddings"
+                f"{self.context + 2 * MAX_STEPS}; give a model with a larger max_position_embeddings"
             )
         shorter = self.up_to(max_tokens=min(self.prefill[-1], max_length - 1))
         return replace(shorter, long_context=min(self.long_context, longest))
 
     def engine_options(self, max_length: int | None) -> dict[str, Any]:
         """Return vLLM's engine arguments for these sizes."""
-        decoding = self.context + (len(self.decode) + 2) * (MAX_STEPS + 1) + self.decode[-1]
-        needed = max(self.prefill[-1] + 1, self.long_context + MAX_STEPS + 2, decoding)
+        needed = max(self.prefill[-1] + 1, self.long_context + 2 * MAX_STEPS)
         return {
             "max_num_seqs": self.decode[-1],
             "max_num_batched_tokens": max(self.prefill[-1], self.decode[-1]),
@@ -67,9 +66,10 @@ class Grid:
         }
 
 
-QUICK = Grid((1, 2, 4, 8, 16, 32), (16, 64, 256), 16, 256, rounds=3, seconds=0.05, refine=False)
-CPU = Grid(powers_of_two(1, 64), powers_of_two(8, 1024), 32, 512, rounds=5, seconds=0.2, refine=True)
+CPU = Grid(powers_of_two(1, 64), powers_of_two(8, 1024), 16, 512, rounds=5, seconds=0.3, refine=True)
 GPU = Grid(powers_of_two(1, 256), powers_of_two(8, 8192), 64, 4096, rounds=9, seconds=0.05, refine=True)
+QUICK_CPU = Grid((1, 3, 10, 32), (16, 64, 192), 8, 256, rounds=3, seconds=0.1, refine=False)
+QUICK_GPU = Grid((1, 8, 32, 128), (16, 128, 1024, 4096), 64, 4096, rounds=5, seconds=0.05, refine=False)
 
 
 def between(smaller: int, larger: int) -> int | None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Times of single forward passes of an engine in this process, scheduling and sampling included.
+"""Times of forward passes of a running engine, as they reach the process that asked for them.
 
-Requests come as token ids and leave as token ids, so that tokenisation and HTTP, which another process does
-when the model is served, stay out of it.
+The engine core runs in a process of its own, as under `vllm serve`: its passes follow one another as they do
+there, scheduling, sampling and the way of the tokens between the processes included. Requests come and leave
+as token ids, so tokenisation and HTTP stay out of it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ MAX_STEPS = 50
 
 
 class PassTimer:
-    """Puts an engine into the state in which each of its steps is one pass of the wanted kind."""
+    """Asks an engine for passes of one kind, and leaves it idle."""
 
     def __init__(self, llm: LLM) -> None:
         self._engine = llm.llm_engine
         self._vocabulary = llm.model_config.get_vocab_size()
         self._random = random.Random(0)
-        self._decoding: list[str] = []
         self._count = 0
 
     def prefill(self, tokens: int, seconds: float) -> float:
@@ -37,44 +37,39 @@ class PassTimer:
         """
         times: list[float] = []
         while not times or (sum(times) < seconds and len(times) < MAX_STEPS):
-            self._add(tokens, answer=1)
             start = time.perf_counter()
+            self._add(tokens, answer=1)
             while self._engine.has_unfinished_requests():
                 self._engine.step()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
 
-    def begin_decode(self, sequences: int, context: int) -> None:
-        """Prefill ``sequences`` prompts of ``context`` tokens, and leave them decoding."""
-        self._decoding = [self._add(context) for _ in range(sequences)]
-        waiting = set(self._decoding)
-        while waiting:
-            outputs: list[Any] = self._engine.step()
-            waiting -= {output.request_id for output in outputs if output.outputs[0].token_ids}
+    def decode(self, sequences: int, context: int, seconds: float) -> float:
+        """Return the mean time, in seconds, of successive passes that decode ``sequences`` sequences.
 
-    def decode(self, sequences: int, seconds: float) -> float:
-        """Return the median time, in seconds, of a pass that decodes ``sequences`` sequences.
-
-        They are the first of those that :meth:`begin_decode` began; the others end here. Passes are run for
-        ``seconds``, at least MIN_STEPS; one more before them is not counted.
+        Each has ``context`` tokens in the KV cache when the first of them gets its first token. Passes are
+        counted for ``seconds``, at least MIN_STEPS, from the second in which all of them decode.
         """
-        ended, self._decoding = self._decoding[sequences:], self._decoding[:sequences]
-        if ended:
-            self._engine.abort_request(ended)
-        self._engine.step()
-        times: list[float] = []
-        while len(times) < MIN_STEPS or (sum(times) < seconds and len(times) < MAX_STEPS):
-            start = time.perf_counter()
-            self._engine.step()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        requests = [self._add(context) for _ in range(sequences)]
+        waiting = set(requests)
+        while waiting:
+            waiting -= {output.request_id for output in self._step() if output.outputs[0].token_ids}
+        self._step()
+        start = time.perf_counter()
+        steps = 0
+        while steps < MIN_STEPS or (time.perf_counter() - start < seconds and steps < MAX_STEPS):
+            self._step()
+            steps += 1
+        elapsed = time.perf_counter() - start
+        self._engine.abort_request(requests)
+        self._engine.reset_prefix_cache()  # answered when the pass that is running has ended
+        return elapsed / steps
 
-    def end_decode(self) -> None:
-        """End the sequences that are decoding."""
-        self._engine.abort_request(self._decoding)
-        self._decoding = []
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
+    def _step(self) -> list[Any]:
+        """Return the outputs of the next pass that yields some."""
+        while not (outputs := self._engine.step()):
+            continue
+        return outputs
 
     def _add(self, tokens: int, answer: int | None = None) -> str:
         """Queue a prompt of random tokens, to be answered with ``answer`` tokens or until it is ended."""

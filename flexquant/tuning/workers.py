@@ -13,7 +13,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,13 @@ class Worker:
             raise self._failure("has ended") from e
         return self._receive(CALL_TIMEOUT)
 
-    def stop(self) -> None:
+    def close(self) -> None:
+        """Have the process end; it is still ending afterwards."""
         self._connection.close()
-        self._process.join(20)
+
+    def join(self) -> None:
+        """Wait for the end of the process, and enforce it if need be."""
+        self._process.join(30)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -90,18 +94,21 @@ def start_workers(
     """
     from vllm.platforms import current_platform
 
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flexquant-tune-")))
-        workers = {}
-        for name, policy in policies.items():
-            workers[name] = worker = Worker(name, folder, policy, options(name), logs)
-            stack.callback(worker.stop)
-            if not current_platform.is_cpu():
-                worker.wait_until_ready()
-        if current_platform.is_cpu():
-            for worker in workers.values():
-                worker.wait_until_ready()
-        yield workers
+    workers: dict[str, Worker] = {}
+    with tempfile.TemporaryDirectory(prefix="flexquant-tune-") as logs:
+        try:
+            for name, policy in policies.items():
+                workers[name] = Worker(name, folder, policy, options(name), Path(logs))
+                if not current_platform.is_cpu():
+                    workers[name].wait_until_ready()
+            if current_platform.is_cpu():
+                for worker in workers.values():
+                    worker.wait_until_ready()
+            yield workers
+        finally:
+            for end in (Worker.close, Worker.join):
+                for worker in workers.values():
+                    end(worker)
 
 
 def _serve(connection: Connection, log: str, folder: str, options: dict[str, Any]) -> None:
@@ -109,6 +116,7 @@ def _serve(connection: Connection, log: str, folder: str, options: dict[str, Any
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     from flexquant.evaluation.engine import engine
     from flexquant.tuning.pass_timer import PassTimer
 

@@ -18,7 +18,10 @@ from tests import readme
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-FEW = shlex.split("--samples 4 --batch-sizes 4 --prompt-tokens 32 --tokens 8 --no-questions")
+FEW = {
+    "eval": "--samples 4 --batch-sizes 4 --prompt-tokens 32 --tokens 8 --no-questions",
+    "tune": "--quick --rounds 1 --max-batch 4 --max-tokens 32",
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +72,10 @@ def test_flexquant_commands_in_order(workplace):
     commands = [c for c in of("flexquant") if not c.startswith(("flexquant quantize", "flexquant build"))]
     assert len(commands) > 6
     for command in commands:
-        few = FEW if command.startswith("flexquant eval") else []
+        _, subcommand, *arguments = shlex.split(command)
+        few = shlex.split(FEW.get(subcommand, ""))
         done = subprocess.run(
-            [str(BIN / "flexquant"), *shlex.split(command)[1:], *few],
+            [str(BIN / "flexquant"), subcommand, *arguments, *few],
             cwd=workplace,
             capture_output=True,
             text=True,

@@ -52,7 +52,7 @@ def test_every_size_is_measured_and_written_down(tuned):
     measured = load_policy(str(output)).measured
     assert set(measured.decode) == set(measured.prefill) == {"w8a8", "w4a16"}
     for variant in measured.variants:
-        assert list(measured.decode[variant]) == [1, 2, 4]
+        assert list(measured.decode[variant]) == [1, 3, 4]
         assert list(measured.prefill[variant]) == [16, 32]
     assert measured.origin["versions"]["vllm"]
     assert json.loads(done.stdout.splitlines()[-1])["measured"] == measured.to_data()

@@ -34,8 +34,8 @@ from flexquant.prediction.roofline import Cost, linear_cost, pass_cost, quantisa
 from flexquant.yaml_document import from_data
 from tests.checkpoints import make_checkpoint
 
-# Published for N = K = 8192 (DESIGN.md, section 6): W4A16 is faster at the first number of tokens, W8A8 at
-# the second. W8A8 is INT8 on the A100 class, which has no FP8, and read as FP8 elsewhere.
+# Published for Marlin's W4A16 and CUTLASS's W8A8, N = K = 8192: the first is faster at the first number of
+# tokens, the second at the second. W8A8 is INT8 on the A100 class, which has no FP8; elsewhere read as FP8.
 CROSSOVERS = {"h20": (8, 16), "h200": (16, 32), "h100": (32, 64), "a100": (64, 128), "rtx-4090": (128, 256)}
 GAINS = {"h200": 1.22, "h100": 1.33, "a100": 1.60, "rtx-4090": 1.95}
 LOSSES = {"h200": 3.1, "h100": 3.1, "a100": 2.15}
