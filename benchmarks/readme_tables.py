@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.results import read_cells
-from benchmarks.speed.tables import METRICS, by_workload, paired_ratios
+from benchmarks.speed.results import read_about, read_cells
+from benchmarks.speed.tables import METRICS, best_static, by_workload, paired_ratios, verdict
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -153,6 +153,23 @@ def speed_ratios() -> str:
     )
 
 
+def tuned() -> str:
+    """How often the tuned policy was as fast as whichever static variant was the fastest."""
+    rows = []
+    for folder in ("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"):
+        verdicts = []
+        for subjects in by_workload(read_cells(RESULTS / folder), "serving").values():
+            (routed,) = (s for s in subjects if s not in STATICS)
+            for get in (METRICS[name][0] for name in ("TTFT ms", "TPOT ms")):
+                best = best_static(subjects, get)
+                verdicts.append(verdict(paired_ratios(subjects[routed], subjects[best], get)))
+        counts = [str(verdicts.count(v)) for v in ("faster", "within noise", "slower")]
+        model = read_about(RESULTS / folder)["model"]
+        rows.append([f"[{model}](benchmarks/results/{folder}/report.md)", *counts])
+    header = ["model", "faster than the best static variant", "within noise of it", "slower"]
+    return table(header, rows)
+
+
 def simulated() -> str:
     """Means over the rounds of a real server, and of the simulation of the requests that it got."""
     rows = []
@@ -169,7 +186,9 @@ def simulated() -> str:
 
 def main() -> int:
     text = README.read_text(encoding="utf-8")
-    blocks = {f.__name__: f for f in (policies, methods, smoothing, merging, speed, speed_ratios, simulated)}
+    blocks = {
+        f.__name__: f for f in (policies, methods, smoothing, merging, speed, speed_ratios, tuned, simulated)
+    }
     written = BLOCK.sub(lambda match: match[1] + blocks[match[2]]() + match[3], text)
     if "--check" in sys.argv[1:]:
         return int(written != text)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -169,7 +170,7 @@ def main() -> None:
     parser.add_argument("--policy", action="append", required=True, metavar="NAME|FILE")
     parser.add_argument(
         "--trace",
-        default="40x96+24@1~0.5",
+        default="24x96+24@0.4~0.5",
         metavar="NAME|FILE|WORKLOAD",
         help="trace, or REQUESTSxINPUT+OUTPUT@RATE~SPREAD (default: %(default)s)",
     )
@@ -183,6 +184,8 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path(".work/logs"))
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")
     args = parser.parse_args()
+    # A stopped run leaves no server behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     trace = find_trace(args.trace, args.burstiness)
     times, source = find_times(args.policy, args.times)
     document: dict[str, Any] = {

@@ -175,16 +175,23 @@ def best_static_table(measured: Measured) -> str:
         for subject in dict.fromkeys(subject for subject, _ in comparisons(list(subjects), constant=False)):
             cells = []
             for get in (METRICS[metric][0] for metric in ("TTFT ms", "TPOT ms")):
-                statics = {
-                    s: statistics.median(map(get, subjects[s].values())) for s in STATIC if s in subjects
-                }
-                best = min(statics, key=lambda s: statics[s])
+                best = best_static(subjects, get)
                 ratios = paired_ratios(subjects[subject], subjects[best], get)
-                verdict = "slower" if min(ratios) > 1 else "faster" if max(ratios) < 1 else "within noise"
-                cells += [f"`{best}`", with_range(ratios, ".3f"), verdict]
+                cells += [f"`{best}`", with_range(ratios, ".3f"), verdict(ratios)]
             rows.append([workload.name, f"`{subject}`", *cells])
     header = ["best TTFT", "TTFT ratio", "TTFT", "best TPOT", "TPOT ratio", "TPOT"]
     return markdown(["requests", "subject", *header], rows)
+
+
+def best_static(subjects: dict[str, Rounds], get: Callable[[dict[str, Any]], float]) -> str:
+    """Return the static subject with the smallest median."""
+    statics = [s for s in STATIC if s in subjects]
+    return min(statics, key=lambda s: statistics.median(map(get, subjects[s].values())))
+
+
+def verdict(ratios: Sequence[float]) -> str:
+    """Say whether all rounds were slower, all faster, or some slower and some faster."""
+    return "slower" if min(ratios) > 1 else "faster" if max(ratios) < 1 else "within noise"
 
 
 def comparisons(subjects: Sequence[str], constant: bool) -> list[tuple[str, str]]:

@@ -55,21 +55,27 @@ def add_shard_size(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def progress_bar(title: str, **unit: Any) -> Iterator[Callable[[int, int], None]]:
-    """Give a function of (done, in all) that shows a bar on stderr, from its first call to the end.
+    """Give a function of (done, in all) that shows a bar on stderr, from its first call until all is done.
+
+    Called with more to do afterwards, it shows another that goes on from there.
 
     ``unit`` goes to tqdm; without it the numbers are bytes.
     """
     from tqdm import tqdm
 
     bar: tqdm | None = None
+    before = 0
 
     def show(done: int, total: int) -> None:
-        nonlocal bar
+        nonlocal bar, before
         if bar is None:
-            bar = tqdm(desc=title, total=total, leave=False, **(unit or {"unit": "B", "unit_scale": True}))
+            about = unit or {"unit": "B", "unit_scale": True}
+            bar = tqdm(desc=title, initial=before, total=total, leave=False, **about)
         bar.update(done - bar.n)
+        before = done
         if done == total:
             bar.close()
+            bar = None
 
     try:
         yield show

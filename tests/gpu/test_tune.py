@@ -21,4 +21,4 @@ def test_a_gpu_is_tuned(checkpoints: Path, tmp_path: Path) -> None:
     assert measured is not None
     assert "enforce_eager" not in measured.origin["engine_arguments"]
     assert measured.origin["machine"]["gpu"] is not None
-    assert all(list(curve)[-1] == 32 for curve in measured.decode.values())
+    assert all(list(curve)[-1] == 128 for curve in measured.decode.values())
