@@ -13,8 +13,10 @@ from flexquant.errors import FlexQuantError
 from flexquant.tuning.samples import PHASES, Samples
 
 MARGIN = 0.02
-"""A variant that is not surely slower than the fastest by this share is as fast; and what a further range of
-sizes has to gain."""
+"""A variant that is not surely slower than the fastest by this share may be as fast; and what a further range
+of sizes has to gain."""
+CLOSE = 0.05
+"""But its median must be within this share: where noise hides a larger difference, the median decides."""
 DOUBTFUL = 0.15
 """An interval that holds both "as fast" and a loss of this share decides nothing."""
 MOST_DOUBTFUL = 1 / 3
@@ -52,13 +54,18 @@ class Decision:
 def fastest(samples: Samples, variants: Sequence[str]) -> Cost:
     """Return the cost of not being the fastest of ``variants``, which begin with the most precise.
 
-    Of those that are as fast within noise and MARGIN the most precise costs nothing, the others MARGIN.
+    Of those that are as fast within noise, by MARGIN and CLOSE, the most precise costs nothing, the others
+    MARGIN.
     """
 
     def cost(phase: str, variant: str, size: int) -> float:
         best = min(variants, key=lambda v: samples.time(v, phase, size).median)
         ratios = {v: samples.log_ratio(v, best, phase, size) for v in variants}
-        as_fast = [v for v in variants if ratios[v].low <= math.log1p(MARGIN)]
+        as_fast = [
+            v
+            for v in variants
+            if ratios[v].low <= math.log1p(MARGIN) and ratios[v].median <= math.log1p(CLOSE)
+        ]
         if variant == as_fast[0]:
             return 0.0
         return MARGIN if variant in as_fast else max(MARGIN, ratios[variant].median)

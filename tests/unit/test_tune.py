@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import random
+from bisect import bisect_right
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,7 @@ from flexquant.tuning.policy_file import policy_document, write_policy
 from flexquant.tuning.samples import Samples, median_interval
 from tests.checkpoints import make_checkpoint
 
+TUNED = Path(__file__).parents[2] / "benchmarks/results/tuning"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 VARIANTS = ["w8a8", "w4a16"]
 ALL = 10**6
@@ -84,11 +87,43 @@ def test_tuned_twice_thresholds_agree():
     assert min(ends) >= 8
 
 
+def test_a_machine_tuned_twice_gave_the_same_thresholds():
+    """Two committed runs of one checkpoint on one machine: within a step of the sizes that were measured."""
+    first, second = (load_policy(str(TUNED / f"smollm2-135m{name}.yaml")) for name in ("", "-again"))
+    grids = {
+        "batch_size": list(first.measured.decode["w8a8"]),
+        "tokens": list(first.measured.prefill["w8a8"]),
+    }
+    assert [rule.variant for rule in first.rules] == [rule.variant for rule in second.rules]
+    compared = 0
+    for a, b in zip(first.rules, second.rules, strict=True):
+        for key, grid in grids.items():
+            ends = [getattr(rule, key).max for rule in (a, b)]
+            if None in ends:
+                assert ends == [None, None]
+                continue
+            places = [bisect_right(grid, end) for end in ends]
+            assert abs(places[0] - places[1]) <= 1
+            compared += 1
+    assert compared == 2
+
+
 def test_a_tie_goes_to_the_more_precise():
     samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.99 if n > 4 else 0.5})
     (small, large) = plain(samples).ranges["decode"]
     assert (small.variant, large.variant) == ("w4a16", "w8a8")
     assert 4 <= small.last < 8
+
+
+def test_noise_makes_no_tie_of_a_large_difference():
+    """The intervals overlap, but W8A8's median is a quarter above: it is not taken for its precision."""
+    samples = Samples()
+    for phase in ("decode", "prefill"):
+        for w8a8, w4a16 in ((1.0, 1.05), (1.25, 1.0), (1.4, 1.1), (1.3, 1.0), (1.2, 0.95)):
+            samples.add("w8a8", phase, 8, w8a8)
+            samples.add("w4a16", phase, 8, w4a16)
+    assert samples.log_ratio("w8a8", "w4a16", "decode", 8).low < 0
+    assert plain(samples).variants == ("w4a16",)
 
 
 def test_one_odd_size_makes_no_range_of_its_own():
