@@ -163,11 +163,16 @@ def tuned() -> str:
             for get in (METRICS[name][0] for name in ("TTFT ms", "TPOT ms")):
                 best = best_static(subjects, get)
                 verdicts.append(verdict(paired_ratios(subjects[routed], subjects[best], get)))
-        counts = [str(verdicts.count(v)) for v in ("faster", "within noise", "slower")]
+        counts = [str(verdicts.count(v)) for v in ("faster", "within noise", "slower", "too few rounds")]
         model = read_about(RESULTS / folder)["model"]
         rows.append([f"[{model}](benchmarks/results/{folder}/report.md)", *counts])
-    header = ["model", "faster than the best static variant", "within noise of it", "slower"]
-    return table(header, rows)
+    counted = [
+        "faster than the best static variant",
+        "within noise of it",
+        "slower",
+        "too few rounds to tell",
+    ]
+    return table(["model", *counted], rows)
 
 
 def simulated() -> str:

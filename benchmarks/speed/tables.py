@@ -190,7 +190,9 @@ def best_static(subjects: dict[str, Rounds], get: Callable[[dict[str, Any]], flo
 
 
 def verdict(ratios: Sequence[float]) -> str:
-    """Say whether all rounds were slower, all faster, or some slower and some faster."""
+    """Say whether all rounds were slower, all faster, or some slower and some faster; of 3 rounds or more."""
+    if len(ratios) < 3:
+        return "too few rounds"
     return "slower" if min(ratios) > 1 else "faster" if max(ratios) < 1 else "within noise"
 
 

@@ -39,6 +39,7 @@ from benchmarks.speed.tables import (
     prefill_ms,
     ratio_table,
     start_results,
+    verdict,
 )
 from benchmarks.speed.worker import Worker, WorkerError
 from benchmarks.speed.workloads import Workload
@@ -683,3 +684,16 @@ def test_help_names_every_part(capsys):
         make_parser("").parse_args(["run", "--help"])
     assert caught.value.code == 0
     assert "kernels,serving,overhead,offline" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ratios", "found"),
+    [
+        ([1.1, 1.2, 1.01], "slower"),
+        ([0.9, 0.8, 0.99], "faster"),
+        ([0.9, 1.2, 1.1], "within noise"),
+        ([1.5], "too few rounds"),
+    ],
+)
+def test_a_verdict_needs_all_rounds(ratios, found):
+    assert verdict(ratios) == found
