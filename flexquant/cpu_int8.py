@@ -5,10 +5,14 @@
 Without VNNI, oneDNN multiplies 8-bit pairs into 16-bit sums (``vpmaddubsw``), which overflow at +-32767 where
 weights and activations are both large: a few percent of error in every linear, without a warning. 8-bit
 integers are exact in fp32, and so are their products and, to 7 digits, the sums.
+
+The weights are widened to fp32 a few rows at a time, into memory that is kept: fresh memory of that size, in
+every linear of every pass, costs several times what the multiplication does.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +20,12 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.model_executor.layers.quantization.utils.w8a8_utils import convert_to_channelwise
+
+WIDENED_BYTES = 8 << 20
+"""Of weights held in fp32."""
+
+_operators = torch.library.Library("flexquant", "FRAGMENT")
+_operators.define("exact_int8_linear(Tensor x, Tensor x_scale, Tensor weight, Tensor scale) -> Tensor")
 
 
 def int8_saturates() -> bool:
@@ -47,7 +57,37 @@ class ExactCPUInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
     ) -> torch.Tensor:
         weight, scale, *_ = self._get_layer_params(layer)
         quantized, x_scale, _ = ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]), None, None, True)
-        out = (quantized.float() @ weight.float().t()) * x_scale.reshape(-1, 1) * scale  # [tokens, out]
+        out = torch.ops.flexquant.exact_int8_linear(quantized, x_scale, weight, scale)
         if bias is not None:
             out = out + bias
         return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
+
+
+@torch.library.impl(_operators, "exact_int8_linear", "CPU")
+def exact_int8_linear(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """Return x @ weight.T, both int8, times the scales, as fp32 [tokens, out].
+
+    ``x`` [tokens, in] with ``x_scale`` [tokens, 1]; ``weight`` [out, in] with ``scale`` [1, out]; scales fp32.
+    """
+    x = x.float()
+    out = x.new_empty(len(x), len(weight))
+    memory, columns = _widened(), weight.shape[1]
+    rows_at_once = len(memory) // columns
+    for rows, part in zip(weight.split(rows_at_once), out.split(rows_at_once, dim=1), strict=True):
+        widened = memory[: rows.numel()].view(-1, columns).copy_(rows)
+        torch.mm(x, widened.t(), out=part)
+    return out.mul_(x_scale).mul_(scale)
+
+
+@torch.library.register_fake("flexquant::exact_int8_linear", lib=_operators)
+def _exact_int8_linear_shape(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+
+
+@functools.cache
+def _widened() -> torch.Tensor:
+    return torch.empty(WIDENED_BYTES // 4, dtype=torch.float32)
