@@ -69,7 +69,7 @@ def exact_int8_linear(
 ) -> torch.Tensor:
     """Return x @ weight.T, both int8, times the scales, as fp32 [tokens, out].
 
-    ``x`` [tokens, in] with ``x_scale`` [tokens, 1]; ``weight`` [out, in] with ``scale`` [1, out]; scales fp32.
+    ``x`` [tokens, in] with fp32 ``x_scale`` [tokens, 1]; ``weight`` [out, in] with fp32 ``scale`` [1, out].
     """
     x = x.float()
     out = x.new_empty(len(x), len(weight))
