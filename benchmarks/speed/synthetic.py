@@ -139,9 +139,11 @@ def write_checkpoint(folder: Path, shape: Shape, scheme: str) -> None:
 def word_tokenizer(vocabulary: int) -> dict[str, Any]:
     """Return the files of a tokenizer with one word a token, so that text and tokens match exactly.
 
-    Token n is the word ``tn``; 0 begins and 1 ends a text.
+    Token n is the word ``tn``; 0 begins and 1 ends a text. The space before a word belongs to its token, since
+    vLLM refuses a prompt with more characters than its limit of tokens can have.
     """
-    words = ["<s>", "</s>", *(f"t{number}" for number in range(2, vocabulary))]
+    space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    words = ["<s>", "</s>", *(f"▁t{number}" for number in range(2, vocabulary))]
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     tokenizer = {
         "version": "1.0",
@@ -149,9 +151,9 @@ def word_tokenizer(vocabulary: int) -> dict[str, Any]:
         "padding": None,
         "added_tokens": [{"id": i, "content": words[i], **special} for i in range(2)],
         "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "pre_tokenizer": space,
         "post_processor": None,
-        "decoder": None,
+        "decoder": space,
         "model": {
             "type": "WordLevel",
             "vocab": {word: number for number, word in enumerate(words)},

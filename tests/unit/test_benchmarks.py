@@ -27,7 +27,7 @@ from benchmarks.speed.serving import paired_subjects, plan_cells
 from benchmarks.speed.shapes import SHAPES, Shape
 from benchmarks.speed.startup_log import parse_startup_log
 from benchmarks.speed.subjects import parse_subject
-from benchmarks.speed.synthetic import SCHEMES, write_checkpoint
+from benchmarks.speed.synthetic import SCHEMES, word_tokenizer, write_checkpoint
 from benchmarks.speed.tables import (
     batch_table,
     by_workload,
@@ -697,3 +697,15 @@ def test_help_names_every_part(capsys):
 )
 def test_a_verdict_needs_all_rounds(ratios, found):
     assert verdict(ratios) == found
+
+
+def test_prompts_of_a_synthetic_model_keep_their_length(tmp_path):
+    from vllm.tokenizers import get_tokenizer
+
+    for name, document in word_tokenizer(5000).items():
+        (tmp_path / name).write_text(json.dumps(document))
+    tokenizer = get_tokenizer(str(tmp_path))
+    tokens = [*range(4700, 5000), *range(2, 40)]
+    text = tokenizer.decode(tokens)
+    assert tokenizer.encode(text) == tokens
+    assert len(tokenizer.decode(tokens[:300])) <= 300 * tokenizer.max_chars_per_token  # or vLLM refuses it
