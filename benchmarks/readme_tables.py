@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.results import read_about, read_cells
-from benchmarks.speed.tables import METRICS, best_static, by_workload, paired_ratios, verdict
+from benchmarks.speed.tables import (
+    METRICS,
+    best_static,
+    by_workload,
+    paired_ratios,
+    routed,
+    second_server,
+    verdict,
+)
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -159,10 +167,11 @@ def tuned() -> str:
     for folder in ("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"):
         verdicts = []
         for subjects in by_workload(read_cells(RESULTS / folder), "serving").values():
-            (routed,) = (s for s in subjects if s not in STATICS)
+            (policy,) = routed(subjects)
             for get in (METRICS[name][0] for name in ("TTFT ms", "TPOT ms")):
                 best = best_static(subjects, get)
-                verdicts.append(verdict(paired_ratios(subjects[routed], subjects[best], get)))
+                ratios = paired_ratios(subjects[policy], subjects[best], get)
+                verdicts.append(verdict(ratios, second_server(subjects, best, get)))
         counts = [str(verdicts.count(v)) for v in ("faster", "within noise", "slower", "too few rounds")]
         model = read_about(RESULTS / folder)["model"]
         rows.append([f"[{model}](benchmarks/results/{folder}/report.md)", *counts])

@@ -139,7 +139,7 @@ def write_checkpoint(folder: Path, shape: Shape, scheme: str) -> None:
 def word_tokenizer(vocabulary: int) -> dict[str, Any]:
     """Return the files of a tokenizer with one word a token, so that text and tokens match exactly.
 
-    Token n is the word ``tn``; 0 begins and 1 ends a text. The space before a word belongs to its token, since
+    Token n is the word ``tn``; 0 begins and 1 ends a text. The space before a word belongs to its token:
     vLLM refuses a prompt with more characters than its limit of tokens can have.
     """
     space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}

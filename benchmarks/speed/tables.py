@@ -172,15 +172,22 @@ def best_static_table(measured: Measured) -> str:
     """Return FlexQuant over the best static variant for each metric, as the median of paired rounds."""
     rows = []
     for workload, subjects in measured.items():
-        for subject in dict.fromkeys(subject for subject, _ in comparisons(list(subjects), constant=False)):
+        for subject in routed(subjects):
             cells = []
             for get in (METRICS[metric][0] for metric in ("TTFT ms", "TPOT ms")):
                 best = best_static(subjects, get)
                 ratios = paired_ratios(subjects[subject], subjects[best], get)
-                cells += [f"`{best}`", with_range(ratios, ".3f"), verdict(ratios)]
+                again = second_server(subjects, best, get)
+                off = with_range(again, ".3f") if again else "–"
+                cells += [f"`{best}`", with_range(ratios, ".3f"), off, verdict(ratios, again)]
             rows.append([workload.name, f"`{subject}`", *cells])
-    header = ["best TTFT", "TTFT ratio", "TTFT", "best TPOT", "TPOT ratio", "TPOT"]
-    return markdown(["requests", "subject", *header], rows)
+    metrics = ([f"best {m}", f"{m} ratio", "the best again", m] for m in ("TTFT", "TPOT"))
+    return markdown(["requests", "subject", *(name for header in metrics for name in header)], rows)
+
+
+def routed(subjects: Iterable[str]) -> list[str]:
+    """Return FlexQuant's subjects that are no constant policy beside its static checkpoint."""
+    return list(dict.fromkeys(subject for subject, _ in comparisons(list(subjects), constant=False)))
 
 
 def best_static(subjects: dict[str, Rounds], get: Callable[[dict[str, Any]], float]) -> str:
@@ -189,11 +196,27 @@ def best_static(subjects: dict[str, Rounds], get: Callable[[dict[str, Any]], flo
     return min(statics, key=lambda s: statistics.median(map(get, subjects[s].values())))
 
 
-def verdict(ratios: Sequence[float]) -> str:
-    """Say whether all rounds were slower, all faster, or some slower and some faster; of 3 rounds or more."""
+def second_server(
+    subjects: dict[str, Rounds], static: str, get: Callable[[dict[str, Any]], float]
+) -> list[float]:
+    """Return, for every round, the constant policy over the static checkpoint: the same kernels again."""
+    twin = subjects.get(FLEXQUANT + static)
+    return [] if twin is None else paired_ratios(twin, subjects[static], get)
+
+
+def verdict(ratios: Sequence[float], again: Sequence[float] = ()) -> str:
+    """Say whether all rounds were slower, all faster, or some slower and some faster; of 3 rounds or more.
+
+    A median that the ratios ``again`` of two servers of the same kernels reach in some round is noise too.
+    """
     if len(ratios) < 3:
         return "too few rounds"
-    return "slower" if min(ratios) > 1 else "faster" if max(ratios) < 1 else "within noise"
+    median = statistics.median(ratios)
+    if min(ratios) > 1 and median > max(again, default=1):
+        return "slower"
+    if max(ratios) < 1 and median < min(again, default=1):
+        return "faster"
+    return "within noise"
 
 
 def comparisons(subjects: Sequence[str], constant: bool) -> list[tuple[str, str]]:

@@ -30,6 +30,7 @@ from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.synthetic import SCHEMES, word_tokenizer, write_checkpoint
 from benchmarks.speed.tables import (
     batch_table,
+    best_static_table,
     by_workload,
     decode_ms,
     kernel_results,
@@ -372,6 +373,18 @@ def test_synthetic_checkpoints_can_be_read(checkpoints):
     assert len(tokenizer) == TINY.vocabulary
 
 
+def test_prompts_of_a_synthetic_model_keep_their_length(tmp_path):
+    from vllm.tokenizers import get_tokenizer
+
+    for name, document in word_tokenizer(5000).items():
+        (tmp_path / name).write_text(json.dumps(document))
+    tokenizer = get_tokenizer(str(tmp_path))
+    tokens = [*range(4700, 5000), *range(2, 40)]
+    text = tokenizer.decode(tokens)
+    assert tokenizer.encode(text) == tokens
+    assert len(tokenizer.decode(tokens[:300])) <= 300 * tokenizer.max_chars_per_token  # or vLLM refuses it
+
+
 def test_synthetic_variants_merge(tmp_path):
     model = open_model(["tiny"], tmp_path)
     folder = model.folder(parse_subject("flexquant:w8a8"))
@@ -699,13 +712,29 @@ def test_a_verdict_needs_all_rounds(ratios, found):
     assert verdict(ratios) == found
 
 
-def test_prompts_of_a_synthetic_model_keep_their_length(tmp_path):
-    from vllm.tokenizers import get_tokenizer
+@pytest.mark.parametrize(
+    ("ratios", "again", "found"),
+    [
+        ([1.1, 1.2, 1.01], [0.9, 1.0, 1.05], "slower"),
+        ([1.1, 1.2, 1.01], [1.0, 1.0, 1.1], "within noise"),
+        ([0.9, 0.8, 0.99], [0.95, 1.2, 1.1], "faster"),
+        ([0.9, 0.8, 0.99], [0.85, 0.9, 0.8], "within noise"),
+    ],
+)
+def test_what_two_servers_of_the_same_kernels_differ_by_is_noise(ratios, again, found):
+    assert verdict(ratios, again) == found
 
-    for name, document in word_tokenizer(5000).items():
-        (tmp_path / name).write_text(json.dumps(document))
-    tokenizer = get_tokenizer(str(tmp_path))
-    tokens = [*range(4700, 5000), *range(2, 40)]
-    text = tokenizer.decode(tokens)
-    assert tokenizer.encode(text) == tokens
-    assert len(tokenizer.decode(tokens[:300])) <= 300 * tokenizer.max_chars_per_token  # or vLLM refuses it
+
+def test_the_best_static_variant_is_told_beside_its_second_server():
+    def rounds(*milliseconds):
+        return {n: {"median_ttft_ms": ms, "median_tpot_ms": ms} for n, ms in enumerate(milliseconds)}
+
+    subjects = {
+        "w8a8": rounds(30, 30, 30),
+        "w4a16": rounds(10, 20, 10),
+        "flexquant:w4a16": rounds(11, 20, 12),
+        "flexquant:mine": rounds(11, 21, 11),
+    }
+    (row,) = best_static_table({Workload(1, 16, 8): subjects}).splitlines()[2:]
+    half = "`w4a16` | 1.100 (1.050 – 1.100) | 1.100 (1.000 – 1.200) | within noise"
+    assert row == f"| 1x16+8 | `flexquant:mine` | {half} | {half} |"
