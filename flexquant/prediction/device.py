@@ -6,7 +6,8 @@
     memory_gb_per_s: 3350
     tflops: {bf16: 989.4, int8: 1978.9, fp8: 1978.9}    # data sheet, dense
     processors: 132                                     # streaming multiprocessors
-    call_us: 25                                         # of every linear: launch, ramp-up, tail
+    call_us: 25                                         # of a linear by itself: launch, ramp-up, tail
+    call_in_pass_us: 8                                  # in a pass, launches hidden by CUDA graphs
     kernels:                                            # by scheme
       w8a8: {efficiency: 0.6, bandwidth: 0.9, tiles: {64: 64x64, 128: 64x128, 256: 128x128}}
       w4a16: {efficiency: 0.387, bandwidth: 0.83}
@@ -57,6 +58,7 @@ class Kernel:
     flops_per_s: float
     bytes_per_s: float
     call_seconds: float
+    call_in_pass_seconds: float
     tiles: tuple[Tile, ...]
     """Ascending in tokens; empty: the work is spread evenly over the processors (split-K, stream-K)."""
 
@@ -108,7 +110,7 @@ def load_device(name_or_path: str) -> Device:
 def _validate(document: Document, name: str) -> Device:
     data = document.data
     required = ("schema", "description", "memory_gib", "memory_gb_per_s", "tflops", "kernels")
-    optional = ("processors", "call_us", "layer_us", "pass_us", "reserve_gib")
+    optional = ("processors", "call_us", "call_in_pass_us", "layer_us", "pass_us", "reserve_gib")
     document.check_keys(data, (), required, optional)
     if data["schema"] != SCHEMA:
         document.fail(("schema",), f"is {show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
@@ -132,12 +134,15 @@ def _validate(document: Document, name: str) -> Device:
         _number(document, (key,), OVERHEAD, "microseconds", 0.0) / 1e6
         for key in ("call_us", "layer_us", "pass_us")
     )
+    call_in_pass = None
+    if "call_in_pass_us" in data:
+        call_in_pass = _number(document, ("call_in_pass_us",), OVERHEAD, "microseconds") / 1e6
     reserve = _number(document, ("reserve_gib",), (0, memory), "GiB", 0.0)
     if not isinstance(data["kernels"], dict) or "bf16" not in data["kernels"]:
         document.fail(("kernels",), f"is {show(data['kernels'])}; give bf16 at least, of {', '.join(RATES)}")
     document.check_keys(data["kernels"], ("kernels",), ("bf16",), [s for s in RATES if s != "bf16"])
     kernels = {
-        scheme: _kernel(document, scheme, tflops, bandwidth, call, "processors" in data)
+        scheme: _kernel(document, scheme, tflops, bandwidth, call, call_in_pass, "processors" in data)
         for scheme in data["kernels"]
     }
     gib = 2.0**30
@@ -161,6 +166,7 @@ def _kernel(
     tflops: Mapping[str, float],
     bandwidth: float,
     call: float,
+    call_in_pass: float | None,
     tiles_allowed: bool,
 ) -> Kernel:
     path: KeyPath = ("kernels", scheme)
@@ -186,7 +192,9 @@ def _kernel(
     tiles = _tiles(document, (*path, "tiles"), data.get("tiles", {}))
     if tiles and not tiles_allowed:
         document.fail((*path, "tiles"), "need to know how many 'processors' the device has; add that key")
-    return Kernel(rate * 1e12, speed * 1e9, own_call, tiles)
+    return Kernel(
+        rate * 1e12, speed * 1e9, own_call, own_call if call_in_pass is None else call_in_pass, tiles
+    )
 
 
 def _tiles(document: Document, path: KeyPath, data: Any) -> tuple[Tile, ...]:

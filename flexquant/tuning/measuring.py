@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -22,13 +23,16 @@ class Rounds:
 
     def __init__(
         self,
-        workers: Mapping[str, Timer],
+        names: Sequence[str],
+        start: Callable[[], Mapping[str, Timer]],
         samples: Samples,
         grid: Grid,
         save: Callable[[], None],
         progress: Callable[[int, int], None],
     ) -> None:
-        self._workers = workers
+        """``names``: of the variants; ``start`` is called once something is to be measured."""
+        self._names = names
+        self._start = start
         self._samples = samples
         self._grid = grid
         self._save = save
@@ -49,7 +53,7 @@ class Rounds:
         ]
         self._planned += sum(map(len, missing))
         for number, cells in enumerate(missing):
-            names = list(self._workers)[:: -1 if number % 2 else 1]
+            names = self._names[:: -1 if number % 2 else 1]
             for phase, size in cells:
                 for name in names:
                     self._samples.add(name, phase, size, self._time(name, phase, size))
@@ -58,8 +62,12 @@ class Rounds:
                 self._samples.context_seconds.append(self._context_cost(names[0]))
                 self._save()
 
+    @functools.cached_property
+    def _workers(self) -> Mapping[str, Timer]:
+        return self._start()
+
     def _count(self, phase: str, size: int) -> int:
-        return min(self._samples.count(name, phase, size) for name in self._workers)
+        return min(self._samples.count(name, phase, size) for name in self._names)
 
     def _time(self, name: str, phase: str, size: int) -> float:
         if phase == "prefill":

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from flexquant.tuning.objectives import Goal, meet, optimise
 from flexquant.tuning.plot import save_plot
 from flexquant.tuning.policy_file import policy_document, write_policy
 from flexquant.tuning.samples import PHASES, Samples
-from flexquant.tuning.workers import start_workers
+from flexquant.tuning.workers import Worker, start_workers
 
 Bar = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
 
@@ -94,12 +94,16 @@ class Tuning:
 
         Raises FlexQuantError when an engine fails, and when the machine is too noisy to decide.
         """
-        progress(f"starting {', '.join(self._variants)}")
-        with (
-            start_workers(self._variants, self._checkpoint.folder, self._engine_options) as workers,
-            bar("measuring", unit="size") as show,
-        ):
-            rounds = Rounds(workers, self._samples, self._grid, self._save, show)
+        with ExitStack() as stack:
+
+            def start() -> Mapping[str, Worker]:
+                progress(f"starting {', '.join(self._variants)}")
+                return stack.enter_context(
+                    start_workers(self._variants, self._checkpoint.folder, self._engine_options)
+                )
+
+            show = stack.enter_context(bar("measuring", unit="size"))
+            rounds = Rounds(self._names, start, self._samples, self._grid, self._save, show)
             rounds.measure(self._grid.rounds, self._grid.decode, self._grid.prefill)
             if self._grid.refine:
                 finer = {phase: self._beside_crossovers(phase) for phase in PHASES}

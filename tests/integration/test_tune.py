@@ -9,16 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from openai import OpenAI
 
-from flexquant.policy import PHASES, load_policy
+from examples.vllm_server import vllm_serve
+from flexquant.policy import load_policy
 from flexquant.routes import build_route_table
-from tests.integration.conftest import answers, engine
 
 pytestmark = pytest.mark.engine
 
 FEW = ["--quick", "--max-batch", "4", "--max-tokens", "32"]
+COMMITTED = Path(__file__).parents[2] / "benchmarks/results/tuning/smollm2-135m.yaml"
+REQUESTS = 32
 NOISY = "this machine is too noisy to decide"
 
 
@@ -70,22 +75,49 @@ def test_policy_show_draws_the_times_beside_the_plans(tuned, real_merged):
     assert row.split()[-1] in ("w8a8", "w4a16")
 
 
-def test_the_routes_taken_are_those_of_its_table(tuned, real_merged, tmp_path):
-    """Prompts that are prefilled alone and together, then decoded in batches of 1 to 4."""
-    output, _ = tuned
-    policy = load_policy(str(output))
-    table = build_route_table(policy, ["w8a8", "w4a16"], 30, max_tokens=8192, max_sequences=8)
-    trace = tmp_path / "trace.jsonl"
-    with engine(real_merged, str(output), max_num_seqs=8, flexquant={"trace": str(trace)}) as llm:
-        for count in (1, 2, 3, 4):
-            prompts = [{"prompt_token_ids": list(range(10, 10 + 8 * (n + 1)))} for n in range(count)]
-            answers(llm, prompts, ignore_eos=True, max_tokens=4)
+def served_passes(merged, policy, folder) -> list[dict]:
+    """Serve the policy to REQUESTS requests of different lengths, all at once; return the passes' trace."""
+    trace = folder / "routes.jsonl"
+    additional = json.dumps({"flexquant": {"policy": str(policy), "trace": str(trace)}})
+    arguments = ["--additional-config", additional, "--enforce-eager", "--max-model-len", "256"]
+    with vllm_serve(merged, *arguments, log=folder / "server.log") as url:
+        client = OpenAI(base_url=url, api_key="none")
+
+        def complete(number):
+            client.completions.create(
+                model=str(merged),
+                prompt=list(range(10, 14 + 3 * number)),
+                max_tokens=4 + 3 * number,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+
+        complete(0)
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            list(pool.map(complete, range(REQUESTS)))
     _, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
-    seen = {(p["phase"], p["tokens"]) for p in passes}
-    assert {("decode", n) for n in (1, 2, 3, 4)} <= seen
-    assert {phase for phase, _ in seen} <= set(PHASES)
+    return passes
+
+
+def check_routes(policy, passes) -> None:
+    table = build_route_table(load_policy(str(policy)), ["w8a8", "w4a16"], num_layers=30, max_tokens=8192)
     for p in passes:
-        assert p["plan"] == table.lookup(p["phase"], p["tokens"]).name
+        assert p["plan"] == table.lookup(p["phase"], p["tokens"]).name, p
+    decoded = {p["tokens"] for p in passes if p["phase"] == "decode"}
+    assert min(decoded) == 1 and max(decoded) > 3 * REQUESTS // 4
+
+
+def test_the_routes_that_a_server_takes_are_those_of_its_table(tuned, real_merged, tmp_path):
+    policy, _ = tuned
+    check_routes(policy, served_passes(real_merged, policy, tmp_path))
+
+
+def test_a_server_takes_both_sides_of_the_committed_crossovers(real_merged, tmp_path):
+    """What was tuned here may have no crossover; the committed policy has one at about 20 sequences."""
+    passes = served_passes(real_merged, COMMITTED, tmp_path)
+    check_routes(COMMITTED, passes)
+    for phases in ({"decode"}, {"prefill", "mixed"}):
+        assert {p["plan"] for p in passes if p["phase"] in phases} == {"w8a8", "w4a16"}
 
 
 def test_a_stopped_run_goes_on(tiny_merged, tmp_path):
@@ -117,6 +149,18 @@ def test_a_stopped_run_goes_on(tiny_merged, tmp_path):
     assert done.returncode == 0, done.stderr
     assert load_policy(str(output)).measured.decode["w8a8"][1].median == pytest.approx(1234.5, rel=1e-3)
     assert not samples.exists()
+
+
+def test_another_objective_is_decided_without_engines(tiny_merged, tmp_path):
+    merged, output = tiny_merged() / "merged", tmp_path / "policy.yaml"
+    arguments = ["tune", merged, "--output", output, *FEW, "--rounds", "1"]
+    unreachable = run(*arguments, "--slo", "ttft=0.001ms")
+    assert unreachable.returncode == 1
+    assert "cannot be met" in unreachable.stderr
+    reachable = run(*arguments, "--slo", "ttft=1000s")
+    assert reachable.returncode == 0, reachable.stderr
+    assert "starting w8a8, w4a16" in unreachable.stderr
+    assert "starting" not in reachable.stderr
 
 
 def test_an_engine_that_does_not_start_is_named_with_its_log(tiny_merged, tmp_path):

@@ -370,6 +370,18 @@ def test_context_is_paid_in_decoding(merged: Path, device: Device) -> None:
     assert times.context_seconds == pytest.approx(model.kv_bytes_per_token / 50e9)
 
 
+def test_calls_in_a_pass_may_be_cheaper(merged: Path, tmp_path: Path, device: Device) -> None:
+    (tmp_path / "graphs.yaml").write_text(DEVICE.replace("layer_us", "call_in_pass_us: 2\nlayer_us"))
+    graphs = load_device(str(tmp_path / "graphs.yaml"))
+    model = read_model_shape(merged)
+    assert linear_cost(square("w8a8"), 8, graphs) == linear_cost(square("w8a8"), 8, device)
+    for variant, per_call in (("w8a8", 3e-6), ("w4a16", 5e-6)):
+        calls = sum(model.linears[variant].values())
+        with_head = calls * per_call + 3e-6
+        longer, shorter = (pass_cost(model, variant, "decode", 8, 100, d).overhead for d in (device, graphs))
+        assert longer - shorter == pytest.approx(with_head)
+
+
 def test_fastest_changes_where_times_cross(merged: Path, device: Device) -> None:
     model = read_model_shape(merged)
     winners = fastest(model, "prefill", 1, device)
