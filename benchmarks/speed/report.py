@@ -67,9 +67,9 @@ def _sections(cells: Sequence[Cell]) -> Iterable[str]:
         yield "## FlexQuant against static\n\nRatios of paired rounds; below 1 is faster, for tokens/s above."
         yield ratio_table(serving, constant=False)
         yield (
-            "Against whichever static variant is best there; 'the best again' is a second server of the same "
-            "kernels (its constant policy) against the first. Within noise: some rounds are faster and some "
-            "slower, or the second server was off by as much in some round."
+            "Against whichever static variant is best there; 'the best again' is a second server of it "
+            "against the first. Within noise: some rounds are faster and some slower, or the second server "
+            "was off by as much in some round."
         )
         yield best_static_table(serving)
     if overhead := by_workload(cells, "overhead"):

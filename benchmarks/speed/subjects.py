@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy import load_policy
 
 FLEXQUANT = "flexquant:"
+AGAIN = ":again"
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,16 @@ STATIC = {
 
 
 def parse_subject(text: str) -> Subject:
-    """Return the subject of a name: a static one, or ``flexquant:POLICY`` (built-in name or YAML file)."""
-    if text in STATIC:
-        return STATIC[text]
+    """Return the subject of a name: a static one, or ``flexquant:POLICY`` (built-in name or YAML file).
+
+    A static one with ``:again`` is a second server of the same, which shows how far equal servers differ.
+    """
+    if (static := text.removesuffix(AGAIN)) in STATIC:
+        return replace(STATIC[static], name=text)
     if not text.startswith(FLEXQUANT):
         raise FlexQuantError(
-            f"'{text}' is not a subject; choose from {', '.join(STATIC)}, or write flexquant:POLICY"
+            f"'{text}' is not a subject; choose from {', '.join(STATIC)} (each also with {AGAIN}, a second "
+            "server of the same), or write flexquant:POLICY"
         )
     policy = text.removeprefix(FLEXQUANT)
     eight_bit = "fp8" if "fp8" in load_policy(policy).variants else "w8a8"

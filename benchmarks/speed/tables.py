@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.speed.results import Cell
-from benchmarks.speed.subjects import FLEXQUANT, STATIC
+from benchmarks.speed.subjects import AGAIN, FLEXQUANT, STATIC
 from benchmarks.speed.workloads import Workload
 
 Rounds = dict[int, dict[str, Any]]
@@ -199,15 +199,14 @@ def best_static(subjects: dict[str, Rounds], get: Callable[[dict[str, Any]], flo
 def second_server(
     subjects: dict[str, Rounds], static: str, get: Callable[[dict[str, Any]], float]
 ) -> list[float]:
-    """Return, for every round, the constant policy over the static checkpoint: the same kernels again."""
-    twin = subjects.get(FLEXQUANT + static)
-    return [] if twin is None else paired_ratios(twin, subjects[static], get)
+    """Return, for every round, the second server of a static subject over the first."""
+    return paired_ratios(subjects.get(static + AGAIN, {}), subjects[static], get)
 
 
 def verdict(ratios: Sequence[float], again: Sequence[float] = ()) -> str:
     """Say whether all rounds were slower, all faster, or some slower and some faster; of 3 rounds or more.
 
-    A median that the ratios ``again`` of two servers of the same kernels reach in some round is noise too.
+    A median that the ratios ``again`` of two servers of the same subject reach in some round is noise too.
     """
     if len(ratios) < 3:
         return "too few rounds"

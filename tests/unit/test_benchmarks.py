@@ -721,7 +721,7 @@ def test_a_verdict_needs_all_rounds(ratios, found):
         ([0.9, 0.8, 0.99], [0.85, 0.9, 0.8], "within noise"),
     ],
 )
-def test_what_two_servers_of_the_same_kernels_differ_by_is_noise(ratios, again, found):
+def test_what_two_servers_of_the_same_subject_differ_by_is_noise(ratios, again, found):
     assert verdict(ratios, again) == found
 
 
@@ -732,7 +732,7 @@ def test_the_best_static_variant_is_told_beside_its_second_server():
     subjects = {
         "w8a8": rounds(30, 30, 30),
         "w4a16": rounds(10, 20, 10),
-        "flexquant:w4a16": rounds(11, 20, 12),
+        "w4a16:again": rounds(11, 20, 12),
         "flexquant:mine": rounds(11, 21, 11),
     }
     (row,) = best_static_table({Workload(1, 16, 8): subjects}).splitlines()[2:]
