@@ -83,7 +83,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=parse_count, metavar="N", help="tokens of the longest prompt")
     parser.add_argument("--tensor-parallel-size", type=parse_count, default=1, metavar="N", help="GPUs")
     parser.add_argument(
-        "--enforce-eager", action="store_true", help="serve without compilation and CUDA graphs"
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        help="serve without compilation and CUDA graphs, as you will (default: on CPUs, where compiling "
+        "takes minutes)",
     )
 
 
@@ -94,17 +97,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from flexquant.checkpoint import read_merged_config
     from flexquant.tuning.candidates import find_variants, leave_out_lossy
     from flexquant.tuning.objectives import Slo
+    from flexquant.tuning.workers import import_ahead
+
+    import_ahead()
     from flexquant.tuning.tuning import Goal, Tuning
 
     slo = None if args.slo is None else Slo.parse(args.slo)
     goal = Goal(args.objective, slo, args.request_tokens)
     merged, _ = read_merged_config(args.folder)
     variants = find_variants(merged, _split(args.variants))
+    remarks = []
     if args.quality is not None:
         kept, losses = leave_out_lossy(variants, args.quality, args.max_quality_loss)
-        for name in variants:
-            if name not in kept:
-                print(f"{name} is left out: its quality loss is {losses[name]:.3g}", file=sys.stderr)
+        remarks = [
+            f"{name} is left out: its quality loss is {losses[name]:.3g}, above {args.max_quality_loss:g}."
+            for name in variants
+            if name not in kept
+        ]
         variants = kept
     tuning = Tuning(
         args.folder,
@@ -113,15 +122,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         goal,
         _grid(args),
         tensor_parallel_size=args.tensor_parallel_size,
-        enforce_eager=args.enforce_eager,
+        enforce_eager=_on_cpu() if args.enforce_eager is None else args.enforce_eager,
         overwrite=args.overwrite,
+        remarks=remarks,
     )
     tuning.measure(lambda message: print(message, file=sys.stderr, flush=True), progress_bar)
     tuned = tuning.decide()
     for line in tuned.notes:
         print(line)
-    for file in tuning.write(tuned):
+    files = tuning.write(tuned)
+    for file in files:
         print(f"wrote {file}")
+    if len(files) == 1:
+        print("no plot: matplotlib is missing; pip install matplotlib", file=sys.stderr)
     return tuned.document
 
 
@@ -129,12 +142,16 @@ def _split(names: str | None) -> list[str] | None:
     return None if names is None else [name.strip() for name in names.split(",") if name.strip()]
 
 
-def _grid(args: argparse.Namespace) -> Grid:
+def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
+    return current_platform.is_cpu()
+
+
+def _grid(args: argparse.Namespace) -> Grid:
     from flexquant.tuning.grid import CPU, GPU, QUICK_CPU, QUICK_GPU
 
-    full, quick = (CPU, QUICK_CPU) if current_platform.is_cpu() else (GPU, QUICK_GPU)
+    full, quick = (CPU, QUICK_CPU) if _on_cpu() else (GPU, QUICK_GPU)
     grid = quick if args.quick else full
     grid = grid.up_to(args.max_batch, args.max_tokens)
     return grid if args.rounds is None else replace(grid, rounds=args.rounds)

@@ -60,11 +60,12 @@ def leave_out_lossy(
             f"eval OUT --policies {','.join(policies)}'"
         )
     kept = {name: policy for name, policy in policies.items() if losses[name] <= most}
-    if not kept:
-        least = min(policies, key=lambda name: losses[name])
+    if len(kept) < 2:
+        found = f"only {', '.join(kept)} loses" if kept else "no variant loses"
+        told = ", ".join(f"{name} {losses[name]:.3g}" for name in policies)
         raise FlexQuantError(
-            f"no variant loses at most {most:g}: the best, {least}, loses {losses[least]:.3g}; allow more "
-            "with --max-quality-loss"
+            f"{found} at most {most:g} ({told}), which leaves nothing to choose from; allow more with "
+            "--max-quality-loss"
         )
     return kept, {name: losses[name] for name in policies}
 

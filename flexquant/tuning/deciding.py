@@ -22,6 +22,15 @@ DOUBTFUL = 0.15
 MOST_DOUBTFUL = 1 / 3
 """The share of sizes that may stay undecided."""
 
+
+class TooNoisyError(FlexQuantError):
+    """The times say too little; ``sizes``, by phase, are those that they do not decide."""
+
+    def __init__(self, message: str, sizes: dict[str, list[int]]) -> None:
+        super().__init__(message)
+        self.sizes = sizes
+
+
 Cost = Callable[[str, str, int], float]
 """phase, variant, size -> what choosing the variant costs there, as the logarithm of a ratio of times."""
 
@@ -103,13 +112,15 @@ def undecided(samples: Samples, variants: Sequence[str], phase: str) -> list[int
 
 
 def check_decidable(samples: Samples, variants: Sequence[str]) -> dict[str, list[int]]:
-    """Return the undecided sizes by phase; raise FlexQuantError if they are more than MOST_DOUBTFUL."""
+    """Return the undecided sizes by phase; raise TooNoisyError if they are more than MOST_DOUBTFUL."""
     doubtful = {phase: undecided(samples, variants, phase) for phase in PHASES}
     count, total = (sum(map(len, d.values())) for d in (doubtful, {p: samples.sizes(p) for p in PHASES}))
     if count > MOST_DOUBTFUL * total:
-        raise FlexQuantError(
+        raise TooNoisyError(
             f"this machine is too noisy to decide: at {count} of {total} sizes the times of the variants "
-            f"overlap and scatter by more than {DOUBTFUL:.0%}; stop what else runs on it, or raise --rounds"
+            f"overlap and scatter by more than {DOUBTFUL:.0%}; stop what else runs on it and start again, "
+            "which measures these sizes anew, or raise --rounds",
+            doubtful,
         )
     return doubtful
 

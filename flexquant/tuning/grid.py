@@ -17,6 +17,11 @@ def powers_of_two(first: int, last: int) -> tuple[int, ...]:
     return tuple(2**i for i in range(first.bit_length() - 1, last.bit_length()))
 
 
+SERVED_SEQUENCES = 256
+SERVED_TOKENS = 2048
+"""vLLM's defaults on most devices: what a pass may hold, which decides what is captured in CUDA graphs."""
+
+
 @dataclass(frozen=True)
 class Grid:
     decode: tuple[int, ...]
@@ -59,8 +64,8 @@ class Grid:
         """Return vLLM's engine arguments for these sizes."""
         needed = max(self.prefill[-1] + 1, self.long_context + 2 * MAX_STEPS)
         return {
-            "max_num_seqs": self.decode[-1],
-            "max_num_batched_tokens": max(self.prefill[-1], self.decode[-1]),
+            "max_num_seqs": max(SERVED_SEQUENCES, self.decode[-1]),
+            "max_num_batched_tokens": max(SERVED_TOKENS, self.prefill[-1], self.decode[-1]),
             "max_model_len": needed if max_length is None else min(needed, max_length),
             "enable_prefix_caching": False,
         }
@@ -68,7 +73,7 @@ class Grid:
 
 CPU = Grid(powers_of_two(1, 64), powers_of_two(8, 1024), 16, 512, rounds=5, seconds=0.3, refine=True)
 GPU = Grid(powers_of_two(1, 256), powers_of_two(8, 8192), 64, 4096, rounds=9, seconds=0.05, refine=True)
-QUICK_CPU = Grid((1, 3, 10, 32), (16, 64, 192), 8, 256, rounds=3, seconds=0.1, refine=False)
+QUICK_CPU = Grid((1, 5, 24), (12, 40, 128), 8, 128, rounds=3, seconds=0.1, refine=False)
 QUICK_GPU = Grid((1, 8, 32, 128), (16, 128, 1024, 4096), 64, 4096, rounds=5, seconds=0.05, refine=False)
 
 

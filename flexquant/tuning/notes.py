@@ -15,6 +15,8 @@ from flexquant.tuning.memory import Memory
 from flexquant.tuning.objectives import PHASE_OF, Goal, Slo, largest_within
 from flexquant.tuning.samples import Samples
 
+FEWEST_ROUNDS = 3
+
 
 def origin_notes(origin: Mapping[str, Any], goal: Goal) -> list[str]:
     """Tell where, when, with what and how often was measured."""
@@ -24,7 +26,9 @@ def origin_notes(origin: Mapping[str, Any], goal: Goal) -> list[str]:
         f"Tuned on {origin['date']} for {goal}, on {device}.",
         " ".join(f"{name} {version}" for name, version in origin["versions"].items()),
         origin["command"],
-        f"Medians of {origin['rounds']} rounds or more, with 95 % intervals (below 6: smallest to largest).",
+        f"Medians of {origin['rounds']} rounds or more, with 95 % intervals (below 6: smallest to largest)."
+        if origin["rounds"] >= FEWEST_ROUNDS
+        else f"Fewer than {FEWEST_ROUNDS} rounds: nothing is known of the noise.",
     ]
 
 
@@ -35,9 +39,11 @@ def crossover_notes(samples: Samples, variants: Sequence[str], decision: Decisio
         for r, following in pairwise(ranges):
             assert r.between is not None
             low, high = r.between
+            text = f"takes over between the measured {low} and {high}"
+            if tied := _tied(samples, r.variant, following.variant, phase):
+                text += f"; no difference beyond noise at {', '.join(map(str, tied))}"
             notes.append(
-                f"{phase}: {r.variant} up to {r.last} {UNITS[phase]}, then {following.variant} (takes over "
-                f"between the measured {low} and {high})."
+                f"{phase}: {r.variant} up to {r.last} {UNITS[phase]}, then {following.variant} ({text})."
             )
         if doubtful := undecided(samples, variants, phase):
             notes.append(
@@ -62,6 +68,23 @@ def bound_notes(samples: Samples, decision: Decision, slo: Slo | None) -> list[s
             text += f", but not at {size}, where the nearest is {1e3 * nearest:.3g} ms"
         notes.append(f"{text}.")
     return notes
+
+
+def batch_notes(samples: Samples, goal: Goal, requests: int) -> list[str]:
+    """Tell, of throughput, where more requests fit than were measured."""
+    largest = samples.sizes("decode")[-1]
+    if goal.slo is not None or goal.objective != "throughput" or requests <= largest:
+        return []
+    return [
+        f"Throughput is that of {largest} sequences, the most that were measured; {requests} requests of "
+        f"{goal.request_tokens} tokens fit into memory: --max-batch looks further."
+    ]
+
+
+def _tied(samples: Samples, a: str, b: str, phase: str) -> list[int]:
+    """Return the sizes at which the interval of the ratio holds 1."""
+    ratios = {size: samples.log_ratio(a, b, phase, size) for size in samples.sizes(phase)}
+    return [size for size, ratio in ratios.items() if ratio.low <= 0 <= ratio.high]
 
 
 def unused_notes(memory: Memory, decision: Decision) -> list[str]:

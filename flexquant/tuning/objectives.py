@@ -85,8 +85,9 @@ def optimise(
 def meet(samples: Samples, variants: Sequence[str], slo: Slo) -> Decision:
     """Choose, at every size, the most precise variant that keeps the bound, or else the fastest.
 
-    Raises FlexQuantError for a bound that not even the smallest pass keeps.
+    Raises FlexQuantError for bounds that not even the smallest pass keeps.
     """
+    unmet = []
     for name, phase in PHASE_OF.items():
         bound = slo.bound(phase)
         size = samples.sizes(phase)[0]
@@ -94,11 +95,13 @@ def meet(samples: Samples, variants: Sequence[str], slo: Slo) -> Decision:
         nearest = samples.time(best, phase, size).median
         if bound is not None and nearest > bound:
             unit = "sequence(s)" if phase == "decode" else "tokens"
-            raise FlexQuantError(
+            unmet.append(
                 f"{name}={1e3 * bound:g}ms cannot be met: a {phase} pass of {size} {unit} takes "
                 f"{1e3 * nearest:.3g} ms with the fastest variant, {best}; ask for {name}="
                 f"{math.ceil(1e3 * nearest * (1 + MARGIN))}ms or more"
             )
+    if unmet:
+        raise FlexQuantError(". ".join(unmet))
     speed = fastest(samples, variants)
 
     def cost(phase: str, variant: str, size: int) -> float:

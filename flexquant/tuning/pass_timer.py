@@ -37,8 +37,9 @@ class PassTimer:
         """
         times: list[float] = []
         while not times or (sum(times) < seconds and len(times) < MAX_STEPS):
+            prompt = self._prompt(tokens)
             start = time.perf_counter()
-            self._add(tokens, answer=1)
+            self._add(prompt, answer=1)
             while self._engine.has_unfinished_requests():
                 self._engine.step()
             times.append(time.perf_counter() - start)
@@ -50,7 +51,7 @@ class PassTimer:
         Each has ``context`` tokens in the KV cache when the first of them gets its first token. Passes are
         counted for ``seconds``, at least MIN_STEPS, from the second in which all of them decode.
         """
-        requests = [self._add(context) for _ in range(sequences)]
+        requests = [self._add(self._prompt(context)) for _ in range(sequences)]
         waiting = set(requests)
         while waiting:
             waiting -= {output.request_id for output in self._step() if output.outputs[0].token_ids}
@@ -71,12 +72,14 @@ class PassTimer:
             continue
         return outputs
 
-    def _add(self, tokens: int, answer: int | None = None) -> str:
-        """Queue a prompt of random tokens, to be answered with ``answer`` tokens or until it is ended."""
+    def _prompt(self, tokens: int) -> list[int]:
+        return self._random.choices(range(self._vocabulary), k=tokens)
+
+    def _add(self, prompt: list[int], answer: int | None = None) -> str:
+        """Queue a prompt of token ids, to be answered with ``answer`` tokens or until it is ended."""
         from vllm import SamplingParams
 
         self._count += 1
-        prompt = self._random.choices(range(self._vocabulary), k=tokens)
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=answer, detokenize=False)
         self._engine.add_request(str(self._count), {"prompt_token_ids": prompt}, params)
         return str(self._count)

@@ -53,6 +53,11 @@ class Samples:
         """Return in how many rounds the pass has been measured."""
         return len(self._seconds.get(variant, {}).get(phase, {}).get(size, ()))
 
+    def forget(self, phase: str, size: int) -> None:
+        """Have the pass measured anew, of all variants."""
+        for phases in self._seconds.values():
+            phases.get(phase, {}).pop(size, None)
+
     def sizes(self, phase: str) -> list[int]:
         """Return the sizes that every variant was measured at, ascending."""
         curves = [set(phases.get(phase, ())) for phases in self._seconds.values()]

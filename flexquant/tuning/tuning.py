@@ -18,11 +18,19 @@ from flexquant.merge.provenance import folder_label
 from flexquant.pass_times import PassTimes
 from flexquant.policy import Policy
 from flexquant.prediction.model_shape import read_model_shape
-from flexquant.tuning.deciding import Decision, check_decidable, decide, fastest, relative_speed, undecided
+from flexquant.tuning.deciding import (
+    Decision,
+    TooNoisyError,
+    check_decidable,
+    decide,
+    fastest,
+    relative_speed,
+    undecided,
+)
 from flexquant.tuning.grid import Grid, between
 from flexquant.tuning.measuring import Rounds
 from flexquant.tuning.memory import Memory
-from flexquant.tuning.notes import bound_notes, crossover_notes, origin_notes, unused_notes
+from flexquant.tuning.notes import batch_notes, bound_notes, crossover_notes, origin_notes, unused_notes
 from flexquant.tuning.objectives import Goal, meet, optimise
 from flexquant.tuning.plot import save_plot
 from flexquant.tuning.policy_file import policy_document, write_policy
@@ -55,16 +63,20 @@ class Tuning:
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
         overwrite: bool = False,
+        remarks: Sequence[str] = (),
     ) -> None:
         """``variants``: for each the policy that runs every pass in it, the most precise variant first.
 
-        Raises FlexQuantError for a folder that is no merged checkpoint and an output that cannot be written.
+        ``remarks`` are put among the notes. Raises FlexQuantError for a folder that is no merged checkpoint
+        and an output that cannot be written.
         """
         self._checkpoint = MergedCheckpoint.open(folder)
         if output.suffix not in (".yaml", ".yml"):
             raise UsageError(f"the output '{output}' is no policy file; end its name in .yaml")
-        if output.exists() and not overwrite:
-            raise UsageError(f"{output} exists; give another --output, or --overwrite to replace it")
+        self._plots = [output.with_suffix(ending) for ending in (".png", ".svg")]
+        for file in (output, *self._plots):
+            if file.exists() and not overwrite:
+                raise UsageError(f"{file} exists; give another --output, or --overwrite to replace it")
         if not output.parent.is_dir():
             raise UsageError(f"the folder of {output} does not exist; make it first")
         self._output = output
@@ -75,14 +87,17 @@ class Tuning:
         self._max_length = (config.get("text_config") or config).get("max_position_embeddings")
         self._grid = grid.fitting(self._max_length)
         self._memory = Memory.of(self._checkpoint, variants, tensor_parallel_size)
-        self._serving = {
-            "tensor_parallel_size": tensor_parallel_size,
-            **({"enforce_eager": True} if enforce_eager else {}),
-        }
+        self._serving = {"tensor_parallel_size": tensor_parallel_size, "enforce_eager": enforce_eager}
+        self._remarks = remarks
         self._run = {
             "model": folder_label(folder),
             "variants": {name: policy.document for name, policy in variants.items()},
+            "files": {
+                file.name: [file.stat().st_size, file.stat().st_mtime_ns]
+                for file in sorted(folder.glob("*.safetensors"))
+            },
             "context": [self._grid.context, self._grid.long_context],
+            "limits": self._grid.engine_options(self._max_length),
             "engine_arguments": self._serving,
             "machine": describe_machine(),
             "versions": describe_versions(),
@@ -110,7 +125,14 @@ class Tuning:
                 rounds.measure(self._grid.rounds, finer["decode"], finer["prefill"])
             doubtful = {phase: undecided(self._samples, self._names, phase) for phase in PHASES}
             rounds.measure(2 * self._grid.rounds, doubtful["decode"], doubtful["prefill"])
-        check_decidable(self._samples, self._names)
+        try:
+            check_decidable(self._samples, self._names)
+        except TooNoisyError as e:
+            for phase, sizes in e.sizes.items():
+                for size in sizes:
+                    self._samples.forget(phase, size)
+            self._save()
+            raise
 
     def decide(self) -> Tuned:
         """Return the best policy for the goal; raise FlexQuantError where there is none."""
@@ -128,22 +150,23 @@ class Tuning:
         document = policy_document(decision, self._variants, times, str(self._goal))
         notes = [
             *origin_notes(origin, self._goal),
+            *self._remarks,
             *crossover_notes(self._samples, self._names, decision),
             *bound_notes(self._samples, decision, self._goal.slo),
+            *batch_notes(self._samples, self._goal, self._requests(decision.variants)),
             *unused_notes(self._memory, decision),
         ]
         return Tuned(document, decision, times, notes)
 
     def write(self, tuned: Tuned) -> list[Path]:
-        """Write the policy and, with matplotlib, the plot as PNG and SVG; return their paths."""
+        """Write the policy and, if matplotlib is there, the plot as PNG and SVG; return their paths."""
         write_policy(self._output, tuned.document, tuned.decision, tuned.times, tuned.notes)
         self._partial.unlink(missing_ok=True)
-        plots = [self._output.with_suffix(ending) for ending in (".png", ".svg")]
         try:
-            save_plot(tuned.times, tuned.decision, f"{self._run['model']}: time of a pass", plots)
+            save_plot(tuned.times, tuned.decision, f"{self._run['model']}: time of a pass", self._plots)
         except ImportError:
-            plots = []
-        return [self._output, *plots]
+            return [self._output]
+        return [self._output, *self._plots]
 
     @property
     def _names(self) -> list[str]:

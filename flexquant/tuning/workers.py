@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from flexquant.errors import FlexQuantError
+from flexquant.evaluation.engine import engine, prepare_environment
 from flexquant.policy import Policy
 from flexquant.yaml_document import to_yaml
 
@@ -26,6 +29,16 @@ START_TIMEOUT = 1800
 """Seconds that an engine may take to start: compiling and capturing a large model takes minutes."""
 CALL_TIMEOUT = 600
 LOG_LINES = 15
+
+_processes = multiprocessing.get_context("forkserver")
+
+
+def import_ahead() -> None:
+    """Begin what all workers import, once and in the background; it takes a large part of their start."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    prepare_environment()
+    _processes.set_forkserver_preload(["vllm.entrypoints.llm"])
+    forkserver.ensure_running()
 
 
 class Worker:
@@ -37,9 +50,8 @@ class Worker:
         policy_file = logs / f"{name}.yaml"
         policy_file.write_text(to_yaml(policy.document), encoding="utf-8")
         options = {**options, "flexquant": {"policy": str(policy_file)}}
-        context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, str(self._log), str(folder), options))
+        self._connection, other = _processes.Pipe()
+        self._process = _processes.Process(target=_serve, args=(other, str(self._log), str(folder), options))
         self._process.start()
         other.close()
 
@@ -60,10 +72,10 @@ class Worker:
         self._connection.close()
 
     def join(self) -> None:
-        """Wait for the end of the process, and enforce it if need be."""
+        """Wait for the end of the process; if it does not come, end it and the processes that it started."""
         self._process.join(30)
-        if self._process.is_alive():
-            self._process.kill()
+        if self._process.is_alive() and self._process.pid is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.join()
 
     def _receive(self, timeout: float) -> Any:
@@ -92,6 +104,7 @@ def start_workers(
     ``options`` returns vLLM's engine arguments for a name. On a GPU the engines start one after the other,
     since each looks how much memory is left. Raises FlexQuantError if one does not start.
     """
+    import_ahead()
     from vllm.platforms import current_platform
 
     workers: dict[str, Worker] = {}
@@ -113,11 +126,10 @@ def start_workers(
 
 def _serve(connection: Connection, log: str, folder: str, options: dict[str, Any]) -> None:
     """Answer calls until the parent closes the connection; body of the process."""
+    os.setpgrp()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    from flexquant.evaluation.engine import engine
     from flexquant.tuning.pass_timer import PassTimer
 
     try:

@@ -19,6 +19,6 @@ def test_a_gpu_is_tuned(checkpoints: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     measured = load_policy(str(output)).measured
     assert measured is not None
-    assert "enforce_eager" not in measured.origin["engine_arguments"]
+    assert measured.origin["engine_arguments"]["enforce_eager"] is False
     assert measured.origin["machine"]["gpu"] is not None
     assert all(list(curve)[-1] == 128 for curve in measured.decode.values())

@@ -57,8 +57,8 @@ def test_every_size_is_measured_and_written_down(tuned):
     measured = load_policy(str(output)).measured
     assert set(measured.decode) == set(measured.prefill) == {"w8a8", "w4a16"}
     for variant in measured.variants:
-        assert list(measured.decode[variant]) == [1, 3, 4]
-        assert list(measured.prefill[variant]) == [16, 32]
+        assert list(measured.decode[variant]) == [1, 4]
+        assert list(measured.prefill[variant]) == [12, 32]
     assert measured.origin["versions"]["vllm"]
     assert json.loads(done.stdout.splitlines()[-1])["measured"] == measured.to_data()
     assert f"wrote {output}" in done.stdout
@@ -68,11 +68,12 @@ def test_every_size_is_measured_and_written_down(tuned):
 def test_policy_show_draws_the_times_beside_the_plans(tuned, real_merged):
     output, _ = tuned
     shown = run("policy", "show", output, "--model", real_merged)
-    table = load_policy(str(output)).measured
+    policy = load_policy(str(output))
+    table = build_route_table(policy, ["w8a8", "w4a16"], num_layers=30, max_tokens=64)
     assert f"measured: {real_merged.name}" in shown.stdout
     row = next(line for line in shown.stdout.splitlines() if line.startswith("4 sequences"))
-    assert f"{1e3 * table.decode['w8a8'][4].median:.3g} (" in row
-    assert row.split()[-1] in ("w8a8", "w4a16")
+    assert f"{1e3 * policy.measured.decode['w8a8'][4].median:.3g} (" in row
+    assert row.split()[-1] == table.lookup("decode", 4).name
 
 
 def served_passes(merged, policy, folder) -> list[dict]:

@@ -18,11 +18,18 @@ from flexquant.named_policies import find_policies
 from flexquant.policy import load_policy
 from flexquant.routes import build_route_table
 from flexquant.tuning.candidates import find_variants, leave_out_lossy
-from flexquant.tuning.deciding import check_decidable, decide, fastest, relative_speed, undecided
+from flexquant.tuning.deciding import (
+    TooNoisyError,
+    check_decidable,
+    decide,
+    fastest,
+    relative_speed,
+    undecided,
+)
 from flexquant.tuning.grid import CPU, GPU, QUICK_CPU, QUICK_GPU, between
 from flexquant.tuning.memory import Memory
-from flexquant.tuning.notes import bound_notes, crossover_notes, unused_notes
-from flexquant.tuning.objectives import Slo, meet, optimise
+from flexquant.tuning.notes import batch_notes, bound_notes, crossover_notes, origin_notes, unused_notes
+from flexquant.tuning.objectives import Goal, Slo, meet, optimise
 from flexquant.tuning.policy_file import policy_document, write_policy
 from flexquant.tuning.samples import Samples, median_interval
 from tests.checkpoints import make_checkpoint
@@ -133,8 +140,12 @@ def test_one_odd_size_makes_no_range_of_its_own():
 
 def test_a_noisy_machine_is_told_and_not_decided():
     samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 1.01}, noise=0.4)
-    with pytest.raises(FlexQuantError, match=r"too noisy to decide: at \d+ of 14 sizes"):
+    with pytest.raises(TooNoisyError, match=r"too noisy to decide: at \d+ of 14 sizes") as caught:
         check_decidable(samples, VARIANTS)
+    size = caught.value.sizes["prefill"][0]
+    samples.forget("prefill", size)
+    assert [samples.count(v, "prefill", size) for v in VARIANTS] == [0, 0]
+    assert [samples.count(v, "decode", size) for v in VARIANTS] == [6, 6]
 
 
 def test_few_undecided_sizes_are_noted():
@@ -145,6 +156,19 @@ def test_few_undecided_sizes_are_noted():
     assert check_decidable(samples, VARIANTS) == {"decode": [], "prefill": [128]}
     notes = crossover_notes(samples, VARIANTS, plain(samples))
     assert "prefill: undecided within noise at 128 tokens." in notes
+
+
+def test_a_crossover_is_told_with_the_sizes_that_noise_leaves_open():
+    curves = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.7 if n < 8 else 1.0 if n < 32 else 1.3}
+    samples = measured(curves, noise=0.02)
+    (note, _) = crossover_notes(samples, VARIANTS, plain(samples))
+    assert "takes over between the measured 4 and 8; no difference beyond noise at 8, 16)" in note
+
+
+def test_too_few_rounds_are_told():
+    origin = {"machine": {"gpu": "H"}, "versions": {}, "command": "", "date": "", "rounds": 2}
+    assert origin_notes(origin, Goal())[-1] == "Fewer than 3 rounds: nothing is known of the noise."
+    assert origin_notes({**origin, "rounds": 3}, Goal())[-1].startswith("Medians of 3 rounds or more")
 
 
 def test_clear_differences_are_decided():
@@ -163,19 +187,28 @@ def test_balanced_loads_only_what_gains():
 
 
 def test_throughput_counts_the_batch_that_fits():
-    """Both variants leave room for 8 requests, W4A16 alone for 64: its larger batch is worth more."""
+    """Equally fast variants, of which both leave room for 30 requests, W8A8 for 50 and W4A16 for 70."""
     samples = measured(crossing_at(11))
 
     def choose(room):
         return optimise(samples, VARIANTS, "throughput", requests=lambda variants: room[len(variants)])
 
     assert choose({1: 64, 2: 64}).variants == ("w8a8",)
-    small = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.5})
+    equal = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 1.0})
     memory = Memory(total=1000, shared=100, own={"w8a8": 400, "w4a16": 200})
-    decision = optimise(small, VARIANTS, "throughput", lambda variants: memory.requests(variants, 10))
-    assert decision.variants == ("w4a16",)
+    for request, chosen in ((10, "w4a16"), (1, "w8a8")):
+        decision = optimise(equal, VARIANTS, "throughput", lambda v, r=request: memory.requests(v, r))
+        assert decision.variants == (chosen,)
     with pytest.raises(FlexQuantError, match="no variant leaves room in memory for one request"):
         choose({1: 0, 2: 0})
+
+
+def test_throughput_beyond_what_was_measured_is_told():
+    samples = measured(crossing_at(11))
+    (note,) = batch_notes(samples, Goal("throughput", request_tokens=100), requests=65)
+    assert "that of 64 sequences" in note and "65 requests of 100 tokens fit" in note
+    assert batch_notes(samples, Goal("throughput"), requests=64) == []
+    assert batch_notes(samples, Goal("latency"), requests=65) == []
 
 
 def test_memory_is_divided_by_weights_and_evenly_beyond():
@@ -202,6 +235,8 @@ def test_an_unreachable_bound_names_the_nearest():
     samples = measured({"w8a8": lambda n: 0.010, "w4a16": lambda n: 0.005}, noise=0)
     with pytest.raises(FlexQuantError, match=r"tpot=1ms cannot be met: .* w4a16; ask for tpot=\d+ms or more"):
         meet(samples, VARIANTS, Slo.parse("tpot=1ms"))
+    with pytest.raises(FlexQuantError, match=r"^ttft=2ms cannot be met: .*tpot=1ms cannot be met: "):
+        meet(samples, VARIANTS, Slo.parse("tpot=1ms,ttft=2ms"))
 
 
 @pytest.mark.parametrize(
@@ -324,14 +359,15 @@ def quality_file(tmp_path, **losses):
 
 
 def test_lossy_variants_are_left_out(merged, tmp_path):
-    variants = find_variants(merged, None)
-    file = quality_file(tmp_path, w8a8=0.01, w4a16=0.3)
-    kept, losses = leave_out_lossy(variants, file, 0.1)
-    assert list(kept) == ["w8a8"]
-    assert losses == {"w8a8": 0.01, "w4a16": 0.3}
-    assert list(leave_out_lossy(variants, file, 0.5)[0]) == ["w8a8", "w4a16"]
-    with pytest.raises(FlexQuantError, match=r"no variant loses at most 0.001: the best, w8a8, loses 0.01"):
-        leave_out_lossy(variants, file, 0.001)
+    variants = find_variants(merged, ["w8a8", "w4a16", "w4a8"])
+    file = quality_file(tmp_path, w8a8=0.01, w4a16=0.3, w4a8=0.4)
+    kept, losses = leave_out_lossy(variants, file, 0.3)
+    assert list(kept) == ["w8a8", "w4a16"]
+    assert losses == {"w8a8": 0.01, "w4a16": 0.3, "w4a8": 0.4}
+    told = r"\(w8a8 0.01, w4a16 0.3, w4a8 0.4\), which leaves nothing to choose from"
+    for most, found in ((0.1, "only w8a8 loses"), (0.001, "no variant loses")):
+        with pytest.raises(FlexQuantError, match=f"{found} at most {most} {told}"):
+            leave_out_lossy(variants, file, most)
 
 
 def test_a_quality_file_has_to_know_the_variants(merged, tmp_path):
