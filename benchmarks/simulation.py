@@ -35,6 +35,7 @@ from flexquant.checkpoint import read_merged_config
 from flexquant.evaluation.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy import load_policy
 from flexquant.simulation.arrivals import make_trace
+from flexquant.simulation.graphs import default_capture_sizes
 from flexquant.simulation.pass_cost import PassCost
 from flexquant.simulation.replaying import replay
 from flexquant.simulation.report import summarise
@@ -119,6 +120,25 @@ def compare(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def server_limits(
+    options: ServerOptions, max_num_batched_tokens: int, logged: int | None, on_gpu: bool
+) -> Limits:
+    """Return a server's limits; ``logged``: the tokens of KV cache that it told at start.
+
+    vLLM tells the most requests of the greatest length, each in whole blocks, times that length, and keeps
+    one block for padding.
+    """
+    block = 16 if on_gpu else 128
+    tokens = None
+    if logged is not None:
+        blocks = round(logged / options.max_length * -(-options.max_length // block))
+        tokens = (blocks - 1) * block
+    sizes: tuple[int, ...] = ()
+    if on_gpu and not options.eager:
+        sizes = default_capture_sizes(options.max_sequences, max_num_batched_tokens)
+    return Limits(max_num_batched_tokens, options.max_sequences, tokens, block, sizes)
+
+
 def measure(subject: Subject, args: argparse.Namespace, trace: list[Request]) -> list[dict[str, Any]]:
     """Return one comparison a round for a policy, served and simulated."""
     assert subject.policy is not None
@@ -136,11 +156,12 @@ def measure(subject: Subject, args: argparse.Namespace, trace: list[Request]) ->
     )
     args.logs.mkdir(parents=True, exist_ok=True)
     log = args.logs / f"simulation-{Path(subject.policy).stem}.log"
-    server = Server(subject, args.folder, options, torch.cuda.is_available(), log)
+    on_gpu = torch.cuda.is_available()
+    server = Server(subject, args.folder, options, on_gpu, log)
     rounds = []
     try:
         told = server.wait_until_ready(args.start_timeout)
-        limits = Limits(args.max_num_batched_tokens, args.max_num_seqs, told.get("kv_cache_tokens"))
+        limits = server_limits(options, args.max_num_batched_tokens, told.get("kv_cache_tokens"), on_gpu)
         table, cost = route_table(policy, times, limits, model), PassCost(times)
         for _ in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:

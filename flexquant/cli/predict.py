@@ -15,10 +15,14 @@ examples:
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+from flexquant.checkpoint import read_merged_config
 from flexquant.cli._arguments import parse_count
 from flexquant.errors import FlexQuantError, UsageError
+from flexquant.pass_times import PassTimes
+from flexquant.policy import load_policy, parse_policy
 
 NAME = "predict"
 HELP = "predict speed and memory of a merged checkpoint on a device"
@@ -29,7 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME|FILE", help="built-in device or device file")
     parser.add_argument("--list-devices", action="store_true", help="list the built-in devices")
     parser.add_argument(
-        "--measured", metavar="POLICY", help="tuned policy whose measured times to compare with"
+        "--measured",
+        metavar="POLICY",
+        help="tuned policy whose measured times to compare with (default: the one stored in OUT, if any)",
     )
     parser.add_argument("--input-len", type=parse_count, default=1024, metavar="N", help="default: 1024")
     parser.add_argument("--output-len", type=parse_count, default=256, metavar="N", help="default: 256")
@@ -45,7 +51,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from flexquant.policy import load_policy
     from flexquant.prediction.device import builtin_devices, load_device
     from flexquant.prediction.model_shape import read_model_shape
     from flexquant.prediction.report import format_report, make_report
@@ -59,19 +64,26 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError("give a merged checkpoint and --device, or --list-devices alone")
     device = load_device(args.device)
     model = read_model_shape(args.folder, args.tensor_parallel_size, w4a8=args.w4a8)
-    measured = None
-    if args.measured is not None:
-        measured = load_policy(args.measured).measured
-        if measured is None:
-            raise FlexQuantError(
-                f"{args.measured} has no key 'measured'; give a policy that 'flexquant tune' wrote"
-            )
+    measured = _find_measured(Path(args.folder), args.measured)
     report = make_report(
         model, device, args.input_len, args.output_len, args.gpu_memory_utilization, measured
     )
     count = "" if args.tensor_parallel_size == 1 else f"{args.tensor_parallel_size} x "
     print(f"{args.folder} on {count}{device.description} ({device.name})\n\n{format_report(report)}")
-    return {"model": args.folder, "tensor_parallel_size": args.tensor_parallel_size, **report.to_json()}
+    return {"model": args.folder, **report.to_json()}
+
+
+def _find_measured(folder: Path, given: str | None) -> tuple[PassTimes, str] | None:
+    """Return the measured times of the given policy, else of the checkpoint's, and the policy's name."""
+    if given is not None:
+        times = load_policy(given).measured
+        if times is None:
+            raise FlexQuantError(f"{given} has no key 'measured'; give a policy that 'flexquant tune' wrote")
+        return times, given
+    stored = read_merged_config(folder)[0].policy
+    source = "the checkpoint's policy"
+    times = None if stored is None else parse_policy(stored, source).measured
+    return None if times is None else (times, source)
 
 
 def _fraction(text: str) -> float:

@@ -9,6 +9,9 @@ with one request a line, in the order of arrival:
 
   {"arrival": 0.25, "input": 512, "output": 128}        seconds, tokens, tokens
 
+Scheduling is synchronous: with asynchronous scheduling, vLLM's default on GPUs, requests wait up to a pass
+longer than simulated.
+
 examples:
   flexquant simulate --trace bursty --policy tuned.yaml --policy w8a8 --policy w4a16
   flexquant simulate --trace steady --speed 4 --policy phase --policy phase-batch --times tuned.yaml
@@ -19,9 +22,9 @@ examples:
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexquant.checkpoint import MergedConfig, read_merged_config
 from flexquant.cli._arguments import parse_count
@@ -29,6 +32,12 @@ from flexquant.errors import UsageError
 from flexquant.named_policies import find_policies
 from flexquant.pass_times import PassTimes
 from flexquant.policy import Policy
+from flexquant.routes import RouteTable
+
+if TYPE_CHECKING:
+    from flexquant.prediction.device import Device
+    from flexquant.prediction.model_shape import ModelShape
+    from flexquant.simulation.trace import Request
 
 NAME = "simulate"
 HELP = "judge policies on a request trace, without a GPU"
@@ -62,6 +71,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="merged checkpoint; needed for --device, and for policies that name layers",
     )
     parser.add_argument(
+        "--tensor-parallel-size",
+        type=parse_count,
+        metavar="N",
+        help="devices that share the model, for --device (default: 1)",
+    )
+    parser.add_argument(
         "--speed",
         type=_parse_speed,
         default=1.0,
@@ -73,29 +88,42 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=parse_count,
         default=8192,
         metavar="N",
-        help="most tokens in a pass (default: 8192, that of 'vllm serve' on GPUs with 70 GiB and more; "
-        "it is 2048 on smaller ones and on CPUs)",
+        help="most tokens in a pass (default: 8192, that of 'vllm serve' on GPUs of 70 to 160 GiB except the "
+        "A100; it is 16384 on larger ones, 2048 on smaller ones, the A100 and CPUs)",
     )
     parser.add_argument(
         "--max-num-seqs",
         type=parse_count,
         default=256,
         metavar="N",
-        help="most sequences in a pass (default: 256; 'vllm serve': 1024 on GPUs with 70 GiB and more, 256 "
-        "on smaller ones, 128 on CPUs)",
+        help="most sequences in a pass (default: 256, that of 'vllm serve' on GPUs below 70 GiB and the "
+        "A100; it is 1024 on larger ones, 128 on CPUs)",
     )
     parser.add_argument(
         "--kv-cache-tokens",
         type=parse_count,
         metavar="N",
-        help="tokens that the KV cache holds, which vLLM logs at start (default: no limit)",
+        help="tokens that the KV cache holds, which vLLM logs at start (default: what the variants of the "
+        "policy leave of the --device's memory; else no limit)",
     )
     parser.add_argument(
-        "--block-size", type=parse_count, default=16, metavar="N", help="tokens of a KV block (default: 16)"
+        "--block-size",
+        type=parse_count,
+        default=16,
+        metavar="N",
+        help="tokens of a KV block (default: 16, that of 'vllm serve' on GPUs; it is 128 on CPUs)",
+    )
+    parser.add_argument(
+        "--capture-sizes",
+        type=_parse_sizes,
+        metavar="N,N,...|default|none",
+        help="tokens of the CUDA graphs, to which passes are padded; those of 'vllm serve' by default, or "
+        "none (default: 'default' for times of a GPU that were not measured eagerly, else 'none')",
     )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    from flexquant.simulation.graphs import measured_with_graphs
     from flexquant.simulation.pass_cost import PassCost
     from flexquant.simulation.replaying import replay
     from flexquant.simulation.report import compare, format_table, summarise
@@ -103,15 +131,33 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from flexquant.simulation.times import check_times, route_table
     from flexquant.simulation.trace import read_trace
 
-    limits = Limits(args.max_num_batched_tokens, args.max_num_seqs, args.kv_cache_tokens, args.block_size)
+    if args.tensor_parallel_size is not None and args.device is None:
+        raise UsageError(
+            "--tensor-parallel-size is for predicted times, and measured ones are those of the devices they "
+            "were measured on; give --device, or leave it out"
+        )
     trace = [r._replace(arrival=r.arrival / args.speed) for r in read_trace(args.trace)]
     model = None if args.model is None else read_merged_config(args.model)
-    policies, times, source = _find_policies_and_times(args, model)
+    policies, times, source, predicted = _find_policies_and_times(args, model)
+    on_gpu = measured_with_graphs(times) if predicted is None else predicted[1].is_gpu
+    limits = Limits(
+        args.max_num_batched_tokens,
+        args.max_num_seqs,
+        args.kv_cache_tokens,
+        args.block_size,
+        _capture_sizes(args, on_gpu),
+    )
     for name, policy in policies.items():
         check_times(name, policy, times)
     cost = PassCost(times)
     tables = {name: route_table(policy, times, limits, model) for name, policy in policies.items()}
-    results = {name: summarise(replay(trace, table, cost, limits)) for name, table in tables.items()}
+    kv_cache = dict.fromkeys(tables, args.kv_cache_tokens)
+    if predicted is not None and args.kv_cache_tokens is None:
+        kv_cache = {name: _kv_cache_tokens(*predicted, table, trace) for name, table in tables.items()}
+    results = {
+        name: summarise(replay(trace, table, cost, replace(limits, kv_cache_tokens=kv_cache[name])))
+        for name, table in tables.items()
+    }
 
     tokens = {"input": sum(r.input for r in trace), "output": sum(r.output for r in trace)}
     seconds = trace[-1].arrival - trace[0].arrival
@@ -119,11 +165,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         f"{args.trace}: {len(trace)} requests in {seconds:.4g} s, {tokens['input']} input and "
         f"{tokens['output']} output tokens; times of {source}"
     )
+    if predicted is not None and args.kv_cache_tokens is None:
+        print("KV cache: " + ", ".join(f"{name} {size} tokens" for name, size in kv_cache.items()))
     print(format_table(results))
     return {
         "trace": {"name": args.trace, "requests": len(trace), "seconds": seconds, **tokens},
         "speed": args.speed,
         "limits": asdict(limits),
+        "kv_cache_tokens": kv_cache,
         "times": {"source": source, "origin": dict(times.origin)},
         "results": results,
         "relative_to_first": compare(results),
@@ -132,7 +181,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _find_policies_and_times(
     args: argparse.Namespace, model: tuple[MergedConfig, int] | None
-) -> tuple[dict[str, Policy], PassTimes, str]:
+) -> tuple[dict[str, Policy], PassTimes, str, tuple[ModelShape, Device] | None]:
+    """Return the policies, the times, where they are from and, for predicted ones, of what."""
     from flexquant.simulation.times import find_times
 
     if model is None:
@@ -141,16 +191,51 @@ def _find_policies_and_times(
                 "--device predicts the times of a model; give its merged checkpoint with --model"
             )
         times, source = find_times(args.policy, args.times)
-        return find_policies(args.policy, times.variants), times, source
+        return find_policies(args.policy, times.variants), times, source, None
     variants, stored = list(model[0].variants), model[0].policy
     policies = find_policies(args.policy, variants, args.model, stored)
     if args.device is None:
-        return policies, *find_times(args.policy, args.times, stored)
+        return policies, *find_times(args.policy, args.times, stored), None
 
-    from flexquant.prediction.predicting import predict_pass_times
+    from flexquant.prediction.device import load_device
+    from flexquant.prediction.model_shape import read_model_shape
+    from flexquant.prediction.predicting import CONTEXT, pass_times
 
     w4a8 = any("w4a8" in policy.derived for policy in policies.values())
-    return policies, predict_pass_times(args.model, args.device, w4a8=w4a8), args.device
+    device = load_device(args.device)
+    shape = read_model_shape(args.model, args.tensor_parallel_size or 1, w4a8=w4a8)
+    return policies, pass_times(shape, device, CONTEXT), args.device, (shape, device)
+
+
+def _kv_cache_tokens(model: ModelShape, device: Device, table: RouteTable, trace: list[Request]) -> int:
+    """Return the tokens of KV cache beside the variants that serving loads: those of the table's plans."""
+    from flexquant.prediction.predicting import UTILIZATION, kv_cache_tokens
+
+    variants = list(dict.fromkeys(variant for plan in table.plans for variant in plan.variants))
+    longest = max(request.input + request.output for request in trace)
+    return kv_cache_tokens(model, device, longest, UTILIZATION, variants)
+
+
+def _capture_sizes(args: argparse.Namespace, on_gpu: bool) -> tuple[int, ...]:
+    from flexquant.simulation.graphs import default_capture_sizes
+
+    sizes = args.capture_sizes or ("default" if on_gpu else "none")
+    if sizes == "none":
+        return ()
+    if sizes == "default":
+        return default_capture_sizes(args.max_num_seqs, args.max_num_batched_tokens)
+    return tuple(size for size in sizes if size <= args.max_num_batched_tokens)  # vLLM drops the others
+
+
+def _parse_sizes(text: str) -> str | list[int]:
+    if text in ("default", "none"):
+        return text
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is neither 'default' nor 'none' nor whole numbers of at least 1 such as 1,2,4,8"
+        )
+    return sorted({int(part) for part in parts})
 
 
 def _parse_speed(text: str) -> float:

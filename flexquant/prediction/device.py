@@ -5,7 +5,7 @@
     memory_gib: 80
     memory_gb_per_s: 3350
     tflops: {bf16: 989.4, int8: 1978.9, fp8: 1978.9}    # data sheet, dense
-    processors: 132                                     # streaming multiprocessors
+    processors: 132                                     # streaming multiprocessors; left out for CPUs
     call_us: 25                                         # of a linear by itself: launch, ramp-up, tail
     call_in_pass_us: 8                                  # in a pass, launches hidden by CUDA graphs
     kernels:                                            # by scheme
@@ -31,11 +31,16 @@ from flexquant.yaml_document import Document, KeyPath, from_yaml, show
 
 SCHEMA = "flexquant.device/v1"
 PACKAGE = "flexquant.prediction.devices"
-RATES = {"bf16": "bf16", "w8a8": "int8", "fp8": "fp8", "w4a16": "bf16", "w4a8": "int8"}
-"""The arithmetic of each scheme's kernel: its activations' type."""
+RATES = {"bf16": "bf16", "w8a8": "int8", "fp8": "fp8", "w4a16": "bf16", "w8a16": "bf16", "w4a8": "int8"}
+"""The arithmetic of each scheme's kernel: its activations' type.
+
+Where w8a16 (8-bit weights, 16-bit activations) has no kernel of its own it takes that of w4a16, as in vLLM.
+"""
 
 BANDWIDTH = (1, 100_000)  # GB/s
 RATE = (0.001, 100_000)  # TFLOPS
+CACHE = 20
+"""Times the memory's bandwidth that a kernel whose weights stay in caches can have."""
 MEMORY = (0.1, 10_000)  # GiB
 FRACTION = (0.01, 1)
 OVERHEAD = (0, 1_000_000)  # microseconds
@@ -82,12 +87,20 @@ class Device:
     kernels: Mapping[str, Kernel]
     """By scheme."""
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it has multiprocessors: files of CPUs leave out ``processors``."""
+        return self.processors > 1
+
     def kernel(self, scheme: str) -> Kernel:
         """Raise :class:`FlexQuantError` for a scheme that the device cannot run."""
+        if scheme == "w8a16" and scheme not in self.kernels:
+            scheme = "w4a16"
         if scheme not in self.kernels:
             raise FlexQuantError(
                 f"device {self.name} has no kernel for {scheme}, only for {', '.join(self.kernels)}; choose "
-                f"another device, or give its rate under 'tflops' and its kernel under 'kernels'"
+                "another device or a checkpoint in these schemes, or give its rate under 'tflops' and its "
+                "kernel under 'kernels'"
             )
         return self.kernels[scheme]
 
@@ -185,7 +198,8 @@ def _kernel(
     else:
         rate = _number(document, (*path, "efficiency"), FRACTION, "of the rate") * tflops[RATES[scheme]]
     if "gb_per_s" in data:
-        speed = _number(document, (*path, "gb_per_s"), BANDWIDTH, "GB/s")
+        limits = (BANDWIDTH[0], min(BANDWIDTH[1], CACHE * bandwidth))
+        speed = _number(document, (*path, "gb_per_s"), limits, f"GB/s, up to {CACHE} x memory_gb_per_s")
     else:
         speed = _number(document, (*path, "bandwidth"), FRACTION, "of memory_gb_per_s") * bandwidth
     own_call = _number(document, (*path, "call_us"), OVERHEAD, "microseconds", call * 1e6) / 1e6

@@ -130,7 +130,7 @@ class LinearReader:
             )
         weights, activations = group.weights, group.input_activations
         if activations is None or activations.num_bits == 16:
-            return "w4a16" if weights.num_bits <= 8 else "bf16"
+            return "w4a16" if weights.num_bits <= 4 else "w8a16" if weights.num_bits <= 8 else "bf16"
         kinds = (_kind(weights), weights.num_bits, _kind(activations), activations.num_bits)
         if (scheme := SCHEMES.get(kinds)) is None:
             raise FlexQuantError(

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ class ModelShape:
     own_bytes: Mapping[str, float]
     """By variant: tensors that no other variant has."""
     shared_bytes: float
+    tensor_parallel_size: int
+    has_sliding_window: bool
+    """Whether some layers attend to the latest tokens only; they are counted as if they attended to all."""
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -42,15 +45,20 @@ class ModelShape:
     @property
     def resident_bytes(self) -> float:
         """All variants' weights; tensors stored once count once."""
-        return self.shared_bytes + sum(self.own_bytes.values())
+        return self.bytes_of(self.variants)
+
+    def bytes_of(self, variants: Iterable[str]) -> float:
+        """Weights when only these are loaded."""
+        return self.shared_bytes + sum(self.own_bytes[variant] for variant in variants)
 
 
 def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8: bool = False) -> ModelShape:
     """Read config.json and the safetensors headers of the merged checkpoint in ``folder``.
 
     ``w4a8`` adds the variant that a policy can derive from one with INT4 weights, for which vLLM's kernel
-    keeps a copy of them. Sliding windows are not modelled. Raises FlexQuantError for a foreign checkpoint, a
-    scheme that the model does not know, and attention heads that ``tensor_parallel_size`` does not divide.
+    keeps a copy of them. Sliding windows are counted as full attention. Raises FlexQuantError for a foreign
+    checkpoint, a scheme that the model does not know, and attention heads that ``tensor_parallel_size`` does
+    not divide.
     """
     checkpoint = MergedCheckpoint.open(folder)
     config = checkpoint.config.get("text_config") or checkpoint.config
@@ -101,7 +109,16 @@ def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8:
         next(iter(readers.values())).head(vocabulary, hidden).share(tensor_parallel_size),
         own_bytes,
         shared_bytes,
+        tensor_parallel_size,
+        _has_sliding_window(config),
     )
+
+
+def _has_sliding_window(config: Mapping[str, Any]) -> bool:
+    """Tell as transformers does: by ``layer_types``, else ``sliding_window`` unless it is switched off."""
+    if layer_types := config.get("layer_types"):
+        return "sliding_attention" in layer_types
+    return bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False
 
 
 def _source_of_w4a8(linears: Mapping[str, Mapping[Linear, int]], folder: str | Path) -> str:

@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexquant.errors import FlexQuantError
 from flexquant.pass_times import Curve, PassTimes, Time
-from flexquant.prediction.device import RATES, Device, load_device
+from flexquant.prediction.device import Device, load_device
 from flexquant.prediction.linears import Linear
 from flexquant.prediction.model_shape import ModelShape, read_model_shape
 from flexquant.prediction.roofline import Cost, attention_cost, linear_cost, pass_cost
@@ -23,6 +24,8 @@ DECODE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PREFILL_SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
 MAX_SIZE = 4096
 """Sequences or tokens up to which the fastest variant is sought."""
+UTILIZATION = 0.9
+"""Share of the memory that vLLM takes by default."""
 CONTEXT = 1152
 """Tokens of a sequence in the KV cache, by default: half way through 256 after a prompt of 1024."""
 
@@ -95,10 +98,12 @@ def pass_times(
     )
 
 
-def fastest(model: ModelShape, phase: str, context: int, device: Device) -> list[Winner]:
-    """Return the fastest variant by size, from 1 to :data:`MAX_SIZE`; each next one starts at a crossover."""
+def fastest(
+    model: ModelShape, phase: str, context: int, device: Device, max_size: int = MAX_SIZE
+) -> list[Winner]:
+    """Return the fastest variant by size, from 1 to ``max_size``; each next one starts at a crossover."""
     winners: list[Winner] = []
-    for size in range(1, MAX_SIZE + 1):
+    for size in range(1, max_size + 1):
         times = {v: pass_cost(model, v, phase, size, context, device).seconds for v in model.variants}
         best = min(times, key=lambda variant: times[variant])
         if winners and winners[-1].variant == best:
@@ -117,26 +122,46 @@ def gemm_crossover(a: Linear, b: Linear, device: Device) -> int | None:
 
 
 def max_requests(
-    model: ModelShape, device: Device, tokens: int, utilization: float, weights: float | None = None
+    model: ModelShape,
+    device: Device,
+    tokens: int,
+    utilization: float,
+    variants: Collection[str] | None = None,
 ) -> int:
     """Return how many requests of ``tokens`` tokens the KV cache holds at once, at least 1.
 
-    ``utilization``: the share of the memory that vLLM may take. ``weights``: bytes, by default those of all
-    variants. Raises :class:`FlexQuantError`, with the numbers, for a model that does not fit.
+    Arguments and errors are those of :func:`kv_cache_tokens`.
     """
-    weights = model.resident_bytes if weights is None else weights
+    return kv_cache_tokens(model, device, tokens, utilization, variants) // tokens
+
+
+def kv_cache_tokens(
+    model: ModelShape,
+    device: Device,
+    tokens: int,
+    utilization: float,
+    variants: Collection[str] | None = None,
+) -> int:
+    """Return how many tokens the KV cache holds.
+
+    ``utilization``: the share of the memory that vLLM may take. ``variants``: those that are loaded, by
+    default all. Raises :class:`FlexQuantError`, with the numbers, unless the model fits with a request of
+    ``tokens`` tokens.
+    """
+    variants = model.variants if variants is None else variants
+    weights = model.bytes_of(variants)
     budget = device.memory_bytes * utilization
     left = budget - weights - device.reserve_bytes
     request = tokens * model.kv_bytes_per_token
     if left < request:
         raise FlexQuantError(
             f"the model does not fit on {device.name}: {_gib(weights)} GiB of weights "
-            f"({', '.join(model.variants)}), {_gib(device.reserve_bytes)} GiB for activations and the "
+            f"({', '.join(variants)}), {_gib(device.reserve_bytes)} GiB for activations and the "
             f"runtime and {_gib(request)} GiB of KV cache for one request of {tokens} tokens, but "
             f"{utilization:g} of its {_gib(device.memory_bytes)} GiB is {_gib(budget)} GiB; give a larger "
             "--tensor-parallel-size, shorter requests, a larger device or a checkpoint with fewer variants"
         )
-    return int(left // request)
+    return int(left // model.kv_bytes_per_token)
 
 
 def hardware_table(
@@ -146,12 +171,11 @@ def hardware_table(
     requests = max_requests(model, device, tokens, utilization)
     rows = {}
     for variant in model.variants:
-        alone = model.shared_bytes + model.own_bytes[variant]
         cost: Cost = pass_cost(model, variant, "decode", requests, context, device)
         scheme = main_scheme(model, variant)
         rows[variant] = HardwareRow(
             device.kernel(scheme).flops_per_s / 1e12,
-            max_requests(model, device, tokens, utilization, alone),
+            max_requests(model, device, tokens, utilization, [variant]),
             requests / cost.seconds,
             cost.compute,
             cost.memory,
@@ -161,10 +185,10 @@ def hardware_table(
 
 def main_scheme(model: ModelShape, variant: str) -> str:
     """Return the scheme in which most of a variant's weights are."""
-    sizes = dict.fromkeys(RATES, 0)
+    sizes: Counter[str] = Counter()
     for linear, count in model.linears[variant].items():
         sizes[linear.scheme] += count * linear.experts * linear.inputs * linear.outputs
-    return max(sizes, key=lambda scheme: sizes[scheme])
+    return sizes.most_common(1)[0][0]
 
 
 def errors(model: ModelShape, device: Device, measured: PassTimes) -> Errors:

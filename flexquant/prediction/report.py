@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -28,9 +28,14 @@ from flexquant.prediction.predicting import (
 GIB = 2**30
 
 
+EITHER = "either"
+
+
 @dataclass(frozen=True)
 class Report:
     device: str
+    tensor_parallel_size: int
+    """Devices; memory, weights and KV cache are those of each."""
     memory_gib: float
     memory_gb_per_s: float
     tokens: tuple[int, int]
@@ -42,7 +47,10 @@ class Report:
     """By variant."""
     times: PassTimes
     fastest: Mapping[str, list[Winner]]
-    """By phase."""
+    """By phase; decode up to the requests that fit."""
+    has_sliding_window: bool
+    measured: str | None
+    """Which measurement the prediction is compared with, and where it was made."""
     errors: Errors | None
     """Predicted / measured - 1; None without a measurement."""
 
@@ -56,24 +64,45 @@ def make_report(
     input_tokens: int,
     output_tokens: int,
     utilization: float,
-    measured: PassTimes | None = None,
+    measured: tuple[PassTimes, str] | None = None,
 ) -> Report:
-    """Predict for requests of these lengths; raise FlexQuantError for a model that does not fit."""
+    """Predict for requests of these lengths; ``measured``: times and the policy that carries them.
+
+    Raises FlexQuantError for a model that does not fit, and times of other variants.
+    """
     tokens = input_tokens + output_tokens
     context = input_tokens + output_tokens // 2
+    requests = max_requests(model, device, tokens, utilization)
+    most = {"decode": min(MAX_SIZE, requests), "prefill": MAX_SIZE}
     return Report(
         device.name,
+        model.tensor_parallel_size,
         device.memory_bytes / GIB,
         device.bytes_per_s / 1e9,
         (input_tokens, output_tokens),
-        max_requests(model, device, tokens, utilization),
+        requests,
         model.resident_bytes / GIB,
         model.kv_bytes_per_token / 1024,
         hardware_table(model, device, context, tokens, utilization),
         pass_times(model, device, context),
-        {phase: fastest(model, phase, context, device) for phase in PHASES},
-        None if measured is None else errors(model, device, measured),
+        {phase: fastest(model, phase, context, device, most[phase]) for phase in PHASES},
+        model.has_sliding_window,
+        None if measured is None else f"{measured[1]} ({describe_origin(measured[0].origin)})",
+        None if measured is None else errors(model, device, measured[0]),
     )
+
+
+def describe_origin(origin: Mapping[str, Any]) -> str:
+    """Return where times come from: the GPU or CPU and how many share the model, or a predicted device."""
+    if "machine" not in origin and "device" in origin:
+        return f"predicted for {origin['device']}"
+    machine = origin.get("machine")
+    place = str(machine or "an unknown machine")
+    if isinstance(machine, Mapping):
+        place = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
+    arguments = origin.get("engine_arguments")
+    size = arguments.get("tensor_parallel_size", 1) if isinstance(arguments, Mapping) else "unknown"
+    return f"measured on {place}, tensor-parallel size {size}"
 
 
 def format_report(report: Report) -> str:
@@ -81,8 +110,9 @@ def format_report(report: Report) -> str:
     prompt, output = report.tokens
     header = f"{'':<10}{'rate':>10}{'max':>10}{'max':>10}{'compute':>10}{'memory':>10}{'requests':>10}"
     units = f"{'':<10}{'TFLOPS':>10}{'requests':>10}{'tokens/s':>10}{'ms':>10}{'ms':>10}{'alone':>10}"
+    each = "per device: " if report.tensor_parallel_size > 1 else ""
     lines = [
-        f"memory {report.memory_gib:g} GiB, {report.memory_gb_per_s:g} GB/s; weights of all variants "
+        f"{each}memory {report.memory_gib:g} GiB, {report.memory_gb_per_s:g} GB/s; weights of all variants "
         f"{report.weights_gib:.3g} GiB, KV cache {report.kv_kib_per_token:.4g} KiB a token",
         f"decoding as many requests of {prompt} + {output} tokens as fit:",
         header,
@@ -93,6 +123,11 @@ def format_report(report: Report) -> str:
             f"{variant:<10}{row.rate_tflops:>10.4g}{report.max_requests:>10}{row.tokens_per_s:>10,.0f}"
             f"{_ms(row.compute_seconds):>10}{_ms(row.memory_seconds):>10}{row.requests_alone:>10}"
         )
+    if report.has_sliding_window:
+        lines.append(
+            "note: layers with a sliding window are counted as full attention; with contexts beyond the "
+            "window more requests fit, and decoding is faster"
+        )
     times = report.times
     lines += ["", f"decode, ms a pass, by sequences of {times.context} tokens in the KV cache"]
     lines += _time_table(times.decode)
@@ -100,14 +135,39 @@ def format_report(report: Report) -> str:
     lines += _time_table(times.prefill)
     lines.append("")
     for phase, unit in (("decode", "sequences"), ("prefill", "tokens")):
-        spans = ", ".join(_span(winner) for winner in report.fastest[phase])
-        lines.append(f"fastest {phase} by {unit}: {spans}")
+        winners = report.fastest[phase]
+        last = winners[-1].last
+        spans = ", ".join(_span(winner, last) for winner in collapse(winners, len(report.hardware)))
+        bound = f", up to the {last} that fit" if last < MAX_SIZE else ""
+        lines.append(f"fastest {phase} by {unit}{bound}: {spans}")
     if report.errors is not None:
-        lines += ["", "predicted against measured: median over the measured sizes, and the worst of them"]
+        lines += ["", f"predicted against {report.measured}: median over the measured sizes, and the worst"]
         for phase, by_variant in report.errors.items():
             cells = [f"{variant} {_error(list(sizes.values()))}" for variant, sizes in by_variant.items()]
             lines.append(f"{phase}: {', '.join(cells)}")
     return "\n".join(lines)
+
+
+def collapse(winners: Sequence[Winner], variants: int = 2) -> list[Winner]:
+    """Merge what lies between the first and the last of four or more winners of two variants in turn.
+
+    There tiles decide, which the times of both fill differently. The merged one is named ``either``, or both
+    if the model has more ``variants``.
+    """
+    spans = []
+    i = 0
+    while i < len(winners):
+        end = i + 1  # of the winners from i on that take turns
+        while end < len(winners) and (end < i + 2 or winners[end].variant == winners[end - 2].variant):
+            end += 1
+        spans.append(winners[i])
+        if end - i >= 4:
+            name = EITHER if variants == 2 else f"{winners[i].variant} or {winners[i + 1].variant}"
+            spans.append(Winner(name, winners[i + 1].first, winners[end - 2].last))
+            i = end - 1
+        else:
+            i += 1
+    return spans
 
 
 def _time_table(curves: Mapping[str, Mapping[int, Any]]) -> list[str]:
@@ -126,8 +186,8 @@ def _error(errors: list[float]) -> str:
     return f"{100 * median(errors):+.0f} % ({100 * max(errors, key=abs):+.0f} %)"
 
 
-def _span(winner: Winner) -> str:
-    if winner.last == MAX_SIZE:
+def _span(winner: Winner, last: int) -> str:
+    if winner.last == last:
         return f"{winner.variant} from {winner.first}"
     size = str(winner.first) if winner.first == winner.last else f"{winner.first}-{winner.last}"
     return f"{winner.variant} {size}"

@@ -17,11 +17,14 @@ Where the numbers come from. Data sheets: rates, bandwidths. Calibrated per arch
 (N = K = 8192): ``call_us`` on W4A16's gain at M = 1, W4A16's ``efficiency`` on its loss at M = 8192, and on
 Hopper its ``bandwidth`` on the gain with larger matrices. Assumed, for all GPUs alike: W8A8 reaches 0.6 of
 the rate and 0.9 of the bandwidth. Predicted: the crossovers. All five fall within the published brackets,
-and still do when the 0.6 is anything from 0.55 to 0.75. But the form (a sum rather than a maximum) and the
-tiles were settled with the published crossovers in view, and W8A8 is read as FP8 on all GPUs that have it:
-with INT8 kernels, whose tiles on Hopper have 64 rows at least, only H100 and the A100 class hold. The
-published GEMMs were launched one by one; in a pass ``call_in_pass_us`` takes the place of ``call_us``. It is
-assumed, since nothing published shows it; it is the same for all variants, so it moves no crossover.
+and still do with anything from 0.55 to 0.75 for the 0.6 when W4A16's calibrated efficiency moves along in
+proportion, which keeps its published loss; with W8A8's alone changed, from 0.55 to 0.65. But the form (a sum
+rather than a maximum) and the tiles were settled with the published crossovers in view, and W8A8 is read as
+FP8 on all GPUs that have it: with INT8 kernels, whose tiles on Hopper have 64 rows at least, only H100 and
+the A100 class hold. The published figures of W4A16 are Marlin's; on Hopper vLLM prefers Machete, which uses
+wgmma and is expected to lose less at many tokens: not calibrated, nothing is published. The published GEMMs
+were launched one by one; in a pass ``call_in_pass_us`` takes the place of ``call_us``. It is assumed, since
+nothing published shows it; it is the same for all variants, so it moves no crossover.
 """
 
 from __future__ import annotations

@@ -15,7 +15,11 @@ Decode attention is bound by reading the KV cache, hence k, which was measured. 
 arithmetic on pairs of a query and a key: one prompt of n tokens has n^2 / 2 pairs, prompts that share a pass
 have fewer, and later chunks of a long one more. The time p of a pair is the curvature of the prefill curve:
 that of a + b n + p n^2 / 2, fitted to the times of the larger sizes, where arithmetic bounds all else too.
-It lies between 0 and k: a pair in decode costs no less, since there each key is read for one query.
+It lies between 0 and k: a pair in decode costs no less, since there each key is read for one query. (No such
+bound where k is 0, which is what remains of a k smaller than its noise.)
+
+A pass that is padded to the size of a CUDA graph has more tokens than its sequences: s and n are the padded
+ones, while padding has no context and no pairs.
 
 Corrections never make a pass quicker than a part of it alone: one decoding sequence without any context, or
 the longest chunk as a prompt of its own.
@@ -43,7 +47,9 @@ class PassCost:
         """Raise FlexQuantError for times whose contexts cost more than the passes themselves."""
         self.times = times
         curvature = sum(_curvature(curve) for curve in times.prefill.values()) / len(times.prefill)
-        self.pair_seconds = min(max(0.0, curvature), times.context_seconds)
+        self.pair_seconds = max(0.0, curvature)
+        if times.context_seconds > 0:
+            self.pair_seconds = min(self.pair_seconds, times.context_seconds)
         self._simple: dict[tuple[str, bool, int], float] = {}
         context = times.context * times.context_seconds
         for variant in times.variants:
@@ -55,28 +61,30 @@ class PassCost:
                     f"{1e3 * context:.4g} ms (context_ns); measure again with 'flexquant tune'"
                 )
 
-    def seconds(self, plan: Plan, phase: str, batch: Batch) -> float:
-        """Return the time of a pass; ``phase`` as :func:`flexquant.simulation.replaying.phase_of` tells."""
+    def seconds(self, plan: Plan, phase: str, batch: Batch, padded: int) -> float:
+        """Return the time of a pass of ``padded`` tokens, those of the batch and padding.
+
+        ``phase`` as :func:`flexquant.simulation.replaying.phase_of` tells.
+        """
         context_seconds = self.times.context_seconds
         if phase == "decode":
             contexts = sum(context for _, _, context in batch)
-            measured = self.times.context * len(batch)
+            measured = self.times.context * padded
             return max(
-                self._time(plan, True, len(batch)) + context_seconds * (contexts - measured),
+                self._time(plan, True, padded) + context_seconds * (contexts - measured),
                 self._time(plan, True, 1) - context_seconds * self.times.context,
             )
-        total = contexts = longest = 0
+        contexts = longest = 0
         pairs = 0.0
         for _, tokens, context in batch:
-            total += tokens
             if tokens == 1:
                 contexts += context
             else:
                 pairs += tokens * (context + tokens / 2)
                 longest = max(longest, tokens)
-        seconds = self._time(plan, False, total) + context_seconds * contexts
+        seconds = self._time(plan, False, padded) + context_seconds * contexts
         return max(
-            seconds + self.pair_seconds * (pairs - total * total / 2), self._time(plan, False, longest)
+            seconds + self.pair_seconds * (pairs - padded * padded / 2), self._time(plan, False, longest)
         )
 
     def _time(self, plan: Plan, decode: bool, size: int) -> float:

@@ -25,6 +25,7 @@ class TimedPass(NamedTuple):
     phase: Phase
     plan: str
     tokens: int
+    """Without padding."""
     sequences: int
 
 
@@ -65,8 +66,9 @@ def replay(trace: list[Request], table: RouteTable, cost: PassCost, limits: Limi
             continue
         phase = phase_of(batch)
         tokens = sum(tokens for _, tokens, _ in batch)
-        plan = table.lookup(phase, tokens)
-        seconds = cost.seconds(plan, phase, batch)
+        padded = limits.padded(tokens)
+        plan = table.lookup(phase, padded)
+        seconds = cost.seconds(plan, phase, batch, padded)
         passes.append(TimedPass(now, seconds, phase, plan.name, tokens, len(batch)))
         now += seconds
         for sequence in scheduler.complete(batch):

@@ -11,7 +11,9 @@ the queue, where its prompt and what it has generated become its prompt; it need
 left, so that no other is admitted in that pass either. The pass that computes the last token
 of a prompt also yields the first token of the answer.
 
-Not modelled: prefix caching, speculative decoding, priorities.
+Not modelled: prefix caching, speculative decoding, priorities, and asynchronous scheduling, vLLM's default on
+GPUs: there a request that arrives during pass n joins pass n + 2 rather than n + 1, and a finished sequence
+holds its place for one pass more.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Limits:
     """Tokens that the KV cache holds, in whole blocks; None: no limit."""
     block_size: int = 16
     """Tokens of a block."""
+    capture_sizes: tuple[int, ...] = ()
+    """Tokens of the CUDA graphs, ascending; none on a CPU and in eager mode."""
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -47,6 +51,15 @@ class Limits:
     def blocks(self) -> float:
         """Blocks of the KV cache, a whole number or infinity."""
         return math.inf if self.kv_cache_tokens is None else self.kv_cache_tokens // self.block_size
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Most tokens of a decode pass, padding included."""
+        return self.padded(self.max_num_seqs)
+
+    def padded(self, tokens: int) -> int:
+        """Return the tokens of the smallest CUDA graph that holds a pass; without one it is not padded."""
+        return next((size for size in self.capture_sizes if size >= tokens), tokens)
 
     def check_fits(self, request: Request, number: int) -> None:
         """Raise FlexQuantError for a request that the KV cache cannot hold even alone.

@@ -75,7 +75,7 @@ def route_table(
         num_layers,
         max_tokens=limits.max_num_batched_tokens,
         layered_plans_allowed=layered,
-        max_sequences=limits.max_num_seqs,
+        max_sequences=limits.max_decode_tokens,
     )
 
 

@@ -8,10 +8,13 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
+from benchmarks.speed.results import ROOT, read_cells
+from benchmarks.speed.tables import kernel_results
 from flexquant import cli
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
@@ -23,13 +26,16 @@ from flexquant.prediction.linears import Linear, LinearReader
 from flexquant.prediction.model_shape import read_model_shape
 from flexquant.prediction.predicting import (
     MAX_SIZE,
+    Winner,
     errors,
     fastest,
     gemm_crossover,
     hardware_table,
+    kv_cache_tokens,
     max_requests,
     predict_pass_times,
 )
+from flexquant.prediction.report import collapse, describe_origin, format_report, make_report
 from flexquant.prediction.roofline import Cost, linear_cost, pass_cost, quantisation_cost
 from flexquant.yaml_document import from_data
 from tests.checkpoints import make_checkpoint
@@ -60,21 +66,24 @@ def ratio(device: Device, name: str, tokens: int, outputs: int = 8192, inputs: i
     return a / b
 
 
-def with_w8a8_efficiency(device: Device, efficiency: float) -> Device:
-    """All kernels faster or slower alike, which keeps the calibrated loss at large M."""
+def with_efficiency(device: Device, w8a8: float, alone: bool) -> Device:
+    """W8A8's (and FP8's) assumed 0.6 replaced; unless ``alone``, all kernels' moved in proportion."""
     kernels = {
-        scheme: dataclasses.replace(kernel, flops_per_s=kernel.flops_per_s * efficiency / 0.6)
+        scheme: dataclasses.replace(kernel, flops_per_s=kernel.flops_per_s * w8a8 / 0.6)
         for scheme, kernel in device.kernels.items()
+        if not alone or scheme in ("w8a8", "fp8")
     }
-    return dataclasses.replace(device, kernels=kernels)
+    return dataclasses.replace(device, kernels={**device.kernels, **kernels})
 
 
-@pytest.mark.parametrize("efficiency", [0.55, 0.6, 0.75])
-def test_crossovers_fall_within_the_published_brackets(efficiency: float) -> None:
+@pytest.mark.parametrize(
+    ("efficiency", "alone"), [(0.55, False), (0.6, False), (0.75, False), (0.55, True), (0.65, True)]
+)
+def test_crossovers_fall_within_the_published_brackets(efficiency: float, alone: bool) -> None:
     """Strictly: W4A16 wins at the lower end and loses at the upper one. Asked of 4 GPUs, met by all 5."""
     misses = []
     for name, (low, high) in CROSSOVERS.items():
-        device = with_w8a8_efficiency(load_device(name), efficiency)
+        device = with_efficiency(load_device(name), efficiency, alone)
         if not ratio(device, name, low) > 1 > ratio(device, name, high):
             misses.append(name)
     assert misses == []
@@ -108,22 +117,22 @@ def test_loss_of_w4a16_at_many_tokens(name: str) -> None:
     assert 1 / ratio(load_device(name), name, 8192) == pytest.approx(LOSSES[name], rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "weight_bytes", "microseconds"),
-    [
-        ("bf16", 1769472, {1: 206, 16: 2718, 256: 42558}),
-        ("w8a8", 887040, {1: 264, 16: 720, 256: 5596}),
-        ("w4a16", 470032, {1: 149, 16: 693, 256: 10708}),
-    ],
-)
-def test_this_cpu_against_its_measurement(
-    scheme: str, weight_bytes: int, microseconds: dict[int, float]
-) -> None:
-    """down_proj of SmolLM2-135M, from benchmarks/results/smollm2-135m-cpu/kernels; within 35 %."""
+def test_this_cpu_against_its_measurement() -> None:
+    """Every linear in benchmarks/results/smollm2-135m-cpu/kernels: median within 35 %, all within 60 %."""
     device = load_device("cpu-2-core")
-    for tokens, measured in microseconds.items():
-        predicted = linear_cost(Linear(576, 1536, weight_bytes, scheme), tokens, device).seconds * 1e6
-        assert predicted == pytest.approx(measured, rel=0.35)
+    cells = read_cells(ROOT / "benchmarks/results/smollm2-135m-cpu")
+    off: dict[str, list[float]] = {}
+    for (_, outputs, inputs), by_tokens in kernel_results(cells).items():
+        for tokens, by_scheme in by_tokens.items():
+            for scheme, found in by_scheme.items():
+                if "microseconds" in found:
+                    linear = Linear(outputs, inputs, found["weight_bytes"], scheme)
+                    predicted = 1e6 * linear_cost(linear, tokens, device).seconds
+                    off.setdefault(scheme, []).append(abs(predicted / found["microseconds"] - 1))
+    assert off.keys() == {"bf16", "w8a8", "w4a16"}
+    for scheme, values in off.items():
+        assert median(values) < 0.35, scheme
+        assert max(values) < 0.6, scheme
 
 
 DEVICE = """schema: flexquant.device/v1
@@ -207,6 +216,7 @@ BAD = {
     "efficiency above 1": ("{efficiency: 0.5", "{efficiency: 5", 12, "efficiency is 5", "0.01 to 1"),
     "two rates": ("{tflops: 4,", "{tflops: 4, efficiency: 1,", 14, "has both 'efficiency'", "one of the two"),
     "no rate": ("{tflops: 4, ", "{", 14, "has neither 'efficiency' and 'tflops'", "give one of the two"),
+    "cache speed": ("gb_per_s: 80", "gb_per_s: 2001", 14, "gb_per_s is 2001", "1 to 2000 (GB/s, up to 20 x"),
     "tile": ("16: 16x64", "16: 16", 13, "tiles.16 is 16", "64x128"),
     "tiles a list": ("{16: 16x64, 64: 64x64}", "[16x64]", 13, "tiles is [", "give a mapping"),
     "no processors": ("processors: 4\n", "", 12, "'processors'", "add that key"),
@@ -329,6 +339,58 @@ def test_unknown_schemes_are_refused() -> None:
         LinearReader(tensors({"embed.weight": (4, 4)}), section, "here").decoder_linears(1)
 
 
+def weight_only(bits: int) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(("bits", "scheme"), [(4, "w4a16"), (8, "w8a16")])
+def test_weight_only_schemes(device: Device, bits: int, scheme: str) -> None:
+    shapes = {"layers.0.up_proj.weight": (32, 16), "layers.0.up_proj.weight_scale": (32, 1)}
+    (linear,) = LinearReader(tensors(shapes), weight_only(bits), "here").decoder_linears(1)
+    assert linear.scheme == scheme
+    assert device.kernel(scheme) == device.kernels["w4a16"]
+
+
+def test_w4a8_is_not_derived_from_8_bit_weights(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "w8a16", scheme="w8a8")
+    config = json.loads((checkpoint / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        del group["input_activations"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    merge_checkpoints({"w8a16": checkpoint}, tmp_path / "merged")
+    assert predict_pass_times(tmp_path / "merged", "a100").variants == ("w8a16",)
+    with pytest.raises(FlexQuantError, match="the variants w8a16, of which none has INT4 weights"):
+        read_model_shape(tmp_path / "merged", w4a8=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, False),
+        ({"sliding_window": None}, False),
+        ({"sliding_window": 4096}, True),
+        ({"sliding_window": 4096, "use_sliding_window": False}, False),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"]}, False),
+        ({"sliding_window": 4096, "layer_types": ["full_attention", "sliding_attention"]}, True),
+    ],
+)
+def test_sliding_windows_are_told(
+    capsys: pytest.CaptureFixture[str],
+    merged: Path,
+    tmp_path: Path,
+    only_predict: None,
+    config: dict[str, Any],
+    expected: bool,
+) -> None:
+    for file in merged.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    before = json.loads((merged / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**before, **config}))
+    text, result = run(capsys, str(tmp_path), "--device", "h100")
+    assert ("note: layers with a sliding window" in text) == result["has_sliding_window"] == expected
+
+
 def test_layers_left_in_16_bit_are_bf16(tmp_path: Path) -> None:
     sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
     plain = make_checkpoint(tmp_path / "bf16", scheme=None)
@@ -342,9 +404,10 @@ def test_layers_left_in_16_bit_are_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", builtin_devices())
-def test_every_shipped_device_predicts(merged: Path, name: str) -> None:
-    times = predict_pass_times(merged, name, w4a8=True)
-    assert times.variants == ("w8a8", "w4a16", "w4a8")
+def test_every_shipped_device_predicts(merged: Path, merged_fp8: Path, name: str) -> None:
+    eight = "fp8" if name == "b200" else "w8a8"
+    times = predict_pass_times(merged_fp8 if eight == "fp8" else merged, name, w4a8=True)
+    assert times.variants == (eight, "w4a16", "w4a8")
     assert times.origin["device"] == name
     for curves in (times.decode, times.prefill):
         for curve in curves.values():
@@ -353,7 +416,16 @@ def test_every_shipped_device_predicts(merged: Path, name: str) -> None:
             assert all(time.low == time.median == time.high for time in curve.values())
     document = from_data({"measured": times.to_data()}, "prediction", "policy")
     again = read_pass_times(document.data["measured"], ("measured",), document)
-    assert again.decode["w8a8"][8].median == pytest.approx(times.decode["w8a8"][8].median, rel=1e-3)
+    assert again.decode[eight][8].median == pytest.approx(times.decode[eight][8].median, rel=1e-3)
+
+
+def test_int8_is_refused_where_vllm_has_no_kernel_for_it(merged: Path) -> None:
+    with pytest.raises(FlexQuantError, match="b200 has no kernel for w8a8, only for bf16, fp8, w4a16, w4a8;"):
+        predict_pass_times(merged, "b200")
+
+
+def test_cpus_are_told_from_gpus() -> None:
+    assert [name for name in builtin_devices() if not load_device(name).is_gpu] == ["cpu-2-core"]
 
 
 def test_a_dozen_devices_are_shipped() -> None:
@@ -396,6 +468,43 @@ def test_fastest_changes_where_times_cross(merged: Path, device: Device) -> None
             assert a <= b
 
 
+def test_variants_in_turn_are_collapsed() -> None:
+    turns = [Winner(v, i, i) for i, v in enumerate("abab", 1)]
+    assert collapse(turns) == [Winner("a", 1, 1), Winner("either", 2, 3), Winner("b", 4, 4)]
+    assert collapse(turns[:3]) == turns[:3]  # nothing is gained
+    longer = [Winner(v, i, i) for i, v in enumerate("cababacac", 1)]
+    assert [(w.variant, w.first, w.last) for w in collapse(longer, 3)] == [
+        ("c", 1, 1),
+        ("a", 2, 2),
+        ("a or b", 3, 5),
+        ("a", 6, 6),
+        ("a or c", 7, 8),
+        ("c", 9, 9),
+    ]
+
+
+def test_fastest_decode_ends_at_the_requests_that_fit(merged: Path, device: Device) -> None:
+    report = make_report(read_model_shape(merged), device, 20_000, 4_000, 0.9)
+    assert report.max_requests < MAX_SIZE
+    assert report.fastest["decode"][-1].last == report.max_requests
+    assert report.fastest["prefill"][-1].last == MAX_SIZE
+    made = dataclasses.replace(
+        report,
+        fastest={
+            "decode": [Winner("w4a16", 1, 11), Winner("w8a8", 12, 50)],
+            "prefill": [
+                Winner("w4a16", 1, 54),
+                Winner("w8a8", 55, 64),
+                Winner("w4a16", 65, 140),
+                Winner("w8a8", 141, MAX_SIZE),
+            ],
+        },
+    )
+    text = format_report(made)
+    assert "fastest decode by sequences, up to the 50 that fit: w4a16 1-11, w8a8 from 12\n" in text
+    assert text.endswith("fastest prefill by tokens: w4a16 1-54, either 55-140, w8a8 from 141")
+
+
 def test_device_without_fp8_is_refused(merged_fp8: Path) -> None:
     with pytest.raises(FlexQuantError, match="a100 has no kernel for fp8, only for bf16, w8a8, w4a16, w4a8;"):
         predict_pass_times(merged_fp8, "a100")
@@ -408,7 +517,9 @@ def test_requests_that_fit(merged: Path, device: Device) -> None:
     assert max_requests(model, device, 1280, 0.9) == left // (1280 * 512)
     row = hardware_table(model, device, 1152, 1280, 0.9)["w4a16"]
     assert row.rate_tflops == 4
-    assert row.requests_alone >= max_requests(model, device, 1280, 0.9)
+    left += model.own_bytes["w8a8"]
+    assert row.requests_alone == left // (1280 * 512)
+    assert kv_cache_tokens(model, device, 1, 0.9, ["w4a16"]) == left // 512
 
 
 def test_model_that_does_not_fit_is_refused(merged: Path, device: Device) -> None:
@@ -418,6 +529,8 @@ def test_model_that_does_not_fit_is_refused(merged: Path, device: Device) -> Non
         max_requests(model, device, 10, 0.8)
     with pytest.raises(FlexQuantError, match="--tensor-parallel-size, shorter requests, a larger device"):
         max_requests(model, device, 1_000_000, 0.9)
+    with pytest.raises(FlexQuantError, match=r"GiB of weights \(w4a16\), "):
+        kv_cache_tokens(model, device, 10, 0.8, ["w4a16"])
 
 
 def test_heads_that_cannot_be_shared_are_refused(merged: Path) -> None:
@@ -456,7 +569,8 @@ def test_command(
 ) -> None:
     text, result = run(capsys, str(merged), "--device", "h100", "--w4a8")
     assert "NVIDIA H100 SXM, 80 GB (h100)" in text
-    assert "fastest decode by sequences: " in text and "measured" not in text
+    assert "fastest decode by sequences: " in text and "predicted against" not in text
+    assert "\nmemory 79.6 GiB" in text and result["tensor_parallel_size"] == 1
     assert set(result["hardware"]) == {"w8a8", "w4a16", "w4a8"}
     assert result["max_requests"] > 1000
     assert result["errors"] is None
@@ -467,8 +581,46 @@ def test_command(
                 curve[size] = [2 * time for time in times]
     policy = tuned(tmp_path / "tuned.yaml", slower)
     text, result = run(capsys, str(merged), "--device", "h100", "--measured", policy)
+    assert f"predicted against {policy} (predicted for h100): median over the measured sizes" in text
     assert "prefill: w8a8 -50 % (-50 %), w4a16 -50 % (-50 %)" in text
     assert result["errors"]["decode"]["w4a16"]["8"] == pytest.approx(-0.5, abs=1e-3)
+    text, _ = run(capsys, str(merged), "--device", "h100", "--tensor-parallel-size", "2")
+    assert "\nper device: memory 79.6 GiB" in text
+
+
+def test_command_compares_with_the_stored_measurement(
+    capsys: pytest.CaptureFixture[str], merged: Path, tmp_path: Path, only_predict: None
+) -> None:
+    for file in merged.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    measured = predict_pass_times(merged, "h100").to_data()
+    machine = {"cpu": "AMD EPYC", "cores": 2, "gpu": None}
+    measured["origin"] = {"machine": machine, "engine_arguments": {"tensor_parallel_size": 1}}
+    config = json.loads((merged / "config.json").read_text())
+    policy = json.loads(Path(tuned(tmp_path / "tuned.yaml", measured)).read_text())
+    config["quantization_config"]["policy"] = policy
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text, result = run(capsys, str(tmp_path), "--device", "h100")
+    assert result["measured"] == (
+        "the checkpoint's policy (measured on AMD EPYC, 2 cores, tensor-parallel size 1)"
+    )
+    assert f"predicted against {result['measured']}: median" in text
+    assert result["errors"]["decode"]["w8a8"]["8"] == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        (
+            {"machine": {"cpu": "x", "cores": 8, "gpu": "NVIDIA H20"}, "engine_arguments": {}},
+            "measured on NVIDIA H20, tensor-parallel size 1",
+        ),
+        ({"machine": "mine"}, "measured on mine, tensor-parallel size unknown"),
+        ({}, "measured on an unknown machine, tensor-parallel size unknown"),
+    ],
+)
+def test_where_a_measurement_was_made(origin: dict[str, Any], expected: str) -> None:
+    assert describe_origin(origin) == expected
 
 
 def test_errors_need_a_variant_in_common(merged: Path, merged_fp8: Path, tmp_path: Path) -> None:

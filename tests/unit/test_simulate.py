@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,15 +12,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulation import find_trace, sent_requests
+from benchmarks.simulation import find_trace, sent_requests, server_limits
+from benchmarks.speed.servers import ServerOptions
 from flexquant import cli
 from flexquant.checkpoint import MergedConfig, Variant
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.merge import merge_checkpoints
 from flexquant.pass_times import PassTimes, Time
 from flexquant.policy import SCHEMA, load_policy, parse_policy
+from flexquant.prediction.model_shape import read_model_shape
 from flexquant.routes import Plan
 from flexquant.simulation.arrivals import BUILTIN, make_builtin, make_trace
+from flexquant.simulation.graphs import default_capture_sizes, measured_with_graphs
 from flexquant.simulation.pass_cost import PassCost
 from flexquant.simulation.replaying import Replay, replay
 from flexquant.simulation.report import compare, format_table, summarise
@@ -202,10 +206,11 @@ def test_blocks_are_given_back() -> None:
 # time of a pass
 
 
-def seconds(times: PassTimes, phase: str, *chunks: tuple[int, int], plan: str = "w8a8") -> float:
+def seconds(times: PassTimes, phase: str, *chunks: tuple[int, int], padding: int = 0) -> float:
     """The time of a pass; ``chunks``: (tokens, context) of every sequence."""
     batch = [(Sequence(Request(0, 1, 1)), tokens, context) for tokens, context in chunks]
-    return PassCost(times).seconds(Plan(plan, (plan,)), phase, batch)
+    padded = sum(tokens for tokens, _ in chunks) + padding
+    return PassCost(times).seconds(Plan("w8a8", ("w8a8",)), phase, batch, padded)
 
 
 def test_contexts_other_than_measured_cost_or_save_time() -> None:
@@ -240,6 +245,20 @@ def test_a_pair_of_tokens_costs_at_most_what_it_costs_in_decode() -> None:
     assert PassCost(make_times({"w8a8": ({1: 1.0}, concave)}, 1, 3e-8)).pair_seconds == 0
 
 
+def test_contexts_without_a_cost_say_nothing_of_pairs() -> None:
+    curve = {n: 2e-8 * n * n for n in (256, 512, 1024, 2048)}
+    assert PassCost(make_times({"w8a8": ({1: 1.0}, curve)}, 1, 0.0)).pair_seconds == pytest.approx(4e-8)
+
+
+def test_padding_has_no_context_and_no_pairs() -> None:
+    curve = {n: 1e-3 + 1e-4 * n + 2e-8 * n * n for n in (16, 64, 128, 256, 512, 1024, 2048)}
+    times = make_times({"w8a8": ({1: 0.01, 4: 0.012, 8: 0.02}, curve)}, context=100, context_seconds=1e-6)
+    decode = seconds(times, "decode", (1, 100), (1, 100), (1, 700), padding=1)
+    assert decode == pytest.approx(0.012 + (900 - 400) * 1e-6)
+    prefill = seconds(times, "prefill", (500, 0), padding=12)
+    assert prefill == pytest.approx(curve[512] + 4e-8 * (500**2 - 512**2) / 2)
+
+
 def test_a_pass_is_never_quicker_than_its_longest_chunk_alone() -> None:
     curve = {128: 0.010, 256: 0.012, 512: 0.020, 1000: 0.060, 1024: 0.060, 2048: 0.2}
     times = make_times({"w8a8": ({1: 1.0}, curve)}, 1, 1e-3)
@@ -250,6 +269,54 @@ def test_a_pass_is_never_quicker_than_its_longest_chunk_alone() -> None:
 def test_times_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(FlexQuantError, match="64 tokens of context alone 64 ms .*; measure again"):
         PassCost(make_times(context=64, context_seconds=1e-3))
+
+
+# CUDA graphs
+
+
+def test_default_capture_sizes_are_those_of_vllm() -> None:
+    assert default_capture_sizes(4, 2048) == (1, 2, 4, 8)
+    assert default_capture_sizes(13, 2048) == (1, 2, 4, 8, 13, 16, 24)
+    assert default_capture_sizes(13, 19) == (1, 2, 4, 8, 13, 16, 19)
+    sizes = default_capture_sizes(1024, 8192)
+    assert sizes == default_capture_sizes(256, 8192)
+    assert sizes[:5] == (1, 2, 4, 8, 16) and sizes[32:36] == (240, 248, 256, 272) and sizes[-1] == 512
+
+
+def test_passes_are_padded_to_the_next_capture_size() -> None:
+    limits = Limits(capture_sizes=(1, 2, 4, 8, 16))
+    assert [limits.padded(n) for n in (1, 3, 8, 9, 16, 17)] == [1, 4, 8, 16, 16, 17]
+    assert Limits().padded(3) == 3
+    # 10 ms a sequence, 1 ms a token: 3 prompts of 3 tokens, then 3 sequences in the graph of 4.
+    assert passes(run([Request(0, 3, 2)] * 3, limits)) == [(0, 16, "prefill", 9, 3), (16, 40, "decode", 3, 3)]
+    assert passes(run([Request(0, 17, 1)], limits)) == [(0, 17, "prefill", 17, 1)]
+
+
+def test_the_padded_batch_size_decides() -> None:
+    rules = [{"when": {"phase": "decode", "batch_size": {"max": 3}}, "use": "w4a16"}, {"use": "w8a8"}]
+    policy, times = parse_policy({"schema": SCHEMA, "rules": rules}), make_times(CROSSED)
+    plans: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    for sizes in ((), (1, 2, 4)):
+        limits = Limits(2048, 3, capture_sizes=sizes)
+        table = route_table(policy, times, limits)
+        assert table.intervals("decode")[-1].max_tokens == limits.max_decode_tokens
+        result = replay([Request(0, 5, 2)] * 3, table, PassCost(times), limits)
+        plans[sizes] = [(p.plan, p.tokens) for p in result.passes if p.phase == "decode"]
+    assert plans == {(): [("w4a16", 3)], (1, 2, 4): [("w8a8", 3)]}
+
+
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        ({"machine": {"gpu": "NVIDIA H20"}, "engine_arguments": {"tensor_parallel_size": 1}}, True),
+        ({"machine": {"gpu": "NVIDIA H20"}, "engine_arguments": {"enforce_eager": True}}, False),
+        ({"machine": {"cpu": "AMD EPYC", "gpu": None}, "engine_arguments": {}}, False),
+        ({"machine": "made up"}, False),
+        ({}, False),
+    ],
+)
+def test_times_of_a_gpu_have_graphs_unless_it_ran_eagerly(origin: dict[str, Any], expected: bool) -> None:
+    assert measured_with_graphs(dataclasses.replace(make_times(), origin=origin)) == expected
 
 
 # policies
@@ -297,7 +364,7 @@ def test_layers_need_the_model_and_share_the_time() -> None:
     plan = route_table(policy, times, limits, model).lookup("decode", 1)
     assert plan.layers.count("w8a8") == 5
     batch = [(Sequence(Request(0, 1, 1)), 1, 1)]
-    assert PassCost(times).seconds(plan, "decode", batch) == pytest.approx(0.007)
+    assert PassCost(times).seconds(plan, "decode", batch, 1) == pytest.approx(0.007)
 
 
 def test_a_derived_variant_needs_times_of_its_own() -> None:
@@ -391,6 +458,17 @@ def test_what_a_client_sent_is_what_is_simulated() -> None:
     assert sent_requests(found) == [Request(0, 9, 3), Request(0.5, 7, 2)]
 
 
+def test_limits_are_those_of_the_server() -> None:
+    # 70 blocks of 128 hold 70 sequences of 100 tokens, which vLLM tells as 7000; one block is padding's.
+    options = ServerOptions(100, 8, eager=False, kv_cache_gib=1, memory_share=0.9)
+    assert server_limits(options, 2048, 7000, on_gpu=False) == Limits(2048, 8, 69 * 128, 128)
+    # 71 blocks of 16, 7 a sequence: 71 / 7 * 100 tokens, rounded down.
+    limits = server_limits(options, 2048, 1014, on_gpu=True)
+    assert limits == Limits(2048, 8, 70 * 16, 16, (1, 2, 4, 8, 16))
+    eager = dataclasses.replace(options, eager=True)
+    assert server_limits(eager, 2048, None, on_gpu=True) == Limits(2048, 8, None, 16)
+
+
 def test_a_random_trace_is_written_like_a_workload() -> None:
     trace = find_trace("30x100+10@2~0.5", burstiness=1)
     assert len(trace) == 30 and trace[-1].arrival == pytest.approx(29 / 2)
@@ -453,16 +531,72 @@ def test_cli_takes_the_times_and_the_policy_stored_in_the_model(
     assert "w8a8+w4a16[4]" in found["results"]["phase-batch-layer"]["time_per_plan"]
 
 
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("simulate")
+    sources = {scheme: make_checkpoint(folder / scheme, scheme=scheme) for scheme in CROSSED}
+    merge_checkpoints(sources, folder / "merged")
+    return str(folder / "merged")
+
+
 def test_cli_predicts_the_times_of_a_device(
-    capsys: pytest.CaptureFixture[str], tuned: str, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tuned: str, merged: str
 ) -> None:
-    sources = {scheme: make_checkpoint(tmp_path / scheme, scheme=scheme) for scheme in CROSSED}
-    merge_checkpoints(sources, tmp_path / "merged")
-    merged = str(tmp_path / "merged")
     policies = ["--policy", "w8a8", "--policy", "w4a8"]
     _, found = command(capsys, "--trace", "steady", *policies, "--device", "h100", "--model", merged)
     assert found["times"]["source"] == found["times"]["origin"]["device"] == "h100"
     assert found["results"]["w4a8"]["time_per_plan"] == pytest.approx({"w4a8": 1})
+
+
+def test_cli_takes_the_kv_cache_that_the_loaded_variants_leave(
+    capsys: pytest.CaptureFixture[str], tuned: str, merged: str
+) -> None:
+    arguments = ["--trace", "steady", "--device", "cpu-2-core", "--model", merged]
+    lines, found = command(capsys, *arguments, "--policy", "w8a8", "--policy", "phase")
+    shape = read_model_shape(merged)
+    for name, variants in (("w8a8", ["w8a8"]), ("phase", ["w8a8", "w4a16"])):
+        left = (0.9 * 23 - 1) * 2**30 - shape.bytes_of(variants)
+        assert found["kv_cache_tokens"][name] == int(left / shape.kv_bytes_per_token)
+    assert lines[1] == "KV cache: w8a8 {w8a8} tokens, phase {phase} tokens".format(**found["kv_cache_tokens"])
+    _, found = command(capsys, *arguments, "--policy", "w8a8", "--tensor-parallel-size", "2")
+    assert found["kv_cache_tokens"]["w8a8"] > 1.9 * (0.9 * 23 - 1) * 2**30 / shape.kv_bytes_per_token
+    _, found = command(capsys, *arguments, "--policy", "w8a8", "--kv-cache-tokens", "4096")
+    assert found["kv_cache_tokens"] == {"w8a8": 4096}
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes", "expected"),
+    [
+        ("l4", [], list(default_capture_sizes(256, 8192))),
+        ("l4", ["--capture-sizes", "none"], []),
+        ("l4", ["--capture-sizes", "8,4,9000,4"], [4, 8]),
+        ("cpu-2-core", [], []),
+        ("cpu-2-core", ["--capture-sizes", "default"], list(default_capture_sizes(256, 8192))),
+    ],
+)
+def test_cli_pads_passes_on_gpus(
+    capsys: pytest.CaptureFixture[str],
+    tuned: str,
+    merged: str,
+    tmp_path: Path,
+    device: str,
+    sizes: list[str],
+    expected: list[int],
+) -> None:
+    (tmp_path / "one.jsonl").write_text(write_trace([Request(0, 5, 2)]))
+    arguments = ["--trace", str(tmp_path / "one.jsonl"), "--policy", "w8a8", "--device", device]
+    _, found = command(capsys, *arguments, "--model", merged, *sizes)
+    assert found["limits"]["capture_sizes"] == expected
+
+
+def test_cli_refuses_a_model_that_does_not_fit(tuned: str, merged: str, tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(write_trace([Request(0, 100_000_000, 1)]))
+    arguments = ["--trace", str(tmp_path / "long.jsonl"), "--policy", "w8a8"]
+    for device in ("l4", "cpu-2-core"):
+        argv = ["simulate", *arguments, "--device", device, "--model", merged]
+        args = cli.build_parser().parse_args(argv)
+        with pytest.raises(FlexQuantError, match=rf"does not fit on {device}: .* \(w8a8\), "):
+            args.run(args)
 
 
 @pytest.mark.parametrize(
@@ -477,6 +611,7 @@ def test_cli_predicts_the_times_of_a_device(
         (["--policy", "{tuned}", "--policy", "/.{tuned}"], "two policies are named 'tuned.yaml'"),
         (["--policy", "{tuned}", "--model", "nowhere"], "nowhere/config.json cannot be read"),
         (["--policy", "w8a8", "--device", "h100"], "predicts the times of a model; give .* with --model"),
+        (["--policy", "{tuned}", "--tensor-parallel-size", "2"], "is for predicted times, .* give --device"),
     ],
 )
 def test_cli_refuses(capsys: pytest.CaptureFixture[str], tuned: str, argv: list[str], problem: str) -> None:
@@ -494,6 +629,13 @@ def test_cli_wrong_usage(capsys: pytest.CaptureFixture[str], tuned: str, speed: 
     with pytest.raises(SystemExit):
         cli.main(["simulate", "--trace", "bursty", "--policy", tuned, "--speed", speed])
     assert f"'{speed}' is not a number above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sizes", ["", "0", "8,", "8, 16", "all"])
+def test_cli_wrong_capture_sizes(capsys: pytest.CaptureFixture[str], tuned: str, sizes: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "--trace", "bursty", "--policy", tuned, "--capture-sizes", sizes])
+    assert f"'{sizes}' is neither 'default' nor 'none' nor" in capsys.readouterr().err
 
 
 def test_times_of_the_first_policy_that_has_some(tuned: str) -> None:
