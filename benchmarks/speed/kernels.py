@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks.speed.shapes import SHAPES
-from benchmarks.speed.synthetic import linear_tensors, quantisation_section
+from benchmarks.speed.synthetic import group_size, linear_tensors, quantisation_section
 from benchmarks.speed.worker import answer_requests
 from examples.vllm_server import free_port
 
@@ -111,7 +111,7 @@ def build_layer(
         CompressedTensorsConfig,
     )
 
-    section = quantisation_section(stored)
+    section = quantisation_section(stored, group_size(inputs))
     config = CompressedTensorsConfig.from_config(section) if section else None
     with set_current_vllm_config(vllm_config()), torch.device(device()):
         layer = ReplicatedLinear(

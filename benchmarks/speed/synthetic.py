@@ -29,7 +29,8 @@ from benchmarks.speed.shapes import Shape
 
 Tensors = dict[str, torch.Tensor]
 
-GROUP_SIZE = 128
+GROUP_SIZES = (128, 64, 32)
+"""Of W4A16, the preferred one first."""
 DEVIATION = 32
 """Standard deviation of the 8-bit integers: the largest of a row of thousands is then near 127."""
 PRESETS = {
@@ -40,13 +41,21 @@ PRESETS = {
 SCHEMES = ("bf16", *PRESETS)
 
 
-def quantisation_section(scheme: str) -> dict[str, Any] | None:
-    """Return the ``quantization_config`` of a scheme; None for bf16."""
+def group_size(inputs: int) -> int:
+    """Return the weights that share a scale in W4A16: the preferred number of them that divides a row."""
+    return next(size for size in GROUP_SIZES if inputs % size == 0)
+
+
+def quantisation_section(scheme: str, group: int = GROUP_SIZES[0]) -> dict[str, Any] | None:
+    """Return the ``quantization_config`` of a scheme, W4A16 in groups of ``group``; None for bf16."""
     if scheme == "bf16":
         return None
     preset, form = PRESETS[scheme]
+    layers = preset_name_to_scheme(preset, ["Linear"])
+    if scheme == "w4a16":
+        layers.weights.group_size = group
     section = QuantizationConfig(
-        config_groups={"group_0": preset_name_to_scheme(preset, ["Linear"])},
+        config_groups={"group_0": layers},
         ignore=["lm_head"],
         format=form,
         quantization_status="compressed",
@@ -66,7 +75,9 @@ def linear_tensors(scheme: str, outputs: int, inputs: int, name: str) -> Tensors
         upper = (integers / 16).round_().clamp_(-8, 7).to(torch.int8).cpu()
         return {
             "weight_packed": pack_to_int32(upper, 4),  # int32 [outputs, inputs / 8]
-            "weight_scale": torch.full((outputs, inputs // GROUP_SIZE), 16 * scale, dtype=torch.bfloat16),
+            "weight_scale": torch.full(
+                (outputs, inputs // group_size(inputs)), 16 * scale, dtype=torch.bfloat16
+            ),
             "weight_shape": torch.tensor([outputs, inputs]),
         }
     if scheme == "bf16":
