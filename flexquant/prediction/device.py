@@ -8,6 +8,7 @@
     processors: 132                                     # streaming multiprocessors; left out for CPUs
     call_us: 25                                         # of a linear by itself: launch, ramp-up, tail
     call_in_pass_us: 8                                  # in a pass, launches hidden by CUDA graphs
+    attention_tflops: 500                               # of prompts; by default that of the bf16 kernel
     kernels:                                            # by scheme
       w8a8: {efficiency: 0.6, bandwidth: 0.9, tiles: {64: 64x64, 128: 64x128, 256: 128x128}}
       w4a16: {efficiency: 0.387, bandwidth: 0.83}
@@ -84,6 +85,8 @@ class Device:
     """Of a forward pass: scheduling and sampling."""
     reserve_bytes: float
     """Left free for activations, CUDA graphs and the runtime."""
+    attention_flops_per_s: float
+    """Of attention to the tokens of a prompt."""
     kernels: Mapping[str, Kernel]
     """By scheme."""
 
@@ -123,7 +126,8 @@ def load_device(name_or_path: str) -> Device:
 def _validate(document: Document, name: str) -> Device:
     data = document.data
     required = ("schema", "description", "memory_gib", "memory_gb_per_s", "tflops", "kernels")
-    optional = ("processors", "call_us", "call_in_pass_us", "layer_us", "pass_us", "reserve_gib")
+    overheads = ("call_us", "call_in_pass_us", "layer_us", "pass_us")
+    optional = ("processors", "attention_tflops", *overheads, "reserve_gib")
     document.check_keys(data, (), required, optional)
     if data["schema"] != SCHEMA:
         document.fail(("schema",), f"is {show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
@@ -158,6 +162,8 @@ def _validate(document: Document, name: str) -> Device:
         scheme: _kernel(document, scheme, tflops, bandwidth, call, call_in_pass, "processors" in data)
         for scheme in data["kernels"]
     }
+    bf16 = kernels["bf16"].flops_per_s
+    attention = 1e12 * _number(document, ("attention_tflops",), RATE, "TFLOPS", bf16 / 1e12)
     gib = 2.0**30
     return Device(
         name,
@@ -169,6 +175,7 @@ def _validate(document: Document, name: str) -> Device:
         layer,
         whole,
         reserve * gib,
+        attention,
         kernels,
     )
 

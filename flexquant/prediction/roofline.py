@@ -96,7 +96,7 @@ def pass_cost(model: ModelShape, variant: str, phase: str, size: int, context: i
     attention = attention_cost(model, size * context if phase == "decode" else 0, device)
     if phase == "prefill":
         causal_pairs = size * (size + 1) / 2
-        attention += Cost(compute=causal_pairs * model.attention_flops / device.kernel("bf16").flops_per_s)
+        attention += Cost(compute=causal_pairs * model.attention_flops / device.attention_flops_per_s)
     overhead = device.pass_seconds + model.num_layers * device.layer_seconds
     return cost + attention + Cost(overhead=overhead)
 

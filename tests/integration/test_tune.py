@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from flexquant.routes import build_route_table
 
 pytestmark = pytest.mark.engine
 
-FEW = ["--quick", "--max-batch", "4", "--max-tokens", "32"]
+FEW = ["--quick", "--max-batch", "4", "--max-tokens", "64"]
 COMMITTED = Path(__file__).parents[2] / "benchmarks/results/tuning/smollm2-135m.yaml"
 REQUESTS = 32
 NOISY = "this machine is too noisy to decide"
@@ -58,7 +59,7 @@ def test_every_size_is_measured_and_written_down(tuned):
     assert set(measured.decode) == set(measured.prefill) == {"w8a8", "w4a16"}
     for variant in measured.variants:
         assert list(measured.decode[variant]) == [1, 4]
-        assert list(measured.prefill[variant]) == [12, 32]
+        assert list(measured.prefill[variant]) == [12, 40, 64]
     assert measured.origin["versions"]["vllm"]
     assert json.loads(done.stdout.splitlines()[-1])["measured"] == measured.to_data()
     assert f"wrote {output}" in done.stdout
@@ -74,6 +75,16 @@ def test_policy_show_draws_the_times_beside_the_plans(tuned, real_merged):
     row = next(line for line in shown.stdout.splitlines() if line.startswith("4 sequences"))
     assert f"{1e3 * policy.measured.decode['w8a8'][4].median:.3g} (" in row
     assert row.split()[-1] == table.lookup("decode", 4).name
+
+
+def test_this_cpu_is_predicted_as_it_was_measured(real_merged):
+    """The device file was fitted to single kernels, and to decode passes of one sequence."""
+    done = run("predict", real_merged, "--device", "cpu-2-core", "--measured", COMMITTED, "--json")
+    assert "(measured on AMD EPYC, 2 cores, tensor-parallel size 1)" in done.stdout
+    errors = json.loads(done.stdout.splitlines()[-1])["errors"]
+    for phase in ("decode", "prefill"):
+        for variant in ("w8a8", "w4a16"):
+            assert abs(statistics.median(errors[phase][variant].values())) < 0.3
 
 
 def served_passes(merged, policy, folder) -> list[dict]:
@@ -133,6 +144,8 @@ def test_a_stopped_run_goes_on(tiny_merged, tmp_path):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background jobs ignore it, and their children with them.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 300
     while not samples.is_file() and first.poll() is None and time.monotonic() < deadline:

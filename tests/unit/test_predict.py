@@ -454,6 +454,18 @@ def test_calls_in_a_pass_may_be_cheaper(merged: Path, tmp_path: Path, device: De
         assert longer - shorter == pytest.approx(with_head)
 
 
+def test_attention_to_prompts_may_have_a_rate_of_its_own(
+    merged: Path, tmp_path: Path, device: Device
+) -> None:
+    (tmp_path / "fp32.yaml").write_text(DEVICE.replace("layer_us", "attention_tflops: 20\nlayer_us"))
+    faster = load_device(str(tmp_path / "fp32.yaml"))
+    model = read_model_shape(merged)
+    slow, fast = (pass_cost(model, "w8a8", "prefill", 100, 0, d) for d in (device, faster))
+    pairs = 100 * 101 / 2 * model.attention_flops
+    assert slow.compute - fast.compute == pytest.approx(pairs / 5e12 - pairs / 20e12)
+    assert (slow.memory, slow.overhead) == (fast.memory, fast.overhead)
+
+
 def test_fastest_changes_where_times_cross(merged: Path, device: Device) -> None:
     model = read_model_shape(merged)
     winners = fastest(model, "prefill", 1, device)
