@@ -219,12 +219,12 @@ def _kv_cache_tokens(model: ModelShape, device: Device, table: RouteTable, trace
 def _capture_sizes(args: argparse.Namespace, on_gpu: bool) -> tuple[int, ...]:
     from flexquant.simulation.graphs import default_capture_sizes
 
-    sizes = args.capture_sizes or ("default" if on_gpu else "none")
+    sizes: str | list[int] = args.capture_sizes or ("default" if on_gpu else "none")
+    if isinstance(sizes, list):
+        return tuple(size for size in sizes if size <= args.max_num_batched_tokens)  # vLLM drops the others
     if sizes == "none":
         return ()
-    if sizes == "default":
-        return default_capture_sizes(args.max_num_seqs, args.max_num_batched_tokens)
-    return tuple(size for size in sizes if size <= args.max_num_batched_tokens)  # vLLM drops the others
+    return default_capture_sizes(args.max_num_seqs, args.max_num_batched_tokens)
 
 
 def _parse_sizes(text: str) -> str | list[int]:
