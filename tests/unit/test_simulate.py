@@ -32,6 +32,7 @@ from flexquant.simulation.times import check_times, find_times, route_table
 from flexquant.simulation.trace import Request, builtin_traces, read_trace, write_trace
 from tests.checkpoints import make_checkpoint
 
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 # Decode: 10 ms a sequence; prefill: 1 ms a token, of one prompt or of many; context for nothing.
 LINEAR = {"w8a8": ({1: 0.010}, {1: 0.001})}
 # W8A8 is quick in prefill, W4A16 in decode.
@@ -641,3 +642,14 @@ def test_cli_wrong_capture_sizes(capsys: pytest.CaptureFixture[str], tuned: str,
 def test_times_of_the_first_policy_that_has_some(tuned: str) -> None:
     assert find_times(["w8a8", "phase", tuned])[1] == tuned
     assert find_times(["w8a8"], given=tuned)[0].variants == ("w8a8", "w4a16")
+
+
+def test_a_real_server_took_as_long_as_simulated() -> None:
+    """The committed rounds of benchmarks/simulation.py: means within 20 % of what the client measured."""
+    document = json.loads((RESULTS / "simulation-cpu.json").read_text())
+    assert list(document["results"]) == ["phase-batch", "w8a8", "w4a16"]
+    for rounds in document["results"].values():
+        assert len(rounds) == 2
+        for found in rounds:
+            for key in ("mean_ttft_ms", "mean_tpot_ms", "output_throughput"):
+                assert found["simulated"][key] == pytest.approx(found["measured"][key], rel=0.2)
