@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """One process for each variant: an engine that serves the merged checkpoint with that variant alone.
 
-Each compiles, captures and chooses kernels as `vllm serve` does under a policy of one variant, and all are
-alive at once, so that what is measured in turn is measured under the same conditions.
+Each compiles, captures and chooses kernels as `vllm serve` does with the same arguments and a policy of one
+variant, and all are alive at once, so that what is measured in turn is measured under the same conditions.
 """
 
 from __future__ import annotations
