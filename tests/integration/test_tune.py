@@ -99,7 +99,7 @@ def served_passes(merged, policy, folder) -> list[dict]:
             client.completions.create(
                 model=str(merged),
                 prompt=list(range(10, 14 + 3 * number)),
-                max_tokens=4 + 3 * number,
+                max_tokens=24 + 3 * number,
                 temperature=0,
                 extra_body={"ignore_eos": True},
             )
