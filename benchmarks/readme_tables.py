@@ -165,21 +165,24 @@ def tuned() -> str:
     """How often the tuned policy was as fast as whichever static variant was the fastest."""
     rows = []
     for folder in ("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"):
-        verdicts = []
+        verdicts, medians = [], []
         for subjects in by_workload(read_cells(RESULTS / folder), "serving").values():
             (policy,) = routed(subjects)
             for get in (METRICS[name][0] for name in ("TTFT ms", "TPOT ms")):
                 best = best_static(subjects, get)
                 ratios = paired_ratios(subjects[policy], subjects[best], get)
+                medians.append(statistics.median(ratios))
                 verdicts.append(verdict(ratios, second_server(subjects, best, get)))
         counts = [str(verdicts.count(v)) for v in ("faster", "within noise", "slower", "too few rounds")]
         model = read_about(RESULTS / folder)["model"]
-        rows.append([f"[{model}](benchmarks/results/{folder}/report.md)", *counts])
+        spread = f"{min(medians):.2f} to {max(medians):.2f}"
+        rows.append([f"[{model}](benchmarks/results/{folder}/report.md)", *counts, spread])
     counted = [
         "faster than the best static variant",
         "within noise of it",
         "slower",
         "too few rounds to tell",
+        "median ratios to it",
     ]
     return table(["model", *counted], rows)
 
