@@ -90,4 +90,5 @@ def _exact_int8_linear_shape(
 
 @functools.cache
 def _widened() -> torch.Tensor:
-    return torch.empty(WIDENED_BYTES // 4, dtype=torch.float32)
+    with torch.inference_mode(False):  # made inside that mode, it could not be written to outside of it
+        return torch.empty(WIDENED_BYTES // 4, dtype=torch.float32)

@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from flexquant.cpu_int8 import exact_int8_linear
+from flexquant.cpu_int8 import _widened, exact_int8_linear
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,16 @@ def test_the_largest_values_do_not_saturate():
     weight = torch.full((16, 64), -128, dtype=torch.int8)
     ones = torch.ones(2, 1), torch.ones(1, 16)
     assert (exact_int8_linear(x, ones[0], weight, ones[1]) == 64 * 128 * 128).all()
+
+
+def test_its_memory_serves_inside_and_outside_of_inference_mode():
+    """vLLM's passes run in inference mode, and may be the first to need the memory."""
+    _widened.cache_clear()
+    x, weight = torch.ones(2, 64, dtype=torch.int8), torch.ones(16, 64, dtype=torch.int8)
+    scales = torch.ones(2, 1), torch.ones(1, 16)
+    with torch.inference_mode():
+        assert (exact_int8_linear(x, scales[0], weight, scales[1]) == 64).all()
+    assert (exact_int8_linear(x, scales[0], weight, scales[1]) == 64).all()
 
 
 def test_the_compiler_knows_its_result():
