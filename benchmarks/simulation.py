@@ -22,10 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.speed.results import git_commit, write_atomically
 from benchmarks.speed.servers import MODEL_NAME, Server, ServerOptions
@@ -35,11 +34,11 @@ from flexquant.checkpoint import read_merged_config
 from flexquant.evaluation.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy import load_policy
 from flexquant.simulation.arrivals import make_trace
-from flexquant.simulation.graphs import default_capture_sizes
 from flexquant.simulation.pass_cost import PassCost
 from flexquant.simulation.replaying import replay
 from flexquant.simulation.report import summarise
 from flexquant.simulation.scheduler import Limits
+from flexquant.simulation.server import Machine, server_limits
 from flexquant.simulation.times import check_times, find_times, route_table
 from flexquant.simulation.trace import Request, read_trace
 
@@ -120,23 +119,21 @@ def compare(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def server_limits(
-    options: ServerOptions, max_num_batched_tokens: int, logged: int | None, on_gpu: bool
+def limits_of(
+    options: ServerOptions, max_num_batched_tokens: int, logged: int | None, gpu: str | None
 ) -> Limits:
     """Return a server's limits; ``logged``: the tokens of KV cache that it told at start.
 
     vLLM tells the most requests of the greatest length, each in whole blocks, times that length, and keeps
     one block for padding.
     """
-    block = 16 if on_gpu else 128
-    tokens = None
-    if logged is not None:
-        blocks = round(logged / options.max_length * -(-options.max_length // block))
-        tokens = (blocks - 1) * block
-    sizes: tuple[int, ...] = ()
-    if on_gpu and not options.eager:
-        sizes = default_capture_sizes(options.max_sequences, max_num_batched_tokens)
-    return Limits(max_num_batched_tokens, options.max_sequences, tokens, block, sizes)
+    machine = Machine(gpu, eager=options.eager)
+    limits = server_limits(machine, max_num_batched_tokens, options.max_sequences)
+    if logged is None:
+        return limits
+    block = limits.block_size
+    blocks = round(logged / options.max_length * -(-options.max_length // block))
+    return replace(limits, kv_cache_tokens=(blocks - 1) * block)
 
 
 def measure(subject: Subject, args: argparse.Namespace, trace: list[Request]) -> list[dict[str, Any]]:
@@ -156,12 +153,12 @@ def measure(subject: Subject, args: argparse.Namespace, trace: list[Request]) ->
     )
     args.logs.mkdir(parents=True, exist_ok=True)
     log = args.logs / f"simulation-{Path(subject.policy).stem}.log"
-    on_gpu = torch.cuda.is_available()
-    server = Server(subject, args.folder, options, on_gpu, log)
+    gpu = describe_machine()["gpu"]
+    server = Server(subject, args.folder, options, gpu is not None, log)
     rounds = []
     try:
         told = server.wait_until_ready(args.start_timeout)
-        limits = server_limits(options, args.max_num_batched_tokens, told.get("kv_cache_tokens"), on_gpu)
+        limits = limits_of(options, args.max_num_batched_tokens, told.get("kv_cache_tokens"), gpu)
         table, cost = route_table(policy, times, limits, model), PassCost(times)
         for _ in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:

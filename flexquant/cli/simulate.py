@@ -9,8 +9,7 @@ with one request a line, in the order of arrival:
 
   {"arrival": 0.25, "input": 512, "output": 128}        seconds, tokens, tokens
 
-Scheduling is synchronous: with asynchronous scheduling, vLLM's default on GPUs, requests wait up to a pass
-longer than simulated.
+Limits are those that 'vllm serve' (0.32) chooses by itself on the machine of the times, unless given here.
 
 examples:
   flexquant simulate --trace bursty --policy tuned.yaml --policy w8a8 --policy w4a16
@@ -86,18 +85,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-num-batched-tokens",
         type=parse_count,
-        default=8192,
         metavar="N",
-        help="most tokens in a pass (default: 8192, that of 'vllm serve' on GPUs of 70 to 160 GiB except the "
-        "A100; it is 16384 on larger ones, 2048 on smaller ones, the A100 and CPUs)",
+        help="most tokens in a pass (default: by the machine, e.g. 8192 on an H100, 2048 on an L4 or a CPU)",
     )
     parser.add_argument(
         "--max-num-seqs",
         type=parse_count,
-        default=256,
         metavar="N",
-        help="most sequences in a pass (default: 256, that of 'vllm serve' on GPUs below 70 GiB and the "
-        "A100; it is 1024 on larger ones, 128 on CPUs)",
+        help="most sequences in a pass (default: by the machine, e.g. 1024 on an H100, 256 on an L4, 128 on "
+        "a CPU)",
     )
     parser.add_argument(
         "--kv-cache-tokens",
@@ -109,25 +105,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-size",
         type=parse_count,
-        default=16,
         metavar="N",
-        help="tokens of a KV block (default: 16, that of 'vllm serve' on GPUs; it is 128 on CPUs)",
+        help="tokens of a KV block (default: 16 on GPUs, 128 on CPUs)",
     )
     parser.add_argument(
         "--capture-sizes",
         type=_parse_sizes,
-        metavar="N,N,...|default|none",
-        help="tokens of the CUDA graphs, to which passes are padded; those of 'vllm serve' by default, or "
-        "none (default: 'default' for times of a GPU that were not measured eagerly, else 'none')",
+        metavar="N,N,...|none",
+        help="tokens of the CUDA graphs, to which passes are padded (default: those of 'vllm serve' for "
+        "times of a GPU that were not measured eagerly, else none)",
+    )
+    parser.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="schedule a pass while the one before runs (default: on GPUs)",
     )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from flexquant.simulation.graphs import measured_with_graphs
     from flexquant.simulation.pass_cost import PassCost
     from flexquant.simulation.replaying import replay
     from flexquant.simulation.report import compare, format_table, summarise
-    from flexquant.simulation.scheduler import Limits
+    from flexquant.simulation.server import Machine, server_limits
     from flexquant.simulation.times import check_times, route_table
     from flexquant.simulation.trace import read_trace
 
@@ -139,13 +138,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     trace = [r._replace(arrival=r.arrival / args.speed) for r in read_trace(args.trace)]
     model = None if args.model is None else read_merged_config(args.model)
     policies, times, source, predicted = _find_policies_and_times(args, model)
-    on_gpu = measured_with_graphs(times) if predicted is None else predicted[1].is_gpu
-    limits = Limits(
+    machine = Machine.of_times(times)
+    if predicted is not None:
+        machine = Machine.of_device(predicted[1], args.tensor_parallel_size or 1)
+    limits = server_limits(
+        machine,
         args.max_num_batched_tokens,
         args.max_num_seqs,
         args.kv_cache_tokens,
         args.block_size,
-        _capture_sizes(args, on_gpu),
+        args.capture_sizes,
+        args.async_scheduling,
     )
     for name, policy in policies.items():
         check_times(name, policy, times)
@@ -165,6 +168,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         f"{args.trace}: {len(trace)} requests in {seconds:.4g} s, {tokens['input']} input and "
         f"{tokens['output']} output tokens; times of {source}"
     )
+    print(f"limits: {limits}")
     if predicted is not None and args.kv_cache_tokens is None:
         print("KV cache: " + ", ".join(f"{name} {size} tokens" for name, size in kv_cache.items()))
     print(format_table(results))
@@ -216,26 +220,15 @@ def _kv_cache_tokens(model: ModelShape, device: Device, table: RouteTable, trace
     return kv_cache_tokens(model, device, longest, UTILIZATION, variants)
 
 
-def _capture_sizes(args: argparse.Namespace, on_gpu: bool) -> tuple[int, ...]:
-    from flexquant.simulation.graphs import default_capture_sizes
-
-    sizes: str | list[int] = args.capture_sizes or ("default" if on_gpu else "none")
-    if isinstance(sizes, list):
-        return tuple(size for size in sizes if size <= args.max_num_batched_tokens)  # vLLM drops the others
-    if sizes == "none":
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    if text == "none":
         return ()
-    return default_capture_sizes(args.max_num_seqs, args.max_num_batched_tokens)
-
-
-def _parse_sizes(text: str) -> str | list[int]:
-    if text in ("default", "none"):
-        return text
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(
-            f"'{text}' is neither 'default' nor 'none' nor whole numbers of at least 1 such as 1,2,4,8"
+            f"'{text}' is neither 'none' nor whole numbers of at least 1 such as 1,2,4,8"
         )
-    return sorted({int(part) for part in parts})
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def _parse_speed(text: str) -> float:

@@ -13,14 +13,14 @@ from typing import Any
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the CPU's model, the number of cores, and the GPU's name (None without one)."""
+    """Return the CPU's model, the number of cores, and the GPU's name (None without one) and memory."""
     import torch
 
-    return {
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
+    found: dict[str, Any] = {"cpu": _cpu_model(), "cores": os.cpu_count(), "gpu": None}
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        found |= {"gpu": gpu.name, "gpu_memory_gib": round(gpu.total_memory / 2**30, 1)}
+    return found
 
 
 def describe_versions() -> dict[str, str]:

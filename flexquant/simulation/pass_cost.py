@@ -68,7 +68,7 @@ class PassCost:
         """
         context_seconds = self.times.context_seconds
         if phase == "decode":
-            contexts = sum(context for _, _, context in batch)
+            contexts = sum(chunk.context for chunk in batch)
             measured = self.times.context * padded
             return max(
                 self._time(plan, True, padded) + context_seconds * (contexts - measured),
@@ -76,7 +76,7 @@ class PassCost:
             )
         contexts = longest = 0
         pairs = 0.0
-        for _, tokens, context in batch:
+        for _, tokens, context, _ in batch:
             if tokens == 1:
                 contexts += context
             else:

@@ -42,8 +42,9 @@ class Replay:
 
 
 def replay(trace: list[Request], table: RouteTable, cost: PassCost, limits: Limits) -> Replay:
-    """Serve a trace; a pass begins when the one before has ended, with the requests that are there by then.
+    """Serve a trace; a pass begins when the one before has ended.
 
+    It holds the requests that were there by then, or with asynchronous scheduling when the one before began.
     What a server does between passes, and a client around them, takes no time unless the times of passes
     include it. Raises FlexQuantError for a request that the KV cache cannot hold.
     """
@@ -52,6 +53,7 @@ def replay(trace: list[Request], table: RouteTable, cost: PassCost, limits: Limi
     scheduler = Scheduler(limits)
     sequences = [Sequence(request) for request in trace]
     coming = deque(sequences)
+    in_flight: deque[tuple[Batch, float]] = deque()  # with the time at which it ends
     passes: list[TimedPass] = []
     gaps = array("d")
     now = 0.0
@@ -59,19 +61,18 @@ def replay(trace: list[Request], table: RouteTable, cost: PassCost, limits: Limi
         while coming and coming[0].request.arrival <= now:
             scheduler.waiting.append(coming.popleft())
         batch = scheduler.schedule()
-        if not batch:
+        if batch:
+            passes.append(_timed(batch, in_flight[-1][1] if in_flight else now, table, cost, limits))
+            in_flight.append((batch, passes[-1].start + passes[-1].seconds))
+            if len(in_flight) < limits.passes_in_flight:
+                continue
+        elif not in_flight:
             if not coming:
                 return Replay(passes, sequences, gaps)
             now = coming[0].request.arrival
             continue
-        phase = phase_of(batch)
-        tokens = sum(tokens for _, tokens, _ in batch)
-        padded = limits.padded(tokens)
-        plan = table.lookup(phase, padded)
-        seconds = cost.seconds(plan, phase, batch, padded)
-        passes.append(TimedPass(now, seconds, phase, plan.name, tokens, len(batch)))
-        now += seconds
-        for sequence in scheduler.complete(batch):
+        ended, now = in_flight.popleft()
+        for sequence in scheduler.complete(ended):
             if sequence.generated == 1:
                 sequence.first_token = now
             else:
@@ -79,9 +80,17 @@ def replay(trace: list[Request], table: RouteTable, cost: PassCost, limits: Limi
             sequence.last_token = now
 
 
+def _timed(batch: Batch, start: float, table: RouteTable, cost: PassCost, limits: Limits) -> TimedPass:
+    phase = phase_of(batch)
+    tokens = sum(chunk.tokens for chunk in batch)
+    padded = limits.padded(tokens)
+    plan = table.lookup(phase, padded)
+    return TimedPass(start, cost.seconds(plan, phase, batch, padded), phase, plan.name, tokens, len(batch))
+
+
 def phase_of(batch: Batch) -> Phase:
     """Return what a pass holds, as :func:`flexquant.router.read_pass` tells it: by tokens of a sequence."""
-    lengths = {tokens for _, tokens, _ in batch}
+    lengths = {chunk.tokens for chunk in batch}
     if lengths == {1}:
         return "decode"
     return "mixed" if 1 in lengths else "prefill"

@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from flexquant.prediction.device import builtin_devices, load_device
 from flexquant.simulation.arrivals import make_trace
-from flexquant.simulation.scheduler import Limits, Scheduler, Sequence
+from flexquant.simulation.scheduler import Batch, Limits, Scheduler, Sequence
+from flexquant.simulation.server import Machine, server_limits
 from flexquant.simulation.trace import Request
 from tests.checkpoints import make_checkpoint
 
@@ -36,12 +40,41 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("name", LIMITS)
-def test_passes_are_those_of_vllm(model: Path, name: str) -> None:
+def test_passes_are_those_of_vllm(model: Path, name: str, async_scheduling: bool) -> None:
     trace = make_trace(40, 1, 1, 90, 40, 0.9, seed=3)
-    ours, preemptions = simulated_schedule(trace, LIMITS[name])
-    assert ours == vllm_schedule(trace, LIMITS[name], model)
-    assert (preemptions > 0) == (LIMITS[name].kv_cache_tokens is not None)
+    limits = replace(LIMITS[name], async_scheduling=async_scheduling)
+    ours, preemptions = simulated_schedule(trace, limits)
+    assert ours == vllm_schedule(trace, limits, model)
+    assert (preemptions > 0) == (limits.kv_cache_tokens is not None)
+
+
+def test_default_limits_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+
+    def of_vllm(devices: int) -> tuple[int, int]:
+        tokens, sequences = EngineArgs.get_batch_defaults(devices)
+        return tokens[UsageContext.OPENAI_API_SERVER], sequences[UsageContext.OPENAI_API_SERVER]
+
+    def simulated(machine: Machine) -> tuple[int, int]:
+        limits = server_limits(machine)
+        return limits.max_num_batched_tokens, limits.max_num_seqs
+
+    if current_platform.is_cpu():
+        for devices in (1, 2):
+            assert simulated(Machine(devices=devices)) == of_vllm(devices)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    for name in builtin_devices():
+        machine = Machine.of_device(load_device(name))
+        if machine.gpu is None:
+            continue
+        monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_, gpu=machine.gpu: gpu)
+        memory = int(machine.gpu_memory_bytes)
+        monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_, m=memory: m)
+        assert simulated(machine) == of_vllm(1), name
 
 
 def arriving(trace: list[Request], number: int) -> range:
@@ -55,17 +88,24 @@ def simulated_schedule(trace: list[Request], limits: Limits) -> tuple[Schedule, 
     scheduler = Scheduler(limits)
     sequences = [Sequence(request) for request in trace]
     numbers = {id(sequence): i for i, sequence in enumerate(sequences)}
+    in_flight: deque[Batch] = deque()
     schedule: Schedule = []
     while True:
-        scheduler.waiting.extend(sequences[i] for i in arriving(trace, len(schedule)))
-        batch = scheduler.schedule()
-        if not batch:
+        batch = None
+        if len(in_flight) < limits.passes_in_flight:
+            scheduler.waiting.extend(sequences[i] for i in arriving(trace, len(schedule)))
+            batch = scheduler.schedule()
+            schedule.append({numbers[id(chunk.sequence)]: chunk.tokens for chunk in batch})
+        if batch:
+            in_flight.append(batch)
+        elif in_flight:
+            scheduler.complete(in_flight.popleft())
+        else:
             return schedule, sum(s.preemptions for s in sequences)
-        schedule.append({numbers[id(sequence)]: tokens for sequence, tokens, _ in batch})
-        scheduler.complete(batch)
 
 
 def vllm_schedule(trace: list[Request], limits: Limits, model: Path) -> Schedule:
+    """The same with vLLM's scheduler, in the order of ``EngineCore.step`` and ``step_with_batch_queue``."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request as VllmRequest
@@ -80,29 +120,35 @@ def vllm_schedule(trace: list[Request], limits: Limits, model: Path) -> Schedule
         )
         for i, request in enumerate(trace)
     ]
+    in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
     schedule: Schedule = []
     while True:
-        for i in arriving(trace, len(schedule)):
-            scheduler.add_request(requests[i])
-        output = scheduler.schedule()
-        if not output.num_scheduled_tokens:
+        output = None
+        if len(in_flight) < limits.passes_in_flight:
+            for i in arriving(trace, len(schedule)):
+                scheduler.add_request(requests[i])
+            output = scheduler.schedule()
+            schedule.append({int(name): tokens for name, tokens in output.num_scheduled_tokens.items()})
+        if output and output.num_scheduled_tokens:
+            names = list(output.num_scheduled_tokens)
+            sampled = ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=[[] if requests[int(name)].is_prefill_chunk else [2] for name in names],
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+            )
+            in_flight.append((output, sampled))
+        elif in_flight:
+            scheduler.update_from_output(*in_flight.popleft())
+        else:
             return schedule
-        schedule.append({int(name): tokens for name, tokens in output.num_scheduled_tokens.items()})
-        names = list(output.num_scheduled_tokens)
-        done = [requests[int(name)].num_computed_tokens >= requests[int(name)].num_tokens for name in names]
-        sampled = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=[[2] if yields else [] for yields in done],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
-        scheduler.update_from_output(output, sampled)
 
 
 def vllm_scheduler(limits: Limits, model: Path) -> Any:
     from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -120,11 +166,11 @@ def vllm_scheduler(limits: Limits, model: Path) -> Any:
             max_model_len=1024,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
-            async_scheduling=False,
+            async_scheduling=limits.async_scheduling,
         ),
     )
     spec = FullAttentionSpec(block_size=limits.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    return VllmScheduler(
+    return (AsyncScheduler if limits.async_scheduling else VllmScheduler)(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(cache.num_gpu_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
         structured_output_manager=StructuredOutputManager(config),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulation import find_trace, sent_requests, server_limits
+from benchmarks.simulation import find_trace, limits_of, sent_requests
 from benchmarks.speed.servers import ServerOptions
 from flexquant import cli
 from flexquant.checkpoint import MergedConfig, Variant
@@ -23,11 +23,11 @@ from flexquant.policy import SCHEMA, load_policy, parse_policy
 from flexquant.prediction.model_shape import read_model_shape
 from flexquant.routes import Plan
 from flexquant.simulation.arrivals import BUILTIN, make_builtin, make_trace
-from flexquant.simulation.graphs import default_capture_sizes, measured_with_graphs
 from flexquant.simulation.pass_cost import PassCost
 from flexquant.simulation.replaying import Replay, replay
 from flexquant.simulation.report import compare, format_table, summarise
-from flexquant.simulation.scheduler import Limits, Scheduler, Sequence
+from flexquant.simulation.scheduler import Chunk, Limits, Scheduler, Sequence
+from flexquant.simulation.server import Machine, default_capture_sizes, server_limits
 from flexquant.simulation.times import check_times, find_times, route_table
 from flexquant.simulation.trace import Request, builtin_traces, read_trace, write_trace
 from tests.checkpoints import make_checkpoint
@@ -37,6 +37,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 LINEAR = {"w8a8": ({1: 0.010}, {1: 0.001})}
 # W8A8 is quick in prefill, W4A16 in decode.
 CROSSED = {"w8a8": ({1: 0.010}, {1: 0.001}), "w4a16": ({1: 0.004}, {1: 0.003})}
+GIB = 2**30
+CPU = (2048, 128, None, 128, (), False)
+"""Limits of 'vllm serve' on a CPU."""
 
 
 def make_times(
@@ -165,15 +168,63 @@ def test_a_sequence_in_prefill_can_be_preempted_too() -> None:
     assert result.sequences[1].generated == 2
 
 
+# asynchronous scheduling
+
+ASYNC = Limits(async_scheduling=True)
+
+
+def test_a_request_that_comes_during_a_pass_waits_for_the_next_one_too() -> None:
+    result = run([Request(0, 10, 3), Request(0.005, 20, 1), Request(5, 10, 1)], ASYNC)
+    assert passes(result) == [
+        (0, 10, "prefill", 10, 1),
+        (10, 10, "decode", 1, 1),  # scheduled at 0 ms
+        (20, 21, "mixed", 21, 2),  # scheduled at 10 ms
+        (5000, 10, "prefill", 10, 1),
+    ]
+    assert [s.first_token for s in result.sequences] == pytest.approx([0.010, 0.041, 5.010])
+
+
+def test_a_sequence_holds_its_place_until_its_last_token_is_known() -> None:
+    trace = [Request(0, 10, 2), Request(0, 10, 5), Request(0, 10, 1)]
+    assert passes(run(trace, dataclasses.replace(ASYNC, max_num_seqs=2))) == [
+        (0, 20, "prefill", 20, 2),
+        (20, 20, "decode", 2, 2),  # the first gets its last token
+        (40, 10, "decode", 1, 1),  # scheduled before
+        (50, 11, "mixed", 11, 2),
+        (61, 10, "decode", 1, 1),
+    ]
+
+
+def test_a_preempted_sequence_still_gets_the_token_that_was_on_the_way() -> None:
+    # Blocks of 4; the second loses its only one when the first needs another, during the pass that gives both
+    # their first token.
+    limits = dataclasses.replace(ASYNC, kv_cache_tokens=8, block_size=4)
+    result = run([Request(0, 4, 2), Request(0, 4, 1)], limits)
+    assert passes(result) == [(0, 8, "prefill", 8, 2), (8, 10, "decode", 1, 1)]
+    assert [s.preemptions for s in result.sequences] == [0, 1]
+    result = run([Request(0, 4, 2), Request(0, 4, 3)], limits)
+    assert passes(result) == [
+        (0, 8, "prefill", 8, 2),
+        (8, 10, "decode", 1, 1),
+        (18, 5, "prefill", 5, 1),
+        (23, 10, "decode", 1, 1),
+    ]
+    assert [s.preemptions for s in result.sequences] == [0, 1]
+    assert [s.generated for s in result.sequences] == [2, 3]
+
+
 # what must always hold
 
 
 @pytest.mark.parametrize("kv_cache_tokens", [None, 3000])
 @pytest.mark.parametrize("budget", [64, 8192])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("name", BUILTIN)
-def test_every_token_is_served_in_time(name: str, budget: int, kv_cache_tokens: int | None) -> None:
+def test_every_token_is_served_in_time(
+    name: str, async_scheduling: bool, budget: int, kv_cache_tokens: int | None
+) -> None:
     trace = read_trace(name)
-    limits = Limits(budget, 40, kv_cache_tokens)
+    limits = Limits(budget, 40, kv_cache_tokens, async_scheduling=async_scheduling)
     times = make_times({"w8a8": ({1: 0.01, 64: 0.02}, {16: 0.01, 1024: 0.05})}, 64, 1e-7)
     result = run(trace, limits, times=times)
     ends = [0.0, *(p.start + p.seconds for p in result.passes)]
@@ -209,7 +260,7 @@ def test_blocks_are_given_back() -> None:
 
 def seconds(times: PassTimes, phase: str, *chunks: tuple[int, int], padding: int = 0) -> float:
     """The time of a pass; ``chunks``: (tokens, context) of every sequence."""
-    batch = [(Sequence(Request(0, 1, 1)), tokens, context) for tokens, context in chunks]
+    batch = [Chunk(Sequence(Request(0, 1, 1)), tokens, context, True) for tokens, context in chunks]
     padded = sum(tokens for tokens, _ in chunks) + padding
     return PassCost(times).seconds(Plan("w8a8", ("w8a8",)), phase, batch, padded)
 
@@ -272,7 +323,7 @@ def test_times_that_contradict_each_other_are_refused() -> None:
         PassCost(make_times(context=64, context_seconds=1e-3))
 
 
-# CUDA graphs
+# CUDA graphs, and the limits of a server
 
 
 def test_default_capture_sizes_are_those_of_vllm() -> None:
@@ -306,18 +357,55 @@ def test_the_padded_batch_size_decides() -> None:
     assert plans == {(): [("w4a16", 3)], (1, 2, 4): [("w8a8", 3)]}
 
 
+H100 = Machine("NVIDIA H100 80GB HBM3", 79.2 * GIB)
+A100 = Machine("NVIDIA A100-SXM4-80GB", 79.3 * GIB)
+
+
 @pytest.mark.parametrize(
-    ("origin", "expected"),
+    ("origin", "machine", "limits"),
     [
-        ({"machine": {"gpu": "NVIDIA H20"}, "engine_arguments": {"tensor_parallel_size": 1}}, True),
-        ({"machine": {"gpu": "NVIDIA H20"}, "engine_arguments": {"enforce_eager": True}}, False),
-        ({"machine": {"cpu": "AMD EPYC", "gpu": None}, "engine_arguments": {}}, False),
-        ({"machine": "made up"}, False),
-        ({}, False),
+        (
+            {"machine": {"gpu": H100.gpu, "gpu_memory_gib": 79.2}, "engine_arguments": {}},
+            H100,
+            (8192, 1024, None, 16, default_capture_sizes(1024, 8192), True),
+        ),
+        (
+            {"machine": {"gpu": A100.gpu, "gpu_memory_gib": 79.3}},
+            A100,
+            (2048, 256, None, 16, default_capture_sizes(256, 2048), True),
+        ),
+        (
+            {"machine": {"gpu": "NVIDIA H20"}, "engine_arguments": {"enforce_eager": True}},
+            Machine("NVIDIA H20", eager=True),
+            (2048, 256, None, 16, (), True),
+        ),
+        (
+            {"machine": {"cpu": "AMD EPYC", "gpu": None}, "engine_arguments": {"tensor_parallel_size": 2}},
+            Machine(devices=2),
+            (4096, 256, None, 128, (), False),
+        ),
+        ({"machine": "made up", "engine_arguments": {"tensor_parallel_size": "two"}}, Machine(), CPU),
+        ({}, Machine(), CPU),
     ],
 )
-def test_times_of_a_gpu_have_graphs_unless_it_ran_eagerly(origin: dict[str, Any], expected: bool) -> None:
-    assert measured_with_graphs(dataclasses.replace(make_times(), origin=origin)) == expected
+def test_limits_are_those_of_the_machine_that_was_measured(
+    origin: dict[str, Any], machine: Machine, limits: tuple[Any, ...]
+) -> None:
+    found = Machine.of_times(dataclasses.replace(make_times(), origin=origin))
+    assert found == machine
+    assert server_limits(found) == Limits(*limits)
+
+
+def test_given_limits_are_kept() -> None:
+    given = (100, 50, 800, 32, (1, 8, 200), False)
+    assert server_limits(H100, *given) == Limits(100, 50, 800, 32, (1, 8), False)
+    assert server_limits(H100, max_num_batched_tokens=100).max_num_seqs == 100  # as vLLM lowers its default
+    assert server_limits(Machine(), async_scheduling=True).async_scheduling
+    assert str(server_limits(H100)) == (
+        "8192 tokens and 1024 sequences in a pass, blocks of 16, CUDA graphs up to 512, asynchronous "
+        "scheduling"
+    )
+    assert str(Limits(*CPU)).endswith("blocks of 128, no CUDA graphs, synchronous scheduling")
 
 
 # policies
@@ -364,7 +452,7 @@ def test_layers_need_the_model_and_share_the_time() -> None:
     model = MergedConfig("LlamaForCausalLM", {name: Variant(f"{name}.", {}) for name in CROSSED}), 10
     plan = route_table(policy, times, limits, model).lookup("decode", 1)
     assert plan.layers.count("w8a8") == 5
-    batch = [(Sequence(Request(0, 1, 1)), 1, 1)]
+    batch = [Chunk(Sequence(Request(0, 1, 1)), 1, 1, True)]
     assert PassCost(times).seconds(plan, "decode", batch, 1) == pytest.approx(0.007)
 
 
@@ -462,12 +550,12 @@ def test_what_a_client_sent_is_what_is_simulated() -> None:
 def test_limits_are_those_of_the_server() -> None:
     # 70 blocks of 128 hold 70 sequences of 100 tokens, which vLLM tells as 7000; one block is padding's.
     options = ServerOptions(100, 8, eager=False, kv_cache_gib=1, memory_share=0.9)
-    assert server_limits(options, 2048, 7000, on_gpu=False) == Limits(2048, 8, 69 * 128, 128)
+    assert limits_of(options, 2048, 7000, None) == Limits(2048, 8, 69 * 128, 128)
     # 71 blocks of 16, 7 a sequence: 71 / 7 * 100 tokens, rounded down.
-    limits = server_limits(options, 2048, 1014, on_gpu=True)
-    assert limits == Limits(2048, 8, 70 * 16, 16, (1, 2, 4, 8, 16))
+    limits = limits_of(options, 2048, 1014, "NVIDIA H20")
+    assert limits == Limits(2048, 8, 70 * 16, 16, (1, 2, 4, 8, 16), True)
     eager = dataclasses.replace(options, eager=True)
-    assert server_limits(eager, 2048, None, on_gpu=True) == Limits(2048, 8, None, 16)
+    assert limits_of(eager, 2048, None, "NVIDIA H20") == Limits(2048, 8, None, 16, (), True)
 
 
 def test_a_random_trace_is_written_like_a_workload() -> None:
@@ -502,11 +590,12 @@ def test_cli_compares_policies(capsys: pytest.CaptureFixture[str], tuned: str) -
     assert list(found["results"]) == ["w8a8", "w4a16", "tuned.yaml"]
     assert found["times"] == {"source": tuned, "origin": {"machine": "made up"}}
     assert found["trace"]["requests"] == 160
-    assert found["limits"]["max_num_batched_tokens"] == 8192
+    assert found["limits"] == json.loads(json.dumps(dataclasses.asdict(Limits(*CPU))))
     assert found["relative_to_first"]["tuned.yaml"]["mean_tpot_ms"] < 1
     assert lines[0].startswith("bursty: 160 requests in 39.75 s, ")
-    assert [line.split()[0] for line in lines[3:6]] == ["w8a8", "w4a16", "tuned.yaml"]
-    assert lines[6] == "relative to w8a8"
+    assert lines[1].startswith("limits: 2048 tokens and 128 sequences in a pass, ")
+    assert [line.split()[0] for line in lines[4:7]] == ["w8a8", "w4a16", "tuned.yaml"]
+    assert lines[7] == "relative to w8a8"
     assert lines[-1].startswith("tuned.yaml") and "w4a16" in lines[-1] and "prefill" in lines[-1]
 
 
@@ -558,7 +647,7 @@ def test_cli_takes_the_kv_cache_that_the_loaded_variants_leave(
     for name, variants in (("w8a8", ["w8a8"]), ("phase", ["w8a8", "w4a16"])):
         left = (0.9 * 23 - 1) * 2**30 - shape.bytes_of(variants)
         assert found["kv_cache_tokens"][name] == int(left / shape.kv_bytes_per_token)
-    assert lines[1] == "KV cache: w8a8 {w8a8} tokens, phase {phase} tokens".format(**found["kv_cache_tokens"])
+    assert lines[2] == "KV cache: w8a8 {w8a8} tokens, phase {phase} tokens".format(**found["kv_cache_tokens"])
     _, found = command(capsys, *arguments, "--policy", "w8a8", "--tensor-parallel-size", "2")
     assert found["kv_cache_tokens"]["w8a8"] > 1.9 * (0.9 * 23 - 1) * 2**30 / shape.kv_bytes_per_token
     _, found = command(capsys, *arguments, "--policy", "w8a8", "--kv-cache-tokens", "4096")
@@ -568,11 +657,11 @@ def test_cli_takes_the_kv_cache_that_the_loaded_variants_leave(
 @pytest.mark.parametrize(
     ("device", "sizes", "expected"),
     [
-        ("l4", [], list(default_capture_sizes(256, 8192))),
+        ("l4", [], list(default_capture_sizes(256, 2048))),
+        ("h100", [], list(default_capture_sizes(1024, 8192))),
         ("l4", ["--capture-sizes", "none"], []),
         ("l4", ["--capture-sizes", "8,4,9000,4"], [4, 8]),
         ("cpu-2-core", [], []),
-        ("cpu-2-core", ["--capture-sizes", "default"], list(default_capture_sizes(256, 8192))),
     ],
 )
 def test_cli_pads_passes_on_gpus(
@@ -636,7 +725,7 @@ def test_cli_wrong_usage(capsys: pytest.CaptureFixture[str], tuned: str, speed: 
 def test_cli_wrong_capture_sizes(capsys: pytest.CaptureFixture[str], tuned: str, sizes: str) -> None:
     with pytest.raises(SystemExit):
         cli.main(["simulate", "--trace", "bursty", "--policy", tuned, "--capture-sizes", sizes])
-    assert f"'{sizes}' is neither 'default' nor 'none' nor" in capsys.readouterr().err
+    assert f"'{sizes}' is neither 'none' nor" in capsys.readouterr().err
 
 
 def test_times_of_the_first_policy_that_has_some(tuned: str) -> None:
