@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A device file of round numbers, the GEMM of published tables, and `flexquant predict` in this process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from flexquant import cli
+from flexquant.prediction.linears import Linear
+
+DEVICE = """schema: flexquant.device/v1
+description: round numbers
+memory_gib: 1
+memory_gb_per_s: 100
+tflops: {bf16: 10, int8: 20}
+processors: 4
+call_us: 5
+layer_us: 3
+pass_us: 100
+reserve_gib: 0.25
+kernels:
+  bf16: {efficiency: 0.5, bandwidth: 0.5}
+  w8a8: {efficiency: 0.5, bandwidth: 0.5, tiles: {16: 16x64, 64: 64x64}}
+  w4a16: {tflops: 4, gb_per_s: 80, call_us: 7}
+"""
+
+
+def square(scheme: str, outputs: int = 8192, inputs: int = 8192) -> Linear:
+    """A GEMM of the published tables; INT4 in groups of 128 with 16-bit scales."""
+    width = {"bf16": 2, "w8a8": 1, "fp8": 1, "w4a16": 0.5 + 2 / 128}[scheme]
+    return Linear(outputs, inputs, width * outputs * inputs, scheme)
+
+
+def run_predict(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, dict[str, Any]]:
+    """The text and the JSON that the command prints."""
+    assert cli.main(["predict", *argv, "--json"]) == 0
+    text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n")
+    return text, json.loads(last)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The cost model against published crossovers, gains and losses, and against this CPU's measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+from statistics import median
+
+import pytest
+
+from benchmarks.speed.results import ROOT, read_cells
+from benchmarks.speed.tables import kernel_results
+from flexquant.prediction.device import Device, load_device
+from flexquant.prediction.linears import Linear
+from flexquant.prediction.predicting import gemm_crossover
+from flexquant.prediction.roofline import linear_cost
+from tests.prediction import square
+
+# Published for Marlin's W4A16 and CUTLASS's W8A8, N = K = 8192: the first is faster at the first number of
+# tokens, the second at the second. W8A8 is INT8 on the A100 class, which has no FP8; elsewhere read as FP8.
+CROSSOVERS = {"h20": (8, 16), "h200": (16, 32), "h100": (32, 64), "a100": (64, 128), "rtx-4090": (128, 256)}
+GAINS = {"h200": 1.22, "h100": 1.33, "a100": 1.60, "rtx-4090": 1.95}
+LOSSES = {"h200": 3.1, "h100": 3.1, "a100": 2.15}
+
+
+def w8a8_scheme(name: str) -> str:
+    return "w8a8" if name == "a100" else "fp8"
+
+
+def ratio(device: Device, name: str, tokens: int, outputs: int = 8192, inputs: int = 8192) -> float:
+    """Time of W8A8 over time of W4A16."""
+    a, b = (
+        linear_cost(square(scheme, outputs, inputs), tokens, device).seconds
+        for scheme in (w8a8_scheme(name), "w4a16")
+    )
+    return a / b
+
+
+def with_efficiency(device: Device, w8a8: float, alone: bool) -> Device:
+    """W8A8's (and FP8's) assumed 0.6 replaced; unless ``alone``, all kernels' moved in proportion."""
+    kernels = {
+        scheme: dataclasses.replace(kernel, flops_per_s=kernel.flops_per_s * w8a8 / 0.6)
+        for scheme, kernel in device.kernels.items()
+        if not alone or scheme in ("w8a8", "fp8")
+    }
+    return dataclasses.replace(device, kernels={**device.kernels, **kernels})
+
+
+@pytest.mark.parametrize(
+    ("efficiency", "alone"), [(0.55, False), (0.6, False), (0.75, False), (0.55, True), (0.65, True)]
+)
+def test_crossovers_fall_within_the_published_brackets(efficiency: float, alone: bool) -> None:
+    """Strictly: W4A16 wins at the lower end and loses at the upper one. Asked of 4 GPUs, met by all 5."""
+    misses = []
+    for name, (low, high) in CROSSOVERS.items():
+        device = with_efficiency(load_device(name), efficiency, alone)
+        if not ratio(device, name, low) > 1 > ratio(device, name, high):
+            misses.append(name)
+    assert misses == []
+
+
+def test_first_crossovers() -> None:
+    found = {
+        name: gemm_crossover(square("w4a16"), square(w8a8_scheme(name)), load_device(name))
+        for name in CROSSOVERS
+    }
+    assert found == {"h20": 9, "h200": 28, "h100": 40, "a100": 119, "rtx-4090": 139}
+
+
+def test_crossover_is_none_where_one_kernel_always_wins() -> None:
+    device = load_device("a100")
+    assert gemm_crossover(square("w4a16"), square("w4a16"), device) is None
+
+
+@pytest.mark.parametrize("name", GAINS)
+def test_gain_of_w4a16_at_one_token(name: str) -> None:
+    assert ratio(load_device(name), name, 1) == pytest.approx(GAINS[name], rel=0.04)
+
+
+@pytest.mark.parametrize("name", ["h100", "h200"])
+def test_gain_of_w4a16_grows_with_the_matrix(name: str) -> None:
+    assert ratio(load_device(name), name, 1, 73728, 12288) == pytest.approx(1.7, rel=0.05)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_of_w4a16_at_many_tokens(name: str) -> None:
+    assert 1 / ratio(load_device(name), name, 8192) == pytest.approx(LOSSES[name], rel=0.03)
+
+
+def test_this_cpu_against_its_measurement() -> None:
+    """Every linear in benchmarks/results/smollm2-135m-cpu/kernels: median within 35 %, all within 60 %."""
+    device = load_device("cpu-2-core")
+    cells = read_cells(ROOT / "benchmarks/results/smollm2-135m-cpu")
+    off: dict[str, list[float]] = {}
+    for (_, outputs, inputs), by_tokens in kernel_results(cells).items():
+        for tokens, by_scheme in by_tokens.items():
+            for scheme, found in by_scheme.items():
+                if "microseconds" in found:
+                    linear = Linear(outputs, inputs, found["weight_bytes"], scheme)
+                    predicted = 1e6 * linear_cost(linear, tokens, device).seconds
+                    off.setdefault(scheme, []).append(abs(predicted / found["microseconds"] - 1))
+    assert off.keys() == {"bf16", "w8a8", "w4a16"}
+    for scheme, values in off.items():
+        assert median(values) < 0.35, scheme
+        assert max(values) < 0.6, scheme

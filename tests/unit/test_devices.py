@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Device files: what they say a pass costs, wrong ones, and those that are shipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexquant.errors import FlexQuantError
+from flexquant.pass_times import read_pass_times
+from flexquant.prediction.device import Device, builtin_devices, load_device
+from flexquant.prediction.linears import Linear
+from flexquant.prediction.model_shape import read_model_shape
+from flexquant.prediction.predicting import predict_pass_times
+from flexquant.prediction.roofline import Cost, linear_cost, pass_cost, quantisation_cost
+from flexquant.yaml_document import from_data
+from tests.prediction import DEVICE, square
+
+
+def test_cost_of_a_linear_by_hand(device: Device) -> None:
+    w4a16 = linear_cost(Linear(512, 256, 70_000, "w4a16"), 10, device)
+    assert w4a16.memory == pytest.approx((70_000 + 10 * 2 * (256 + 512)) / 80e9)
+    assert w4a16.compute == pytest.approx(2 * 10 * 512 * 256 / 4e12)
+    assert w4a16.overhead == pytest.approx(7e-6)
+    assert w4a16.seconds == w4a16.memory + w4a16.compute + w4a16.overhead
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tiles", "rows"), [(1, 8, 16), (16, 8, 16), (17, 8, 64), (64, 8, 64), (65, 16, 64)]
+)
+def test_tiles_run_in_whole_waves(device: Device, tokens: int, tiles: int, rows: int) -> None:
+    """450 outputs are 8 tiles of 64 columns, two waves on 4 processors."""
+    cost = linear_cost(Linear(450, 256, 1, "w8a8"), tokens, device)
+    assert cost.compute == pytest.approx(2 * tiles * rows * 64 * 256 / 10e12)
+    narrow = linear_cost(Linear(64, 256, 1, "w8a8"), 1, device)
+    assert narrow.compute == pytest.approx(2 * 4 * 16 * 64 * 256 / 10e12)
+
+
+def test_quantising_activations_costs_8_bit_schemes_only(device: Device) -> None:
+    assert quantisation_cost(Linear(512, 256, 1, "w4a16"), 10, device) == Cost()
+    assert quantisation_cost(Linear(512, 256, 1, "w8a8"), 10, device).memory == pytest.approx(7680 / 50e9)
+
+
+def test_experts_are_read_once_they_are_used(device: Device) -> None:
+    experts = Linear(512, 256, 70_000, "w4a16", experts=8, active_experts=2)
+    one, many = linear_cost(experts, 1, device), linear_cost(experts, 1000, device)
+    assert one.memory == pytest.approx((2 * 70_000 + 2 * 2 * (256 + 512)) / 80e9)
+    assert many.memory == pytest.approx((8 * 70_000 + 2000 * 2 * (256 + 512)) / 80e9)
+    assert many.compute == pytest.approx(2 * 2000 * 512 * 256 / 4e12)
+
+
+def test_calls_in_a_pass_may_be_cheaper(merged: Path, tmp_path: Path, device: Device) -> None:
+    (tmp_path / "graphs.yaml").write_text(DEVICE.replace("layer_us", "call_in_pass_us: 2\nlayer_us"))
+    graphs = load_device(str(tmp_path / "graphs.yaml"))
+    model = read_model_shape(merged)
+    assert linear_cost(square("w8a8"), 8, graphs) == linear_cost(square("w8a8"), 8, device)
+    for variant, per_call in (("w8a8", 3e-6), ("w4a16", 5e-6)):
+        calls = sum(model.linears[variant].values())
+        with_head = calls * per_call + 3e-6
+        longer, shorter = (pass_cost(model, variant, "decode", 8, 100, d).overhead for d in (device, graphs))
+        assert longer - shorter == pytest.approx(with_head)
+
+
+def test_attention_to_prompts_may_have_a_rate_of_its_own(
+    merged: Path, tmp_path: Path, device: Device
+) -> None:
+    (tmp_path / "fp32.yaml").write_text(DEVICE.replace("layer_us", "attention_tflops: 20\nlayer_us"))
+    faster = load_device(str(tmp_path / "fp32.yaml"))
+    model = read_model_shape(merged)
+    slow, fast = (pass_cost(model, "w8a8", "prefill", 100, 0, d) for d in (device, faster))
+    pairs = 100 * 101 / 2 * model.attention_flops
+    assert slow.compute - fast.compute == pytest.approx(pairs / 5e12 - pairs / 20e12)
+    assert (slow.memory, slow.overhead) == (fast.memory, fast.overhead)
+
+
+BAD = {
+    "missing key": ("memory_gib: 1\n", "", 1, "lacks the key 'memory_gib'", "add it"),
+    "unknown key": ("call_us", "calls_us", 7, "calls_us is an unknown key", "call_us"),
+    "other schema": ("device/v1", "device/v9", 1, 'is "flexquant.device/v9"', "flexquant.device/v1"),
+    "bandwidth in bytes": ("100\n", "1e11\n", 4, 'memory_gb_per_s is "1e11"', "1 to 100000 (GB/s)"),
+    "bandwidth in TB": ("_s: 100", "_s: 0.1", 4, "memory_gb_per_s is 0.1", "1 to 100000 (GB/s)"),
+    "negative memory": ("memory_gib: 1", "memory_gib: -1", 3, "memory_gib is -1", "0.1 to 10000 (GiB)"),
+    "not a number": ("memory_gib: 1", "memory_gib: .nan", 3, "memory_gib is NaN", "0.1 to 10000 (GiB)"),
+    "infinite": ("bf16: 10,", "bf16: .inf,", 5, "tflops.bf16 is Infinity", "0.001 to 100000 (TFLOPS)"),
+    "a truth value": ("call_us: 5", "call_us: true", 7, "call_us is true", "0 to 1e+06 (microseconds)"),
+    "text": ("call_us: 5", "call_us: fast", 7, 'call_us is "fast"', "(microseconds)"),
+    "zero rate": ("int8: 20", "int8: 0", 5, "tflops.int8 is 0", "0.001 to 100000 (TFLOPS)"),
+    "int8 below bf16": (
+        "int8: 20",
+        "int8: 0.9",
+        5,
+        "less than a tenth of the bf16 rate 10",
+        "leave the type",
+    ),
+    "no bf16 rate": ("bf16: 10, ", "", 5, "tflops lacks the key 'bf16'", "add it"),
+    "rate missing": (", int8: 20", "", 13, "kernels.w8a8 needs the int8 rate", "remove the kernel"),
+    "no bf16 kernel": ("  bf16: {eff", "  fp8: {eff", 11, "kernels is {", "give bf16 at least"),
+    "unknown kernel": ("  w4a16: {", "  w3a16: {", 14, "w3a16 is an unknown key", "w4a16"),
+    "efficiency above 1": ("{efficiency: 0.5", "{efficiency: 5", 12, "efficiency is 5", "0.01 to 1"),
+    "two rates": ("{tflops: 4,", "{tflops: 4, efficiency: 1,", 14, "has both 'efficiency'", "one of the two"),
+    "no rate": ("{tflops: 4, ", "{", 14, "has neither 'efficiency' and 'tflops'", "give one of the two"),
+    "cache speed": ("gb_per_s: 80", "gb_per_s: 2001", 14, "gb_per_s is 2001", "1 to 2000 (GB/s, up to 20 x"),
+    "tile": ("16: 16x64", "16: 16", 13, "tiles.16 is 16", "64x128"),
+    "tiles a list": ("{16: 16x64, 64: 64x64}", "[16x64]", 13, "tiles is [", "give a mapping"),
+    "no processors": ("processors: 4\n", "", 12, "'processors'", "add that key"),
+    "processors": ("processors: 4", "processors: 0.5", 6, "processors is 0.5", "1 to 10000"),
+    "reserve": ("0.25", "2", 10, "reserve_gib is 2", "0 to 1 (GiB)"),
+    "description": ("round numbers", "8", 2, "description is 8", "give text"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "line", "problem", "advice"), BAD.values(), ids=BAD)
+def test_bad_device_file_is_refused(
+    tmp_path: Path, old: str, new: str, line: int, problem: str, advice: str
+) -> None:
+    path = tmp_path / "bad.yaml"
+    assert old in DEVICE
+    path.write_text(DEVICE.replace(old, new, 1))
+    with pytest.raises(FlexQuantError) as error:
+        load_device(str(path))
+    message = str(error.value)
+    assert message.startswith(f"{path}, line {line}: ")
+    assert problem in message
+    assert advice in message.partition(problem)[2]
+
+
+def test_unknown_device_lists_the_shipped_ones() -> None:
+    with pytest.raises(FlexQuantError, match="unknown device 'tpu': the built-in ones are a10, a100, a30"):
+        load_device("tpu")
+
+
+@pytest.mark.parametrize("name", builtin_devices())
+def test_every_shipped_device_predicts(merged: Path, merged_fp8: Path, name: str) -> None:
+    eight = "fp8" if name == "b200" else "w8a8"
+    times = predict_pass_times(merged_fp8 if eight == "fp8" else merged, name, w4a8=True)
+    assert times.variants == (eight, "w4a16", "w4a8")
+    assert times.origin["device"] == name
+    for curves in (times.decode, times.prefill):
+        for curve in curves.values():
+            values = [time.median for time in curve.values()]
+            assert values[0] > 0 and values == sorted(values)
+            assert all(time.low == time.median == time.high for time in curve.values())
+    document = from_data({"measured": times.to_data()}, "prediction", "policy")
+    again = read_pass_times(document.data["measured"], ("measured",), document)
+    assert again.decode[eight][8].median == pytest.approx(times.decode[eight][8].median, rel=1e-3)
+
+
+def test_int8_is_refused_where_vllm_has_no_kernel_for_it(merged: Path) -> None:
+    with pytest.raises(FlexQuantError, match="b200 has no kernel for w8a8, only for bf16, fp8, w4a16, w4a8;"):
+        predict_pass_times(merged, "b200")
+
+
+def test_cpus_are_told_from_gpus() -> None:
+    assert [name for name in builtin_devices() if not load_device(name).is_gpu] == ["cpu-2-core"]
+
+
+def test_a_dozen_devices_are_shipped() -> None:
+    names = "a10 a100 a30 b200 cpu-2-core h100 h20 h200 l20 l4 l40s rtx-4090"
+    assert builtin_devices() == names.split()
+
+
+def test_device_without_fp8_is_refused(merged_fp8: Path) -> None:
+    with pytest.raises(FlexQuantError, match="a100 has no kernel for fp8, only for bf16, w8a8, w4a16, w4a8;"):
+        predict_pass_times(merged_fp8, "a100")
+    assert predict_pass_times(merged_fp8, "l4").variants == ("fp8", "w4a16")

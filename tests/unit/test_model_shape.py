@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The shapes read from checkpoints: bytes, schemes, experts, sliding windows, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from flexquant.merge.safetensors_io import TensorRef
+from flexquant.prediction.device import Device
+from flexquant.prediction.linears import Linear, LinearReader
+from flexquant.prediction.model_shape import read_model_shape
+from flexquant.prediction.predicting import predict_pass_times
+from tests.checkpoints import make_checkpoint
+from tests.prediction import run_predict
+
+
+def test_shape_of_a_merged_checkpoint(merged: Path) -> None:
+    model = read_model_shape(merged)
+    # hidden 128, intermediate 256, 4 heads and 2 KV heads of 32; scales bf16, one a channel or a group of 64;
+    # weight_shape takes 16 bytes a matrix
+    assert model.linears["w8a8"] == {
+        Linear(256, 128, 256 * 128 + 2 * 256, "w8a8"): 2,
+        Linear(128, 128, 128 * 128 + 2 * 128, "w8a8"): 2,
+        Linear(512, 128, 512 * 128 + 2 * 512, "w8a8"): 2,
+        Linear(128, 256, 128 * 256 + 2 * 128, "w8a8"): 2,
+    }
+    assert Linear(512, 128, 512 * 128 / 2 + 2 * 512 * 2 + 32, "w4a16") in model.linears["w4a16"]
+    assert model.head == Linear(320, 128, 2 * 320 * 128, "bf16")
+    assert model.kv_bytes_per_token == 2 * 2 * 2 * 32 * 2
+    assert model.attention_flops == 2 * 4 * 128
+    stored = sum(file.stat().st_size for file in merged.glob("*.safetensors"))
+    assert 0.9 * stored < model.resident_bytes < stored
+    half = read_model_shape(merged, 2)
+    assert half.resident_bytes == model.resident_bytes / 2
+    assert half.kv_bytes_per_token == model.kv_bytes_per_token / 2
+    assert Linear(128, 128, (256 * 128 + 2 * 256) / 2, "w8a8") in half.linears["w8a8"]
+
+
+def test_tied_head_reads_the_embedding(merged_fp8: Path) -> None:
+    model = read_model_shape(merged_fp8)
+    assert model.head == Linear(320, 128, 2 * 320 * 128, "bf16")
+    assert {linear.scheme for linear in model.linears["fp8"]} == {"fp8"}
+
+
+def test_w4a8_is_derived_from_w4a16(merged: Path, tmp_path: Path) -> None:
+    plain, model = read_model_shape(merged), read_model_shape(merged, w4a8=True)
+    assert model.variants == ("w8a8", "w4a16", "w4a8")
+    assert {linear.scheme for linear in model.linears["w4a8"]} == {"w4a8"}
+    assert model.resident_bytes == plain.resident_bytes + plain.own_bytes["w4a16"]
+    merge_checkpoints({"w8a8": make_checkpoint(tmp_path / "w8a8")}, tmp_path / "merged")
+    with pytest.raises(FlexQuantError, match="has the variants w8a8, of which none has INT4 weights"):
+        read_model_shape(tmp_path / "merged", w4a8=True)
+
+
+def tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorRef]:
+    return {
+        name: TensorRef(name, "BF16", shape, Path("model.safetensors"), 0, 2 * math.prod(shape))
+        for name, shape in shapes.items()
+    }
+
+
+def test_experts_are_counted_as_one_call() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"model.layers.0.mlp.gate.weight": (4, 16)}
+    for i in range(4):
+        for part, shape in (("gate", (32, 16)), ("up", (32, 16)), ("down", (16, 32))):
+            shapes[f"model.layers.0.mlp.experts.{i}.{part}_proj.weight"] = shape
+    section = {"quant_method": "compressed-tensors", "config_groups": {}}
+    assert LinearReader(tensors(shapes), section, "here").decoder_linears(2) == {
+        Linear(4, 16, 2 * 4 * 16, "bf16"): 1,
+        Linear(64, 16, 2 * 64 * 16, "bf16", experts=4, active_experts=2): 1,
+        Linear(16, 32, 2 * 16 * 32, "bf16", experts=4, active_experts=2): 1,
+    }
+
+
+def test_unknown_schemes_are_refused() -> None:
+    shapes = {"layers.0.up_proj.weight": (32, 16), "layers.0.up_proj.weight_scale": (32, 1)}
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8}, "input_activations": {"num_bits": 4}}
+    section = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    with pytest.raises(
+        FlexQuantError, match="here: 'layers.0.up_proj' has 8-bit int weights and 4-bit int act"
+    ):
+        LinearReader(tensors(shapes), section, "here").decoder_linears(1)
+    with pytest.raises(FlexQuantError, match="is stored quantised, but no config group quantises it"):
+        LinearReader(tensors(shapes), {**section, "ignore": ["re:.*"]}, "here").decoder_linears(1)
+    with pytest.raises(FlexQuantError, match="cannot read .*; quantise the model again"):
+        LinearReader(tensors(shapes), {"config_groups": 8}, "here")
+    with pytest.raises(FlexQuantError, match="here has no linear weights in decoder layers"):
+        LinearReader(tensors({"embed.weight": (4, 4)}), section, "here").decoder_linears(1)
+
+
+def weight_only(bits: int) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(("bits", "scheme"), [(4, "w4a16"), (8, "w8a16")])
+def test_weight_only_schemes(device: Device, bits: int, scheme: str) -> None:
+    shapes = {"layers.0.up_proj.weight": (32, 16), "layers.0.up_proj.weight_scale": (32, 1)}
+    (linear,) = LinearReader(tensors(shapes), weight_only(bits), "here").decoder_linears(1)
+    assert linear.scheme == scheme
+    assert device.kernel(scheme) == device.kernels["w4a16"]
+
+
+def test_w4a8_is_not_derived_from_8_bit_weights(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "w8a16", scheme="w8a8")
+    config = json.loads((checkpoint / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        del group["input_activations"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    merge_checkpoints({"w8a16": checkpoint}, tmp_path / "merged")
+    assert predict_pass_times(tmp_path / "merged", "a100").variants == ("w8a16",)
+    with pytest.raises(FlexQuantError, match="the variants w8a16, of which none has INT4 weights"):
+        read_model_shape(tmp_path / "merged", w4a8=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, False),
+        ({"sliding_window": None}, False),
+        ({"sliding_window": 4096}, True),
+        ({"sliding_window": 4096, "use_sliding_window": False}, False),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"]}, False),
+        ({"sliding_window": 4096, "layer_types": ["full_attention", "sliding_attention"]}, True),
+    ],
+)
+def test_sliding_windows_are_told(
+    capsys: pytest.CaptureFixture[str],
+    merged: Path,
+    tmp_path: Path,
+    only_predict: None,
+    config: dict[str, Any],
+    expected: bool,
+) -> None:
+    for file in merged.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    before = json.loads((merged / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**before, **config}))
+    text, result = run_predict(capsys, str(tmp_path), "--device", "h100")
+    assert ("note: layers with a sliding window" in text) == result["has_sliding_window"] == expected
+
+
+def test_layers_left_in_16_bit_are_bf16(tmp_path: Path) -> None:
+    sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
+    plain = make_checkpoint(tmp_path / "bf16", scheme=None)
+    section = json.loads((sources["w8a8"] / "config.json").read_text())["quantization_config"]
+    config = json.loads((plain / "config.json").read_text())
+    section["ignore"].append(r"re:.*_proj$")
+    (plain / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    merge_checkpoints({"w8a8": plain, "w4a16": sources["w4a16"]}, tmp_path / "merged")
+    model = read_model_shape(tmp_path / "merged")
+    assert Linear(512, 128, 2 * 512 * 128, "bf16") in model.linears["w8a8"]
+
+
+def test_heads_that_cannot_be_shared_are_refused(merged: Path) -> None:
+    with pytest.raises(FlexQuantError, match="4 attention heads, which 3 devices cannot share"):
+        read_model_shape(merged, 3)
+
+
+def test_config_without_sizes_is_refused(merged: Path, tmp_path: Path) -> None:
+    for file in merged.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((merged / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": None}))
+    with pytest.raises(FlexQuantError, match="vocab_size None, expected a whole number"):
+        read_model_shape(tmp_path)
