@@ -96,14 +96,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     from flexquant.checkpoint import read_merged_config
     from flexquant.tuning.candidates import find_variants, leave_out_lossy
-    from flexquant.tuning.objectives import Slo
+    from flexquant.tuning.objectives import Goal, Slo
+    from flexquant.tuning.output import Output
     from flexquant.tuning.workers import import_ahead
-
-    import_ahead()
-    from flexquant.tuning.tuning import Goal, Tuning
 
     slo = None if args.slo is None else Slo.parse(args.slo)
     goal = Goal(args.objective, slo, args.request_tokens)
+    output = Output(args.output, args.overwrite)
     merged, _ = read_merged_config(args.folder)
     variants = find_variants(merged, _split(args.variants))
     remarks = []
@@ -115,15 +114,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             if name not in kept
         ]
         variants = kept
+
+    import_ahead()
+    from flexquant.tuning.tuning import Tuning
+
     tuning = Tuning(
         args.folder,
-        args.output,
+        output,
         variants,
         goal,
         _grid(args),
         tensor_parallel_size=args.tensor_parallel_size,
         enforce_eager=_on_cpu() if args.enforce_eager is None else args.enforce_eager,
-        overwrite=args.overwrite,
         remarks=remarks,
     )
     tuning.measure(lambda message: print(message, file=sys.stderr, flush=True), progress_bar)

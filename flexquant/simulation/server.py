@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flexquant.pass_times import PassTimes
-from flexquant.prediction.device import Device
 from flexquant.simulation.scheduler import Limits
+
+if TYPE_CHECKING:
+    from flexquant.prediction.device import Device
 
 LARGEST_GRAPH = 512
 """Tokens. It is 1024 on a B200, which is not modelled and matters with more than 256 sequences only."""

@@ -6,5 +6,5 @@ workers    one process a variant, each an engine as `vllm serve` would start it 
 measuring  rounds over a grid of sizes, the variants in turn -> samples
 samples    medians, intervals, ties
 deciding   the variant of every size, crossovers; objectives: what is to be optimal
-tuning     the whole way; policy_file and plot write it down
+tuning     the whole way; policy_file and plot write it down, where output says
 """

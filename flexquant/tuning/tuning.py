@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexquant.errors import UsageError
 from flexquant.evaluation.machine import describe_command, describe_machine, describe_versions
 from flexquant.merge.merged import MergedCheckpoint
 from flexquant.merge.provenance import folder_label
@@ -32,6 +31,7 @@ from flexquant.tuning.measuring import Rounds
 from flexquant.tuning.memory import Memory
 from flexquant.tuning.notes import batch_notes, bound_notes, crossover_notes, origin_notes, unused_notes
 from flexquant.tuning.objectives import Goal, meet, optimise
+from flexquant.tuning.output import Output
 from flexquant.tuning.plot import save_plot
 from flexquant.tuning.policy_file import policy_document, write_policy
 from flexquant.tuning.samples import PHASES, Samples
@@ -56,31 +56,20 @@ class Tuning:
     def __init__(
         self,
         folder: Path,
-        output: Path,
+        output: Output,
         variants: dict[str, Policy],
         goal: Goal,
         grid: Grid,
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
-        overwrite: bool = False,
         remarks: Sequence[str] = (),
     ) -> None:
         """``variants``: for each the policy that runs every pass in it, the most precise variant first.
 
-        ``remarks`` are put among the notes. Raises FlexQuantError for a folder that is no merged checkpoint
-        and an output that cannot be written.
+        ``remarks`` are put among the notes. Raises FlexQuantError for a folder that is no merged checkpoint.
         """
         self._checkpoint = MergedCheckpoint.open(folder)
-        if output.suffix not in (".yaml", ".yml"):
-            raise UsageError(f"the output '{output}' is no policy file; end its name in .yaml")
-        self._plots = [output.with_suffix(ending) for ending in (".png", ".svg")]
-        for file in (output, *self._plots):
-            if file.exists() and not overwrite:
-                raise UsageError(f"{file} exists; give another --output, or --overwrite to replace it")
-        if not output.parent.is_dir():
-            raise UsageError(f"the folder of {output} does not exist; make it first")
         self._output = output
-        self._partial = output.with_name(output.name + ".samples.json")
         self._variants = variants
         self._goal = goal
         config = self._checkpoint.config
@@ -102,7 +91,7 @@ class Tuning:
             "machine": describe_machine(),
             "versions": describe_versions(),
         }
-        self._samples = Samples.load(self._partial, self._run) or Samples()
+        self._samples = Samples.load(self._output.samples, self._run) or Samples()
 
     def measure(self, progress: Callable[[str], None], bar: Bar) -> None:
         """Measure all variants, or go on where a run with the same arguments stopped.
@@ -160,20 +149,22 @@ class Tuning:
 
     def write(self, tuned: Tuned) -> list[Path]:
         """Write the policy and, if matplotlib is there, the plot as PNG and SVG; return their paths."""
-        write_policy(self._output, tuned.document, tuned.decision, tuned.times, tuned.notes)
-        self._partial.unlink(missing_ok=True)
+        write_policy(self._output.policy, tuned.document, tuned.decision, tuned.times, tuned.notes)
+        self._output.samples.unlink(missing_ok=True)
         try:
-            save_plot(tuned.times, tuned.decision, f"{self._run['model']}: time of a pass", self._plots)
+            save_plot(
+                tuned.times, tuned.decision, f"{self._run['model']}: time of a pass", self._output.plots
+            )
         except ImportError:
-            return [self._output]
-        return [self._output, *self._plots]
+            return [self._output.policy]
+        return [self._output.policy, *self._output.plots]
 
     @property
     def _names(self) -> list[str]:
         return list(self._variants)
 
     def _save(self) -> None:
-        self._samples.save(self._partial, self._run)
+        self._samples.save(self._output.samples, self._run)
 
     def _beside_crossovers(self, phase: str) -> list[int]:
         """Return the sizes between those at which the fastest variant changes."""

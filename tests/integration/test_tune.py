@@ -139,8 +139,10 @@ def test_a_stopped_run_goes_on(tiny_merged, tmp_path):
     """
     merged, output = tiny_merged() / "merged", tmp_path / "policy.yaml"
     samples = tmp_path / "policy.yaml.samples.json"
+    few = ["--rounds", "1", "--max-batch", "16", "--max-tokens", "64"]
+    arguments = ["tune", merged, "--output", output, *few]
     first = subprocess.Popen(
-        command("tune", merged, "--output", output, "--rounds", "1"),
+        command(*arguments),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -159,7 +161,7 @@ def test_a_stopped_run_goes_on(tiny_merged, tmp_path):
     data = json.loads(samples.read_text())
     data["seconds"]["w8a8"]["decode"]["1"] = [1234.5]
     samples.write_text(json.dumps(data))
-    done = run("tune", merged, "--output", output, "--rounds", "1")
+    done = run(*arguments)
     assert done.returncode == 0, done.stderr
     assert load_policy(str(output)).measured.decode["w8a8"][1].median == pytest.approx(1234.5, rel=1e-3)
     assert not samples.exists()
