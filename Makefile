@@ -3,7 +3,8 @@
 #
 # make demo   quantise, merge and serve a small real model, and ask it things (MODEL=id or folder for another)
 #             SAMPLES and LENGTH set the calibration: few and short here, since a CPU needs minutes for them
-# make test   the whole test suite; its last part alone, on the oldest supported vLLM: make test-oldest
+# make test   the whole test suite, in three parts: test-quantize, test-serve and, on the oldest supported vLLM,
+#             test-oldest. Two at a time, since one alone uses half of two cores; each is printed when it has ended
 # make lint   ruff and mypy
 #
 # Environments of their own, because what they hold pins different releases of the same packages: .venv/serve
@@ -34,16 +35,20 @@ CPU_TORCH := $(if $(HAS_CUDA),,torch==2.13.0)
 OLDEST_TESTS := tests/unit --ignore tests/unit/test_merge_memory.py $(addprefix tests/integration/test_, \
 	plugin.py serving_errors.py loading.py identity.py architectures.py routing.py)
 
-.PHONY: demo test test-oldest lint setup clean
+.PHONY: demo test test-quantize test-serve test-oldest lint setup clean
 .SECONDARY:
 
 demo: .venv/serve/.done $(MERGED)/config.json
 	$(SERVE)/python examples/demo.py $(MERGED)
 
-test: setup .venv/lm-eval/.done .venv/oldest/.done .work/merged/$(TEST_NAME)/config.json
+test:
+	$(MAKE) --jobs=2 --output-sync=target test-serve test-quantize test-oldest
+
+test-quantize: .venv/quantize/.done
 	$(QUANTIZE)/python -m pytest tests/quantize
+
+test-serve: .venv/serve/.done .venv/lm-eval/.done .work/merged/$(TEST_NAME)/config.json
 	PATH="$$PATH:$(CURDIR)/.venv/lm-eval/bin" $(SERVE)/python -m pytest --ignore tests/quantize
-	$(MAKE) test-oldest
 
 test-oldest: .venv/oldest/.done .work/merged/$(TEST_NAME)/config.json
 	CUDA_VISIBLE_DEVICES= $(OLDEST)/python -m pytest $(OLDEST_TESTS)
@@ -58,6 +63,10 @@ setup: .venv/serve/.done .venv/quantize/.done
 
 clean:
 	rm -rf .work build
+
+# One environment is installed after the other: pip writes flexquant.egg-info into this folder.
+.venv/quantize/.done: | .venv/serve/.done
+.venv/oldest/.done: | .venv/quantize/.done
 
 # torchvision, torchaudio and torchcodec come as CUDA builds that fail at import beside a CPU torch;
 # text models need none of them.
