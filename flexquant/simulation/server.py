@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,8 +15,8 @@ from flexquant.simulation.scheduler import Limits
 if TYPE_CHECKING:
     from flexquant.prediction.device import Device
 
-LARGEST_GRAPH = 512
-"""Tokens. It is 1024 on a B200, which is not modelled and matters with more than 256 sequences only."""
+BLACKWELL = re.compile(r"\bG?B[123]00\b", re.IGNORECASE)
+"""Names of data-centre GPUs of compute capability 10, for which vLLM captures larger graphs."""
 GIB = 2**30
 
 
@@ -31,6 +32,13 @@ class Machine:
     """That share the model (tensor parallelism)."""
     eager: bool = False
     """Without CUDA graphs."""
+
+    @property
+    def largest_graph(self) -> int:
+        """Most tokens of a CUDA graph."""
+        if self.gpu is None or self.eager:
+            return 0
+        return 1024 if BLACKWELL.search(self.gpu) else 512
 
     @classmethod
     def of_device(cls, device: Device, devices: int = 1) -> Machine:
@@ -67,8 +75,7 @@ def server_limits(
     tokens = max_num_batched_tokens or default_tokens
     sequences = max_num_seqs or min(default_sequences, tokens)
     if capture_sizes is None:
-        has_graphs = on_gpu and not machine.eager
-        capture_sizes = default_capture_sizes(sequences, tokens) if has_graphs else ()
+        capture_sizes = default_capture_sizes(sequences, tokens, machine.largest_graph)
     return Limits(
         tokens,
         sequences,
@@ -79,9 +86,11 @@ def server_limits(
     )
 
 
-def default_capture_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
+def default_capture_sizes(
+    max_num_seqs: int, max_num_batched_tokens: int, largest: int = 512
+) -> tuple[int, ...]:
     """Return the tokens of the CUDA graphs (``VllmConfig._set_cudagraph_sizes``), ascending."""
-    ceiling = min(2 * max_num_seqs, LARGEST_GRAPH)
+    ceiling = min(2 * max_num_seqs, largest)
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, ceiling + 1, 16), max_num_seqs, max_num_batched_tokens}
     return tuple(sorted(size for size in sizes if size <= min(ceiling, max_num_batched_tokens)))
 

@@ -50,7 +50,8 @@ def test_passes_are_those_of_vllm(model: Path, name: str, async_scheduling: bool
     assert (preemptions > 0) == (limits.kv_cache_tokens is not None)
 
 
-def test_default_limits_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_limits_are_those_of_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With vLLM's own rules, told the names and memory of the shipped devices."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
@@ -66,15 +67,19 @@ def test_default_limits_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> No
     if current_platform.is_cpu():
         for devices in (1, 2):
             assert simulated(Machine(devices=devices)) == of_vllm(devices)
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    for name in builtin_devices():
-        machine = Machine.of_device(load_device(name))
-        if machine.gpu is None:
-            continue
-        monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_, gpu=machine.gpu: gpu)
-        memory = int(machine.gpu_memory_bytes)
-        monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_, m=memory: m)
-        assert simulated(machine) == of_vllm(1), name
+    platform = type(current_platform)
+    machines = [Machine.of_device(load_device(name)) for name in builtin_devices()]
+    gpus = [machine for machine in machines if machine.gpu is not None]
+    assert len(gpus) > 9
+    for gpu in gpus:
+        memory, capability = int(gpu.gpu_memory_bytes), 100 if "B200" in gpu.gpu else 90
+        with monkeypatch.context() as patch:
+            patch.setattr(platform, "is_device_capability_family", lambda *_, c=capability: _[-1] == c)
+            assert server_limits(gpu).capture_sizes == vllm_capture_sizes(server_limits(gpu), model), gpu
+            patch.setattr(platform, "is_cpu", lambda _: False)
+            patch.setattr(platform, "get_device_name", lambda *_, name=gpu.gpu: name)
+            patch.setattr(platform, "get_device_total_memory", lambda *_, size=memory: size)
+            assert simulated(gpu) == of_vllm(1), gpu
 
 
 def arriving(trace: list[Request], number: int) -> range:
@@ -146,19 +151,14 @@ def vllm_schedule(trace: list[Request], limits: Limits, model: Path) -> Schedule
             return schedule
 
 
-def vllm_scheduler(limits: Limits, model: Path) -> Any:
+def vllm_config(limits: Limits, model: Path) -> Any:
     from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
 
-    model_config = ModelConfig(model=str(model), dtype="bfloat16", max_model_len=1024)
     cache = CacheConfig(block_size=limits.block_size, enable_prefix_caching=False)
     # One block more, since vLLM keeps its first one for padding.
     cache.num_gpu_blocks = 10_000 if limits.kv_cache_tokens is None else int(limits.blocks) + 1
-    config = VllmConfig(
-        model_config=model_config,
+    return VllmConfig(
+        model_config=ModelConfig(model=str(model), dtype="bfloat16", max_model_len=1024),
         cache_config=cache,
         scheduler_config=SchedulerConfig(
             max_num_seqs=limits.max_num_seqs,
@@ -169,10 +169,32 @@ def vllm_scheduler(limits: Limits, model: Path) -> Any:
             async_scheduling=limits.async_scheduling,
         ),
     )
+
+
+def vllm_scheduler(limits: Limits, model: Path) -> Any:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config = vllm_config(limits, model)
     spec = FullAttentionSpec(block_size=limits.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    blocks = config.cache_config.num_gpu_blocks
     return (AsyncScheduler if limits.async_scheduling else VllmScheduler)(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(cache.num_gpu_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=limits.block_size,
     )
+
+
+def vllm_capture_sizes(limits: Limits, model: Path) -> tuple[int, ...]:
+    """What vLLM computes once the CPU platform has not taken the graphs out."""
+    from vllm.config import CUDAGraphMode
+
+    config = vllm_config(limits, model)
+    compilation = config.compilation_config
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    compilation.cudagraph_capture_sizes = compilation.max_cudagraph_capture_size = None
+    config._set_cudagraph_sizes()
+    return tuple(compilation.cudagraph_capture_sizes)

@@ -29,6 +29,7 @@ def test_default_capture_sizes_are_those_of_vllm() -> None:
     assert default_capture_sizes(13, 19) == (1, 2, 4, 8, 13, 16, 19)
     sizes = default_capture_sizes(1024, 8192)
     assert sizes == default_capture_sizes(256, 8192)
+    assert default_capture_sizes(1024, 8192, largest=0) == ()
     assert sizes[:5] == (1, 2, 4, 8, 16) and sizes[32:36] == (240, 248, 256, 272) and sizes[-1] == 512
 
 
@@ -94,6 +95,19 @@ def test_limits_are_those_of_the_machine_that_was_measured(
     found = Machine.of_times(dataclasses.replace(make_times(), origin=origin))
     assert found == machine
     assert server_limits(found) == Limits(*limits)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens"),
+    [
+        ("NVIDIA B200", 1024),
+        ("NVIDIA GB300", 1024),
+        ("b200 NVIDIA B200 SXM, 180 GB", 1024),
+        ("NVIDIA H200", 512),
+    ],
+)
+def test_blackwell_has_larger_graphs(gpu: str, tokens: int) -> None:
+    assert server_limits(Machine(gpu, 180 * GIB)).capture_sizes[-1] == tokens
 
 
 def test_given_limits_are_kept() -> None:
