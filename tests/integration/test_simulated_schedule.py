@@ -72,9 +72,9 @@ def test_default_limits_are_those_of_vllm(model: Path, monkeypatch: pytest.Monke
     gpus = [machine for machine in machines if machine.gpu is not None]
     assert len(gpus) > 9
     for gpu in gpus:
-        memory, capability = int(gpu.gpu_memory_bytes), 100 if "B200" in gpu.gpu else 90
+        memory, family = int(gpu.gpu_memory_bytes), 100 if "B200" in gpu.gpu else 90
         with monkeypatch.context() as patch:
-            patch.setattr(platform, "is_device_capability_family", lambda *_, c=capability: _[-1] == c)
+            patch.setattr(platform, "is_device_capability_family", lambda _, asked, own=family: asked == own)
             assert server_limits(gpu).capture_sizes == vllm_capture_sizes(server_limits(gpu), model), gpu
             patch.setattr(platform, "is_cpu", lambda _: False)
             patch.setattr(platform, "get_device_name", lambda *_, name=gpu.gpu: name)

@@ -26,7 +26,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
 
 @pytest.fixture(scope="session")
 def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("w8a8")
+    folder = tmp_path_factory.mktemp("int8")
     sources = {name: make_checkpoint(folder / name, scheme=name) for name in ("w8a8", "w4a16")}
     merge_checkpoints(sources, folder / "merged")
     return folder / "merged"
