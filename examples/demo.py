@@ -1,61 +1,149 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The whole way on a merged checkpoint: serve it, ask it things, show which plan ran when.
+"""Ask a merged checkpoint and its 16-bit model the same questions, and draw which plan ran when.
 
-python examples/demo.py MERGED_CHECKPOINT
+python examples/demo.py MERGED_CHECKPOINT --reference 16_BIT_MODEL
+
+Each is served by `vllm serve` in turn, so that they share neither memory nor cores. Decoding is greedy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from openai import OpenAI
-from vllm_server import vllm_serve
+
+from flexquant.measuring.server import vllm_serve
 
 QUESTIONS = [
     "What is the capital of France?",
-    "Name three primary colours.",
-    "Why is the sky blue? Answer in one sentence.",
-    "Write a haiku about the sea.",
+    "How many days are there in a week?",
+    "Which gas do plants take in from the air?",
+    "Which ocean lies between Europe and America?",
+    "Which language is spoken in Brazil?",
+    "Who was the first person to walk on the Moon?",
+    "What is photosynthesis? Answer in one sentence.",
+    "What does the heart do?",
 ]
-PROMPT = "The three laws of motion were formulated by"
+"""What even a model of 135 M weights answers well in 16 bit."""
+SIDE_BY_SIDE = 4
+"""Requests at a time: a question begins when another is answered, and its prefill meets their decoding."""
+ANSWER_TOKENS = 48
+SYMBOLS = "#.+o*x"
+"""One for each plan, in the order of their first pass; the last one for all that follow."""
+PHASES = {"prefill": "p", "mixed": "m", "decode": "d"}
+WIDTH = 96
 
 
-def ask(client: OpenAI, model: str) -> None:
-    """Send chat requests side by side, so that passes of all phases occur, then a completion."""
-
-    def chat(question: str) -> str:
-        answer = client.chat.completions.create(
-            model=model,
-            messages=[{"role": "user", "content": question}],
-            max_tokens=48,
-            temperature=0,
-        )
-        return answer.choices[0].message.content or ""
-
-    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
-        for question, answer in zip(QUESTIONS, pool.map(chat, QUESTIONS), strict=True):
-            print(f"\nQ: {question}\nA: {answer.strip()}")
-    completion = client.completions.create(model=model, prompt=PROMPT, max_tokens=24, temperature=0)
-    print(f"\n{PROMPT}{completion.choices[0].text}")
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    first_token: float
+    """Seconds from the request to its first token (TTFT)."""
+    per_token: float
+    """Mean seconds between tokens after the first (TPOT)."""
 
 
-def report(trace: Path) -> None:
-    header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+def ask(client: OpenAI, model: str, question: str) -> Answer:
+    """Send one chat request, and time its tokens as they come."""
+    sent = time.monotonic()
+    stream = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": question}],
+        max_tokens=ANSWER_TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    pieces, times, tokens = [], [], 1
+    for chunk in stream:
+        if chunk.choices and chunk.choices[0].delta.content:
+            pieces.append(chunk.choices[0].delta.content)
+            times.append(time.monotonic())
+        if chunk.usage:
+            tokens = chunk.usage.completion_tokens
+    times = times or [time.monotonic()]
+    return Answer(
+        " ".join("".join(pieces).split()),
+        times[0] - sent,
+        (times[-1] - times[0]) / max(1, tokens - 1),
+    )
+
+
+def serve_and_ask(model: str, *options: str) -> list[Answer]:
+    """Return the answers of ``model`` to all questions, served with vLLM's ``options``."""
+    print(f"vllm serve {model} ...", end="", flush=True)
+    started = time.monotonic()
+    options = ("--max-model-len", "2048", "--enforce-eager", *options)
+    if not torch.cuda.is_available():
+        options += ("--max-num-seqs", "16")
+    with vllm_serve(model, *options) as url:
+        print(f" {time.monotonic() - started:.0f} s to start,", end="", flush=True)
+        started = time.monotonic()
+        client = OpenAI(base_url=url, api_key="none")
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            answers = list(pool.map(lambda question: ask(client, model, question), QUESTIONS))
+        print(f" {time.monotonic() - started:.0f} s to answer {len(QUESTIONS)} questions", flush=True)
+    return answers
+
+
+def print_answers(answers: list[Answer], reference: list[Answer] | None) -> None:
+    if reference is None:
+        for question, answer in zip(QUESTIONS, answers, strict=True):
+            print(f"Q: {question}\n   FlexQuant: {answer.text}")
+        return
+    same = 0
+    for question, answer, expected in zip(QUESTIONS, answers, reference, strict=True):
+        print(f"Q: {question}")
+        if answer.text == expected.text:
+            same += 1
+            print(f"   both:      {answer.text}")
+        else:
+            print(f"   16 bit:    {expected.text}\n   FlexQuant: {answer.text}")
+    print(f"{same} of {len(QUESTIONS)} answers are identical, word for word.")
+
+
+def print_times(served: dict[str, list[Answer]]) -> None:
+    print(f"\n{'median of all requests':<30}{'first token, ms':>18}{'per further token, ms':>24}")
+    for name, answers in served.items():
+        first = statistics.median(a.first_token for a in answers) * 1000
+        further = statistics.median(a.per_token for a in answers) * 1000
+        print(f"{name:<30}{first:>18.0f}{further:>24.1f}")
+
+
+def print_routes(passes: list[dict]) -> None:
+    """Draw every pass in order, one column each, and count them by phase and plan."""
+    plans = list(dict.fromkeys(p["plan"] for p in passes))
+    symbols = {plan: SYMBOLS[min(i, len(SYMBOLS) - 1)] for i, plan in enumerate(plans)}
+    legend = ", ".join(f"{symbol} {plan}" for plan, symbol in symbols.items())
+    print(
+        f"\nEvery forward pass in order ({', '.join(f'{s} {name}' for name, s in PHASES.items())}; {legend}):"
+    )
+    for row in (passes[i : i + WIDTH] for i in range(0, len(passes), WIDTH)):
+        print(f"phase {''.join(PHASES[p['phase']] for p in row)}")
+        print(f"plan  {''.join(symbols[p['plan']] for p in row)}")
     counts = Counter((p["phase"], p["plan"]) for p in passes)
-    print(f"\nPolicy: {header['policy']}\n\n{'phase':<10}{'plan':<24}{'forward passes':>14}")
-    for (phase, plan), count in sorted(counts.items()):
-        print(f"{phase:<10}{plan:<24}{count:>14}")
-    print(f"\n{'weights':<34}{'MiB':>14}")
-    for name, size in header["weight_bytes"].items():
-        print(f"{name:<34}{size / 2**20:>14.1f}")
-    print(f"{'the model in 16 bit':<34}{header['weight_bytes_in_16_bit'] / 2**20:>14.1f}")
+    widths = [max(10, len(plan) + 2) for plan in plans]
+    print(f"\n{'forward passes':<16}" + "".join(f"{p:>{w}}" for p, w in zip(plans, widths, strict=True)))
+    for phase in PHASES:
+        cells = zip((counts[phase, plan] for plan in plans), widths, strict=True)
+        print(f"{phase:<16}" + "".join(f"{count:>{w}}" for count, w in cells))
+
+
+def print_memory(header: dict) -> None:
+    sizes = header["weight_bytes"]
+    parts = " + ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
+    in_16_bit = header["weight_bytes_in_16_bit"]
+    print(f"\nWeights in MiB: {parts} = {sum(sizes.values()) / 2**20:.1f}; in 16 bit {in_16_bit / 2**20:.1f}")
 
 
 def main() -> None:
@@ -63,17 +151,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="folder written by 'flexquant merge'")
-    checkpoint = parser.parse_args().checkpoint
+    parser.add_argument("--reference", metavar="MODEL", help="16-bit model to ask the same questions")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="keep the record of all passes in this file"
+    )
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "routes.jsonl"
-        options = ["--additional-config", json.dumps({"flexquant": {"trace": str(trace)}})]
-        options += ["--max-model-len", "2048", "--enforce-eager"]
-        if not torch.cuda.is_available():
-            options += ["--max-num-seqs", "16"]
-        print(f"Starting vllm serve {checkpoint} ...", flush=True)
-        with vllm_serve(checkpoint, *options) as url:
-            ask(OpenAI(base_url=url, api_key="none"), checkpoint)
-        report(trace)
+        trace = args.trace or Path(folder) / "routes.jsonl"
+        reference = serve_and_ask(args.reference) if args.reference else None
+        config = json.dumps({"flexquant": {"trace": str(trace.absolute())}})
+        answers = serve_and_ask(args.checkpoint, "--additional-config", config)
+        header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+    print_answers(answers, reference)
+    print_times(
+        ({"16 bit": reference} if reference else {}) | {f"FlexQuant, policy {header['policy']}": answers}
+    )
+    print_routes(passes)
+    print_memory(header)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def find_gguf() -> Path:
 
 
 def convert(gguf: Path, output: Path) -> None:
+    os.environ["TQDM_DISABLE"] = "1"  # read when transformers imports tqdm
     import torch
     from transformers import (
         AutoModelForCausalLM,

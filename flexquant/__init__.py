@@ -18,7 +18,7 @@ def register() -> None:
     if "vllm" not in sys.modules:
         return
     try:
-        from flexquant.vllm_registration import register_with_vllm
+        from flexquant.serving.registration import register_with_vllm
 
         register_with_vllm()
     except Exception:

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The one exception for mistakes that a user can mend."""
+"""The exceptions for mistakes that a user can mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class FlexQuantError(Exception):
@@ -9,3 +14,16 @@ class FlexQuantError(Exception):
 
 class UsageError(FlexQuantError):
     """A command line that contradicts itself in a way argparse cannot see (exit code 2)."""
+
+
+@contextmanager
+def explained(problem: str, advice: str) -> Iterator[None]:
+    """Turn an OSError or ValueError inside into a FlexQuantError: ``<problem> (<its first line>); <advice>``.
+
+    For libraries that read files or the Hugging Face hub.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as e:
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise FlexQuantError(f"{problem} ({reason}); {advice}") from e

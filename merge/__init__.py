@@ -6,10 +6,9 @@
 
     merge_checkpoints({"w8a8": "model-w8a8", "w4a16": "model-w4a16"}, "model-merged")
 
-`merging` is the way through: `source` (open the inputs), `plan` (compare them, find what they share),
-`kv_compat` (may they share a KV cache?), `writer` (stream the shards), `staging` (all or nothing), `card`
-(with `origins`: how each variant was made).
-`verify`, `split` and `report` start from the result, opened by `merged`.
+This folder is imported as `flexquant.merge`. `merging` is the way through: `merge_plan` (compare the sources,
+find what they share), `kv` (may they share one KV cache?), `card` (with `origins`: how each was made).
+Folders are opened and written by `flexquant.checkpoint`. `verify` and `split` start from the result.
 """
 
 from flexquant.merge.merging import merge_checkpoints

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from flexquant.checkpoint.contents import Report, describe_kv, describe_mixing
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.output import format_bytes
+from flexquant.checkpoint.provenance import PROVENANCE_FILE
 from flexquant.merge.origins import describe_origins
-from flexquant.merge.provenance import PROVENANCE_FILE
-from flexquant.merge.report import Report, describe_kv
-from flexquant.merge.staging import format_bytes
 
 CARD = """\
 ---
@@ -42,7 +42,7 @@ Default policy: {policy}. Another one:
 
     vllm serve <this folder> --additional-config '{{"flexquant": {{"policy": "<name or file>"}}}}'
 
-Layers of different variants may {layered} mixed in one plan. KV cache: {kv}.
+Layers of different variants in one plan: {mixing}. KV cache: {kv}.
 
 ## How the variants were made
 
@@ -55,7 +55,7 @@ Merged by FlexQuant {version} from {sources}. `{provenance}` has the SHA-256 of 
 """
 
 
-def make_card(report: Report, provenance: Mapping[str, Any], files: Mapping[str, Path]) -> str:
+def make_card(report: Report, provenance: JsonObject, files: Mapping[str, Path]) -> str:
     """Return the model card in Markdown; ``files`` are the sidecars by name, recipes among them."""
     rows = [
         f"| `{name}` | {v.scheme} | {format_bytes(v.own_bytes)} | {v.bits_per_parameter:.2f} |"
@@ -75,7 +75,7 @@ def make_card(report: Report, provenance: Mapping[str, Any], files: Mapping[str,
         total=format_bytes(report.total_bytes),
         full=format_bytes(report.bytes_16bit),
         policy=report.policy_text,
-        layered="be" if report.layered_plans else "not be",
+        mixing=describe_mixing(report),
         kv=describe_kv(report.kv_compatibility),
         origins=describe_origins(list(report.variants), files),
         version=provenance["versions"]["flexquant"],

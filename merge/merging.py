@@ -6,17 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from flexquant.checkpoint import ARCHITECTURE, MergedConfig, Variant
-from flexquant.errors import FlexQuantError
-from flexquant.merge.card import make_card
-from flexquant.merge.plan import MergePlan, plan_merge
-from flexquant.merge.provenance import PROVENANCE_FILE, describe_origin
-from flexquant.merge.report import Report, make_report
-from flexquant.merge.source import Source
-from flexquant.merge.staging import check_free_space, prepare_output, staged_folder
-from flexquant.merge.writer import (
+from flexquant.checkpoint.contents import Report, make_report
+from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig, Variant
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
+from flexquant.checkpoint.provenance import PROVENANCE_FILE, describe_origin
+from flexquant.checkpoint.source import Source
+from flexquant.checkpoint.writer import (
     DEFAULT_SHARD_SIZE,
     Progress,
     Shard,
@@ -26,8 +23,12 @@ from flexquant.merge.writer import (
     write_json,
     write_shards,
 )
-from flexquant.policy import DEFAULT_POLICY, SCHEMA, load_policy
-from flexquant.routes import build_route_table
+from flexquant.errors import FlexQuantError
+from flexquant.merge.card import make_card
+from flexquant.merge.merge_plan import MergePlan, plan_merge
+from flexquant.policy.choose import choose_policy
+from flexquant.policy.routes import build_route_table
+from flexquant.policy.rules import SCHEMA, load_policy
 
 ANY_NUMBER_OF_TOKENS = 1 << 20
 
@@ -51,7 +52,7 @@ def merge_checkpoints(
     written; raises FlexQuantError for sources that cannot be combined, an output that may not be replaced
     and a full disk.
     """
-    from flexquant.merge.kv_compat import check_kv_compatibility  # torch, which verifying does without
+    from flexquant.merge.kv.compatibility import check_kv_compatibility  # torch, which verifying does without
 
     output = Path(output)
     pairs = list(sources.items()) if isinstance(sources, Mapping) else list(sources)
@@ -60,14 +61,13 @@ def merge_checkpoints(
     kv = check_kv_compatibility(plan.sources, kv_progress)
     if not kv.compatible and not allow_incompatible_kv:
         raise FlexQuantError(kv.message)
-    layered_plans = kv.layered_plans
     names = [s.name for s in plan.sources]
     merged = MergedConfig(
         base_architecture=plan.base_architecture,
         variants={s.name: Variant(f"{s.name}.", s.quantization_config) for s in plan.sources},
         shared_modules=plan.shared_modules,
-        layered_plans=layered_plans,
-        policy=_default_policy(policy, names, plan.num_layers, layered_plans),
+        mixable=tuple(map(tuple, kv.mixable)),
+        policy=_default_policy(policy, names, plan.num_layers, kv.mixable),
         kv_compatibility=kv.to_json(),
     )
     shards = plan_shards(list(plan.groups.values()), max_shard_size)
@@ -90,27 +90,28 @@ def _write(
     return report
 
 
-def _merged_config(base: Mapping[str, Any], merged: MergedConfig) -> dict[str, Any]:
+def _merged_config(base: JsonObject, merged: MergedConfig) -> JsonObject:
     config = {key: value for key, value in base.items() if key != "_name_or_path"}
     return {**config, "architectures": [ARCHITECTURE], "quantization_config": merged.to_json()}
 
 
 def _default_policy(
-    requested: str | None, variants: Collection[str], num_layers: int, layered_plans: bool
-) -> dict[str, Any] | None:
+    requested: str | None, variants: Collection[str], num_layers: int, mixable: Collection[Collection[str]]
+) -> JsonObject | None:
     """Return the policy document to store; None leaves the choice to the built-in default."""
     if requested is not None:
         policy = load_policy(requested)
-        build_route_table(policy, variants, num_layers, ANY_NUMBER_OF_TOKENS, layered_plans)
+        build_route_table(policy, variants, num_layers, ANY_NUMBER_OF_TOKENS, mixable)
         return policy.document
     if len(variants) == 1:
         (name,) = variants
         description = f"{name} for every forward pass"
         return {"schema": SCHEMA, "description": description, "rules": [{"use": name}]}
-    missing = [name for name in load_policy(DEFAULT_POLICY).variants if name not in variants]
+    default, policy = choose_policy()
+    missing = [name for name in policy.variants if name not in variants]
     if missing:
         raise FlexQuantError(
-            f"the built-in default policy '{DEFAULT_POLICY}' needs a variant '{missing[0]}', but these are "
+            f"the built-in default policy '{default}' needs a variant '{missing[0]}', but these are "
             f"{', '.join(variants)}; name a policy for them with --policy"
         )
     return None

@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from flexquant.merge.sidecars import recipe_name
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.sidecars import recipe_name
 
 OUR_RECIPES = "flexquant.recipe/"
 NOT_VERSIONS = ("model", "weights_sha256", "calibration_rows_sha256")
@@ -54,7 +55,7 @@ def _describe(variant: str, path: Path | None) -> str:
     )
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> JsonObject | None:
     """Return a recipe that FlexQuant wrote for one variant; None for any other."""
     try:
         document = yaml.safe_load(path.read_bytes())

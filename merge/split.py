@@ -5,15 +5,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from flexquant.errors import FlexQuantError
-from flexquant.merge.folder import confined_file
-from flexquant.merge.merged import MergedCheckpoint
-from flexquant.merge.provenance import PROVENANCE_FILE
-from flexquant.merge.sidecars import GENERATION_CONFIG, IDENTICAL, NOTICES, RECIPE, find_files, recipe_name
-from flexquant.merge.staging import check_free_space, prepare_output, staged_folder
-from flexquant.merge.writer import (
+from flexquant.checkpoint.folder import confined_file
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
+from flexquant.checkpoint.provenance import PROVENANCE_FILE
+from flexquant.checkpoint.sidecars import (
+    GENERATION_CONFIG,
+    IDENTICAL,
+    NOTICES,
+    RECIPE,
+    find_files,
+    recipe_name,
+)
+from flexquant.checkpoint.writer import (
     DEFAULT_SHARD_SIZE,
     Progress,
     copy_file,
@@ -22,6 +28,7 @@ from flexquant.merge.writer import (
     write_json,
     write_shards,
 )
+from flexquant.errors import FlexQuantError
 
 
 def split_checkpoint(
@@ -32,7 +39,7 @@ def split_checkpoint(
     overwrite: bool = False,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write the variant to ``output`` with its original keys and config, tensors bit-identical.
 
     Returns counts of tensors and bytes. Raises FlexQuantError for an unknown variant, a tensor that no

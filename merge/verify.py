@@ -9,16 +9,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
+from flexquant.checkpoint.folder import confined_file
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.provenance import PROVENANCE_FILE, hash_file
+from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks, same_bytes
+from flexquant.checkpoint.source import Source
+from flexquant.checkpoint.writer import MAX_THREADS, Progress
 from flexquant.errors import FlexQuantError
-from flexquant.merge.folder import confined_file
-from flexquant.merge.merged import MergedCheckpoint
-from flexquant.merge.plan import config_differences
-from flexquant.merge.provenance import PROVENANCE_FILE, hash_file
-from flexquant.merge.safetensors_io import TensorRef, read_chunks, same_bytes
-from flexquant.merge.source import Source
-from flexquant.merge.writer import MAX_THREADS, Progress
+from flexquant.merge.same_model import model_differences
 
 MAX_NAMED = 5
 
@@ -27,7 +27,7 @@ def verify_checkpoint(
     folder: str | Path,
     against: Mapping[str, str | Path] | Sequence[tuple[str, str | Path]] = (),
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Read every tensor of a merged checkpoint and compare it; return what was compared, counted.
 
     Without ``against`` the recorded SHA-256 are the measure, with it the named variants' source folders.
@@ -44,7 +44,7 @@ def verify_checkpoint(
     return {"verified": str(folder), "tensors_compared_with": counts}
 
 
-def _check_files(checkpoint: MergedCheckpoint, provenance: Mapping[str, Any]) -> None:
+def _check_files(checkpoint: MergedCheckpoint, provenance: JsonObject) -> None:
     for name, recorded in provenance.get("files", {}).items():
         if hash_file(confined_file(checkpoint.folder, name)) != recorded:
             raise FlexQuantError(
@@ -71,7 +71,7 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
     keys = checkpoint.variant_keys(source.name)
     _check_same_names(set(source.tensors), set(keys), str(source.folder), str(checkpoint.folder))
     merged_config = checkpoint.source_config(source.name)
-    differences = [*config_differences(source.config, merged_config)]
+    differences = model_differences(source.config, merged_config)
     if source.quantization_config != merged_config["quantization_config"]:
         differences.append(("quantization_config", "...", "..."))
     if differences:

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+
+from benchmarks.speed.synthetic import quantisation_section
 
 StateDict = dict[str, torch.Tensor]
 
@@ -26,6 +27,7 @@ ARCHITECTURES = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {"sliding_window": None}),
+    "vaultgemma": ("vaultgemma", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3_text", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
 }
 
@@ -97,21 +99,6 @@ def quantise_int4(name: str, weight: torch.Tensor, group_size: int) -> StateDict
     }
 
 
-def quantisation_section(scheme: str, group_size: int) -> dict:
-    preset = preset_name_to_scheme(
-        {"w8a8": "W8A8", "fp8": "FP8_DYNAMIC", "w4a16": "W4A16"}[scheme], ["Linear"]
-    )
-    if scheme == "w4a16":
-        preset.weights.group_size = group_size
-    section = QuantizationConfig(
-        config_groups={"group_0": preset},
-        ignore=["lm_head"],
-        format={"w8a8": "int-quantized", "fp8": "float-quantized", "w4a16": "pack-quantized"}[scheme],
-        quantization_status="compressed",
-    )
-    return json.loads(section.model_dump_json())
-
-
 def byte_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
     """One token a byte, so that any text can be fed to a random model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -138,6 +125,13 @@ def save_shards(state: StateDict, folder: Path, num_shards: int) -> None:
     total = sum(t.numel() * t.element_size() for t in state.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def fold_final_norm(state: StateDict) -> StateDict:
+    """Move the final norm's weight into the lm_head: the same model with another norm and another head."""
+    head, norm = state["lm_head.weight"].float(), state["model.norm.weight"].float()
+    folded = {"lm_head.weight": head * norm, "model.norm.weight": torch.ones_like(norm)}
+    return state | {name: tensor.to(torch.bfloat16) for name, tensor in folded.items()}
 
 
 def make_checkpoint(

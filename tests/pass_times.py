@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexquant.pass_times import PassTimes, Time
-from flexquant.policy import load_policy
+from flexquant.policy.pass_times import PassTimes, Time
+from flexquant.policy.rules import load_policy
 from flexquant.simulation.pass_cost import PassCost
 from flexquant.simulation.replaying import Replay, replay
 from flexquant.simulation.scheduler import Limits

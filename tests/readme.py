@@ -1,27 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The commands and documents that README.md shows, for the tests that run them."""
+"""The commands and documents that the README pages show, for the tests that run them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / folder / "README.md"
+    for folder in (
+        "",
+        "merge",
+        "policies",
+        "flexquant/quantization",
+        "flexquant/evaluation",
+        "flexquant/tuning",
+        "benchmarks",
+    )
+]
+"""In an order in which their commands find what earlier ones wrote."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(language: str) -> list[str]:
-    return [body for found, body in BLOCK.findall(README.read_text()) if found == language]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    return [body for found, body in BLOCK.findall(text) if found == language]
 
 
 def commands() -> list[str]:
-    """Every command line of the README's ``bash`` blocks, comments left out."""
-    lines = [line.strip() for block in blocks("bash") for line in block.splitlines()]
-    return [line for line in lines if line and not line.startswith("#")]
+    """Every command line of the ``bash`` blocks, each once, comments left out and broken lines joined."""
+    lines = [line.strip() for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+    return list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
 
 
 def document(schema: str) -> str:
-    """The README's YAML document of a schema."""
+    """The pages' YAML document of a schema."""
     (found,) = [block for block in blocks("yaml") if f"schema: {schema}\n" in block]
     return found

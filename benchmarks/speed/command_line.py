@@ -13,13 +13,13 @@ from typing import TypeVar
 
 from benchmarks.speed.kernel_cells import measure_kernels
 from benchmarks.speed.models import open_model
-from benchmarks.speed.offline import measure_offline
 from benchmarks.speed.results import Results
 from benchmarks.speed.servers import ServerOptions
 from benchmarks.speed.serving import ServingRun, plan_cells
 from benchmarks.speed.settings import CPU, GPU, LAYERS, PARTS, QUICK, Settings
 from benchmarks.speed.subjects import STATIC, Subject, parse_subject
 from benchmarks.speed.workloads import Workload
+from flexquant.cli._arguments import parse_names
 from flexquant.errors import FlexQuantError
 
 T = TypeVar("T")
@@ -36,21 +36,21 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    report = commands.add_parser("report", help="tables and plots from the JSON files of a run")
+    report = commands.add_parser("report", help="tables and plots from the cells of a run")
     report.add_argument("output", type=Path, metavar="DIR", help="the --output of a run")
     add = commands.add_parser("run", help="measure what is missing, then report").add_argument
     add("--quick", action="store_true", help="a first look: a small model and few cells, minutes on a CPU")
     add("--model", nargs="+", help="a synthetic model's name, or VARIANT=DIR for each checkpoint")
     add("--output", type=Path, metavar="DIR", help="results (default: benchmarks/results/MODEL)")
     add("--work", type=Path, default=Path(".work/benchmarks"), help="models and logs (default: %(default)s)")
-    add("--parts", type=_list, default=("kernels", "serving", "overhead"), help=f"of {','.join(PARTS)}")
-    add("--subjects", type=_list, help=f"of {','.join(STATIC)},flexquant:POLICY")
+    add("--parts", type=parse_names, default=("kernels", "serving", "overhead"), help=f"of {','.join(PARTS)}")
+    add("--subjects", type=parse_names, help=f"of {','.join(STATIC)},flexquant:POLICY")
     add("--serving", nargs="+", metavar="REQUESTSxINPUT+OUTPUT[@RATE][~SPREAD]", help="workloads")
     add("--overhead", nargs="+", metavar="REQUESTSxINPUT+OUTPUT", help="workloads")
-    add("--rounds", type=int, help="of serving and overhead")
-    add("--schemes", type=_list, help=f"kernels: of {','.join(SCHEMES)}")
-    add("--layers", type=_list, help=f"kernels: of {','.join(LAYERS)}")
-    add("--tokens", type=_list, help="kernels: numbers of tokens, e.g. 1,16,256")
+    add("--rounds", type=int, help="of serving and overhead; of 5 on a verdict")
+    add("--schemes", type=parse_names, help=f"kernels: of {','.join(SCHEMES)}")
+    add("--layers", type=parse_names, help=f"kernels: of {','.join(LAYERS)}")
+    add("--tokens", type=parse_names, help="kernels: numbers of tokens, e.g. 1,16,256")
     add("--seconds", type=float, help="kernels: time for each cell")
     add("--time-limit", type=float, default=float("inf"), metavar="S", help="begin no cell after S seconds")
     add("--start-timeout", type=float, default=900, metavar="S", help="for a server (default: %(default)s)")
@@ -118,18 +118,6 @@ def run(args: argparse.Namespace) -> int:
             cell_timeout=args.cell_timeout,
         )
         left += serving.measure(cells)
-    if "offline" in args.parts:
-        left += measure_offline(
-            model,
-            results,
-            subjects,
-            settings.offline,
-            options,
-            on_gpu=on_gpu,
-            iterations=settings.rounds,
-            deadline=deadline,
-            timeout=args.start_timeout + args.cell_timeout,
-        )
     return left
 
 
@@ -153,7 +141,7 @@ def server_options(
     args: argparse.Namespace, settings: Settings, subjects: list[Subject], on_gpu: bool
 ) -> ServerOptions:
     """Return how to serve, with room for the longest request and the largest batch that is planned."""
-    workloads = [*settings.serving, *settings.overhead, settings.offline]
+    workloads = [*settings.serving, *settings.overhead]
     return ServerOptions(
         max_length=max(w.longest for w in workloads),
         max_sequences=max(128, *(w.requests for w in workloads if w.rate is None)),
@@ -162,12 +150,6 @@ def server_options(
         memory_share=args.memory_share or GPU_MEMORY / len(subjects),
         extra=tuple(args.server_args),
     )
-
-
-def _list(text: str) -> tuple[str, ...]:
-    if not (parts := tuple(part.strip() for part in text.split(",") if part.strip())):
-        raise argparse.ArgumentTypeError("name at least one, separated by commas")
-    return parts
 
 
 def _each(values: Iterable[str] | None, read: Callable[[str], T]) -> tuple[T, ...] | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from flexquant.compat import provide_cpu_kernels
+from flexquant.serving.cpu.kernels import provide_cpu_kernels
 
 
 class CPUWorkerWithKernels(CPUWorker):

@@ -25,7 +25,7 @@ from torch import nn
 from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.synthetic import group_size, linear_tensors, quantisation_section
 from benchmarks.speed.worker import answer_requests
-from examples.vllm_server import free_port
+from flexquant.measuring.server import free_port
 
 ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
 """Weights of all copies of a layer together: several times the L2 of an H200 (50 MB)."""
@@ -49,9 +49,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         x = torch.randn(request["tokens"], request["inputs"], dtype=torch.bfloat16, device=device())
         for scheme in request["schemes"]:
             try:
-                layers = build_layers(scheme, request["outputs"], request["inputs"])
+                layers, nbytes = build_layers(scheme, request["outputs"], request["inputs"])
                 passes[scheme] = prepare_pass(layers, x), len(layers)
-                found[scheme] = {"kernel": kernel_name(layers[0]), "weight_bytes": parameter_bytes(layers[0])}
+                found[scheme] = {"kernel": kernel_name(layers[0]), "weight_bytes": nbytes}
             except NoKernelError as e:
                 found[scheme] = {"unavailable": str(e)}
         times: dict[str, list[float]] = {scheme: [] for scheme in passes}
@@ -87,29 +87,33 @@ def summarise(
 
 
 @functools.lru_cache(maxsize=8)
-def build_layers(scheme: str, outputs: int, inputs: int) -> list[nn.Module]:
-    """Return copies of a linear [inputs -> outputs] with equal random weights, ready to run.
+def build_layers(scheme: str, outputs: int, inputs: int) -> tuple[list[nn.Module], int]:
+    """Return copies of a linear [inputs -> outputs] with equal random weights, ready to run, and one's bytes.
 
-    Raises NoKernelError.
+    The bytes are those of weights and scales as the kernel holds them (see
+    :mod:`flexquant.serving.weight_memory`). Raises NoKernelError.
     """
     weight_bytes = outputs * inputs * {"bf16": 2, "w8a8": 1, "fp8": 1}.get(scheme, 0.5)
     copies = min(MAX_COPIES, max(1, round(ROTATED_BYTES[device()] / weight_bytes)))
     stored = "w4a16" if scheme == "w4a8" else scheme
     tensors = linear_tensors(stored, outputs, inputs, NAME)
     try:
-        return [build_layer(scheme, stored, outputs, inputs, tensors) for _ in range(copies)]
+        built = [build_layer(scheme, stored, outputs, inputs, tensors) for _ in range(copies)]
     except (ValueError, RuntimeError, NotImplementedError, ImportError) as e:
         raise NoKernelError(f"{type(e).__name__}: {' '.join(str(e).split())[:300]}") from e
+    return [layer for layer, _ in built], built[0][1]
 
 
 def build_layer(
     scheme: str, stored: str, outputs: int, inputs: int, tensors: dict[str, torch.Tensor]
-) -> nn.Module:
+) -> tuple[nn.Module, int]:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.linear import ReplicatedLinear
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )
+
+    from flexquant.serving.weight_memory import WeightMemory
 
     section = quantisation_section(stored, group_size(inputs))
     config = CompressedTensorsConfig.from_config(section) if section else None
@@ -128,13 +132,14 @@ def build_layer(
             use_8bit_activations(layer)
         for name, parameter in layer.named_parameters():
             parameter.data.copy_(tensors[name])
+        memory = WeightMemory({scheme: layer})
         layer.quant_method.process_weights_after_loading(layer)
-    return layer
+    return layer, memory.nbytes()[scheme]
 
 
 def use_8bit_activations(layer: nn.Module) -> None:
-    from flexquant import w4a8
     from flexquant.errors import FlexQuantError
+    from flexquant.serving import w4a8
 
     try:
         w4a8.use_8bit_activations(layer, "int8")
@@ -182,10 +187,6 @@ def kernel_name(layer: nn.Module) -> str:
     return next((name for name in names if name.endswith("Kernel")), type(layer.quant_method).__name__)
 
 
-def parameter_bytes(layer: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in layer.parameters())
-
-
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -205,7 +206,7 @@ def prepare_process() -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-    from flexquant.compat import provide_cpu_kernels
+    from flexquant.serving.cpu.kernels import provide_cpu_kernels
 
     provide_cpu_kernels()
     with set_current_vllm_config(vllm_config()):

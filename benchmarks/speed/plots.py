@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The same numbers as pictures, PNG and SVG; needs matplotlib, which a measuring machine may lack."""
+"""The same numbers as pictures (PNG); needs matplotlib, which a measuring machine may lack."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from benchmarks.speed.comparing import Measured, paired_ratios, pairs
 from benchmarks.speed.results import Cell
-from benchmarks.speed.tables import METRICS, Measured, by_workload, comparisons, kernel_results, paired_ratios
+from benchmarks.speed.tables import METRICS, by_workload, kernel_results
 
 MARKERS = "osD^vPX<>*"
 
 
 def draw_plots(cells: Sequence[Cell], folder: Path, title: str) -> list[str]:
-    """Draw what the cells allow; return the PNG files' names. Raises ImportError without matplotlib."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "flexquant"
+    """Draw what the cells allow; return the files' names. Raises ImportError without matplotlib."""
     figures: dict[str, Any] = {}
     if kernels := kernel_results(cells):
         figures["kernels"] = _kernels(kernels)
@@ -30,7 +28,6 @@ def draw_plots(cells: Sequence[Cell], folder: Path, title: str) -> list[str]:
     for name, figure in figures.items():
         figure.suptitle(title, fontsize="medium")
         figure.savefig(folder / f"{name}.png", dpi=120)
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     return [f"{name}.png" for name in figures]
 
 
@@ -98,14 +95,14 @@ def _overhead(measured: Measured) -> Any:
     """FlexQuant over static, a line at 1, for TTFT and TPOT."""
     figure, axes = _figure(2, 1, max(7.0, 1.3 * len(measured)), 2.4)
     subjects = dict.fromkeys(subject for found in measured.values() for subject in found)
-    pairs = comparisons(list(subjects), constant=True)
+    compared = pairs(list(subjects), constant=True)
     for (ax,), name in zip(axes, ("TTFT ms", "TPOT ms"), strict=True):
-        for number, (marker, (subject, reference)) in enumerate(zip(cycle(MARKERS), pairs, strict=False)):
+        for number, (marker, (subject, reference)) in enumerate(zip(cycle(MARKERS), compared, strict=False)):
             groups = []
             for x, found in enumerate(measured.values()):
                 ratios = paired_ratios(found.get(subject, {}), found.get(reference, {}), METRICS[name][0])
                 groups += [(x, ratios)] if ratios else []
-            _points(ax, groups, _offset(number, len(pairs)), marker, f"{subject} / {reference}")
+            _points(ax, groups, _offset(number, len(compared)), marker, f"{subject} / {reference}")
         ax.axhline(1, color="gray", linewidth=1)
         ax.set_ylabel(f"{name.removesuffix(' ms')} ratio")
         _label_workloads(ax, measured)

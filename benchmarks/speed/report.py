@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The report of a results folder: ``report.md`` and the plots, drawn from the JSON files alone."""
+"""The report of a results folder: ``report.md`` and the plots, made from the cells alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.speed.plots import draw_plots
-from benchmarks.speed.results import Cell, read_about, read_cells
+from benchmarks.speed.results import Cell, read_cells, read_header
 from benchmarks.speed.tables import (
     batch_table,
     best_static_table,
@@ -16,10 +16,10 @@ from benchmarks.speed.tables import (
     kernel_results,
     kernel_table,
     latency_table,
-    markdown,
     memory_table,
     ratio_table,
     start_results,
+    summary_table,
 )
 from flexquant.errors import FlexQuantError
 
@@ -31,20 +31,35 @@ READING = (
     "requests, one subject at a time, all servers alive; no prefix caching, answers never end early."
 )
 
+COMPARING = (
+    "Median ratios of paired rounds, with their 95 % interval (the sign test's; of 5 rounds the smallest and "
+    "the largest, at 94 %); below 1 is faster, for tokens/s above. The rounds of one server do not show how "
+    "far two servers of the same checkpoint differ, so where a second one was measured the interval is wider "
+    "by their median ratio on both sides. Faster or slower: the interval leaves 1 out. Not told apart: it "
+    "does not, so the two are equal or differ by anything within it."
+)
+SUMMARISING = (
+    "The same over all kinds of requests: how many comparisons say what (those of fewer than 5 rounds say "
+    "nothing), their median ratios, and the middle of their intervals. One comparison tells only differences "
+    "beyond its interval; all rounds together, taken as independent, tell smaller ones, on the average over "
+    "the kinds of requests. The best is chosen by its first server's medians, so chance favours that server: "
+    "'the best again' tells by how much."
+)
+
 
 def write_report(folder: Path) -> list[str]:
     """Write ``report.md`` and, with matplotlib, the plots; return the files' names.
 
     Raises FlexQuantError for a folder without results.
     """
-    about = read_about(folder)
+    header = read_header(folder)
     cells = read_cells(folder)
     if not cells:
         raise FlexQuantError(f"{folder} holds no results yet; start the run again")
     newest = cells[-1]["machine"]
     here = [cell for cell in cells if cell["machine"] == newest]
-    sections = [f"# Speed of {about['model']}", _origin(here, len(cells) - len(here)), *_sections(here)]
-    title = f"{about['model']}, {newest['gpu'] or newest['cpu']}"
+    sections = [f"# Speed of {header['model']}", _origin(here, len(cells) - len(here)), *_sections(here)]
+    title = f"{header['model']}, {newest['gpu'] or newest['cpu']}"
     try:
         plots = draw_plots(here, folder, title)
     except ImportError:
@@ -64,21 +79,26 @@ def _sections(cells: Sequence[Cell]) -> Iterable[str]:
             "after that. GiB: weights, and the batch's KV cache at its end."
         )
         yield batch_table(serving, start_results(cells))
-        yield "## FlexQuant against static\n\nRatios of paired rounds; below 1 is faster, for tokens/s above."
+        yield f"## FlexQuant against static\n\n{COMPARING}"
         yield ratio_table(serving, constant=False)
         yield (
-            "Against whichever static variant is best there; 'the best again' is a second server of it "
-            "against the first. Within noise: some rounds are faster and some slower, or the second server "
-            "was off by as much in some round."
+            "Against whichever static variant has the smaller median there; 'the best again' is a second "
+            "server of it against the first."
         )
         yield best_static_table(serving)
+        yield SUMMARISING
+        yield summary_table(serving)
     if overhead := by_workload(cells, "overhead"):
-        yield "## Overhead\n\nFlexQuant with one plan for everything, against the same weights in stock vLLM."
+        yield (
+            "## Overhead\n\nFlexQuant with one plan for everything, against the same weights in stock vLLM: "
+            "ratios as above."
+        )
         yield ratio_table(overhead, constant=True)
     if memory := start_results(cells):
         yield (
-            "## Memory and start\n\nWeights as vLLM reports them; on a CPU as FlexQuant does, or the size on "
-            "disk. All servers run side by side, so the KV cache is one server's share."
+            "## Memory and start\n\nWeights as FlexQuant reports them; of a static checkpoint the size on "
+            "disk. All servers run side by side, so the KV cache is one server's share. The start includes "
+            "loading, compiling and capturing CUDA graphs."
         )
         yield memory_table(memory)
     if kernels := kernel_results(cells):
@@ -93,27 +113,9 @@ def _sections(cells: Sequence[Cell]) -> Iterable[str]:
             listed = ", ".join(f"{scheme}: {name}" for scheme, name in names.items())
             yield f"### {layer}, {inputs} to {outputs}\n\n{listed}."
             yield kernel_table(by_tokens)
-    if offline := [cell for cell in cells if cell["part"] == "offline" and "result" in cell]:
-        yield "## Offline"
-        yield _offline_table(offline)
     if problems := list(_problems(cells)):
         yield "## Not measured"
         yield "\n".join(problems)
-
-
-def _offline_table(cells: Iterable[Cell]) -> str:
-    rows = []
-    for cell in cells:
-        p, result = cell["parameters"], cell["result"]
-        w = p["workload"]
-        what = f"vllm bench {p['kind']}, {w['requests']}x{w['input']}+{w['output']}"
-        number = (
-            f"{result['avg_latency']:.3f} s"
-            if p["kind"] == "latency"
-            else f"{result['tokens_per_second']:.1f} tokens/s"
-        )
-        rows.append([what, f"`{p['subject']}`", number])
-    return markdown(["what", "subject", "result"], rows)
 
 
 def _problems(cells: Iterable[Cell]) -> Iterable[str]:

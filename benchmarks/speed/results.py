@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The folder of results: one JSON file a cell, written when the cell is finished, never measured twice.
+"""The results of a run: one line of JSON a cell, appended when the cell is finished, never measured twice.
+
+The first line of ``cells.jsonl`` is the header: schema, model, and the machine, versions, commit and command
+that the run began with. Each further line is a cell; what a cell does not say itself, the header says.
 
 A cell is found again by what it measured, the versions, the machine and the git commit; so the same command
 started again goes on where it stopped. A failed cell is kept for the report and tried again.
@@ -8,9 +11,7 @@ started again goes on where it stopped. A failed cell is kept for the report and
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,11 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from flexquant.errors import FlexQuantError
-from flexquant.evaluation.machine import describe_command, describe_machine, describe_versions
+from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 
-SCHEMA = "flexquant.speed/v1"
+SCHEMA = "flexquant.speed/v2"
+CELLS = "cells.jsonl"
 ROOT = Path(__file__).parents[2]
 MEASURED_CODE = ("benchmarks/speed", "flexquant", "merge", "policies")
+NAMED_BY_CELLS = {"part", "parameters", "finished", "seconds"}
+Header = dict[str, Any]
 Cell = dict[str, Any]
 
 
@@ -39,75 +43,119 @@ class Results:
             "versions": describe_versions(),
             "commit": commit or git_commit(),
         }
-        about = folder / "suite.json"
-        if about.is_file():
-            found = read_about(folder)["model"]
-            if found != model:
+        self._file = folder / CELLS
+        cells: list[Cell] = []
+        if self._file.is_file():
+            self._header, cells = read_lines(folder)
+            if self._header["model"] != model:
                 raise FlexQuantError(
-                    f"{folder} holds results of the model '{found}', not '{model}'; choose another --output"
+                    f"{folder} holds results of the model '{self._header['model']}', not '{model}'; choose "
+                    "another --output"
                 )
+            _end_last_line(self._file)
         elif folder.exists() and any(folder.iterdir()):
             raise FlexQuantError(f"{folder} holds something else than speed results; choose another --output")
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(about, {"schema": SCHEMA, "model": model})
+            self._header = {"schema": SCHEMA, "model": model, **self.environment, "argv": _command()}
+            self._append(self._header)
+        self._found = {_key(cell["part"], cell["parameters"], cell): cell for cell in cells}
 
     def find(self, part: str, parameters: Mapping[str, Any]) -> Cell | None:
         """Return the finished cell, or None if it is still to be measured (or failed)."""
-        path = self._path(part, parameters)
-        cell = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        cell = self._found.get(_key(part, parameters, self.environment))
         return cell if cell and "failure" not in cell else None
 
     def save(self, part: str, parameters: Mapping[str, Any], seconds: float, **outcome: Any) -> Cell:
-        """Write a cell and return it; ``outcome`` is its ``result`` or its ``failure`` (a text)."""
+        """Append a cell and return it; ``outcome`` is its ``result`` or its ``failure`` (a text)."""
         cell = {
-            "schema": SCHEMA,
             "part": part,
             "parameters": dict(parameters),
             **outcome,
             **self.environment,
-            "argv": ["python", "-m", "benchmarks", *describe_command()[1:]],
+            "argv": _command(),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "seconds": round(seconds, 3),
         }
-        path = self._path(part, parameters)
-        path.parent.mkdir(exist_ok=True)
-        write_atomically(path, cell)
-        return cell
+        self._append({name: value for name, value in cell.items() if self._header.get(name) != value})
+        whole = {**self._header, **cell}
+        self._found[_key(part, parameters, self.environment)] = whole
+        return whole
 
-    def _path(self, part: str, parameters: Mapping[str, Any]) -> Path:
-        key = json.dumps([part, parameters, self.environment], sort_keys=True)
-        return self.folder / part / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    def _append(self, document: Mapping[str, Any]) -> None:
+        with open(self._file, "ab") as file:
+            file.write(json.dumps(document).encode() + b"\n")
 
 
-def read_about(folder: Path) -> dict[str, Any]:
-    """Return what a results folder says of itself; raise FlexQuantError if it is none."""
-    try:
-        about = json.loads((folder / "suite.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise FlexQuantError(
-            f"{folder} is not a folder of speed results (no readable suite.json); give the --output of a run"
-        ) from e
-    if about.get("schema") != SCHEMA:
-        raise FlexQuantError(
-            f"{folder} has schema {about.get('schema')!r}; this report reads '{SCHEMA}' only"
-        )
-    return about
+def read_header(folder: Path) -> Header:
+    """Return what a run says of itself; raise FlexQuantError if the folder holds none."""
+    return read_lines(folder)[0]
 
 
 def read_cells(folder: Path) -> list[Cell]:
     """Return the newest cell for every (part, parameters, machine), oldest first, failures included."""
-    cells = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/*.json")]
     newest: dict[str, Cell] = {}
-    for cell in sorted(cells, key=lambda c: c["finished"]):
+    for cell in sorted(read_lines(folder)[1], key=lambda c: c["finished"]):
         newest[json.dumps([cell["part"], cell["parameters"], cell["machine"]], sort_keys=True)] = cell
     return sorted(newest.values(), key=lambda c: c["finished"])
 
 
-def write_atomically(path: Path, document: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+def read_lines(folder: Path) -> tuple[Header, list[Cell]]:
+    """Return the header and every cell, completed from it, in the order of the file.
+
+    A last line that was not written to its end is left out, with a message. Raises FlexQuantError for a
+    folder without results, for another schema, and for any other line that is no cell.
+    """
+    file = folder / CELLS
+    try:
+        lines = file.read_bytes().split(b"\n")
+        header = json.loads(lines[0])
+        schema = header.get("schema")
+    except (OSError, ValueError, AttributeError) as e:
+        raise FlexQuantError(
+            f"{folder} is not a folder of speed results (no readable {CELLS}); give the --output of a run"
+        ) from e
+    if schema != SCHEMA:
+        raise FlexQuantError(f"{file} has schema {schema!r}; only '{SCHEMA}' is read")
+    cells = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            if line:
+                cells.append(_complete(json.loads(line), header))
+        except (ValueError, AttributeError) as e:
+            if number < len(lines):
+                raise FlexQuantError(f"{file}, line {number} is not a cell; correct or delete it") from e
+            print(f"{file}: its last line was not written to the end; its cell is left out", flush=True)
+    return header, cells
+
+
+def _complete(cell: Cell, header: Header) -> Cell:
+    if missing := NAMED_BY_CELLS - cell.keys():
+        raise ValueError(f"no {', '.join(sorted(missing))}")
+    return {**header, **cell}
+
+
+def _end_last_line(file: Path) -> None:
+    """Make the file end with a line break: complete the last line, or drop it if it is no JSON."""
+    data = file.read_bytes()
+    last = data[data.rfind(b"\n") + 1 :]
+    if last:
+        with open(file, "r+b") as out:
+            try:
+                json.loads(last)
+                out.seek(len(data))
+                out.write(b"\n")
+            except ValueError:
+                out.truncate(len(data) - len(last))
+
+
+def _key(part: str, parameters: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
+    where = [environment[name] for name in ("machine", "versions", "commit")]
+    return json.dumps([part, parameters, *where], sort_keys=True)
+
+
+def _command() -> list[str]:
+    return ["python", "-m", "benchmarks", *describe_command()[1:]]
 
 
 def git_commit() -> str:

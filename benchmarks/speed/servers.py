@@ -5,12 +5,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -18,16 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.results import ROOT, end_of_log
-from benchmarks.speed.startup_log import parse_startup_log
+from benchmarks.speed.startup import announcement, kv_cache_size, read_metrics
 from benchmarks.speed.subjects import Subject
-from examples.vllm_server import free_port
+from flexquant.measuring.server import LOG_LINES, ServerError, VLLMServer
 
 MODEL_NAME = "model"
 CPU_WORKER = "benchmarks.speed.cpu_worker.CPUWorkerWithKernels"
-
-
-class ServerError(Exception):
-    """A server ended or did not answer in time; the message has the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,7 @@ class ServerOptions:
         return {**found, "extra": list(self.extra)}
 
     def engine_arguments(self, subject: Subject, on_gpu: bool) -> list[str]:
-        """Return the arguments that ``vllm serve``, ``bench latency`` and ``bench throughput`` share."""
+        """Return the arguments that tell vLLM how to run the model."""
         arguments = ["--dtype", "bfloat16", "--seed", "0", "--no-enable-prefix-caching"]
         arguments += ["--max-model-len", str(self.max_length), "--max-num-seqs", str(self.max_sequences)]
         arguments += ["--enforce-eager"] if self.eager else []
@@ -80,55 +70,25 @@ class ServerOptions:
         }
 
 
-class Server:
-    """One running ``vllm serve``."""
+class Server(VLLMServer):
+    """One running ``vllm serve`` of a subject."""
 
     def __init__(
         self, subject: Subject, folder: Path, options: ServerOptions, on_gpu: bool, log: Path
     ) -> None:
-        self.subject, self.folder, self.log = subject, folder, log
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME]
-        command += options.engine_arguments(subject, on_gpu)
-        self._started = time.monotonic()
-        with open(log, "w") as out:
-            self._process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=options.environment(subject),
-                start_new_session=True,
-            )
+        self.subject, self.folder = subject, folder
+        arguments = ["--served-model-name", MODEL_NAME, *options.engine_arguments(subject, on_gpu)]
+        super().__init__(folder, arguments, log, options.environment(subject))
 
     def wait_until_ready(self, timeout: float) -> dict[str, Any]:
-        """Return what the start-up log says and ``start_seconds``; raise ServerError if it fails."""
-        while time.monotonic() - self._started < timeout:
-            if self._process.poll() is not None:
-                raise ServerError(f"ended with code {self._process.returncode}; {self._log_end()}")
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    seconds = round(time.monotonic() - self._started, 2)
-                    return {"start_seconds": seconds, **parse_startup_log(self._read_log())}
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.25)
-        raise ServerError(f"did not answer within {timeout:.0f} s; {self._log_end()}")
-
-    def stop(self) -> None:
-        """End the server and every process it started."""
-        for signal_number, patience in ((signal.SIGTERM, 30), (signal.SIGKILL, 10)):
-            try:
-                os.killpg(self._process.pid, signal_number)
-                self._process.wait(patience)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-
-    def _read_log(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
-
-    def _log_end(self) -> str:
-        return f"its log ends:\n{end_of_log(self._read_log())}"
+        """Return what the server tells and ``start_seconds``; raise ServerError if it does not start."""
+        try:
+            seconds = self.wait_until_healthy(timeout)
+        except ServerError as e:
+            raise ServerError(end_of_log(str(e), lines=LOG_LINES + 1)) from None
+        log = self.log.read_text(encoding="utf-8", errors="replace")
+        told = {**kv_cache_size(read_metrics(self.url)), **announcement(log)}
+        return {"start_seconds": round(seconds, 2), **told}
 
 
 class ServerPool:

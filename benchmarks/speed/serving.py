@@ -142,7 +142,10 @@ class ServingRun:
             servers[name] = server
             print(f"{name} answers after {told['start_seconds']:.0f} s", flush=True)
             if self.results.find(START, parameters) is None:
-                told.setdefault("kv_cache_gib", self.options.kv_cache_gib)
+                told["kv_cache_gib"] = self.options.kv_cache_gib
+                if self.options.kv_cache_gib is None and "kv_cache_blocks" in told:
+                    tokens = told["kv_cache_blocks"] * told["kv_cache_block_size"]
+                    told["kv_cache_gib"] = tokens * self.model.shape.kv_bytes_per_token / 2**30
                 told["checkpoint_gib"] = (
                     sum(f.stat().st_size for f in server.folder.glob("*.safetensors")) / 2**30
                 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.speed.workloads import Workload
 
-PARTS = ("kernels", "serving", "overhead", "offline")
+PARTS = ("kernels", "serving", "overhead")
 LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
@@ -23,8 +23,8 @@ class Settings:
     """Numbers of tokens (M) of the kernel measurements."""
     serving: tuple[Workload, ...]
     overhead: tuple[Workload, ...]
-    offline: Workload
     rounds: int
+    """Of serving and overhead; six are the fewest whose interval has 95 % (see `comparing`)."""
     seconds: float
     """Time for each kernel cell."""
 
@@ -40,7 +40,6 @@ QUICK = Settings(
     tokens=(1, 16, 128),
     serving=(Workload(1, 64, 16), Workload(8, 64, 16), Workload(10, 64, 12, rate=8, spread=0.5)),
     overhead=(Workload(4, 32, 16),),
-    offline=Workload(4, 32, 16),
     rounds=2,
     seconds=0.5,
 )
@@ -51,8 +50,7 @@ CPU = Settings(
     tokens=(1, 4, 16, 64, 256),
     serving=(*batches((1, 8), (64, 256), 32), Workload(24, 128, 32, rate=1, spread=0.5)),
     overhead=batches((1, 8), (64,), 32),
-    offline=Workload(8, 64, 32),
-    rounds=3,
+    rounds=6,
     seconds=1.0,
 )
 GPU = Settings(
@@ -66,8 +64,7 @@ GPU = Settings(
         *batches((8, 64), (128, 4096), 128),
     ),
     overhead=batches((1, 32), (128,), 128),
-    offline=Workload(32, 1024, 128),
-    rounds=3,
+    rounds=6,
     seconds=0.3,
 )
 """Requests of a stream arrive for 15 s."""

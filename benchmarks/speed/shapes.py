@@ -38,6 +38,11 @@ class Shape:
             tied=config.get("tie_word_embeddings", False),
         )
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the 16-bit keys and values of one token, all layers together."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
     def projections(self) -> dict[str, tuple[int, int]]:
         """Return the linears of a decoder layer as checkpoints hold them: name -> (outputs, inputs)."""
         queries, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim

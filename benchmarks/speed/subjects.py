@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flexquant.errors import FlexQuantError
-from flexquant.policy import load_policy
+from flexquant.policy.rules import load_policy
 
 FLEXQUANT = "flexquant:"
 AGAIN = ":again"

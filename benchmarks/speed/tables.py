@@ -5,22 +5,28 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from benchmarks.speed.comparing import (
+    EQUAL,
+    HIGHER,
+    LOWER,
+    Comparison,
+    Measured,
+    Metric,
+    Rounds,
+    best_static,
+    compare,
+    paired_ratios,
+    pairs,
+    routed,
+    second_server,
+    summarise,
+)
 from benchmarks.speed.results import Cell
-from benchmarks.speed.subjects import AGAIN, FLEXQUANT, STATIC
 from benchmarks.speed.workloads import Workload
-
-Rounds = dict[int, dict[str, Any]]
-"""Round -> the result of ``vllm bench serve``."""
-Measured = dict[Workload, dict[str, Rounds]]
-"""Workload -> subject -> rounds."""
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+from benchmarks.table import markdown
 
 
 def with_range(values: Sequence[float], form: str) -> str:
@@ -33,7 +39,7 @@ def with_range(values: Sequence[float], form: str) -> str:
 
 def by_workload(cells: Iterable[Cell], part: str) -> Measured:
     """Return the finished serving cells of a part, in the order in which they were first measured."""
-    found: Measured = {}
+    found: dict[Workload, dict[str, Rounds]] = {}
     for cell in cells:
         if cell["part"] == part and "result" in cell:
             p = cell["parameters"]
@@ -56,7 +62,7 @@ def decode_ms(result: dict[str, Any]) -> float:
     return 1000 * result["tpots"][last]
 
 
-METRICS: dict[str, tuple[Callable[[dict[str, Any]], float], str]] = {
+METRICS: dict[str, tuple[Metric, str]] = {
     "TTFT ms": (lambda r: r["median_ttft_ms"], ".1f"),
     "TPOT ms": (lambda r: r["median_tpot_ms"], ".2f"),
     "ITL p99 ms": (lambda r: r["p99_itl_ms"], ".1f"),
@@ -101,9 +107,7 @@ def used_gib(workload: Workload, started: dict[str, Any]) -> float | None:
 
 
 def weights_gib(started: dict[str, Any]) -> float | None:
-    """Return the GiB of the weights: as vLLM says; on a CPU as FlexQuant says, else as on disk."""
-    if "weights_gib" in started:
-        return started["weights_gib"]
+    """Return the GiB of the weights: as FlexQuant says, else as on disk."""
     if "variant_gib" in started:
         return sum(started["variant_gib"].values())
     return started.get("checkpoint_gib")
@@ -130,22 +134,24 @@ def memory_table(memory: dict[str, dict[str, Any]]) -> str:
         weights = weights_gib(started)
         numbers = [
             "–" if weights is None else f"{weights:.2f}",
-            *(_optional(started.get(name), ".2f") for name in ("kv_cache_gib", "graph_gib")),
+            _optional(started.get("kv_cache_gib"), ".2f"),
             _optional(started.get("kv_cache_tokens"), ","),
-            *(
-                _optional(started.get(n), ".0f")
-                for n in ("start_seconds", "compile_seconds", "graph_seconds")
-            ),
+            _optional(started.get("start_seconds"), ".0f"),
         ]
-        rows.append([f"`{subject}`", *numbers, ", ".join(started["kernels"]) or "–"])
-    sizes = ["weights GiB", "KV cache GiB", "graphs GiB", "KV cache tokens"]
-    times = ["start s", "compile s", "capture s"]
-    return markdown(["subject", *sizes, *times, "linear kernels"], rows)
+        rows.append([f"`{subject}`", *numbers])
+    return markdown(["subject", "weights GiB", "KV cache GiB", "KV cache tokens", "start s"], rows)
 
 
-def paired_ratios(rounds: Rounds, reference: Rounds, get: Callable[[dict[str, Any]], float]) -> list[float]:
-    """Return subject over reference for every round that both have."""
-    return [get(rounds[n]) / get(reference[n]) for n in sorted(rounds.keys() & reference.keys())]
+RATIOS = ("TTFT ms", "TPOT ms", "tokens/s")
+LATENCIES = ("TTFT ms", "TPOT ms")
+
+
+def said(comparison: Comparison, metric: str) -> str:
+    """Return the verdict in words for a metric."""
+    words = {LOWER: "faster", HIGHER: "slower"}
+    if metric == "tokens/s":
+        words = {LOWER: "slower", HIGHER: "faster"}
+    return words.get(comparison.verdict, comparison.verdict)
 
 
 def ratio_table(measured: Measured, constant: bool) -> str:
@@ -153,19 +159,20 @@ def ratio_table(measured: Measured, constant: bool) -> str:
 
     ``constant``: each constant policy against its own static checkpoint; else all other pairs.
     """
-    metrics = ["TTFT ms", "TPOT ms", "tokens/s"]
     rows = []
     for workload, subjects in measured.items():
-        for subject, reference in comparisons(list(subjects), constant):
-            ratios = [
-                paired_ratios(subjects[subject], subjects[reference], METRICS[metric][0])
-                for metric in metrics
-            ]
-            if not ratios[0]:
-                continue
-            cells = [with_range(values, ".3f") for values in ratios]
-            rows.append([workload.name, f"`{subject}` / `{reference}`", *cells, str(len(ratios[0]))])
-    return markdown(["requests", "ratio", *(m.removesuffix(" ms") for m in metrics), "rounds"], rows)
+        for subject, reference in pairs(list(subjects), constant):
+            cells = []
+            for metric in RATIOS:
+                get = METRICS[metric][0]
+                ratios = paired_ratios(subjects[subject], subjects[reference], get)
+                if ratios:
+                    found = compare(ratios, second_server(subjects, reference, get))
+                    cells.append(f"{found.format()} {said(found, metric)}")
+            if cells:
+                rounds = str(len(subjects[subject].keys() & subjects[reference].keys()))
+                rows.append([workload.name, f"`{subject}` / `{reference}`", *cells, rounds])
+    return markdown(["requests", "ratio", *(m.removesuffix(" ms") for m in RATIOS), "rounds"], rows)
 
 
 def best_static_table(measured: Measured) -> str:
@@ -174,64 +181,63 @@ def best_static_table(measured: Measured) -> str:
     for workload, subjects in measured.items():
         for subject in routed(subjects):
             cells = []
-            for get in (METRICS[metric][0] for metric in ("TTFT ms", "TPOT ms")):
+            for metric in LATENCIES:
+                get = METRICS[metric][0]
                 best = best_static(subjects, get)
                 ratios = paired_ratios(subjects[subject], subjects[best], get)
                 again = second_server(subjects, best, get)
-                off = with_range(again, ".3f") if again else "–"
-                cells += [f"`{best}`", with_range(ratios, ".3f"), off, verdict(ratios, again)]
+                found = compare(ratios, again) if ratios else None
+                cells += [
+                    f"`{best}`",
+                    f"{found.format()} {said(found, metric)}" if found else "–",
+                    compare(again).format() if again else "–",
+                ]
             rows.append([workload.name, f"`{subject}`", *cells])
-    metrics = ([f"best {m}", f"{m} ratio", "the best again", m] for m in ("TTFT", "TPOT"))
+    metrics = ([f"best {m}", f"{m} ratio", "the best again"] for m in ("TTFT", "TPOT"))
     return markdown(["requests", "subject", *(name for header in metrics for name in header)], rows)
 
 
-def routed(subjects: Iterable[str]) -> list[str]:
-    """Return FlexQuant's subjects that are no constant policy beside its static checkpoint."""
-    return list(dict.fromkeys(subject for subject, _ in comparisons(list(subjects), constant=False)))
+SUMMARY = [
+    "metric",
+    "comparisons",
+    "faster",
+    "not told apart",
+    "slower",
+    "their ratios",
+    "their interval (median)",
+    "all rounds together",
+    "the best again",
+]
 
 
-def best_static(subjects: dict[str, Rounds], get: Callable[[dict[str, Any]], float]) -> str:
-    """Return the static subject with the smallest median."""
-    statics = [s for s in STATIC if s in subjects]
-    return min(statics, key=lambda s: statistics.median(map(get, subjects[s].values())))
+def summary_table(measured: Measured) -> str:
+    """Return how FlexQuant compares with the best static variant over all workloads, a row a metric."""
+    subjects = dict.fromkeys(s for found in measured.values() for s in routed(found))
+    rows = [[f"`{subject}`", *row] for subject in subjects for row in summary_rows(measured, subject)]
+    return markdown(["subject", *SUMMARY], rows)
 
 
-def second_server(
-    subjects: dict[str, Rounds], static: str, get: Callable[[dict[str, Any]], float]
-) -> list[float]:
-    """Return, for every round, the second server of a static subject over the first."""
-    return paired_ratios(subjects.get(static + AGAIN, {}), subjects[static], get)
-
-
-def verdict(ratios: Sequence[float], again: Sequence[float] = ()) -> str:
-    """Say whether all rounds were slower, all faster, or some slower and some faster; of 3 rounds or more.
-
-    A median that the ratios ``again`` of two servers of the same subject reach in some round is noise too.
-    """
-    if len(ratios) < 3:
-        return "too few rounds"
-    median = statistics.median(ratios)
-    if min(ratios) > 1 and median > max(again, default=1):
-        return "slower"
-    if max(ratios) < 1 and median < min(again, default=1):
-        return "faster"
-    return "within noise"
-
-
-def comparisons(subjects: Sequence[str], constant: bool) -> list[tuple[str, str]]:
-    """Return (FlexQuant subject, static subject) pairs that are worth a ratio."""
-    return [
-        (subject, static)
-        for subject in subjects
-        if subject.startswith(FLEXQUANT)
-        for static in STATIC
-        if static in subjects
-        and (
-            subject.removeprefix(FLEXQUANT) == static
-            if constant
-            else subject.removeprefix(FLEXQUANT) not in STATIC
+def summary_rows(measured: Measured, subject: str) -> list[list[str]]:
+    """Return the cells of SUMMARY for each of LATENCIES."""
+    rows = []
+    for metric in LATENCIES:
+        found = summarise(measured, subject, METRICS[metric][0])
+        ratios = [comparison.ratio for comparison in found.workloads]
+        low, high = (
+            statistics.median(ends) for ends in zip(*((c.low, c.high) for c in found.workloads), strict=True)
         )
-    ]
+        rows.append(
+            [
+                metric.removesuffix(" ms"),
+                str(len(found.workloads)),
+                *(str(found.count(verdict)) for verdict in (LOWER, EQUAL, HIGHER)),
+                f"{min(ratios):.2f} – {max(ratios):.2f}",
+                f"{low:.2f} – {high:.2f}",
+                f"{found.together.format()} {said(found.together, metric)}",
+                found.again.format() if found.again else "–",
+            ]
+        )
+    return rows
 
 
 def kernel_results(cells: Iterable[Cell]) -> dict[tuple[str, int, int], dict[int, dict[str, Any]]]:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import select
 import sys
 from collections.abc import Sequence
 
+from flexquant.cli._os_errors import explain_os_error
 from flexquant.errors import FlexQuantError, UsageError
 
 SUBCOMMANDS = (
@@ -58,12 +61,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         result = args.run(args)
+        if args.json:
+            print(json.dumps(result))
+        sys.stdout.flush()
     except FlexQuantError as e:
         print(f"flexquant {args.command}: error: {e}", file=sys.stderr)
         return 2 if isinstance(e, UsageError) else 1
+    except OSError as e:
+        _drop_output()
+        if isinstance(e, BrokenPipeError) and _reader_is_gone():
+            return 1
+        if (problem := explain_os_error(e)) is None:
+            raise
+        print(f"flexquant {args.command}: error: {problem}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"flexquant {args.command}: interrupted", file=sys.stderr)
         return 1
-    if args.json:
-        print(json.dumps(result))
     return 0
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _drop_output() -> None:
+    """Throw away what Python still holds for standard output, lest it be tried again when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

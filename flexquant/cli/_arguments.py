@@ -43,6 +43,19 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_names(text: str) -> tuple[str, ...]:
+    """Return the parts of a comma-separated list, at least one (an argparse type)."""
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise argparse.ArgumentTypeError("the list is empty; name at least one, with commas between them")
+    return names
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Return comma-separated whole numbers of at least 1 (an argparse type)."""
+    return tuple(parse_count(part) for part in parse_names(text))
+
+
 def add_shard_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size",

@@ -13,19 +13,17 @@ examples:
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 from typing import Any
 
-from flexquant.cli._arguments import add_shard_size, progress_bar
+from flexquant.cli._arguments import add_shard_size
+from flexquant.cli._stages import Stages
 from flexquant.cli.quantize import (
     add_recipe_options,
     calibration_options,
+    only_summary_on_stdout,
     print_variants,
-    quiet_llmcompressor,
 )
 
-NAME = "build"
 HELP = "quantise a 16-bit model and merge its variants, in one go"
 
 
@@ -46,23 +44,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from flexquant.build import build_checkpoint
-    from flexquant.merge.report import format_report
+    from flexquant.build import STAGES_AFTER_QUANTISING, build_checkpoint
+    from flexquant.checkpoint.contents import format_report
+    from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS
     from flexquant.quantization.recipe import load_recipe
 
-    # llmcompressor logs to stdout, which is for the summary alone.
-    with contextlib.redirect_stdout(sys.stderr):
-        quiet_llmcompressor()
+    recipe = load_recipe(args.recipe)
+    stages = Stages(STAGES_BEFORE_VARIANTS + len(recipe.variants) + STAGES_AFTER_QUANTISING)
+    with only_summary_on_stdout():
         built = build_checkpoint(
             args.model,
             args.output,
-            load_recipe(args.recipe),
+            recipe,
             variants_folder=args.variants_folder,
             policy=args.policy,
             overwrite=args.overwrite,
             max_shard_size=args.max_shard_size,
-            progress=lambda message: print(message, file=sys.stderr),
-            bar=progress_bar,
+            progress=stages.note,
+            stage=stages.stage,
+            verbose=args.verbose,
             **calibration_options(args),
         )
     print_variants(built.variants)

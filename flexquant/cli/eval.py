@@ -15,14 +15,16 @@ examples:
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from flexquant.cli._arguments import parse_count, parse_counts, parse_names
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.settings import Settings
 
-NAME = "eval"
 HELP = "measure what each policy costs in quality, through vLLM"
 
 
@@ -33,12 +35,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reference", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
     parser.add_argument(
         "--policies",
+        type=parse_names,
         metavar="NAMES",
         help="comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
         "(default: every variant, and the checkpoint's default policy)",
     )
     parser.add_argument(
         "--batch-sizes",
+        type=parse_counts,
         default=",".join(map(str, defaults.batch_sizes)),
         metavar="LIST",
         help="sequences in a decode pass, comma-separated (default: %(default)s)",
@@ -53,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, text in numbers.items():
         parser.add_argument(
             "--" + name.replace("_", "-"),
-            type=int,
+            type=int if name == "seed" else parse_count,
             default=getattr(defaults, name),
             metavar="N",
             help=f"{text} (default: %(default)s)",
@@ -71,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = Settings(
-        batch_sizes=_numbers(args.batch_sizes),
+        batch_sizes=args.batch_sizes,
         samples=args.samples,
         prompt_tokens=args.prompt_tokens,
         tokens=args.tokens,
@@ -81,21 +85,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.questions and not args.reference:
         raise UsageError("--questions needs --reference, whose answers the others are compared with")
 
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.evaluation.evaluating import evaluate
     from flexquant.evaluation.plot import save_plot
-    from flexquant.evaluation.report import format_table, write_results
+    from flexquant.evaluation.report import format_table, writable_folder, write_results
     from flexquant.evaluation.text import read_questions
 
     questions: list[str] | None = read_questions(args.questions) if args.questions else None
-    document = evaluate(
-        args.folder,
-        args.text,
-        reference=args.reference,
-        policies=None if args.policies is None else _split(args.policies),
-        questions=[] if args.no_questions else questions,
-        settings=settings,
-        progress=lambda message: print(message, file=sys.stderr, flush=True),
-    )
+    with ExitStack() as outputs:
+        if args.output:
+            outputs.enter_context(writable_folder(args.output, "--output"))
+        if args.plot:
+            outputs.enter_context(writable_folder(Path(args.plot).parent, "--plot"))
+        document = evaluate(
+            args.folder,
+            args.text,
+            reference=args.reference,
+            policies=args.policies,
+            questions=[] if args.no_questions else questions,
+            settings=settings,
+            progress=lambda message: print(message, file=sys.stderr, flush=True),
+        )
     print(format_table(document))
     plots = [Path(args.plot)] if args.plot else []
     if args.output:
@@ -107,14 +117,3 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         except FlexQuantError as e:  # the numbers took minutes or hours; they are not thrown away for a plot
             print(f"flexquant eval: no plot: {e}", file=sys.stderr)
     return document
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in _split(text))
-    except ValueError as e:
-        raise UsageError(f"--batch-sizes is '{text}'; give whole numbers, e.g. 8,48") from e

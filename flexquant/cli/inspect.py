@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-NAME = "inspect"
 HELP = "show what a merged checkpoint holds"
 
 
@@ -22,9 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from flexquant.merge.logical import count_layers
-    from flexquant.merge.merged import MergedCheckpoint
-    from flexquant.merge.report import format_report, make_report
+    from flexquant.checkpoint.contents import format_report, make_report
+    from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+    from flexquant.checkpoint.model_config import count_layers
 
     checkpoint = MergedCheckpoint.open(args.folder)
     report = make_report(checkpoint.merged, count_layers(checkpoint.config), checkpoint.tensors)

@@ -17,7 +17,6 @@ from typing import Any
 
 from flexquant.cli._arguments import add_shard_size, parse_folders, progress_bar
 
-NAME = "merge"
 HELP = "merge quantised variants of one model into one checkpoint"
 
 
@@ -40,8 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    from flexquant.checkpoint.contents import format_report
     from flexquant.merge import merge_checkpoints
-    from flexquant.merge.report import format_report
 
     folders = parse_folders(args.variants)
     comparing = progress_bar("comparing the KV caches", unit=" layers")

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexquant.checkpoint import MergedConfig, read_merged_config
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.cli._arguments import parse_count
-from flexquant.policy import DEFAULT_POLICY, PHASES, Policy, builtin_policies, load_policy, parse_policy
-from flexquant.routes import build_route_table, matching_rules
-from flexquant.times_table import format_times
+from flexquant.policy.choose import DEFAULT_POLICY, choose_policy
+from flexquant.policy.pass_times import device_name
+from flexquant.policy.routes import build_route_table, matching_rules
+from flexquant.policy.rules import PHASES, builtin_policies, load_policy
+from flexquant.policy.times_table import format_times
 
 HELP = "list, validate and show policies"
 
@@ -90,7 +92,7 @@ def _validate(args: argparse.Namespace) -> dict[str, Any]:
 def _show(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if args.model is None:
-        policy = load_policy(args.policy or DEFAULT_POLICY)
+        _, policy = choose_policy(args.policy)
         rows = [
             (phase, first, last, rule.plan_text)
             for phase in PHASES
@@ -98,9 +100,9 @@ def _show(args: argparse.Namespace) -> dict[str, Any]:
         ]
     else:
         config, num_layers = read_merged_config(args.model)
-        policy = _model_policy(args.model, config) if args.policy is None else load_policy(args.policy)
+        _, policy = choose_policy(args.policy, config.policy)
         table = build_route_table(
-            policy, config.variants, num_layers, args.max_tokens, layered_plans_allowed=config.layered_plans
+            policy, config.variants, num_layers, args.max_tokens, mixable=config.mixable_groups
         )
         rows = [
             (phase, interval.min_tokens, interval.max_tokens, interval.plan.name)
@@ -118,7 +120,7 @@ def _show(args: argparse.Namespace) -> dict[str, Any]:
         print(f"{phase:<8}  {f'{size} {unit}':<22}  {plan}")
     if policy.measured is not None:
         origin = policy.measured.origin
-        print(f"\nmeasured: {origin.get('model')}, {_device(origin)}, {origin.get('date')}")
+        print(f"\nmeasured: {origin.get('model')}, {device_name(origin)}, {origin.get('date')}")
         print("\n".join(format_times(policy.measured, lambda phase, size: _plan(rows, phase, size))))
     return {
         "policy": policy.name,
@@ -137,19 +139,8 @@ def _show(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _device(origin: Mapping[str, Any]) -> str:
-    machine = origin.get("machine") or {}
-    return machine.get("gpu") or machine.get("cpu") or origin.get("device") or "unknown device"
-
-
 def _plan(rows: Sequence[tuple[str, int, int, str]], phase: str, size: int) -> str:
     """Return the name of the plan for a pass of ``size`` tokens."""
     return next(
         (plan for row_phase, first, last, plan in rows if row_phase == phase and first <= size <= last), "-"
     )
-
-
-def _model_policy(folder: Path, config: MergedConfig) -> Policy:
-    if config.policy is None:
-        return load_policy(DEFAULT_POLICY)
-    return parse_policy(config.policy, f"policy stored in {folder}")

@@ -18,13 +18,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from flexquant.checkpoint import read_merged_config
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.cli._arguments import parse_count
-from flexquant.errors import FlexQuantError, UsageError
-from flexquant.pass_times import PassTimes
-from flexquant.policy import load_policy, parse_policy
+from flexquant.errors import UsageError
+from flexquant.policy.choose import find_measured
 
-NAME = "predict"
 HELP = "predict speed and memory of a merged checkpoint on a device"
 
 
@@ -64,26 +62,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError("give a merged checkpoint and --device, or --list-devices alone")
     device = load_device(args.device)
     model = read_model_shape(args.folder, args.tensor_parallel_size, w4a8=args.w4a8)
-    measured = _find_measured(Path(args.folder), args.measured)
+    measured = find_measured(args.measured, read_merged_config(Path(args.folder))[0].policy)
     report = make_report(
         model, device, args.input_len, args.output_len, args.gpu_memory_utilization, measured
     )
     count = "" if args.tensor_parallel_size == 1 else f"{args.tensor_parallel_size} x "
     print(f"{args.folder} on {count}{device.description} ({device.name})\n\n{format_report(report)}")
     return {"model": args.folder, **report.to_json()}
-
-
-def _find_measured(folder: Path, given: str | None) -> tuple[PassTimes, str] | None:
-    """Return the measured times of the given policy, else of the checkpoint's, and the policy's name."""
-    if given is not None:
-        times = load_policy(given).measured
-        if times is None:
-            raise FlexQuantError(f"{given} has no key 'measured'; give a policy that 'flexquant tune' wrote")
-        return times, given
-    stored = read_merged_config(folder)[0].policy
-    source = "the checkpoint's policy"
-    times = None if stored is None else parse_policy(stored, source).measured
-    return None if times is None else (times, source)
 
 
 def _fraction(text: str) -> float:

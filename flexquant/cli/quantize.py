@@ -19,14 +19,16 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from flexquant.cli._arguments import parse_names
+from flexquant.cli._stages import Stages
 from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes
 
 if TYPE_CHECKING:
-    from flexquant.quantization.variants import QuantizedVariant
+    from flexquant.quantization.quantizing import QuantizedVariant
 
-NAME = "quantize"
 HELP = "quantise a 16-bit model into one folder per variant"
 
 
@@ -35,7 +37,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write the variants into")
     add_recipe_options(parser)
     parser.add_argument(
-        "--variants", metavar="NAMES", help="comma-separated variants of the recipe to make (default: all)"
+        "--variants",
+        type=parse_names,
+        metavar="NAMES",
+        help="comma-separated variants of the recipe to make (default: all)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace variants that exist")
     parser.add_argument(
@@ -64,6 +69,11 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
         ("seed", "draws the samples"),
     ):
         parser.add_argument(f"--{option}", type=int, metavar="N", help=f"{what} (default: the recipe's)")
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="show the progress bars, logs and warnings of llmcompressor too",
+    )
 
 
 def calibration_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -72,24 +82,23 @@ def calibration_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS, quantize_variants
     from flexquant.quantization.recipe import load_recipe
-    from flexquant.quantization.variants import quantize_variants
 
     recipe = load_recipe(args.recipe)
-    names = None
-    if args.variants is not None:
-        names = [name.strip() for name in args.variants.split(",") if name.strip()]
-    # llmcompressor logs to stdout, which is for the summary alone.
-    with contextlib.redirect_stdout(sys.stderr):
-        quiet_llmcompressor()
+    wanted = recipe.variants if args.variants is None else set(args.variants)
+    stages = Stages(STAGES_BEFORE_VARIANTS + len(wanted))
+    with only_summary_on_stdout():
         variants = quantize_variants(
             args.model,
             args.output,
             recipe,
-            variants=names,
+            variants=args.variants,
             overwrite=args.overwrite,
             resume=args.resume,
-            progress=lambda message: print(message, file=sys.stderr),
+            progress=stages.note,
+            stage=stages.stage,
+            verbose=args.verbose,
             **calibration_options(args),
         )
     print_variants(variants)
@@ -98,7 +107,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def print_variants(variants: Iterable[QuantizedVariant]) -> None:
     """Print one line per variant, and one more for what was searched."""
-    from flexquant.merge.staging import format_bytes
+    from flexquant.checkpoint.output import format_bytes
 
     for v in variants:
         took = "kept from an earlier run" if v.kept else f"{v.seconds:.0f} s"
@@ -113,16 +122,6 @@ def print_variants(variants: Iterable[QuantizedVariant]) -> None:
             print(f"{v.name}: spared as sensitive: {', '.join(v.spared)}")
 
 
-def quiet_llmcompressor() -> None:
-    """Keep llmcompressor's warnings and progress bars; drop its lines on every layer and metric."""
-    with contextlib.suppress(ImportError):
-        import llmcompressor  # noqa: F401 - sets up its own handler when imported, replaced here
-        from loguru import logger
-
-        logger.remove()
-        logger.add(
-            sys.stderr,
-            level="WARNING",
-            format="{level}: {message}",
-            filter=lambda record: record["level"].name != "METRIC",
-        )
+def only_summary_on_stdout() -> AbstractContextManager[object]:
+    """Send what llmcompressor prints on stdout, when it is shown, to stderr."""
+    return contextlib.redirect_stdout(sys.stderr)

@@ -25,20 +25,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexquant.checkpoint import MergedConfig, read_merged_config
-from flexquant.cli._arguments import parse_count
+from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
+from flexquant.cli._arguments import parse_count, parse_counts
 from flexquant.errors import UsageError
-from flexquant.named_policies import find_policies
-from flexquant.pass_times import PassTimes
-from flexquant.policy import Policy
-from flexquant.routes import RouteTable
+from flexquant.policy.choose import find_policies
+from flexquant.policy.pass_times import PassTimes
+from flexquant.policy.routes import RouteTable
+from flexquant.policy.rules import Policy
 
 if TYPE_CHECKING:
     from flexquant.prediction.device import Device
     from flexquant.prediction.model_shape import ModelShape
     from flexquant.simulation.trace import Request
 
-NAME = "simulate"
 HELP = "judge policies on a request trace, without a GPU"
 
 
@@ -223,12 +222,10 @@ def _kv_cache_tokens(model: ModelShape, device: Device, table: RouteTable, trace
 def _parse_sizes(text: str) -> tuple[int, ...]:
     if text == "none":
         return ()
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is neither 'none' nor whole numbers of at least 1 such as 1,2,4,8"
-        )
-    return tuple(sorted({int(part) for part in parts}))
+    try:
+        return tuple(sorted(set(parse_counts(text))))
+    except argparse.ArgumentTypeError as e:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither 'none' nor sizes such as 8,16: {e}") from e
 
 
 def _parse_speed(text: str) -> float:

@@ -15,7 +15,6 @@ from typing import Any
 
 from flexquant.cli._arguments import add_shard_size, progress_bar
 
-NAME = "split"
 HELP = "give one variant of a merged checkpoint back as a plain checkpoint"
 
 
@@ -28,8 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    from flexquant.checkpoint.output import format_bytes
     from flexquant.merge import split_checkpoint
-    from flexquant.merge.staging import format_bytes
 
     with progress_bar("splitting") as progress:
         result = split_checkpoint(

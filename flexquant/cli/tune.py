@@ -21,14 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexquant.cli._arguments import parse_count, progress_bar
+from flexquant.cli._arguments import parse_count, parse_names, progress_bar
 from flexquant.errors import UsageError
 from flexquant.tuning.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
-    from flexquant.tuning.grid import Grid
+    from flexquant.tuning.rounds import Grid
 
-NAME = "tune"
 HELP = "measure the variants on this machine and write the policy that follows"
 
 
@@ -37,7 +36,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="policy to write, ending in .yaml"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the output if it exists, and what an interrupted run with other arguments measured",
+    )
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument(
         "--objective",
@@ -54,6 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--variants",
+        type=parse_names,
         metavar="NAMES",
         help="comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
         "those of the checkpoint)",
@@ -94,17 +98,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if (args.max_quality_loss is None) != (args.quality is None):
         raise UsageError("--max-quality-loss and --quality need each other; give both or neither")
 
-    from flexquant.checkpoint import read_merged_config
+    from flexquant.checkpoint.merged_config import read_merged_config
+    from flexquant.measuring.workers import import_ahead
     from flexquant.tuning.candidates import find_variants, leave_out_lossy
     from flexquant.tuning.objectives import Goal, Slo
-    from flexquant.tuning.output import Output
-    from flexquant.tuning.workers import import_ahead
+    from flexquant.tuning.policy_file import Output
 
     slo = None if args.slo is None else Slo.parse(args.slo)
     goal = Goal(args.objective, slo, args.request_tokens)
     output = Output(args.output, args.overwrite)
     merged, _ = read_merged_config(args.folder)
-    variants = find_variants(merged, _split(args.variants))
+    variants = find_variants(merged, args.variants)
     remarks = []
     if args.quality is not None:
         kept, losses = leave_out_lossy(variants, args.quality, args.max_quality_loss)
@@ -140,10 +144,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return tuned.document
 
 
-def _split(names: str | None) -> list[str] | None:
-    return None if names is None else [name.strip() for name in names.split(",") if name.strip()]
-
-
 def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
@@ -151,7 +151,7 @@ def _on_cpu() -> bool:
 
 
 def _grid(args: argparse.Namespace) -> Grid:
-    from flexquant.tuning.grid import CPU, GPU, QUICK_CPU, QUICK_GPU
+    from flexquant.tuning.rounds import CPU, GPU, QUICK_CPU, QUICK_GPU
 
     full, quick = (CPU, QUICK_CPU) if _on_cpu() else (GPU, QUICK_GPU)
     grid = quick if args.quick else full

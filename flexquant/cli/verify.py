@@ -14,7 +14,6 @@ from typing import Any
 
 from flexquant.cli._arguments import parse_folders, progress_bar
 
-NAME = "verify"
 HELP = "check a merged checkpoint against its hashes or its sources"
 
 

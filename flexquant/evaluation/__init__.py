@@ -7,11 +7,16 @@
 
     document = evaluate("merged", "text.txt", reference="model", settings=Settings(batch_sizes=(8,)))
 
-The way through, in `evaluating`: `settings` (what is asked for), `subject` (open the checkpoint, check the
-reference), `text` (draw rows of token ids, read questions), `candidates` (policies by name), `schedule`
-(which policy runs at which batch size, and which numbers can be reused). Then, for each run, `engine`
-(vLLM in this process), `forced_decoding` (force each row's continuation and score every step, inside vLLM's
-sampler, with `token_scores`), `measure` (batches in, scores out), `passes` (what the trace says really ran),
-`answers` (greedy answers to real questions). From scores to results: `summary` (perplexity, KL ...),
-`weight_bytes` (bytes per weight), `machine` (measured where), `report` and `plot`.
+The modules, in the order in which `evaluating` uses them:
+
+    settings          how many rows of how many tokens are measured, at which batch sizes
+    subject           opens the checkpoint, and checks that a model can be its reference
+    text              draws rows of token ids from a text, and reads questions
+    schedule          which policy runs at which batch size, and whose numbers can be reused; afterwards, from
+                      the trace, which passes really ran
+    measure           puts batches through an engine, and returns scores and greedy answers
+    forced_decoding   inside vLLM's sampler: forces the text's next token and scores every step
+    scores            from logits to the scores of a token, and from those to perplexity, KL divergence ...
+    weight_bytes      bytes per weight that a policy holds in memory, and that a decode pass reads
+    report, plot      the results as a table, as JSON and as a plot
 """

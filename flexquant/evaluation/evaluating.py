@@ -1,32 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The whole way: open, check everything, then measure run by run, and gather one JSON-able document."""
+"""Evaluate a merged checkpoint: check all inputs, measure run by run, and gather one JSON-able document."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from flexquant.evaluation.answers import Answer, compare_answers, greedy_answers, most_tokens
-from flexquant.evaluation.candidates import Candidate, find_candidates
-from flexquant.evaluation.engine import engine, prepare_environment
-from flexquant.evaluation.machine import describe_command, describe_machine, describe_versions
-from flexquant.evaluation.measure import Scores, decode_forced, engine_options
-from flexquant.evaluation.passes import Passes
-from flexquant.evaluation.schedule import Run, make_schedule
+from flexquant.checkpoint.output import check_free_space
+from flexquant.checkpoint.provenance import folder_label
+from flexquant.evaluation.measure import (
+    Answer,
+    Scores,
+    compare_answers,
+    decode_forced,
+    engine_options,
+    greedy_answers,
+    most_tokens,
+)
+from flexquant.evaluation.schedule import Candidate, Passes, Run, find_candidates, make_schedule
+from flexquant.evaluation.scores import Quality, summarise
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
-from flexquant.evaluation.summary import Quality, summarise
 from flexquant.evaluation.text import hash_text, question_prompts, read_questions, read_rows
 from flexquant.evaluation.weight_bytes import BytesPerWeight, LayerBytes
-from flexquant.merge.provenance import folder_label
-from flexquant.merge.staging import check_free_space
+from flexquant.measuring.engine import engine, prepare_environment
+from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 SCHEMA = "flexquant.evaluation/v1"
 REFERENCE = "16-bit reference"
@@ -34,6 +43,23 @@ REFERENCE = "16-bit reference"
 REFERENCE_BYTES = BytesPerWeight(2.0, 2.0)
 
 
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Set environment variables, and leave the caller's as they were."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# vLLM's second model runner has another interface for logits processors.
+@_environment(VLLM_USE_V2_MODEL_RUNNER="0")
 def evaluate(
     checkpoint: str | Path,
     text: str | Path,
@@ -52,11 +78,11 @@ def evaluate(
     FlexQuant, empty: none. ``progress`` receives a line before each engine starts.
 
     The document's ``results`` hold one entry for each policy and batch size, the reference's first; its
-    ``quality`` is that of :class:`flexquant.evaluation.summary.Quality`. Raises FlexQuantError for a
+    ``quality`` is that of :class:`flexquant.evaluation.scores.Quality`. Raises FlexQuantError for a
     checkpoint, text, reference or policy that cannot be evaluated, before anything is measured.
     """
     settings = settings or Settings()
-    _prepare_environment()
+    prepare_environment()
     subject = Subject.open(checkpoint)
     subject.check_length(settings.row_tokens, "a prompt and its continuation")
     candidates = find_candidates(subject, policies)
@@ -88,13 +114,6 @@ def evaluate(
         "versions": describe_versions(),
         "argv": describe_command(),
     }
-
-
-def _prepare_environment() -> None:
-    prepare_environment()
-    # vLLM's second model runner has another interface for logits processors.
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def _label(model: str | Path | None) -> str | None:
@@ -188,7 +207,7 @@ class _Evaluation:
             if run.answers and run.answers_same_as is None:
                 self.answers[name] = self._answer(llm, batch_size)
 
-    def _answer(self, llm: Any, batch_size: int) -> list[Answer]:
+    def _answer(self, llm: LLM, batch_size: int) -> list[Answer]:
         return greedy_answers(llm, self.prompts, batch_size, self.settings.answer_tokens)
 
     def results(self, candidates: Sequence[Candidate]) -> list[dict[str, Any]]:

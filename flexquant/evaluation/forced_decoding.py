@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from flexquant.evaluation.token_scores import kl_divergence, log_probabilities, same_top_token
+from flexquant.evaluation.scores import kl_divergence, log_probabilities, same_top_token
+from flexquant.serving.vllm_api import AdapterLogitsProcessor
 
 EXTRA_ARGS_KEY = "flexquant_evaluation"
 
@@ -36,7 +36,7 @@ class ForcedDecoding(AdapterLogitsProcessor):
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+    def new_req_logits_processor(self, params: SamplingParams) -> ForcedRow | None:
         options = (params.extra_args or {}).get(EXTRA_ARGS_KEY)
         return None if options is None else ForcedRow(**options)
 
@@ -86,7 +86,7 @@ class ForcedRow:
         self._stored[position] = log_probs.cpu().numpy()
 
     def _write_scores(self) -> None:
-        columns: dict[str, Any] = {
+        columns: Any = {
             name: torch.stack([step[name] for step in self._steps]).cpu().numpy() for name in self._steps[0]
         }
         partial = self._scores + ".partial.npz"

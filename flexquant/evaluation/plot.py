@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Quality against bytes: what a policy loses, over what one decode pass has to read."""
+"""A plot of each policy's quality over the bytes that one decode pass reads per weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def save_plot(document: dict[str, Any], files: list[Path]) -> None:
     """Draw mean KL (log scale; perplexity without a reference) over decode bytes per weight into ``files``.
 
     Runs with the same numbers are one point with all their names. Raises FlexQuantError without matplotlib,
-    and for a file whose ending matplotlib does not know.
+    and for a file that cannot be written or whose ending matplotlib does not know.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -39,9 +39,11 @@ def save_plot(document: dict[str, Any], files: list[Path]) -> None:
     axes.set_title(f"{document['checkpoint']}: quality of decoding by policy")
     axes.grid(alpha=0.3)
     for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
         try:
+            file.parent.mkdir(parents=True, exist_ok=True)
             canvas.print_figure(file)
+        except OSError as e:
+            raise FlexQuantError(f"cannot write the plot {file} ({e.strerror}); name another file") from e
         except ValueError as e:
             raise FlexQuantError(f"cannot write the plot {file} ({e}); end its name in .png or .svg") from e
 

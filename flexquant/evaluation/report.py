@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The results for people, as a table for terminals and Markdown, and for programs, as JSON."""
+"""The results of an evaluation as a table, for terminals and Markdown, and as JSON; and the files of both."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy.pass_times import device_name
 
 COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("policy", lambda r: r["policy"]),
@@ -38,19 +44,59 @@ def format_table(document: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *_notes(document)])
 
 
-def write_results(document: dict[str, Any], folder: str | Path) -> list[Path]:
-    """Write ``quality.json`` and ``quality.md`` into ``folder``, made if need be; return their paths."""
+@contextmanager
+def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
+    """Make a folder, parents included, and try to write into it; called before measuring takes hours.
+
+    A folder made here is removed again when the block fails and leaves it empty. Raises FlexQuantError, which
+    names the command line's ``option``, for a folder that cannot be made or written into.
+    """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    numbers, table = folder / "quality.json", folder / "quality.md"
-    numbers.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    title = f"# Quality of {document['checkpoint']}"
-    table.write_text(f"{title}\n\n{format_table(document)}\n", encoding="utf-8")
-    return [numbers, table]
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise FlexQuantError(f"cannot write into {folder} ({e.strerror}); give another {option}") from e
+    try:
+        yield folder
+    except BaseException:
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def write_results(document: dict[str, Any], folder: str | Path) -> list[Path]:
+    """Write ``quality.json`` and ``quality.md`` into ``folder``, made if need be; return their paths.
+
+    Files of those names are replaced when the new ones are complete. Raises FlexQuantError where they cannot
+    be written; the numbers are then in a temporary file, which the message names.
+    """
+    folder = Path(folder)
+    numbers = json.dumps(document, indent=2) + "\n"
+    table = f"# Quality of {document['checkpoint']}\n\n{format_table(document)}\n"
+    files = {folder / "quality.json": numbers, folder / "quality.md": table}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            partial = file.with_name(file.name + ".new")
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, file)
+    except OSError as e:
+        with NamedTemporaryFile(
+            "w", prefix="quality-", suffix=".json", delete=False, encoding="utf-8"
+        ) as saved:
+            saved.write(numbers)
+        raise FlexQuantError(
+            f"cannot write {file} ({e.strerror}); the numbers are kept in {saved.name} instead"
+        ) from e
+    return list(files)
 
 
 def _notes(document: dict[str, Any]) -> list[str]:
-    settings, text, machine = document["settings"], document["text"], document["machine"]
+    settings, text = document["settings"], document["text"]
     versions = " ".join(f"{name} {version}" for name, version in document["versions"].items())
     notes = [
         f"{settings['samples']} rows of {text['file']} (SHA-256 {text['sha256'][:12]}), each "
@@ -58,7 +104,7 @@ def _notes(document: dict[str, Any]) -> list[str]:
         f"{settings['seed']}. KL divergence and log-perplexity are in nats, with standard errors over rows. "
         "B/weight: bytes held for a weight of the decoder layers, scales included; decode: bytes that one "
         "decode pass reads.",
-        f"{machine['gpu'] or machine['cpu']}, {versions}.",
+        f"{device_name(document)}, {versions}.",
     ]
     if any(result.get("answers") for result in document["results"]):
         notes.insert(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What is measured: how many rows of how many tokens, at which batch sizes, and how long the answers are."""
+"""The settings of an evaluation: rows of text, tokens of a row, batch sizes, tokens of an answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexquant.errors import UsageError
 
 @dataclass(frozen=True)
 class Settings:
-    """Raises :class:`UsageError` for values that cannot be measured."""
+    """What an evaluation measures. Raises :class:`UsageError` for values that cannot be measured."""
 
     batch_sizes: tuple[int, ...] = (8, 48)
     """Sequences in a decode pass; sorted, each once."""

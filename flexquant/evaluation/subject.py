@@ -6,22 +6,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from flexquant.errors import FlexQuantError
-from flexquant.merge.logical import count_layers
-from flexquant.merge.merged import MergedCheckpoint
-from flexquant.quantization.hub import explained
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.model_config import count_layers, text_config
+from flexquant.checkpoint.tokenizer import load_tokenizer
+from flexquant.errors import FlexQuantError, explained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
 class Subject:
+    """A merged checkpoint with what an evaluation has to know of its model."""
+
     checkpoint: MergedCheckpoint
     num_layers: int
     vocab_size: int
     max_length: int | None
     """Most tokens of a sequence, the config's ``max_position_embeddings``; None: the config has none."""
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
 
     @property
     def folder(self) -> Path:
@@ -31,12 +36,12 @@ class Subject:
     def open(cls, folder: str | Path) -> Subject:
         """Read headers, config and tokenizer; raise FlexQuantError for anything but a merged checkpoint."""
         checkpoint = MergedCheckpoint.open(folder)
-        text_config = checkpoint.config.get("text_config") or checkpoint.config
+        config = text_config(checkpoint.config)
         return cls(
             checkpoint,
             count_layers(checkpoint.config),
-            text_config["vocab_size"],
-            text_config.get("max_position_embeddings"),
+            config["vocab_size"],
+            config.get("max_position_embeddings"),
             load_tokenizer(checkpoint.folder),
         )
 
@@ -75,11 +80,3 @@ class Subject:
                 f"the tokenizers of the reference {model} and of {self.folder} differ; give the 16-bit model "
                 "that the variants were made from"
             )
-
-
-def load_tokenizer(model: str | Path) -> Any:
-    """Return the model's tokenizer; raise FlexQuantError when it has none that can be read."""
-    from transformers import AutoTokenizer
-
-    with explained(f"the tokenizer of {model} cannot be read", "put its files into the folder"):
-        return AutoTokenizer.from_pretrained(str(model))

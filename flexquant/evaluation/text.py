@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What the models are fed: rows of a real text, and questions in the model's chat template."""
+"""The input of an evaluation: rows of a text as token ids, and questions in the model's chat template."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from flexquant.documents.texts import draw_rows, read_documents
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.settings import Settings
-from flexquant.quantization.calibration import calibration_rows, read_documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-def read_rows(text: str | Path, tokenizer: Any, settings: Settings) -> list[list[int]]:
+def read_rows(text: str | Path, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> list[list[int]]:
     """Return ``settings.samples`` rows of ``settings.row_tokens`` token ids, drawn from a text or JSONL file.
 
     Raises FlexQuantError for a file that cannot be read or has too few tokens.
     """
     if not Path(text).is_file():
         raise FlexQuantError(f"there is no file {text}; give a text or .jsonl file to measure on")
-    return calibration_rows(
+    return draw_rows(
         read_documents(text),
         tokenizer,
         samples=settings.samples,
@@ -44,7 +47,7 @@ def read_questions(path: str | Path | None) -> list[str]:
     """
     file = importlib.resources.files(__package__) / "questions.txt" if path is None else Path(path)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise FlexQuantError(f"cannot read the questions {path} as UTF-8 text ({e})") from e
     questions = [line.strip() for line in lines if line.strip()]
@@ -53,7 +56,7 @@ def read_questions(path: str | Path | None) -> list[str]:
     return questions
 
 
-def question_prompts(questions: list[str], tokenizer: Any) -> list[list[int]]:
+def question_prompts(questions: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the token ids of each question, in the chat template if the tokenizer has one."""
     if not tokenizer.chat_template:
         return [tokenizer(question)["input_ids"] for question in questions]

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Bytes per weight of the decoder layers: what a policy keeps in memory, and what a decode pass reads.
 
-Counted from the checkpoint's safetensors headers, scales and norms included; embedding and lm_head, which
-the policies share, are left out. The 16-bit model has 2.0. A derived variant counts as its source does, once
-more when both are held, since their kernels want different layouts.
+Counted as stored, from the checkpoint's safetensors headers, scales and norms included: the same on every
+machine, while a kernel may hold somewhat more (:mod:`flexquant.serving.weight_memory`). Embedding and
+lm_head, which the policies share, are left out. The 16-bit model has 2.0. A derived variant counts as its
+source does, once more when both are held, since their kernels want different layouts.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from flexquant.merge.logical import LAYER, logical_shapes
-from flexquant.merge.merged import MergedCheckpoint
-from flexquant.routes import Plan, RouteTable
+from flexquant.checkpoint.logical import LAYER, logical_shapes
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.policy.routes import Plan, RouteTable
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class LayerBytes:
             layers = self._layers[name] = defaultdict(list)
             for original, key in keys.items():
                 if match := LAYER.search(original):
-                    layers[int(match[1])].append(key)
+                    layers[int(match["index"])].append(key)
             shapes = logical_shapes({original: checkpoint.tensors[key] for original, key in keys.items()})
             weights = sum(math.prod(shape) for key, shape in shapes.items() if LAYER.search(key))
             self.weights = max(self.weights, weights)

@@ -26,9 +26,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flexquant.documents.named_files import builtin_names, read_named
+from flexquant.documents.yaml_document import Document, KeyPath, from_yaml, show
 from flexquant.errors import FlexQuantError
-from flexquant.named_files import builtin_names, read_named
-from flexquant.yaml_document import Document, KeyPath, from_yaml, show
 
 SCHEMA = "flexquant.device/v1"
 PACKAGE = "flexquant.prediction.devices"
@@ -116,8 +116,8 @@ def builtin_devices() -> list[str]:
 def load_device(name_or_path: str) -> Device:
     """Load a built-in device by name, or a device file.
 
-    What is a path :func:`flexquant.named_files.read_named` tells. Raises :class:`FlexQuantError` for an
-    unknown name, an unreadable file, and a missing or absurd number, with its file, line and key.
+    What is a path :func:`~flexquant.documents.named_files.read_named` tells. Raises :class:`FlexQuantError`
+    for an unknown name, an unreadable file, and a missing or absurd number, with its file, line and key.
     """
     content, source = read_named(name_or_path, PACKAGE, "device")
     return _validate(from_yaml(content, source, "device", ("schema", "memory_gb_per_s")), name_or_path)

@@ -15,9 +15,9 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.utils.match import is_match, match_name
 from pydantic import ValidationError
 
+from flexquant.checkpoint.logical import LAYER, logical_shapes
+from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.errors import FlexQuantError
-from flexquant.merge.logical import LAYER, logical_shapes
-from flexquant.merge.safetensors_io import TensorRef
 
 FUSED = ((re.compile(r"\.[qkv]_proj$"), ".qkv_proj"), (re.compile(r"\.(gate|up)_proj$"), ".gate_up_proj"))
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")

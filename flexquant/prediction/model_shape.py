@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.model_config import count_layers, text_config
 from flexquant.errors import FlexQuantError
-from flexquant.merge.logical import count_layers
-from flexquant.merge.merged import MergedCheckpoint
 from flexquant.prediction.linears import Linear, LinearReader
 
 KV_BYTES = 2
@@ -61,7 +61,7 @@ def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8:
     not divide.
     """
     checkpoint = MergedCheckpoint.open(folder)
-    config = checkpoint.config.get("text_config") or checkpoint.config
+    config = text_config(checkpoint.config)
     hidden, heads, vocabulary = (
         _integer(config, key, folder) for key in ("hidden_size", "num_attention_heads", "vocab_size")
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexquant.errors import FlexQuantError
-from flexquant.pass_times import Curve, PassTimes, Time
+from flexquant.policy.pass_times import Curve, PassTimes, Time
 from flexquant.prediction.device import Device, load_device
 from flexquant.prediction.linears import Linear
 from flexquant.prediction.model_shape import ModelShape, read_model_shape

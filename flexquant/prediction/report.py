@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from flexquant.pass_times import PassTimes
+from flexquant.policy.pass_times import PassTimes, device_name
 from flexquant.prediction.device import Device
 from flexquant.prediction.model_shape import ModelShape
 from flexquant.prediction.predicting import (
@@ -96,13 +96,9 @@ def describe_origin(origin: Mapping[str, Any]) -> str:
     """Return where times come from: the GPU or CPU and how many share the model, or a predicted device."""
     if "machine" not in origin and "device" in origin:
         return f"predicted for {origin['device']}"
-    machine = origin.get("machine")
-    place = str(machine or "an unknown machine")
-    if isinstance(machine, Mapping):
-        place = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
     arguments = origin.get("engine_arguments")
     size = arguments.get("tensor_parallel_size", 1) if isinstance(arguments, Mapping) else "unknown"
-    return f"measured on {place}, tensor-parallel size {size}"
+    return f"measured on {device_name(origin)}, tensor-parallel size {size}"
 
 
 def format_report(report: Report) -> str:

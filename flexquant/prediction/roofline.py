@@ -13,18 +13,24 @@ over the processors ("tile and wave quantization", NVIDIA's Matrix Multiplicatio
 runs W4A16, spreads its work evenly. The parts are added, without overlap: GEMMs of tens of microseconds
 hardly reach any.
 
-Where the numbers come from. Data sheets: rates, bandwidths. Calibrated per architecture on published figures
-(N = K = 8192): ``call_us`` on W4A16's gain at M = 1, W4A16's ``efficiency`` on its loss at M = 8192, and on
-Hopper its ``bandwidth`` on the gain with larger matrices. Assumed, for all GPUs alike: W8A8 reaches 0.6 of
-the rate and 0.9 of the bandwidth. Predicted: the crossovers. All five fall within the published brackets,
-and still do with anything from 0.55 to 0.75 for the 0.6 when W4A16's calibrated efficiency moves along in
-proportion, which keeps its published loss; with W8A8's alone changed, from 0.55 to 0.65. But the form (a sum
-rather than a maximum) and the tiles were settled with the published crossovers in view, and W8A8 is read as
-FP8 on all GPUs that have it: with INT8 kernels, whose tiles on Hopper have 64 rows at least, only H100 and
-the A100 class hold. The published figures of W4A16 are Marlin's; on Hopper vLLM prefers Machete, which uses
-wgmma and is expected to lose less at many tokens: not calibrated, nothing is published. The published GEMMs
-were launched one by one; in a pass ``call_in_pass_us`` takes the place of ``call_us``. It is assumed, since
-nothing published shows it; it is the same for all variants, so it moves no crossover.
+Where the numbers come from (rates and bandwidths are the data sheets'; published figures have N = K = 8192):
+
+    calibrated, for each     ``call_us`` on W4A16's gain at M = 1; W4A16's ``efficiency`` on its loss at
+    architecture             M = 8192; on Hopper W4A16's ``bandwidth`` on the gain with larger matrices
+    assumed, for all GPUs    W8A8 reaches 0.6 of the rate and 0.9 of the bandwidth; ``call_in_pass_us``, which
+                             takes the place of ``call_us`` in a pass and is the same for all variants
+    predicted                the crossovers, all five within the published brackets
+
+How far that holds. The crossovers stay within the brackets with anything from 0.55 to 0.75 for the 0.6 when
+W4A16's calibrated efficiency moves along in proportion, which keeps its published loss; with W8A8's alone
+changed, from 0.55 to 0.65.
+
+But the form (a sum rather than a maximum) and the tiles were settled with the published crossovers in view.
+W8A8 is read as FP8 on all GPUs that have it: with INT8 kernels, whose tiles on Hopper have 64 rows at least,
+only H100 and the A100 class hold. The published figures of W4A16 are Marlin's; on Hopper vLLM prefers
+Machete, which uses wgmma and is expected to lose less at many tokens: not calibrated, nothing is published.
+The published GEMMs were launched one by one, so nothing published shows ``call_in_pass_us``; being the same
+for all variants it moves no crossover.
 """
 
 from __future__ import annotations

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from flexquant.checkpoint.logical import LAYER
 from flexquant.errors import FlexQuantError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 ATTENTION = [r"re:.*self_attn\.q_proj$", r"re:.*self_attn\.k_proj$", r"re:.*self_attn\.v_proj$"]
 MLP = [r"re:.*mlp\.gate_proj$", r"re:.*mlp\.up_proj$"]
@@ -35,7 +39,7 @@ ScaleMapping = list[Any]
 """``[[linear, ...], module in front of them]``, each a name or a regular expression after ``re:``."""
 
 
-def empty_model(config: Any) -> Any:
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return the model of a configuration without memory for its weights (torch's meta device)."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -49,8 +53,8 @@ def empty_model(config: Any) -> Any:
 
 def decoder_layers(names: Sequence[str]) -> list[str]:
     """Return the names of the decoder layers that modules of these names lie in, in their order."""
-    found = (re.match(r"(?:.*\.)?layers\.\d+(?=\.)", name) for name in names)
-    return list(dict.fromkeys(match[0] for match in found if match))
+    found = (LAYER.match(name) for name in names)
+    return list(dict.fromkeys(match[0].removesuffix(".") for match in found if match))
 
 
 def fused_units(linears: Sequence[str]) -> dict[str, list[str]]:
@@ -77,7 +81,9 @@ def default_mappings(model_type: str, which: str = "norms-and-up") -> list[Scale
     return norms if which == "norms" else [*norms, [[DOWN], UP]]
 
 
-def resolve_mappings(mappings: Sequence[ScaleMapping], model: Any, model_type: str) -> dict[str, list[str]]:
+def resolve_mappings(
+    mappings: Sequence[ScaleMapping], model: PreTrainedModel, model_type: str
+) -> dict[str, list[str]]:
     """Return, by the name of the module in front, the linears that its scales move into.
 
     ``model`` may be without weights. Raises FlexQuantError for a mapping that matches nothing, and for one

@@ -13,10 +13,10 @@ more than another's, and it gets the weight of several. benchmarks/results/quali
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from llmcompressor.modifiers.gptq import GPTQModifier
+
+from flexquant.errors import FlexQuantError
 
 FLOOR = 1e-6
 
@@ -27,8 +27,21 @@ class TokenNormalizedGPTQ(GPTQModifier):
     first_token_weight: float = 1.0
     """How many tokens the first one of a row counts for."""
 
-    def calibrate_module(self, module: torch.nn.Module, args: tuple[Any, ...], _output: Any) -> None:
-        x = args[0].float()  # [rows, tokens, in]
+    def calibrate_module(
+        self, module: torch.nn.Module, args: tuple[torch.Tensor, ...], _output: torch.Tensor
+    ) -> None:
+        """Add a linear's inputs ``args[0]`` [rows, tokens, in] to its Hessian.
+
+        Raises FlexQuantError for inputs of another shape, in which the first token of a row cannot be found.
+        """
+        x = args[0].float()
         x = x / x.norm(dim=-1, keepdim=True).clamp_min(FLOOR)
-        x[:, 0] *= self.first_token_weight**0.5
+        if self.first_token_weight != 1:
+            if x.ndim != 3:
+                raise FlexQuantError(
+                    f"the inputs of {self._module_names.get(module, 'a linear')} have the shape "
+                    f"{list(x.shape)}, expected [rows, tokens, in], so the first token of a row cannot be "
+                    "found; remove first_token_weight from the recipe"
+                )
+            x[:, 0] *= self.first_token_weight**0.5
         super().calibrate_module(module, (x,), _output)

@@ -26,17 +26,21 @@ NORMS = (
 )
 """Norms of a decoder layer, between the residual stream and its linears."""
 _UP, _DOWN = "mlp.up_proj", "mlp.down_proj"
-_OTHERS = {
+_CACHED = {
     "self_attn.v_proj": "scales V",
     "self_attn.k_proj": "scales K",
     "self_attn.q_proj": "scales Q, and K in return",
     "self_attn.qkv_proj": "scales Q, K and V",
     "self_attn.k_norm": "scales K",
     "self_attn.q_norm": "scales Q, and K in return",
+}
+"""Modules out of which scales change what the KV cache holds, and how."""
+_UNBALANCED = {
     "self_attn.o_proj": "has no linear behind it that could take the scales back",
     "mlp.gate_proj": "is not linear in what follows it",
     "mlp.down_proj": "has no linear behind it that could take the scales back",
 }
+"""Modules out of which scales change what the model computes, and why."""
 
 
 def matches(name: str, target: str) -> bool:
@@ -46,9 +50,9 @@ def matches(name: str, target: str) -> bool:
 
 def check_mapping(balance: Sequence[str], smooth: str) -> str | None:
     """Return why a mapping, whose ``smooth`` module hands scales to the ``balance`` linears, is refused."""
-    for name, effect in _OTHERS.items():
+    for name, effect in (_CACHED | _UNBALANCED).items():
         if _may_match(name, smooth):
-            fatal = SHARED_CACHE if "K" in effect or "V" in effect else "would change what the model computes"
+            fatal = SHARED_CACHE if name in _CACHED else "would change what the model computes"
             return (
                 f"remove the mapping from '{smooth}': smoothing {name.split('.')[1]} {effect}, which {fatal};"
                 " scales may move from a norm into all linears that read it, and from up_proj into down_proj"

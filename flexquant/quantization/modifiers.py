@@ -5,17 +5,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.resolve import ResolvedVariant
 from flexquant.quantization.schemes import preset_scheme, quantization_groups
 from flexquant.quantization.vocabulary import split_mapping
 
+if TYPE_CHECKING:
+    import torch
+    from llmcompressor.modifiers import Modifier
+    from llmcompressor.modifiers.quantization.quantization import QuantizationMixin
+
 
 def build_modifiers(
-    variant: ResolvedVariant, rows: Sequence[Any] = (), tokens: int = 0
-) -> tuple[list[Any], bool]:
+    variant: ResolvedVariant, rows: Sequence[torch.Tensor] = (), tokens: int = 0
+) -> tuple[list[Modifier], bool]:
     """Return llmcompressor's modifiers in the order of use, and whether they need calibration data.
 
     ``rows`` are the calibration rows [tokens]. Raises FlexQuantError for arguments that llmcompressor
@@ -73,7 +78,7 @@ def build_modifiers(
     return built, needs_data
 
 
-def _check_observers(quantizer: Any) -> None:
+def _check_observers(quantizer: QuantizationMixin) -> None:
     """Raise ValueError for an observer that llmcompressor lacks."""
     from llmcompressor.observers import Observer
 

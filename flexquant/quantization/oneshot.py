@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,43 +12,51 @@ from typing import Any
 import torch
 from compressed_tensors.utils import patch_attr
 from llmcompressor import active_session, oneshot
+from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from flexquant.checkpoint.sidecars import GENERATION_CONFIG, IDENTICAL, NOTICES, find_files
+from flexquant.checkpoint.writer import Progress, copy_file
 from flexquant.errors import FlexQuantError
-from flexquant.merge.sidecars import GENERATION_CONFIG, IDENTICAL, NOTICES, find_files
-from flexquant.merge.writer import copy_file
 from flexquant.quantization.architecture import decoder_layers
 
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> Any:
+def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model in ``dtype`` on a GPU, in float32 on a CPU, where 16-bit floats multiply slowly."""
     load_dtype = dtype if torch.cuda.is_available() else torch.float32
     return AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype)
 
 
 def run_modifiers(
-    model: Any, tokenizer: Any, modifiers: list[Any], rows: Sequence[torch.Tensor], seed: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    modifiers: list[Modifier],
+    rows: Sequence[torch.Tensor],
+    seed: int,
+    progress: Progress | None = None,
 ) -> None:
     """Apply llmcompressor's modifiers in place, each in a pass of its own; no rows for calibration-free ones.
 
-    ``rows`` are token ids [tokens]. Raises FlexQuantError, naming the layer, when activations are not finite.
+    ``rows`` are token ids [tokens]. ``progress`` is called with the layer that the data has reached and the
+    number of all layers, anew in every pass. Raises FlexQuantError, naming the layer, when activations are
+    not finite.
     """
     torch.manual_seed(seed)
     batches: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
     data = DataLoader(batches, batch_size=1) if batches else None
     try:
-        with _finite_activations(model), _no_pinning_on_a_cpu():
+        with _watched_layers(model, progress), _no_pinning_on_a_cpu():
             oneshot(model=model, tokenizer=tokenizer, dataset=data, recipe=modifiers)
     except BaseException:
         active_session().reset()  # else it holds the model
         raise
 
 
-def save_model(model: Any, dtype: torch.dtype, source: Path, folder: Path) -> None:
+def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder: Path) -> None:
     """Write the compressed model in the source's ``dtype``, with the files that lie beside its weights."""
     quantized = {id(m.weight) for m in model.modules() if hasattr(m, "quantization_scheme")}
     # Quantised weights stay as they are until saving divides them by their scales, rounded here.
@@ -92,8 +100,11 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def _finite_activations(model: Any) -> Iterator[None]:
-    def checker(name: str) -> Any:
+def _watched_layers(model: PreTrainedModel, progress: Progress | None) -> Iterator[None]:
+    """Report the layer that the data has reached, and stop at activations that are not finite."""
+    names = decoder_layers([name for name, _ in model.named_modules()])
+
+    def checker(number: int, name: str) -> Callable[..., None]:
         def check(module: torch.nn.Module, args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             if isinstance(hidden, torch.Tensor) and not torch.isfinite(hidden).all():
@@ -101,11 +112,13 @@ def _finite_activations(model: Any) -> Iterator[None]:
                     f"the activations of {name} have NaN or infinite values on the calibration data, though "
                     "all weights are finite; check the norms' weights, and that the model answers sensibly"
                 )
+            if progress is not None:
+                progress(number, len(names))
 
         return check
 
     with ExitStack() as stack:
-        for name in decoder_layers([name for name, _ in model.named_modules()]):
-            handle = model.get_submodule(name).register_forward_hook(checker(name))
+        for number, name in enumerate(names, 1):
+            handle = model.get_submodule(name).register_forward_hook(checker(number, name))
             stack.callback(handle.remove)
         yield

@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexquant.checkpoint import check_variant_name
+from flexquant.checkpoint.merged_config import check_variant_name
+from flexquant.documents.named_files import builtin_names, read_named
+from flexquant.documents.yaml_document import Document, KeyPath, from_yaml, show
 from flexquant.errors import FlexQuantError
-from flexquant.named_files import builtin_names, read_named
 from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, REFUSED_ARGUMENTS, REFUSED_MODIFIERS
-from flexquant.yaml_document import Document, KeyPath, from_yaml, show
 
 SCHEMA = "flexquant.recipe/v1"
 DEFAULT_RECIPE = "default"
@@ -33,7 +33,7 @@ PACKAGE = "flexquant.quantization.recipes"
 
 @dataclass(frozen=True)
 class Calibration:
-    """Which text is used (see :func:`~flexquant.quantization.calibration.read_documents`), and how much."""
+    """Which text is used (see :func:`~flexquant.documents.texts.read_documents`), and how much."""
 
     data: str | None = None
     samples: int = 128
@@ -96,9 +96,9 @@ def builtin_recipes() -> list[str]:
 def load_recipe(name_or_path: str | Path) -> Recipe:
     """Load a built-in recipe by name, or a recipe file.
 
-    What is a path :func:`flexquant.named_files.read_named` tells. Raises FlexQuantError, with the line and
-    what is allowed, for an unknown name, a file that cannot be read, a document that breaks the schema, and
-    a recipe that would change the KV cache.
+    What is a path :func:`~flexquant.documents.named_files.read_named` tells. Raises FlexQuantError, with the
+    line and what is allowed, for an unknown name, a file that cannot be read, a document that breaks the
+    schema, and a recipe that would change the KV cache.
     """
     content, source = read_named(str(name_or_path), PACKAGE, "recipe")
     return parse_recipe(content, source, str(name_or_path))

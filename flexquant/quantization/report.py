@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What lies beside a variant's weights: its resolved recipe, and the report of what was searched and found.
 
-Neither holds a time or a path of this machine, so equal inputs give equal bytes. The report's fingerprint
-stands for all that went into the variant: a run that is started again keeps a variant with the same one.
+Neither holds a time or a path of this machine, so equal inputs give equal bytes. The report's ``made_from``
+tells all that went into the variant: a run that is started again keeps a variant made from the same.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import flexquant
-from flexquant.merge.folder import read_json
+from flexquant.checkpoint.folder import read_json
+from flexquant.documents.yaml_document import to_yaml
 from flexquant.quantization.recipe import SCHEMA, Calibration, VariantRecipe
 from flexquant.quantization.source_model import SourceModel
-from flexquant.yaml_document import to_yaml
 
 REPORT_FILE = "quantization_report.json"
 REPORT_SCHEMA = "flexquant.quantization_report/v1"
@@ -41,25 +41,25 @@ def versions() -> dict[str, str]:
 
 def rows_sha256(rows: Sequence[Sequence[int]]) -> str:
     """Return the SHA-256 of calibration rows, given as token ids."""
-    return hashlib.sha256(json.dumps([list(row) for row in rows]).encode()).hexdigest()
+    return _sha256([list(row) for row in rows])
 
 
-def variant_fingerprint(
+def variant_inputs(
     source: SourceModel, recipe: VariantRecipe, rows: Sequence[Sequence[int]] | None, seed: int
-) -> str:
-    """Return the SHA-256 of all that determines a variant: model, recipe, rows of token ids, versions.
+) -> dict[str, object]:
+    """Return all that determines a variant, by what messages call it: hashes, the seed, the versions.
 
-    ``rows`` is None for a recipe that needs no calibration, whose variant depends neither on them nor the
-    seed.
+    ``rows`` of token ids is None for a recipe that needs no calibration, whose variant depends neither on
+    them nor on the seed.
     """
-    parts = {
+    return {
         "weights": source.weights_sha256,
-        "config": source.config_sha256,
-        "recipe": recipe.to_json(),
-        "rows": None if rows is None else [rows_sha256(rows), seed],
+        "model config": source.config_sha256,
+        "recipe": _sha256(recipe.to_json()),
+        "calibration rows": None if rows is None else rows_sha256(rows),
+        "seed": None if rows is None else seed,
         "versions": versions(),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def portable_settings(calibration: Calibration) -> dict[str, Any]:
@@ -150,12 +150,20 @@ def read_report(folder: Path) -> dict[str, Any] | None:
     return read_json(folder / REPORT_FILE) if (folder / REPORT_FILE).is_file() else None
 
 
-def is_complete(folder: Path, report: Mapping[str, Any]) -> bool:
-    """Whether every file that the report lists is there with its size."""
-    return all(
-        (folder / name).is_file() and (folder / name).stat().st_size == size
-        for name, size in report["files"].items()
-    )
+def find_changes(folder: Path, report: Mapping[str, Any]) -> list[str]:
+    """Say of each file that the report lists, and that is missing or has another size, what was found."""
+    found = []
+    for name, size in report["files"].items():
+        path = folder / name
+        if not path.is_file():
+            found.append(f"{name} is missing")
+        elif path.stat().st_size != size:
+            found.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
+    return found
+
+
+def _sha256(data: object) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _ratio(a: float, b: float) -> float | None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.architecture import default_mappings, resolve_mappings
+from flexquant.quantization.architecture import ScaleMapping, default_mappings, resolve_mappings
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.schemes import (
     choose_group_size,
@@ -23,6 +23,11 @@ from flexquant.quantization.schemes import (
     schemes_by_name,
 )
 from flexquant.quantization.vocabulary import TRANSFORMS, split_mapping
+
+if TYPE_CHECKING:
+    import torch
+    from compressed_tensors.quantization import QuantizationScheme
+    from transformers import PreTrainedModel
 
 SPARED_GROUP = "sensitive"
 
@@ -42,7 +47,7 @@ class ResolvedVariant:
     """What was left out of the recipe, and why."""
 
 
-def resolve_variant(recipe: VariantRecipe, model: Any, model_type: str) -> ResolvedVariant:
+def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: str) -> ResolvedVariant:
     """Choose what depends on ``model``, which may be without weights, and check the names in the recipe.
 
     Raises FlexQuantError, naming the line of the recipe and the module, for schemes that do not exist, groups
@@ -106,7 +111,7 @@ def with_findings(
     return replace(recipe, modifiers=modifiers, sensitive_layers=None)
 
 
-def _mappings(given: Any, model_type: str) -> list[list[Any]]:
+def _mappings(given: str | list[Any] | None, model_type: str) -> list[ScaleMapping]:
     if given is None or isinstance(given, str):
         return default_mappings(model_type, *([given] if given else []))
     return [list(pair) for mapping in given if (pair := split_mapping(mapping))]
@@ -129,8 +134,8 @@ def _check_strengths(strengths: Any, smoothed: Sequence[str]) -> None:
 
 
 def _quantized_linears(
-    groups: Mapping[str, Any], arguments: Mapping[str, Any], model: Any
-) -> dict[str, tuple[Any, Any]]:
+    groups: Mapping[str, QuantizationScheme], arguments: Mapping[str, Any], model: PreTrainedModel
+) -> dict[str, tuple[torch.nn.Linear, QuantizationScheme]]:
     """Return module and scheme of every linear that a quantising modifier takes, by name."""
     import torch
     from compressed_tensors.utils import match_named_modules
@@ -152,7 +157,9 @@ def _quantized_linears(
 
 
 def _group_size(
-    arguments: Mapping[str, Any], groups: Mapping[str, Any], linears: Mapping[str, tuple[Any, Any]]
+    arguments: Mapping[str, Any],
+    groups: Mapping[str, QuantizationScheme],
+    linears: Mapping[str, tuple[torch.nn.Linear, QuantizationScheme]],
 ) -> int | None:
     grouped = {name: module.in_features for name, (module, s) in linears.items() if is_grouped(s)}
     given = arguments.get("group_size")

@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexquant.errors import FlexQuantError
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationScheme
 
 GROUP_SIZES = (128, 64, 32)
 
@@ -29,8 +32,8 @@ def choose_group_size(input_features: Mapping[str, int], sizes: Sequence[int] = 
     )
 
 
-def quantization_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return compressed-tensors' QuantizationScheme per group from a quantising modifier's arguments."""
+def quantization_groups(arguments: Mapping[str, Any]) -> dict[str, QuantizationScheme]:
+    """Return the scheme of each group, by the group's name, from a quantising modifier's arguments."""
     from compressed_tensors.quantization import QuantizationScheme
 
     size = arguments.get("group_size")
@@ -56,8 +59,8 @@ def schemes_by_name(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
     return scheme if isinstance(scheme, dict) else {scheme: arguments.get("targets", ["Linear"])}
 
 
-def preset_scheme(name: str, targets: list[str], group_size: int | None = None) -> Any:
-    """Return a preset as QuantizationScheme, its groups resized; FlexQuantError where there is none."""
+def preset_scheme(name: str, targets: list[str], group_size: int | None = None) -> QuantizationScheme:
+    """Return a preset of compressed-tensors, its groups resized; FlexQuantError where there is none."""
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
@@ -71,11 +74,11 @@ def preset_scheme(name: str, targets: list[str], group_size: int | None = None) 
     return scheme
 
 
-def is_grouped(scheme: Any) -> bool:
+def is_grouped(scheme: QuantizationScheme) -> bool:
     """Whether a scheme's weight scales belong to groups of input features."""
     return scheme.weights is not None and scheme.weights.strategy == "group"
 
 
-def _set_group_size(scheme: Any, size: int | None) -> None:
+def _set_group_size(scheme: QuantizationScheme, size: int | None) -> None:
     if size is not None and is_grouped(scheme):
         scheme.weights.group_size = size

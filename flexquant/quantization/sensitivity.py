@@ -12,7 +12,7 @@ Runs as a modifier between smoothing and quantising, so that it measures the smo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
@@ -148,17 +148,17 @@ def _log_probabilities(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tenso
     return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(dim=-1)
 
 
-def _append_to(outputs: list[Any]) -> Any:
+def _append_to(outputs: list[Any]) -> Callable[..., None]:
     return lambda module, args, output: outputs.append(output)
 
 
-def _always(output: Any) -> Any:
+def _always(output: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: output
 
 
 @contextmanager
 def _rounded(module: torch.nn.Module) -> Iterator[None]:
-    scheme: Any = module.quantization_scheme
+    scheme: QuantizationScheme = module.quantization_scheme
     weight: torch.Tensor = module.get_parameter("weight").detach().clone()
     handle = module.register_forward_pre_hook(
         lambda m, args: (round_input(args[0], scheme.input_activations), *args[1:])

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationScheme
 from llmcompressor.modifiers.transform.smoothquant.base import SmoothQuantModifier, SmoothQuantScale
 from pydantic import PrivateAttr
 
@@ -137,7 +138,7 @@ def smoothing_scales(
 
 def _output_error(x: torch.Tensor, layer: torch.nn.Linear, y: torch.Tensor, s: torch.Tensor) -> float:
     """Return the mean squared error of one linear's output [tokens, out] when smoothed by s and quantised."""
-    scheme: Any = layer.quantization_scheme
+    scheme: QuantizationScheme = layer.quantization_scheme
     quantised = torch.nn.functional.linear(
         round_input((x / s).unsqueeze(0), scheme.input_activations)[0],
         round_weight(layer.weight.float() * s, scheme.weights),

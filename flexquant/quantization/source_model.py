@@ -9,14 +9,16 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from flexquant.errors import FlexQuantError
-from flexquant.merge.folder import read_json, read_tensors
-from flexquant.merge.provenance import folder_label
-from flexquant.merge.safetensors_io import CHUNK_BYTES, DTYPES, TensorRef, read_chunks
-from flexquant.merge.sidecars import IDENTICAL, NOTICES
-from flexquant.quantization.hub import explained
+from flexquant.checkpoint.folder import read_json, read_tensors
+from flexquant.checkpoint.provenance import folder_label
+from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, DTYPES, TensorRef, read_chunks
+from flexquant.checkpoint.sidecars import IDENTICAL, NOTICES
+from flexquant.errors import FlexQuantError, explained
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 WEIGHT_DTYPES = ("F16", "BF16", "F32")
 
@@ -28,7 +30,7 @@ class SourceModel:
     folder: Path
     label: str
     """The folder's name, or ``org/model@revision``."""
-    config: Any
+    config: PretrainedConfig
     """transformers' configuration."""
     weights_sha256: str
     """Of all tensors' names, dtypes, shapes and bytes."""
@@ -74,14 +76,6 @@ def find_folder(model: str | Path, progress: Callable[[str], None] = lambda mess
     return folder
 
 
-def load_tokenizer(source: SourceModel) -> Any:
-    """Return the model's tokenizer; raise FlexQuantError where there is none."""
-    from transformers import AutoTokenizer
-
-    with explained(f"cannot load a tokenizer from {source.folder}", "put its files beside the weights"):
-        return AutoTokenizer.from_pretrained(source.folder)
-
-
 def check_weights(folder: Path) -> str:
     """Return the SHA-256 over all tensors; raise FlexQuantError for a weight that cannot be quantised."""
     digest = hashlib.sha256()
@@ -97,7 +91,7 @@ def check_weights(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _hash_finite(ref: TensorRef, digest: Any, is_weight: bool) -> None:
+def _hash_finite(ref: TensorRef, digest: hashlib._Hash, is_weight: bool) -> None:
     import torch
 
     dtype = getattr(torch, DTYPES[ref.dtype][1] or "uint8")

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """How long a pass of several sequences takes, from the times of simple ones.
 
-Measured (:class:`flexquant.pass_times.PassTimes`) are decode passes in which every sequence has C tokens in
-the KV cache, and prefill passes of one prompt with an empty KV cache. Everything but attention depends on
-the number of tokens in the pass alone, and is the same in a pass that holds something else. Attention is
-corrected for, with c the tokens of a sequence that the KV cache held before the pass, and q its tokens in it:
+Measured (:mod:`flexquant.policy.pass_times`) are decode passes in which every sequence has C tokens in the KV
+cache, and prefill passes of one prompt with an empty KV cache. Everything but attention depends on the number
+of tokens in the pass alone, and is the same in a pass that holds something else. Attention is corrected for,
+with c the tokens of a sequence that the KV cache held before the pass, and q its tokens in it:
 
     decode of s sequences    decode(s) + k * (sum of c - s * C)                      k: one more KV token
     n tokens otherwise       prefill(n) + k * (sum of c over the sequences with q = 1)
@@ -30,8 +30,8 @@ from __future__ import annotations
 import numpy as np
 
 from flexquant.errors import FlexQuantError
-from flexquant.pass_times import Curve, PassTimes
-from flexquant.routes import Plan
+from flexquant.policy.pass_times import Curve, PassTimes
+from flexquant.policy.routes import Plan
 from flexquant.simulation.scheduler import Batch
 
 FIT_RANGE = 16

@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flexquant.router import Phase
-from flexquant.routes import RouteTable
+from flexquant.policy.routes import RouteTable
+from flexquant.policy.rules import Phase
 from flexquant.simulation.pass_cost import PassCost
 from flexquant.simulation.scheduler import Batch, Limits, Scheduler, Sequence
 from flexquant.simulation.trace import Request
@@ -89,7 +89,7 @@ def _timed(batch: Batch, start: float, table: RouteTable, cost: PassCost, limits
 
 
 def phase_of(batch: Batch) -> Phase:
-    """Return what a pass holds, as :func:`flexquant.router.read_pass` tells it: by tokens of a sequence."""
+    """Return what a pass holds, told as :mod:`flexquant.serving.forward_pass` does: by tokens a sequence."""
     lengths = {chunk.tokens for chunk in batch}
     if lengths == {1}:
         return "decode"

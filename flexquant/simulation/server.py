@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flexquant.pass_times import PassTimes
+from flexquant.policy.pass_times import PassTimes
 from flexquant.simulation.scheduler import Limits
 
 if TYPE_CHECKING:

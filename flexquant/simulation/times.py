@@ -8,11 +8,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexquant.checkpoint import VARIANT_NAME, MergedConfig
+from flexquant.checkpoint.merged_config import VARIANT_NAME, MergedConfig
 from flexquant.errors import FlexQuantError
-from flexquant.pass_times import PassTimes
-from flexquant.policy import Policy, builtin_policies, load_policy, parse_policy
-from flexquant.routes import RouteTable, build_route_table
+from flexquant.policy.choose import find_measured
+from flexquant.policy.pass_times import PassTimes
+from flexquant.policy.routes import RouteTable, build_route_table
+from flexquant.policy.rules import Policy, builtin_policies, load_policy
 from flexquant.simulation.scheduler import Limits
 
 ADVICE = "measure them with 'flexquant tune', or name a tuned policy with --times"
@@ -26,16 +27,12 @@ def find_times(
     That is ``given`` if any, else the first of the named ``policies`` with times, else the ``stored`` one of
     a checkpoint. Raises FlexQuantError if there are none.
     """
-    if given is not None:
-        times = load_policy(given).measured
-        if times is None:
-            raise FlexQuantError(f"{given} has no measured times (key 'measured'); give a tuned policy")
-        return times, given
-    for name in policies:
-        if not _may_be_variant(name) and (times := load_policy(name).measured):
-            return times, name
-    if stored is not None and (times := parse_policy(dict(stored), "the checkpoint's policy").measured):
-        return times, "the checkpoint's policy"
+    if given is None:
+        for name in policies:
+            if not _may_be_variant(name) and (times := load_policy(name).measured):
+                return times, name
+    if found := find_measured(given, stored):
+        return found
     raise FlexQuantError(f"none of the policies {', '.join(policies)} has measured times; {ADVICE}")
 
 
@@ -58,6 +55,7 @@ def route_table(
     apart: a policy that names some raises FlexQuantError.
     """
     variants: Collection[str]
+    mixable: Collection[Collection[str]] | None
     if model is None:
         for rule in policy.rules:
             for layers in rule.layers:
@@ -66,16 +64,16 @@ def route_table(
                     "checkpoint with --model"
                 )
         sources = {derivation.source for derivation in policy.derived.values()}
-        variants, num_layers, layered = (set(times.variants) | sources) - set(policy.derived), 1, True
+        variants, num_layers, mixable = (set(times.variants) | sources) - set(policy.derived), 1, None
     else:
-        variants, num_layers, layered = model[0].variants, model[1], model[0].layered_plans
+        variants, num_layers, mixable = model[0].variants, model[1], model[0].mixable_groups
     return build_route_table(
         policy,
         variants,
         num_layers,
         max_tokens=limits.max_num_batched_tokens,
-        layered_plans_allowed=layered,
-        max_sequences=limits.max_decode_tokens,
+        mixable=mixable,
+        max_decode_tokens=limits.max_decode_tokens,
     )
 
 

@@ -10,14 +10,15 @@ answer, which never ends earlier.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from flexquant.documents.named_files import builtin_names, read_named
+from flexquant.documents.yaml_document import show
 from flexquant.errors import FlexQuantError
-from flexquant.named_files import builtin_names, read_named
-from flexquant.yaml_document import show
 
 PACKAGE = "flexquant.simulation.traces"
 SUFFIX = ".jsonl"
@@ -48,11 +49,11 @@ def read_trace(name_or_path: str) -> list[Request]:
     """
     content, source = read_named(name_or_path, PACKAGE, "trace", (SUFFIX,))
     try:
-        lines = content.decode().splitlines()
+        text = content.decode()
     except UnicodeDecodeError as e:
         raise FlexQuantError(f"{source}: not UTF-8 text ({e.reason}); save it as UTF-8") from e
     requests: list[Request] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):
         if not line.strip():
             continue
         place = f"{source}, line {number}"

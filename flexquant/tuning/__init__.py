@@ -2,9 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """`flexquant tune`: measure the variants on this machine, and write the policy that follows.
 
-workers    one process a variant, each an engine as `vllm serve` would start it (pass_timer times it)
-measuring  rounds over a grid of sizes, the variants in turn -> samples
-samples    medians, intervals, ties
-deciding   the variant of every size, crossovers; objectives: what is to be optimal
-tuning     the whole way; policy_file and plot write it down, where output says
+tuning       one run, from its checked inputs to the files that it writes
+candidates   which variants are chosen among, the most precise first
+rounds       measures a grid of sizes round by round, the variants in turn (with measuring.workers)
+samples      the measured seconds, with medians, intervals and ratios; kept in a file until a run is finished
+deciding     from samples to the variant of every size, in ranges, with the crossovers between them
+objectives   what the decision optimises: latency, throughput, both in balance, or bounds on TTFT and TPOT
+memory       how many requests fit into the device's memory beside the weights of given variants
+notes        the sentences that tell what a policy rests on
+policy_file  the policy as commented YAML; plot draws the times
 """

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexquant.checkpoint import MergedConfig
+from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import SCHEMA as EVALUATION_SCHEMA
-from flexquant.named_policies import find_policies
-from flexquant.policy import Policy
+from flexquant.policy.choose import find_policies
+from flexquant.policy.rules import Policy
 
 BITS_16 = 16
 
@@ -99,5 +99,5 @@ def _precision(name: str, policy: Policy, merged: MergedConfig) -> tuple[int, in
     return weights, activations if derivation is None else 8
 
 
-def _bits(arguments: Any) -> int:
+def _bits(arguments: Mapping[str, Any] | None) -> int:
     return BITS_16 if arguments is None else int(arguments["num_bits"])

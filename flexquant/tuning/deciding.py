@@ -13,14 +13,19 @@ from flexquant.errors import FlexQuantError
 from flexquant.tuning.samples import PHASES, Samples
 
 MARGIN = 0.02
-"""A variant that is not surely slower than the fastest by this share may be as fast; and what a further range
-of sizes has to gain."""
+"""A variant counts as fast as the fastest if its time is not surely longer by this share.
+
+Surely: with the whole confidence interval. A further range of sizes is made only if it gains this share too.
+"""
 CLOSE = 0.05
-"""But its median must be within this share: where noise hides a larger difference, the median decides."""
+"""A variant counts as fast as the fastest only if its median time is longer by at most this share.
+
+So noise that makes the confidence interval wide cannot hide a larger difference.
+"""
 DOUBTFUL = 0.15
-"""An interval that holds both "as fast" and a loss of this share decides nothing."""
+"""A size is undecided if a variant may be as fast as the fastest there, and may be slower by this share."""
 MOST_DOUBTFUL = 1 / 3
-"""The share of sizes that may stay undecided."""
+"""The machine is too noisy if more than this share of the sizes is undecided."""
 
 
 class TooNoisyError(FlexQuantError):

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flexquant.merge.logical import count_layers
-from flexquant.merge.merged import MergedCheckpoint
-from flexquant.merge.report import make_report
-from flexquant.policy import Policy
+from flexquant.checkpoint.contents import make_report
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.model_config import count_layers
+from flexquant.policy.rules import Policy
 
 UTILISATION = 0.9
 """The part of a device's memory that vLLM takes by default."""
@@ -18,6 +18,8 @@ UTILISATION = 0.9
 
 @dataclass(frozen=True)
 class Memory:
+    """The bytes that weights take, and the bytes that there are for them and the KV cache."""
+
     total: float
     """Bytes of all devices together that weights and KV cache may take."""
     shared: int

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from flexquant.merge.staging import format_bytes
-from flexquant.times_table import UNITS
+from flexquant.checkpoint.output import format_bytes
+from flexquant.policy.pass_times import device_name
+from flexquant.policy.times_table import UNITS
 from flexquant.tuning.deciding import Decision, undecided
 from flexquant.tuning.memory import Memory
 from flexquant.tuning.objectives import PHASE_OF, Goal, Slo, largest_within
@@ -20,10 +21,8 @@ FEWEST_ROUNDS = 3
 
 def origin_notes(origin: Mapping[str, Any], goal: Goal) -> list[str]:
     """Tell where, when, with what and how often was measured."""
-    machine = origin["machine"]
-    device = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
     return [
-        f"Tuned on {origin['date']} for {goal}, on {device}.",
+        f"Tuned on {origin['date']} for {goal}, on {device_name(origin)}.",
         " ".join(f"{name} {version}" for name, version in origin["versions"].items()),
         origin["command"],
         f"Medians of {origin['rounds']} rounds or more, with 95 % intervals (below 6: smallest to largest)."

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexquant.pass_times import PassTimes
+from flexquant.policy.pass_times import PassTimes
 from flexquant.tuning.deciding import Decision
 
 

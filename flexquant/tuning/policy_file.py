@@ -1,19 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The tuned policy as a commented YAML file, with the measurements in it."""
+"""The files that a tuning run writes: the policy as commented YAML, two plots, and samples meanwhile."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexquant.pass_times import PassTimes
-from flexquant.policy import SCHEMA, Policy, parse_policy
-from flexquant.times_table import UNITS, format_times
+from flexquant.documents.yaml_document import to_yaml
+from flexquant.errors import UsageError
+from flexquant.policy.pass_times import PassTimes
+from flexquant.policy.rules import SCHEMA, Policy, parse_policy
+from flexquant.policy.times_table import UNITS, format_times
 from flexquant.tuning.deciding import Decision
-from flexquant.yaml_document import to_yaml
+
+
+@dataclass(frozen=True)
+class Output:
+    """The paths of the files that a tuning run writes, all in the policy's folder."""
+
+    policy: Path
+    overwrite: bool = False
+    """Whether the policy and the plots may be there already."""
+
+    def __post_init__(self) -> None:
+        """Raise :class:`UsageError` for files that cannot or must not be written."""
+        if self.policy.suffix not in (".yaml", ".yml"):
+            raise UsageError(f"the output '{self.policy}' is no policy file; end its name in .yaml")
+        for file in (self.policy, *self.plots):
+            if file.exists() and not self.overwrite:
+                raise UsageError(f"{file} exists; give another --output, or --overwrite to replace it")
+        if not self.policy.parent.is_dir():
+            raise UsageError(f"the folder of {self.policy} does not exist; make it first")
+
+    @property
+    def plots(self) -> list[Path]:
+        return [self.policy.with_suffix(ending) for ending in (".png", ".svg")]
+
+    @property
+    def samples(self) -> Path:
+        """The file in which an unfinished run keeps what it has measured; it is removed at the end."""
+        return self.policy.with_name(self.policy.name + ".samples.json")
 
 
 def policy_document(

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexquant.pass_times import PassTimes, Time
+from flexquant.errors import UsageError
+from flexquant.policy.pass_times import PassTimes, Time
 
 CONFIDENCE = 0.95
 PHASES = ("decode", "prefill")
@@ -54,7 +55,7 @@ class Samples:
         return len(self._seconds.get(variant, {}).get(phase, {}).get(size, ()))
 
     def forget(self, phase: str, size: int) -> None:
-        """Have the pass measured anew, of all variants."""
+        """Drop what was measured of a pass, of all variants, so that it is measured again."""
         for phases in self._seconds.values():
             phases.get(phase, {}).pop(size, None)
 
@@ -91,13 +92,17 @@ class Samples:
         os.replace(partial, file)
 
     @classmethod
-    def load(cls, file: Path, run: dict[str, Any]) -> Samples | None:
-        """Return what :meth:`save` wrote, or None if there is nothing of the same ``run``."""
+    def load(cls, file: Path, run: dict[str, Any]) -> Samples:
+        """Return what :meth:`save` wrote of the same ``run``; without a file, samples to begin with.
+
+        Raises UsageError, which tells what differs, for the samples of another run: they may be hours of
+        measuring, which the first save would replace.
+        """
+        samples = cls()
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
-            if data["run"] != json.loads(json.dumps(run)):
-                return None
-            samples = cls()
+            wanted, found = json.loads(json.dumps(run)), data["run"]
+            different = [key for key in wanted if found.get(key) != wanted[key]]
             samples.context_seconds = data["context_seconds"]
             samples._seconds = {
                 variant: {
@@ -106,6 +111,15 @@ class Samples:
                 }
                 for variant, phases in data["seconds"].items()
             }
-        except (OSError, ValueError, KeyError, AttributeError):
-            return None
+        except FileNotFoundError:
+            return samples
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise UsageError(
+                f"{file} is not what an interrupted run left ({e!r}); remove it, or give another --output"
+            ) from e
+        if different:
+            raise UsageError(
+                f"{file} has the samples of an interrupted run with other {', '.join(different)}; give "
+                "another --output, run that one to its end, or replace its samples with --overwrite"
+            )
         return samples

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The whole way: check, measure, decide, write."""
+"""One run of `flexquant tune`: check the inputs, measure the variants, decide, write the policy and plots."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexquant.evaluation.machine import describe_command, describe_machine, describe_versions
-from flexquant.merge.merged import MergedCheckpoint
-from flexquant.merge.provenance import folder_label
-from flexquant.pass_times import PassTimes
-from flexquant.policy import Policy
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.model_config import text_config
+from flexquant.checkpoint.provenance import folder_label
+from flexquant.errors import UsageError
+from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from flexquant.measuring.workers import Worker, start_workers
+from flexquant.policy.pass_times import PassTimes
+from flexquant.policy.rules import Policy
 from flexquant.prediction.model_shape import read_model_shape
 from flexquant.tuning.deciding import (
     Decision,
@@ -26,16 +29,13 @@ from flexquant.tuning.deciding import (
     relative_speed,
     undecided,
 )
-from flexquant.tuning.grid import Grid, between
-from flexquant.tuning.measuring import Rounds
 from flexquant.tuning.memory import Memory
 from flexquant.tuning.notes import batch_notes, bound_notes, crossover_notes, origin_notes, unused_notes
 from flexquant.tuning.objectives import Goal, meet, optimise
-from flexquant.tuning.output import Output
 from flexquant.tuning.plot import save_plot
-from flexquant.tuning.policy_file import policy_document, write_policy
+from flexquant.tuning.policy_file import Output, policy_document, write_policy
+from flexquant.tuning.rounds import Grid, Rounds, between
 from flexquant.tuning.samples import PHASES, Samples
-from flexquant.tuning.workers import Worker, start_workers
 
 Bar = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
 
@@ -66,14 +66,14 @@ class Tuning:
     ) -> None:
         """``variants``: for each the policy that runs every pass in it, the most precise variant first.
 
-        ``remarks`` are put among the notes. Raises FlexQuantError for a folder that is no merged checkpoint.
+        ``remarks`` are put among the notes. Raises FlexQuantError for a folder that is no merged checkpoint,
+        and where the output has the samples of another run, unless it may be overwritten.
         """
         self._checkpoint = MergedCheckpoint.open(folder)
         self._output = output
         self._variants = variants
         self._goal = goal
-        config = self._checkpoint.config
-        self._max_length = (config.get("text_config") or config).get("max_position_embeddings")
+        self._max_length = text_config(self._checkpoint.config).get("max_position_embeddings")
         self._grid = grid.fitting(self._max_length)
         self._memory = Memory.of(self._checkpoint, variants, tensor_parallel_size)
         self._serving = {"tensor_parallel_size": tensor_parallel_size, "enforce_eager": enforce_eager}
@@ -91,7 +91,7 @@ class Tuning:
             "machine": describe_machine(),
             "versions": describe_versions(),
         }
-        self._samples = Samples.load(self._output.samples, self._run) or Samples()
+        self._samples = self._load_samples()
 
     def measure(self, progress: Callable[[str], None], bar: Bar) -> None:
         """Measure all variants, or go on where a run with the same arguments stopped.
@@ -162,6 +162,14 @@ class Tuning:
     @property
     def _names(self) -> list[str]:
         return list(self._variants)
+
+    def _load_samples(self) -> Samples:
+        try:
+            return Samples.load(self._output.samples, self._run)
+        except UsageError:
+            if not self._output.overwrite:
+                raise
+            return Samples()
 
     def _save(self) -> None:
         self._samples.save(self._output.samples, self._run)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from flexquant.evaluation import engine as in_process
+from flexquant.measuring import engine as in_process
 
 in_process.prepare_environment()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flexquant.policy import load_policy
+from flexquant.policy.rules import load_policy
 
 
 def test_a_gpu_is_tuned(checkpoints: Path, tmp_path: Path) -> None:

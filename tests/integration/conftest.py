@@ -2,39 +2,63 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Engines for the tests: vLLM in this process, on a CPU if there is no GPU, eager.
 
-An engine takes seconds to load, so tests that can share one ask for it through ``generate``, which keeps the
-answers and not the engine.
+An engine takes seconds to load, so one is asked for all policies that a test compares: by ``generate``, which
+keeps the answers for the session and not the engine, or with ``take_policy``.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+import yaml
 
-from flexquant.evaluation import engine as in_process
+from flexquant.measuring import engine as in_process
+from flexquant.policy.rules import Policy, load_policy, parse_policy
+from flexquant.serving.config import build_routes
+from tests.conftest import STARTS
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# Before a test module imports vLLM, which reads them.
 in_process.prepare_environment()
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from vllm import LLM  # noqa: E402 - reads the environment above
-
-from flexquant.compat import provide_cpu_kernels  # noqa: E402
-
 WORK = Path(__file__).parents[2] / ".work"
 NAME = "SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def count_engines(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Count the engines of this process, whoever starts them."""
+    from vllm.v1.engine.core import EngineCore
+
+    start = EngineCore.__init__
+
+    def counted(self: EngineCore, *args: Any, **kwargs: Any) -> None:
+        pytestconfig.stash[STARTS]["engines"] += 1
+        start(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineCore, "__init__", counted)
+        yield
 
 
 @contextmanager
 def engine(folder: Path | str, policy: str | None = None, **options: Any) -> Iterator[LLM]:
     """An in-process engine on ``folder``, freed on leaving; ``policy`` is for merged checkpoints."""
     flexquant = options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
+    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+
     # Stock vLLM needs them too, for the checkpoints that merged ones are compared with.
     provide_cpu_kernels()
     options = {"enforce_eager": True, "max_model_len": 1024, **options}
@@ -58,6 +82,98 @@ def answers(llm: LLM, prompts: list[Any], **sampling: Any) -> Answers:
         )
         for output in outputs
     ]
+
+
+def read_policy(policy: str) -> Policy:
+    """``policy``: a built-in one, a file, or the text of one."""
+    return parse_policy(yaml.safe_load(policy), "test") if "\n" in policy else load_policy(policy)
+
+
+def every_plan_of(policies: list[str]) -> str:
+    """The text of a policy under which an engine holds all plans of ``policies``.
+
+    Each plan gets the passes of one token count, so an engine holds as many as a pass has tokens at most.
+    """
+    documents = [read_policy(policy).document for policy in policies]
+    uses: list[Any] = []
+    for rule in (rule for document in documents for rule in document["rules"]):
+        if rule["use"] not in uses:
+            uses.append(rule["use"])
+    rules = [{"when": {"tokens": {"max": i}}, "use": use} for i, use in enumerate(uses[:-1], 1)]
+    derive = {name: how for document in documents for name, how in document.get("derive", {}).items()}
+    document = {"schema": documents[0]["schema"], "rules": [*rules, {"use": uses[-1]}]}
+    return yaml.safe_dump(document | ({"derive": derive} if derive else {}))
+
+
+def take_policy(llm: LLM, policy: str, empty_cache: bool = True) -> None:
+    """Have an eager engine route by another policy, all of whose plans it holds.
+
+    ``empty_cache``: forget the prefixes in the KV cache, which the policy before has written.
+    """
+
+    def swap(model: Any) -> None:
+        routes = build_routes(llm.llm_engine.vllm_config, model.merged, read_policy(policy))
+        assert {plan.name for plan in routes.plans} <= model._plans.keys(), "the engine lacks a plan"
+        model.routes = routes
+
+    llm.apply_model(swap)
+    if empty_cache:
+        assert llm.reset_prefix_cache()
+
+
+class Served(NamedTuple):
+    """What is left of a policy on an engine."""
+
+    answers: list[Answers]
+    """By batch."""
+    passes: list[dict[str, Any]]
+    """Its part of the trace; empty for stock vLLM."""
+
+
+_kept: dict[str, list[Served]] = {}
+
+
+def generate(
+    folder: Path | str,
+    policies: list[str] | None,
+    *batches: list[Any],
+    sampling: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Served]:
+    """What each policy answers to ``batches``, one after another, from one engine; kept for the session.
+
+    ``policies`` are built-in ones, files or texts; None: stock vLLM on a variant's own folder, whose answers
+    are a list of one. ``sampling`` is for :func:`answers`, and ``options`` are the engine's.
+    """
+    documents = policies and [read_policy(policy).document for policy in policies]
+    key = json.dumps([str(folder), documents, batches, sampling, options], sort_keys=True)
+    if key not in _kept:
+        _kept[key] = _generate(folder, policies, batches, sampling or {}, options)
+    return _kept[key]
+
+
+def _generate(
+    folder: Path | str,
+    policies: list[str] | None,
+    batches: tuple[list[Any], ...],
+    sampling: dict[str, Any],
+    options: dict[str, Any],
+) -> list[Served]:
+    if policies is None:
+        with engine(folder, **options) as llm:
+            return [Served([answers(llm, batch, **sampling) for batch in batches], [])]
+    served = []
+    with tempfile.TemporaryDirectory() as work:
+        union, trace = Path(work, "union.yaml"), Path(work, "trace.jsonl")
+        union.write_text(every_plan_of(policies))
+        with engine(folder, str(union), flexquant={"trace": str(trace)}, **options) as llm:
+            for policy in policies:
+                take_policy(llm, policy)
+                before = len(trace.read_text().splitlines())
+                found = [answers(llm, batch, **sampling) for batch in batches]
+                lines = trace.read_text().splitlines()[before:]
+                served.append(Served(found, [json.loads(line) for line in lines]))
+    return served
 
 
 def made(path: Path) -> Path:

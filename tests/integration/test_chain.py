@@ -12,12 +12,12 @@ from pydoc_data.topics import topics
 import pytest
 from openai import OpenAI
 
-from examples.vllm_server import vllm_serve
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.settings import Settings
+from flexquant.measuring.server import vllm_serve
 from tests.checkpoints import make_checkpoint
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 QUANTIZE = Path(__file__).parents[2] / ".venv/quantize/bin/flexquant"
 SETTINGS = Settings(batch_sizes=(4,), samples=8, prompt_tokens=32, tokens=16)

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 from vllm.platforms import current_platform
 
+from flexquant.merge import merge_checkpoints
+from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import Answers, answers, engine
 
 pytestmark = [
@@ -65,6 +67,7 @@ PLAN = {
 }
 PLANS = set(PLAN.values())
 TAGS = {"flexquant-w4a16", "flexquant-w8a8", "flexquant-w8a8_w4a16_1_"}
+"""Of the folders below which vLLM keeps what it compiled for a plan, without the digest at their end."""
 TOKENS = 8
 SIZES = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 
@@ -152,8 +155,10 @@ def run(
 
 
 def folders_with(file: str, cache: Path) -> set[str]:
-    """Names of the folders in which vLLM's backend keeps such a file, one a model tag."""
-    return {path.parent.name for path in cache.glob(f"torch_compile_cache/*/rank_0_0/*/{file}")}
+    """Names of the folders in which vLLM's backend keeps such a file, one a model tag, without the digest."""
+    return {
+        path.parent.name.rpartition("-")[0] for path in cache.glob(f"torch_compile_cache/*/rank_0_0/*/{file}")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +176,7 @@ def policies(tmp_path_factory):
 
 
 class Compiled(NamedTuple):
-    """Engines under one compile mode, each with a cold cache of its own."""
+    """Engines under VLLM_COMPILE, each with a cold cache of its own."""
 
     several: Run
     w8a8: Run
@@ -184,9 +189,9 @@ class Compiled(NamedTuple):
     start_several_again: Callable[[], Run]
 
 
-@pytest.fixture(scope="module", params=["DYNAMO_TRACE_ONCE", "VLLM_COMPILE"])
-def compiled(request, folder, policies, tmp_path_factory):
-    mode, caches = request.param, tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def compiled(folder, policies, tmp_path_factory):
+    mode, caches = "VLLM_COMPILE", tmp_path_factory.mktemp("VLLM_COMPILE")
     trace = caches / "routes.jsonl"
 
     def start_several() -> Run:
@@ -220,8 +225,13 @@ def test_the_plans_themselves_differ(compiled):
     assert w8a8 != w4a16 and w8a8 != layered and w4a16 != layered
 
 
-def test_a_plan_that_takes_over_reads_the_kv_cache_of_the_one_before(compiled, folder, policies, tmp_path):
-    eager = run(folder / "merged", tmp_path, policies["several"], enforce_eager=True)
+@pytest.fixture(scope="module")
+def eager(folder, policies, tmp_path_factory):
+    """The answers of ``several`` without compiling."""
+    return run(folder / "merged", tmp_path_factory.mktemp("eager"), policies["several"], enforce_eager=True)
+
+
+def test_a_plan_that_takes_over_reads_the_kv_cache_of_the_one_before(compiled, eager):
     switching, w8a8 = compiled.several.answers[4], compiled.w8a8.answers[4]
     assert [steps[0] for _, steps in switching] == [steps[0] for _, steps in w8a8], "prefill is w8a8's"
     assert distance(switching, eager.answers[4]) < distance(switching, w8a8) / 2, "decode is not"
@@ -241,14 +251,12 @@ def test_every_plan_is_compiled_before_the_kv_cache_is_sized_and_none_later(comp
     assert not any(compiled.several.after_kv_cache.values()), compiled.several.after_kv_cache
 
 
-@pytest.mark.parametrize("compiled", ["VLLM_COMPILE"], indirect=True)
 def test_plans_are_kept_apart_on_disk(compiled):
     aot_artefacts = compiled.cache.glob("torch_compile_cache/torch_aot_compile/*/rank_0_0/model")
     assert len(list(aot_artefacts)) == len(PLANS)
     assert folders_with("computation_graph.py", compiled.cache) == TAGS
 
 
-@pytest.mark.parametrize("compiled", ["VLLM_COMPILE"], indirect=True)
 def test_a_second_start_loads_every_plan_and_answers_the_same(compiled):
     again = compiled.start_several_again()
     assert again.answers == compiled.several.answers
@@ -257,7 +265,6 @@ def test_a_second_start_loads_every_plan_and_answers_the_same(compiled):
     assert not any(again.after_kv_cache.values()), again.after_kv_cache
 
 
-@pytest.mark.parametrize("compiled", ["VLLM_COMPILE"], indirect=True)
 def test_without_aot_artefacts_each_plan_finds_its_own_pieces(compiled, folder, policies, tmp_path):
     """vLLM then keeps compiled pieces by folder and index, whatever they compute."""
     cold, warm = (
@@ -271,3 +278,49 @@ def test_without_aot_artefacts_each_plan_finds_its_own_pieces(compiled, folder, 
     assert warm.before_kv_cache["num_compiled_artifacts_loaded"] == pieces
     assert warm.before_kv_cache["num_inductor_compiles"] == 0
     assert not any(cold.after_kv_cache.values()) and not any(warm.after_kv_cache.values())
+
+
+LAYERED_DECODE = f"""
+schema: flexquant.policy/v1
+rules:
+  - when: {{phase: decode}}
+    use: {LAYERED}
+  - use: w4a16
+"""
+
+
+@pytest.mark.parametrize("aot", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_checkpoint_merged_again_with_another_scheme_runs_none_of_the_old_code(aot, tmp_path):
+    """The plans keep their names, the folder its own and the last layer its variant: one scheme changes."""
+    policy, merged, cache = tmp_path / "policy.yaml", tmp_path / "merged", tmp_path / "cache"
+    policy.write_text(LAYERED_DECODE)
+    w4a16 = make_checkpoint(tmp_path / "w4a16", scheme="w4a16")
+    others = {
+        "int8": make_checkpoint(tmp_path / "int8", scheme="w8a8"),
+        "int4": make_checkpoint(tmp_path / "int4", scheme="w4a16", group_size=32),
+    }
+
+    def answers_of(scheme: str, cache: Path) -> dict[int, Answers]:
+        merge_checkpoints({"w8a8": others[scheme], "w4a16": w4a16}, merged, overwrite=True)
+        return run(merged, cache, policy, "VLLM_COMPILE", aot).answers
+
+    old = answers_of("int8", cache)
+    again, alone = answers_of("int4", cache), answers_of("int4", tmp_path / "another-cache")
+    assert again == alone
+    assert again != old, "otherwise the line above would show nothing"
+
+
+def test_dynamo_trace_once_has_every_plan_too(folder, policies, eager, tmp_path):
+    """What vLLM makes of its default on a CPU: no cache on disk, and plans as in the mode above."""
+    trace = tmp_path / "routes.jsonl"
+    several = run(folder / "merged", tmp_path, policies["several"], flexquant={"trace": str(trace)})
+    routes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+    assert {(r["sequences"], r["phase"]): r["plan"] for r in routes} == PLAN
+    w8a8 = run(folder / "w8a8", tmp_path / "w8a8")
+    assert several.answers[3] == w8a8.answers[3]
+    for number in (1, 2, 4):
+        assert distance(several.answers[number], eager.answers[number]) < (
+            distance(several.answers[number], w8a8.answers[number]) / 2
+        ), number
+    assert several.before_kv_cache["num_aot_compiles"] == len(PLANS)
+    assert not any(several.after_kv_cache.values()), several.after_kv_cache

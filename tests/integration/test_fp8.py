@@ -10,17 +10,14 @@ import pytest
 
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import answers, engine
+from tests.integration.conftest import answers, engine, generate, take_policy
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = ["hello world, this is a prompt", "abc", "xyz"]
+SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 VARIANTS = ("fp8", "w4a16")
-
-
-def generate(folder, policy=None, **options):
-    with engine(folder, policy, **options) as llm:
-        return answers(llm, PROMPTS, max_tokens=8, ignore_eos=True)
+FP8 = "schema: flexquant.policy/v1\nrules:\n  - use: fp8\n"
 
 
 def test_fp8_serves_prompts_and_w4a16_small_decode_batches(tmp_path):
@@ -28,11 +25,15 @@ def test_fp8_serves_prompts_and_w4a16_small_decode_batches(tmp_path):
         make_checkpoint(tmp_path / scheme, scheme=scheme)
     sources = {scheme: tmp_path / scheme for scheme in VARIANTS}
     merge_checkpoints(sources, tmp_path / "merged", policy="fp8-phase-batch")
-    (tmp_path / "fp8.yaml").write_text("schema: flexquant.policy/v1\nrules:\n  - use: fp8\n")
 
-    assert generate(tmp_path / "merged", str(tmp_path / "fp8.yaml")) == generate(tmp_path / "fp8")
     trace = tmp_path / "trace.jsonl"
-    stored = generate(tmp_path / "merged", flexquant={"trace": str(trace)})
-    assert stored not in [generate(tmp_path / scheme) for scheme in VARIANTS]
-    _, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+    with engine(tmp_path / "merged", flexquant={"trace": str(trace)}) as llm:
+        stored = answers(llm, PROMPTS, **SAMPLING)
+        header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+        take_policy(llm, FP8)
+        fp8 = answers(llm, PROMPTS, **SAMPLING)
+    assert header["policy"] == "the checkpoint's policy"
     assert {(p["phase"] == "decode", p["plan"]) for p in passes} == {(False, "fp8"), (True, "w4a16")}
+    stock = {scheme: generate(tmp_path / scheme, None, PROMPTS, sampling=SAMPLING) for scheme in VARIANTS}
+    assert [fp8] == stock["fp8"][0].answers
+    assert [stored] not in [found[0].answers for found in stock.values()]

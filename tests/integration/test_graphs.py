@@ -8,24 +8,35 @@ they capture and which of them a pass is padded to; FlexQuant's table says which
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
-from vllm import envs
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm import EngineArgs, envs
+from vllm.compilation import monitor
+from vllm.compilation.cuda_graph import CUDAGraphEntry, CUDAGraphWrapper
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.forward_context import (
+    BatchDescriptor,
+    ForwardContext,
+    get_forward_context,
+    override_forward_context,
+)
 from vllm.platforms import current_platform
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from flexquant.checkpoint import MergedConfig
+from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
-from flexquant.serving import check_supported, last_graph, load_routes
-from tests.integration.conftest import engine
-
-pytestmark = pytest.mark.engine
+from flexquant.serving.config import build_routes, check_supported, last_graph
+from flexquant.serving.graphs import PlanGraphs
+from flexquant.serving.options import resolved_policy
 
 SIZES = [1, 2, 4, 8, 16, 24, 32, 40]
 BUDGET = 48
@@ -60,14 +71,18 @@ class PossiblePass(NamedTuple):
     """Whether the runner takes it for a decode pass: a fresh prompt of one token is none for V2."""
 
 
-def possible_passes(runner: str) -> Iterator[PossiblePass]:
+def possible_passes(runner: str, budget: int = BUDGET, speculated: int = 0) -> Iterator[PossiblePass]:
+    """``speculated``: the most draft tokens of a decoding sequence, which may have fewer."""
+    one = 1 + speculated
     for n in range(1, SEQUENCES + 1):
-        yield PossiblePass("decode", n, n, True)
+        yield PossiblePass("decode", n * one, n, True)
         if runner == "V2":
-            yield PossiblePass("decode", n, n, False)
-    for n in range(2, BUDGET + 1):
+            yield PossiblePass("decode", n * one, n, False)
+        for tokens in range(n, n * one):
+            yield PossiblePass("decode", tokens, n, False)
+    for n in range(one + 1, budget + 1):
         yield PossiblePass("prefill", n, 1, False)
-    for n in range(3, BUDGET + 1):
+    for n in range(one + 2, budget + 1):
         yield PossiblePass("mixed", n, 2, False)
 
 
@@ -96,29 +111,43 @@ def dispatcher(runner: str, config):
 
 
 @pytest.fixture(scope="module")
-def configured(tiny_merged, tmp_path_factory):
+def one_rank(tmp_path_factory):
+    """vLLM's process groups, of this process alone; its V2 manager asks them for its rank."""
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('ranks')}/store", 0, "gloo")
+        initialize_model_parallel()
+    yield
+    cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="module")
+def configured(one_rank, tiny_merged, tmp_path_factory):
     """Return a function: (policy, mode) -> the configuration that a GPU would have, and the route table."""
     folder = tmp_path_factory.mktemp("graphs")
-    options = {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": BUDGET, "enable_chunked_prefill": True}
-    with engine(tiny_merged() / "merged", "w8a8", **options) as llm:
-        real = llm.llm_engine.vllm_config
+    policy_file = folder / "p.yaml"
 
-        def configure(policy: str, mode: str):
-            (folder / "p.yaml").write_text(policy)
-            config = copy.copy(real)
-            config.additional_config = {"flexquant": {"policy": str(folder / "p.yaml")}}
-            compilation = config.compilation_config = copy.copy(real.compilation_config)
-            compilation.mode = CompilationMode.VLLM_COMPILE
-            compilation.splitting_ops = list(compilation._attention_ops)
-            compilation.cudagraph_mode = CUDAGraphMode[mode]
-            compilation.cudagraph_capture_sizes = SIZES
-            compilation.max_cudagraph_capture_size = SIZES[-1]
-            merged = MergedConfig.from_json(config.model_config.hf_config.quantization_config)
-            _, routes = load_routes(config, merged)
-            check_supported(config, merged, routes)
-            return config, routes
+    def configure(policy: str, mode: str, sizes: list[int] = SIZES, budget: int = BUDGET, **options):
+        policy_file.write_text(policy)
+        config = EngineArgs(
+            str(tiny_merged() / "merged"),
+            max_model_len=1024,
+            max_num_seqs=SEQUENCES,
+            max_num_batched_tokens=budget,
+            additional_config={"flexquant": {"policy": str(policy_file)}},
+            **options,
+        ).create_engine_config()
+        compilation = config.compilation_config
+        compilation.mode = CompilationMode.VLLM_COMPILE
+        compilation.splitting_ops = list(compilation._attention_ops)
+        compilation.cudagraph_mode = CUDAGraphMode[mode]
+        compilation.cudagraph_capture_sizes = sizes
+        compilation.max_cudagraph_capture_size = sizes[-1]
+        merged = MergedConfig.from_json(config.model_config.hf_config.quantization_config)
+        routes = build_routes(config, merged, resolved_policy(config)[1])
+        check_supported(config, merged, routes)
+        return config, routes
 
-        yield configure
+    return configure
 
 
 @pytest.fixture(autouse=True)
@@ -178,3 +207,77 @@ def test_breakable_graphs_are_refused_for_a_policy_that_tells_phases_apart(confi
     configured(ANY_PHASE, "PIECEWISE")
     with pytest.raises(FlexQuantError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
         configured(POLICY, "PIECEWISE")
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_graph_sizes_are_tokens_also_where_a_sequence_decodes_several(runner, configured):
+    """20 sequences of 4 tokens fill a size of 80, and those in between are padded to 512."""
+    config, routes = configured(
+        POLICY,
+        "PIECEWISE",
+        sizes=[32, 512],
+        budget=512,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
+    )
+    _, replay = dispatcher(runner, config)
+    for p in possible_passes(runner, budget=512, speculated=3):
+        kind, size = replay(p)
+        assert kind == CUDAGraphMode.PIECEWISE
+        assert routes.lookup(p.phase, size) in routes.reachable(size), p
+
+
+class Entries(dict):
+    """A wrapper's graphs by size, that counts how often it is asked."""
+
+    asked = 0
+
+    def __contains__(self, descriptor: object) -> bool:
+        Entries.asked += 1
+        return super().__contains__(descriptor)
+
+
+class Plan(torch.nn.Module):
+    """Returns the mode in which it runs."""
+
+    def forward(self) -> CUDAGraphMode:
+        return get_forward_context().cudagraph_runtime_mode
+
+
+@pytest.fixture
+def captured(configured, monkeypatch):
+    """A plan of 30 pieces, the last with a graph for 8 tokens, after vLLM has ended capturing."""
+    config, _ = configured(POLICY, "PIECEWISE")
+    graphs = PlanGraphs(last_graph(config))
+    with graphs.compiling("plan"):
+        pieces = [CUDAGraphWrapper(Plan(), config, CUDAGraphMode.PIECEWISE) for _ in range(30)]
+    size = BatchDescriptor(num_tokens=8)
+    for piece in pieces:
+        piece.concrete_cudagraph_entries = Entries()
+    pieces[-1].concrete_cudagraph_entries[size] = CUDAGraphEntry(size)
+    monkeypatch.setattr(monitor, "cudagraph_capturing_enabled", False)
+    yield graphs
+    assert pieces  # vLLM holds them weakly
+
+
+def replay_one(graphs: PlanGraphs, tokens: int) -> CUDAGraphMode:
+    context = ForwardContext(
+        no_compile_layers={},
+        attn_metadata={},
+        slot_mapping={},
+        cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE,
+        batch_descriptor=BatchDescriptor(num_tokens=tokens),
+    )
+    with override_forward_context(context):
+        graphs.capture_missing({"plan": Plan()}, ["plan"], context, (), tokens)
+        return graphs.replay("plan", Plan(), context, ())
+
+
+def test_a_pass_in_serving_asks_one_piece_for_its_graph(captured):
+    assert replay_one(captured, 8) == CUDAGraphMode.PIECEWISE
+    Entries.asked = 0
+    assert replay_one(captured, 8) == CUDAGraphMode.PIECEWISE
+    assert Entries.asked == 1
+
+
+def test_a_size_without_graphs_runs_without_instead_of_capturing_while_serving(captured):
+    assert replay_one(captured, 16) == CUDAGraphMode.NONE

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.conftest import answers, engine
+from tests.integration.conftest import generate
 
 pytestmark = pytest.mark.engine
 
@@ -20,20 +20,33 @@ LONG = "The harbour was quiet that morning, and the boats lay still. " * 20
 CHUNK = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "enable_chunked_prefill": True}
 
 
-def generate(folder, policy=None):
-    """Answer one prompt alone, one prompt of four chunks alone, and sixteen prompts side by side."""
-    batch = [f"{question} ({i})" for i in range(4) for question in QUESTIONS]
-    batch[3] = LONG + batch[3]
-    with engine(folder, policy, **CHUNK) as llm:
-        assert len(llm.get_tokenizer()(LONG)["input_ids"]) > 3 * CHUNK["max_num_batched_tokens"]
-        return [answers(llm, prompts) for prompts in ([QUESTIONS[0]], [LONG], batch)]
+BATCH = [f"{question} ({i})" for i in range(4) for question in QUESTIONS]
+BATCH[3] = LONG + BATCH[3]
+BATCHES = ([QUESTIONS[0]], [LONG], BATCH)
+"""One prompt alone, one prompt of four chunks alone, and sixteen prompts side by side."""
+
+
+@pytest.fixture(scope="module")
+def served(real_merged):
+    """What the constant policies answer and the passes they take, by variant."""
+    variants = ["w8a8", "w4a16"]
+    return dict(zip(variants, generate(real_merged, variants, *BATCHES, **CHUNK), strict=True))
 
 
 @pytest.mark.parametrize("variant", ["w8a8", "w4a16"])
-def test_constant_policy_equals_stock_vllm_on_the_variants_own_folder(variant, real_variants, real_merged):
-    assert generate(real_merged, policy=variant) == generate(real_variants[variant])
+def test_constant_policy_equals_stock_vllm_on_the_variants_own_folder(variant, served, real_variants):
+    (stock,) = generate(real_variants[variant], None, *BATCHES, **CHUNK)
+    assert served[variant].answers == stock.answers
 
 
-def test_the_variants_themselves_differ(real_merged):
-    """Otherwise the test above would show nothing."""
-    assert generate(real_merged, policy="w8a8") != generate(real_merged, policy="w4a16")
+def test_prompts_came_in_chunks_and_side_by_side(served):
+    """Otherwise the test above would show less than it says."""
+    for variant, (_, passes) in served.items():
+        assert {p["plan"] for p in passes} == {variant}
+        assert sum(p["tokens"] == CHUNK["max_num_batched_tokens"] for p in passes) > 3
+        assert max(p["sequences"] for p in passes) > len(BATCH) / 2
+
+
+def test_the_variants_themselves_differ(served):
+    """Otherwise the first test would show nothing."""
+    assert served["w8a8"].answers != served["w4a16"].answers

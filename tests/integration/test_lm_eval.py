@@ -16,8 +16,6 @@ import yaml
 
 from tests.integration.test_examples import EXAMPLES, newcomers_environment
 
-pytestmark = pytest.mark.engine
-
 # It is not among the test dependencies: beside vLLM it changes the release of python-dateutil.
 SEARCHED = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 needs_lm_eval = pytest.mark.skipif(
@@ -91,6 +89,8 @@ def run(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.engine
+@pytest.mark.full
 @needs_lm_eval
 def test_tasks_under_two_policies(real_merged, tmp_path):
     make_tasks(tmp_path)

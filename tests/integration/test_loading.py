@@ -8,13 +8,12 @@ import json
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
-from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import answers, engine
+from tests.checkpoints import fold_final_norm, make_checkpoint
+from tests.integration.conftest import answers, engine, generate
 
 pytestmark = pytest.mark.engine
 
@@ -30,29 +29,39 @@ rules:
 """
 
 
+PROMPTS = ["hello", "abc"]
+
+
 def serve(folder, policy, trace, prompts=("hello",), **options):
+    """Ask for the first prompt, then for all; return both answers, the trace's header and its passes."""
     with engine(folder, policy, flexquant={"trace": str(trace)}, **SMALL, **options) as llm:
-        for batch in (prompts[:1], prompts):
-            answers(llm, list(batch), max_tokens=4, ignore_eos=True)
+        found = [answers(llm, list(batch), max_tokens=4, ignore_eos=True) for batch in (prompts[:1], prompts)]
     header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
-    return header, passes
+    return found, header, passes
 
 
-def test_a_variant_that_no_plan_uses_is_not_loaded(tiny_merged, tmp_path):
-    folder = tiny_merged() / "merged"
-    both, _ = serve(folder, "phase", tmp_path / "both.jsonl")
-    alone, _ = serve(folder, "w8a8", tmp_path / "alone.jsonl")
+@pytest.fixture(scope="module")
+def both(tiny_merged, tmp_path_factory):
+    """The trace's header of an engine with both variants."""
+    return serve(tiny_merged() / "merged", "phase", tmp_path_factory.mktemp("both") / "trace.jsonl")[1]
+
+
+@pytest.mark.oldest
+def test_a_variant_that_no_plan_uses_is_not_loaded(both, tiny_merged, tmp_path):
+    found, alone, _ = serve(tiny_merged() / "merged", "w8a8", tmp_path / "alone.jsonl", PROMPTS)
     assert set(both["weight_bytes"]) == {"w8a8", "w4a16", "shared"}
     assert set(alone["weight_bytes"]) == {"w8a8", "shared"}
     assert sum(alone["weight_bytes"].values()) == (
         both["weight_bytes"]["w8a8"] + both["weight_bytes"]["shared"]
     )
+    sampling = {"max_tokens": 4, "ignore_eos": True}
+    (stock,) = generate(tiny_merged() / "w8a8", None, PROMPTS[:1], PROMPTS, sampling=sampling, **SMALL)
+    assert found == stock.answers
 
 
-def test_weights_outside_the_decoder_layers_are_held_once(tiny_merged, tmp_path):
-    header, _ = serve(tiny_merged() / "merged", "phase", tmp_path / "routes.jsonl")
+def test_weights_outside_the_decoder_layers_are_held_once(both):
     embedding_and_head = 2 * 320 * 128 * 2
-    assert header["weight_bytes"]["shared"] >= embedding_and_head
+    assert both["weight_bytes"]["shared"] >= embedding_and_head
 
 
 def test_three_variants_and_layered_plans_of_all(tmp_path):
@@ -63,11 +72,12 @@ def test_three_variants_and_layered_plans_of_all(tmp_path):
     }
     (tmp_path / "three.yaml").write_text(THREE)
     merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "three.yaml"))
-    _, passes = serve(tmp_path / "merged", None, tmp_path / "routes.jsonl", ["a b c", "d e f", "g h i"])
+    _, _, passes = serve(tmp_path / "merged", None, tmp_path / "routes.jsonl", ["a b c", "d e f", "g h i"])
     taken = {(p["phase"], p["sequences"], p["plan"]) for p in passes}
     assert {("prefill", 1, "w8a8"), ("decode", 1, "fine"), ("decode", 3, "fine+w8a8[1]")} <= taken
 
 
+@pytest.mark.oldest
 def test_a_missing_tensor_is_named(tiny_merged, tmp_path):
     folder = tmp_path / "broken"
     shutil.copytree(tiny_merged() / "merged", folder)
@@ -91,33 +101,29 @@ def test_a_split_variant_is_served_by_stock_vllm_as_its_source(variant, tiny_mer
     folder = tiny_merged()
     split_checkpoint(folder / "merged", variant, tmp_path / "plain")
 
-    def generate(checkpoint):
-        with engine(checkpoint, **SMALL) as llm:
-            assert llm.model_config.architectures == ["LlamaForCausalLM"]
-            return answers(llm, ["hello", "abc"])
+    with engine(tmp_path / "plain", **SMALL) as llm:
+        assert llm.model_config.architectures == ["LlamaForCausalLM"]
+        found = answers(llm, PROMPTS)
+    (source,) = generate(folder / variant, None, PROMPTS, **SMALL)
+    assert [found] == source.answers
 
-    assert generate(tmp_path / "plain") == generate(folder / variant)
 
-
+@pytest.mark.oldest
 def test_variants_with_final_norms_and_heads_of_their_own(tmp_path):
-    def fold_final_norm(state):
-        head, norm = state["lm_head.weight"].float(), state["model.norm.weight"].float()
-        folded = {"lm_head.weight": head * norm, "model.norm.weight": torch.ones_like(norm)}
-        return state | {name: tensor.to(torch.bfloat16) for name, tensor in folded.items()}
-
     sources = {
         "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
         "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=fold_final_norm),
     }
     merge_checkpoints(sources, tmp_path / "merged")
 
-    def generate(checkpoint, policy=None):
-        with engine(checkpoint, policy, **SMALL) as llm:
-            return answers(llm, ["hello", "abc"])
-
-    for variant, source in sources.items():
-        assert generate(tmp_path / "merged", variant) == generate(source)
-    header, _ = serve(tmp_path / "merged", "phase", tmp_path / "routes.jsonl")
+    policies = [*sources, "phase"]
+    served = dict(zip(policies, generate(tmp_path / "merged", policies, PROMPTS, **SMALL), strict=True))
+    stock = {variant: generate(source, None, PROMPTS, **SMALL)[0] for variant, source in sources.items()}
+    for variant in sources:
+        assert served[variant].answers == stock[variant].answers
+    _, header, _ = serve(tmp_path / "merged", "phase", tmp_path / "routes.jsonl")
     assert header["weight_bytes"]["w4a16"] > 320 * 128 * 2
-    first_pass_in_w8a8 = generate(tmp_path / "merged", "phase")[0][0][0]
-    assert first_pass_in_w8a8 == generate(sources["w8a8"])[0][0][0]
+    (tokens, logprobs), _ = served["phase"].answers[0]
+    (tokens_in_w8a8, logprobs_in_w8a8), _ = stock["w8a8"].answers[0]
+    assert (tokens[0], logprobs[0]) == (tokens_in_w8a8[0], logprobs_in_w8a8[0]), "the first pass is w8a8's"
+    assert logprobs[1] != logprobs_in_w8a8[1], "the second is not"

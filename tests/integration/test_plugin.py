@@ -12,6 +12,8 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.oldest
+
 ALL_PLUGINS_BUT_OURS = {"VLLM_PLUGINS": "lora_filesystem_resolver"}
 
 
@@ -43,7 +45,7 @@ before = set(sys.modules)
 import flexquant
 flexquant.register()
 new = set(sys.modules) - before
-print([m for m in new if m.startswith('torch') or m == 'flexquant.model' or m == 'flexquant.plans'
+print([m for m in new if m.startswith(('torch', 'flexquant.serving.model', 'flexquant.serving.variants'))
        or (m.startswith('vllm.model_executor.models.') and m.split('.')[-1] in ('llama', 'qwen2', 'gemma3'))])
 """
     assert python(code) == "[]"
@@ -77,20 +79,22 @@ print(len(records), records[0].getMessage())
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("scheme", [None, "w8a8"])
-def test_a_stock_model_is_served_as_without_the_plugin(scheme, tmp_path):
-    folder = make_checkpoint(tmp_path / "stock", "llama", scheme)
+def test_stock_models_are_served_as_without_the_plugin(tmp_path):
+    folders = [str(make_checkpoint(tmp_path / str(scheme), "llama", scheme)) for scheme in (None, "w8a8")]
     code = f"""
 from tests.integration.conftest import answers, engine
 import json, sys
-with engine({str(folder)!r}, max_model_len=256) as llm:
-    result = answers(llm, ['hello world', 'abc'])
-print(json.dumps(['flexquant.vllm_registration' in sys.modules, repr(result)]))
+results = []
+for folder in {folders!r}:
+    with engine(folder, max_model_len=256) as llm:
+        results.append(repr(answers(llm, ['hello world', 'abc'])))
+print(json.dumps(['flexquant.serving.registration' in sys.modules, results]))
 """
     with_plugin, answers_with = json.loads(python(code))
     without_plugin, answers_without = json.loads(python(code, **ALL_PLUGINS_BUT_OURS))
     assert (with_plugin, without_plugin) == (True, False)
     assert answers_with == answers_without
+    assert len(set(answers_with)) == len(folders)
 
 
 def test_without_the_plugin_vllm_refuses_a_merged_checkpoint(tiny_merged):

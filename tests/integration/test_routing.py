@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from openai import OpenAI
 
-from examples.vllm_server import vllm_serve
+from flexquant.measuring.server import vllm_serve
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.oldest]
 
 CHUNK = 128
 

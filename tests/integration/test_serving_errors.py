@@ -10,8 +10,12 @@ import shutil
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from examples.vllm_server import vllm_serve
 from flexquant.errors import FlexQuantError
+from flexquant.measuring.server import ServerError, vllm_serve
+from flexquant.serving.trace import trace_file
+from tests.integration.conftest import engine
+
+pytestmark = pytest.mark.oldest
 
 LAYER_99 = """
 schema: flexquant.policy/v1
@@ -73,7 +77,7 @@ def test_unknown_policy(merged):
 
 
 def test_layered_policy_on_variants_with_other_residual_streams(merged, tmp_path):
-    folder = edited(merged, tmp_path, layered_plans=False)
+    folder = edited(merged, tmp_path, mixable=[["w8a8"], ["w4a16"]])
     policy = tmp_path / "layered.yaml"
     policy.write_text(LAYER_99.replace("99", "0"))
     assert "residual" in refusal(folder, **flexquant(policy=str(policy)))
@@ -105,6 +109,31 @@ def test_unsupported_vllm_features(merged, options, named):
         configure(merged, **options)
 
 
+def test_prompt_embeddings_where_each_variant_has_its_own_embedding(merged, tmp_path):
+    """What turns ids into embeddings does not know which variant will run them."""
+    folder = edited(merged, tmp_path, shared_modules=["lm_head", "model.norm"])
+    assert "--enable-prompt-embeds" in refusal(folder, enable_prompt_embeds=True, **flexquant(policy="phase"))
+    configure(folder, enable_prompt_embeds=True, **flexquant(policy="w8a8"))
+    configure(merged, enable_prompt_embeds=True, **flexquant(policy="phase"))
+
+
+@pytest.mark.engine
+def test_a_shared_module_that_vllm_does_not_build(merged, tmp_path):
+    folder = edited(merged, tmp_path, shared_modules=["lm_head", "model.embedding", "model.norm"])
+    message = "'model.embedding'.*LlamaForCausalLM.*flexquant split"
+    with pytest.raises(FlexQuantError, match=message), engine(folder, "phase", max_model_len=256):
+        pass
+
+
+def test_every_worker_writes_a_trace_of_its_own(merged):
+    config = configure(merged, **flexquant(trace="trace.jsonl"))
+    names = []
+    for replica in range(2):
+        config.parallel_config.data_parallel_index = replica  # as vLLM's engine core does
+        names += [trace_file(config, rank) for rank in range(2)]
+    assert names == ["trace.jsonl", "trace.jsonl.rank1", "trace.jsonl.dp1", "trace.jsonl.dp1.rank1"]
+
+
 def test_checkpoint_of_a_newer_schema(merged, tmp_path):
     message = refusal(edited(merged, tmp_path, schema_version=2))
     assert "version 2" in message and "upgrade" in message
@@ -114,7 +143,7 @@ def test_checkpoint_of_a_newer_schema(merged, tmp_path):
 def test_vllm_serve_prints_the_sentence_and_ends(merged):
     additional = json.dumps({"flexquant": {"policy": "fastest"}})
     with (
-        pytest.raises(RuntimeError, match="unknown policy 'fastest': the built-in ones are"),
+        pytest.raises(ServerError, match="unknown policy 'fastest': the built-in ones are"),
         vllm_serve(merged, "--additional-config", additional),
     ):
         pass

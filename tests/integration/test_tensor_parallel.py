@@ -10,7 +10,7 @@ import os
 import pytest
 from vllm.platforms import current_platform
 
-from flexquant.compat import provide_cpu_kernels
+from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from tests.integration.conftest import engine
 from tests.integration.test_compile import PLAN, PROMPTS, SEVERAL, SIZES, TOKENS, answers_by_number
 
@@ -44,7 +44,7 @@ def run(folder, policy=None, **options):
         return answers_by_number(llm)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2", marks=pytest.mark.full)])
 def folder(request, tiny_merged):
     return tiny_merged(request.param, num_layers=2)
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from examples.vllm_server import vllm_serve
-from flexquant.policy import load_policy
-from flexquant.routes import build_route_table
+from flexquant.cli import main
+from flexquant.measuring.server import vllm_serve
+from flexquant.policy.routes import build_route_table
+from flexquant.policy.rules import load_policy
 
 pytestmark = pytest.mark.engine
 
@@ -66,22 +67,25 @@ def test_every_size_is_measured_and_written_down(tuned):
     assert {file.suffix for file in output.parent.iterdir()} == {".yaml", ".png", ".svg"}
 
 
-def test_policy_show_draws_the_times_beside_the_plans(tuned, real_merged):
+def test_policy_show_draws_the_times_beside_the_plans(tuned, real_merged, capsys):
     output, _ = tuned
-    shown = run("policy", "show", output, "--model", real_merged)
+    assert main(["policy", "show", str(output), "--model", str(real_merged)]) == 0
+    shown = capsys.readouterr().out
     policy = load_policy(str(output))
     table = build_route_table(policy, ["w8a8", "w4a16"], num_layers=30, max_tokens=64)
-    assert f"measured: {real_merged.name}" in shown.stdout
-    row = next(line for line in shown.stdout.splitlines() if line.startswith("4 sequences"))
+    assert f"measured: {real_merged.name}" in shown
+    row = next(line for line in shown.splitlines() if line.startswith("4 sequences"))
     assert f"{1e3 * policy.measured.decode['w8a8'][4].median:.3g} (" in row
     assert row.split()[-1] == table.lookup("decode", 4).name
 
 
-def test_this_cpu_is_predicted_as_it_was_measured(real_merged):
+def test_this_cpu_is_predicted_as_it_was_measured(real_merged, capsys):
     """The device file was fitted to single kernels, and to decode passes of one sequence."""
-    done = run("predict", real_merged, "--device", "cpu-2-core", "--measured", COMMITTED, "--json")
-    assert "(measured on AMD EPYC, 2 cores, tensor-parallel size 1)" in done.stdout
-    errors = json.loads(done.stdout.splitlines()[-1])["errors"]
+    measured = ["--device", "cpu-2-core", "--measured", str(COMMITTED)]
+    assert main(["predict", str(real_merged), *measured, "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert "(measured on AMD EPYC, 2 cores, tensor-parallel size 1)" in printed
+    errors = json.loads(printed.splitlines()[-1])["errors"]
     for phase in ("decode", "prefill"):
         for variant in ("w8a8", "w4a16"):
             assert abs(statistics.median(errors[phase][variant].values())) < 0.3
@@ -119,6 +123,7 @@ def check_routes(policy, passes) -> None:
     assert min(decoded) == 1 and max(decoded) > 3 * REQUESTS // 4
 
 
+@pytest.mark.full
 def test_the_routes_that_a_server_takes_are_those_of_its_table(tuned, real_merged, tmp_path):
     policy, _ = tuned
     check_routes(policy, served_passes(real_merged, policy, tmp_path))
@@ -132,6 +137,7 @@ def test_a_server_takes_both_sides_of_the_committed_crossovers(real_merged, tmp_
         assert {p["plan"] for p in passes if p["phase"] in phases} == {"w8a8", "w4a16"}
 
 
+@pytest.mark.full
 def test_a_stopped_run_goes_on(tiny_merged, tmp_path):
     """The first run is stopped; a sample that it left is changed, and is what the second run writes.
 
@@ -202,16 +208,16 @@ def test_an_engine_that_does_not_start_is_named_with_its_log(tiny_merged, tmp_pa
         (["--output", "p.yaml", "--variants", "w8a8"], "there is nothing to choose from but w8a8"),
     ],
 )
-def test_wrong_use_costs_no_time(tiny_merged, tmp_path, monkeypatch, arguments, message):
+def test_wrong_use_costs_no_time(tiny_merged, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
-    done = run("tune", tiny_merged() / "merged", *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+    assert main(["tune", str(tiny_merged() / "merged"), *arguments]) == 2
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_policy_is_not_overwritten_unasked(tiny_merged, tmp_path):
+def test_a_policy_is_not_overwritten_unasked(tiny_merged, tmp_path, capsys):
     (tmp_path / "p.yaml").write_text("mine")
-    done = run("tune", tiny_merged() / "merged", "--output", tmp_path / "p.yaml", *FEW)
-    assert "exists; give another --output, or --overwrite" in done.stderr
+    command = ["tune", tiny_merged() / "merged", "--output", tmp_path / "p.yaml", *FEW]
+    assert main([str(part) for part in command]) == 2
+    assert "exists; give another --output, or --overwrite" in capsys.readouterr().err
     assert (tmp_path / "p.yaml").read_text() == "mine"

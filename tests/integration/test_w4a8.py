@@ -5,20 +5,23 @@
 from __future__ import annotations
 
 import json
-import statistics
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
+from torch import nn
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from flexquant.w4a8 import find_kernel, is_int4_layer
+from flexquant.serving.vllm_api import CompressedTensorsWNA16
+from flexquant.serving.w4a8 import find_kernel, is_int4_layer, use_8bit_activations
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import Answers, answers, engine
+from tests.integration.conftest import Answers, answers, engine, every_plan_of, generate, take_policy
 from tests.integration.test_serving_errors import flexquant, refusal
 
 pytestmark = pytest.mark.engine
@@ -30,6 +33,8 @@ TEXT = (
     "people all over the world maintain, many of them in their spare time."
 )
 PROMPTS = ["What is the capital of France?", "Once upon a time, in a village by the sea,"]
+SHORT = ["short"]
+INTERMEDIATE = 1024
 DOWN = "model.layers.0.mlp.down_proj"
 DERIVE = """
 schema: flexquant.policy/v1
@@ -44,35 +49,38 @@ rules:
 def single(tmp_path_factory):
     """A merged checkpoint that holds W4A16 alone, beside its source."""
     folder = tmp_path_factory.mktemp("single")
-    source = make_checkpoint(folder / "w4a16", scheme="w4a16", hidden_size=512, intermediate_size=1024)
+    sizes = {"hidden_size": 512, "intermediate_size": INTERMEDIATE}
+    source = make_checkpoint(folder / "w4a16", scheme="w4a16", **sizes)
     merge_checkpoints({"w4a16": source}, folder / "merged")
     return folder
 
 
-def served(folder, policy, **options):
-    with engine(folder, policy, **options) as llm:
-        return answers(llm, PROMPTS)
+class SingleCopy(NamedTuple):
+    """What is left of an engine that serves ``single`` by ``single-copy``, which uses W4A16 and W4A8."""
+
+    x: torch.Tensor
+    """Inputs [tokens, in] of W4A8's DOWN."""
+    outputs: torch.Tensor
+    """Its outputs [tokens, out]."""
+    short: Answers
+    """To SHORT, after which a long prompt was answered too."""
+    int4_weights: int
+    own_modules: set[str]
+    """The kinds of W4A8's modules with parameters that are not W4A16's."""
+    header: dict[str, Any]
+    passes: list[dict[str, Any]]
 
 
-def layer_output(llm, name: str, x: torch.Tensor) -> torch.Tensor:
-    def run(model):
-        return model.variants["w4a8"].get_submodule(name)(x)[0]
+def own_modules(model) -> set[str]:
+    return {
+        type(module).__name__
+        for name, module in model.variants["w4a8"].named_modules()
+        if module._parameters and module is not model.variants["w4a16"].get_submodule(name)
+    }
 
-    return llm.apply_model(run)[0]
 
-
-def test_a_layer_multiplies_dequantised_int4_weights_with_int8_activations(single):
-    tensors = load_file(single / "w4a16" / "model.safetensors")
-    packed, scale = tensors[f"{DOWN}.weight_packed"], tensors[f"{DOWN}.weight_scale"]
-    shape = torch.Size(tensors[f"{DOWN}.weight_shape"].tolist())
-    weight = unpack_from_int32(packed, 4, shape).double() * scale.double().repeat_interleave(64, dim=1)
-    x = torch.randn(5, shape[1], dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
-    x_scale = x.double().abs().amax(dim=1, keepdim=True) / 127
-    expected = (torch.round(x.double() / x_scale) @ weight.t()) * x_scale
-    with engine(single / "merged", "w4a8", dtype="bfloat16") as llm:
-        output = layer_output(llm, DOWN, x)
-    assert torch.allclose(output.double(), expected, rtol=2**-7, atol=1e-3 * expected.abs().max())
-    assert not torch.allclose(output.double(), x.double() @ weight.t(), rtol=2**-7, atol=1e-3)
+def vllm_has_int4() -> bool:
+    return hasattr(torch.ops._C, "cpu_gemm_wna16")
 
 
 def count_int4_weights(model) -> int:
@@ -80,49 +88,72 @@ def count_int4_weights(model) -> int:
     return sum(layer.input_size * layer.output_size for layer in layers if is_int4_layer(layer))
 
 
-def test_one_copy_serves_small_passes_as_w4a16_and_large_ones_as_w4a8(single, tmp_path):
-    """Its weights, but for embedding and lm_head, take 4.25 + 4.25 bits, as the groups are of 64."""
-    trace = tmp_path / "trace.jsonl"
+@pytest.fixture(scope="module")
+def single_copy(single, tmp_path_factory) -> SingleCopy:
+    trace = tmp_path_factory.mktemp("single_copy") / "trace.jsonl"
+    x = torch.randn(5, INTERMEDIATE, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
     with engine(single / "merged", "single-copy", flexquant={"trace": str(trace)}) as llm:
-        short = answers(llm, ["short"])
-        answers(llm, ["a prompt of more than thirty-two tokens, which are bytes here"])
+        (outputs,) = llm.apply_model(lambda model: model.variants["w4a8"].get_submodule(DOWN)(x)[0])
         (weights,) = llm.apply_model(count_int4_weights)
+        (kinds,) = llm.apply_model(own_modules)
+        short = answers(llm, SHORT)
+        answers(llm, ["a prompt of more than thirty-two tokens, which are bytes here"])
     header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
-    assert {(p["tokens"] <= 32, p["plan"]) for p in passes} == {(True, "w4a16"), (False, "w4a8")}
-    sizes = header["weight_bytes"]
-    assert 8 * sizes["w4a16"] / weights == 8 * sizes["w4a8"] / weights == pytest.approx(4.25, abs=0.01)
-    with engine(single / "w4a16") as llm:
-        assert short == answers(llm, ["short"])
+    return SingleCopy(x, outputs, short, weights, kinds, header, passes)
 
 
-def test_all_else_is_shared_with_the_source(single):
-    with engine(single / "merged", "single-copy") as llm:
-        (kinds,) = llm.apply_model(
-            lambda model: {
-                type(module).__name__
-                for name, module in model.variants["w4a8"].named_modules()
-                if module._parameters and module is not model.variants["w4a16"].get_submodule(name)
-            }
-        )
-    assert kinds == {"QKVParallelLinear", "RowParallelLinear", "MergedColumnParallelLinear"}
+def test_a_layer_multiplies_dequantised_int4_weights_with_int8_activations(single, single_copy):
+    tensors = load_file(single / "w4a16" / "model.safetensors")
+    packed, scale = tensors[f"{DOWN}.weight_packed"], tensors[f"{DOWN}.weight_scale"]
+    shape = torch.Size(tensors[f"{DOWN}.weight_shape"].tolist())
+    weight = unpack_from_int32(packed, 4, shape).double() * scale.double().repeat_interleave(64, dim=1)
+    x, outputs = single_copy.x.double(), single_copy.outputs.double()
+    x_scale = x.abs().amax(dim=1, keepdim=True) / 127
+    expected = (torch.round(x / x_scale) @ weight.t()) * x_scale
+    assert torch.allclose(outputs, expected, rtol=2**-7, atol=1e-3 * expected.abs().max())
+    assert not torch.allclose(outputs, x @ weight.t(), rtol=2**-7, atol=1e-3)
 
 
-def answers_and_loss(folder, policy) -> tuple[Answers, float]:
-    """Greedy answers to PROMPTS, and the mean negative log-likelihood of TEXT in nats per token."""
-    with engine(folder, policy) as llm:
-        (output,) = llm.generate([TEXT], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-        steps = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-        loss = -statistics.fmean(step[token].logprob for token, step in steps)
-        return answers(llm, PROMPTS), loss
+def test_one_copy_serves_small_passes_as_w4a16_and_large_ones_as_w4a8(single, single_copy):
+    """Its weights, but for embedding and lm_head, take 4.5 + 4.5 bits: groups are of 64, with a zero each.
+
+    vLLM's own kernel for W4A16 keeps no zeros and takes 4.25.
+    """
+    plans = {(p["tokens"] <= 32, p["plan"]) for p in single_copy.passes}
+    assert plans == {(True, "w4a16"), (False, "w4a8")}
+    sizes, weights = single_copy.header["weight_bytes"], single_copy.int4_weights
+    assert 8 * sizes["w4a8"] / weights == pytest.approx(4.5, abs=0.01)
+    assert 8 * sizes["w4a16"] / weights == pytest.approx(4.25 if vllm_has_int4() else 4.5, abs=0.01)
+    (stock,) = generate(single / "w4a16", None, SHORT)
+    assert [single_copy.short] == stock.answers
 
 
-def test_three_variants_from_two(real_merged):
-    """On the real model: W4A8 computes something else than W4A16, but a model that is hardly worse."""
-    w4a8, w4a8_loss = answers_and_loss(real_merged, "w4a8")
-    w4a16, w4a16_loss = answers_and_loss(real_merged, "w4a16")
-    assert w4a8 != w4a16
-    assert w4a8_loss == pytest.approx(w4a16_loss, abs=0.5)
-    assert served(real_merged, "phase-batch-w4a8") == served(real_merged, "phase")
+def test_all_else_is_shared_with_the_source(single_copy):
+    linears = {"QKVParallelLinear", "RowParallelLinear", "MergedColumnParallelLinear"}
+    assert single_copy.own_modules == linears
+
+
+def text_logprobs(llm) -> np.ndarray:
+    """The log-probability in nats of every token of TEXT but the first."""
+    (output,) = llm.generate([TEXT], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    steps = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return np.array([step[token].logprob for token, step in steps])
+
+
+def test_three_variants_from_two(real_merged, tmp_path):
+    """On the real model: other activations change W4A16, but not much more than other weights do."""
+    policies = ["w8a8", "w4a16", "w4a8", "phase", "phase-batch-w4a8"]
+    (tmp_path / "union.yaml").write_text(every_plan_of(policies))
+    found, logprobs = {}, {}
+    with engine(real_merged, str(tmp_path / "union.yaml")) as llm:
+        for policy in policies:
+            take_policy(llm, policy)
+            logprobs[policy], found[policy] = text_logprobs(llm), answers(llm, PROMPTS)
+    w8a8, w4a8 = (np.abs(logprobs[name] - logprobs["w4a16"]).mean() for name in ("w8a8", "w4a8"))
+    print(f"Mean distance from w4a16 in nats a token: w4a8 {w4a8:.4f}, w8a8 {w8a8:.4f}")
+    assert 0 < w4a8 < 2 * w8a8
+    assert found["w4a8"] != found["w4a16"]
+    assert found["phase-batch-w4a8"] == found["phase"]
 
 
 def test_w4a8_cannot_come_from_other_weights(tiny_merged, tmp_path):
@@ -140,3 +171,12 @@ def test_device_without_a_kernel_is_refused_before_loading(tiny_merged, tmp_path
     assert message.startswith("there is no kernel for INT4 weights with fp8 activations on this CPU")
     with pytest.raises(FlexQuantError):
         find_kernel("fp8")
+
+
+def test_a_layer_that_vllm_runs_without_a_kernel_is_refused():
+    """As vLLM 0.33 builds INT4 layers in its batch-invariant mode."""
+    layer = nn.Module()
+    layer.scheme = CompressedTensorsWNA16(strategy="group", num_bits=4, group_size=64)
+    layer.scheme.kernel = None
+    with pytest.raises(FlexQuantError, match="layer 'down_proj' cannot have int8 .*VLLM_BATCH_INVARIANT"):
+        use_8bit_activations(nn.ModuleDict({"down_proj": layer}), "int8")

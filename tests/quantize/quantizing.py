@@ -4,19 +4,30 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from flexquant.quantization.quantizing import QuantizedVariant, Stage, quantize_variants
 from flexquant.quantization.recipe import SCHEMA, Recipe, load_recipe, parse_recipe
-from flexquant.quantization.variants import QuantizedVariant, quantize_variants
 
 FEW: dict[str, Any] = {"samples": 4, "length": 64}
 
 RTN = {"QuantizationModifier": {"ignore": ["lm_head"], "scheme": "W8A8"}}
 """A variant that takes seconds."""
 W4A16 = {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": [128, 64, 32]}}
+
+
+def recorder(titles: list[str]) -> Stage:
+    """Return what to pass as ``stage`` to have the titles of all stages appended."""
+
+    def stage(title: str, **unit: str) -> AbstractContextManager[None]:
+        titles.append(title)
+        return nullcontext()
+
+    return stage
 
 
 def recipe(**variants: Any) -> Recipe:

@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.context
+import re
 import shutil
 import signal
 import subprocess
@@ -38,6 +41,36 @@ def test_build_quantises_merges_and_verifies(built: Path) -> None:
     assert set(verify_checkpoint(built / "merged", variants)["tensors_compared_with"]) == set(variants)
 
 
+def test_a_log_file_gets_one_line_a_stage(model: Path, tmp_path: Path) -> None:
+    command = [*FLEXQUANT, "build", str(model), "--output", str(tmp_path / "merged"), *FEW]
+    output = run(command)
+    assert len(output) < 2500 and "\r" not in output
+    lines = output.splitlines()
+    stages = [line for line in lines if line.startswith("[")]
+    assert [line[:6] for line in stages] == [f"[{i}/5] " for i in range(1, 6)]
+    assert all(re.search(r" \.\.\. [\d.]+ s$", line) for line in stages)
+    # Beside the stages: a note on the calibration text, and the summary of the variants and the output.
+    assert len(lines) <= 24
+
+    again = run(command).splitlines()
+    assert [line[:6] for line in again if line.startswith("[")] == [f"[{i}/5] " for i in range(1, 6)]
+    assert sum("is finished, and kept" in line for line in again) == 2
+
+
+def test_verbose_shows_what_llmcompressor_prints(model: Path, tmp_path: Path) -> None:
+    command = [*FLEXQUANT, "quantize", str(model), "--output", str(tmp_path / "variants"), *FEW]
+    output = run([*command, "--variants", "w4a16", "--verbose"])
+    assert "Calibrating" in output and "[2/2] w4a16: " in output
+
+
+def run(command: list[str]) -> str:
+    """Return stdout and stderr of a command, in the order in which they were written."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS)
+    output = done.stdout.decode()
+    assert done.returncode == 0, output
+    return output
+
+
 def test_recipes_and_card_say_how_it_was_made(built: Path, model: Path) -> None:
     card = (built / "merged/README.md").read_text()
     for name in ("w8a8", "w4a16"):
@@ -53,28 +86,54 @@ def test_recipes_and_card_say_how_it_was_made(built: Path, model: Path) -> None:
 
 
 STAGES = {
-    "the first variant is being written": "merged-variants/.w8a8.tmp-*/config.json",
+    "the first variant is being written": "merged-variants/.w8a8.tmp/config.json",
     "the first variant is finished": "merged-variants/w8a8",
-    "the second variant is being written": "merged-variants/.w4a16.tmp-*/config.json",
+    "the second variant is being written": "merged-variants/.w4a16.tmp/config.json",
     "the second variant is finished": "merged-variants/w4a16",
-    "the checkpoint is being written": ".merged.tmp-*/config.json",
+    "the checkpoint is being written": ".merged.tmp/config.json",
     "the checkpoint is there": "merged",
 }
+SOME = [
+    "the first variant is finished",
+    "the second variant is being written",
+    "the checkpoint is being written",
+]
 
 
-def test_killed_at_any_stage_and_started_again_it_ends_in_the_same_bytes(
-    model: Path, built: Path, tmp_path: Path
+def build(arguments: list[str]) -> None:
+    sys.exit(cli.main(arguments))
+
+
+@pytest.fixture(scope="module")
+def processes() -> multiprocessing.context.ForkServerContext:
+    """Of processes that begin with llmcompressor imported: forked from one that has done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["flexquant.cli", "llmcompressor", "flexquant.quantization.oneshot"])
+    return context
+
+
+@pytest.mark.parametrize(
+    "stages", [pytest.param(SOME, id="some"), pytest.param(list(STAGES), id="every", marks=pytest.mark.full)]
+)
+def test_killed_at_a_stage_and_started_again_it_ends_in_the_same_bytes(
+    stages: list[str],
+    model: Path,
+    built: Path,
+    tmp_path: Path,
+    processes: multiprocessing.context.ForkServerContext,
 ) -> None:
-    command = [*FLEXQUANT, "build", str(model), "--output", str(tmp_path / "merged"), *FEW]
-    for stage, pattern in STAGES.items():
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = ["build", str(model), "--output", str(tmp_path / "merged"), *FEW]
+    for stage in stages:
+        process = processes.Process(target=build, args=(arguments,))
+        process.start()
         deadline = time.monotonic() + SECONDS
-        while process.poll() is None and time.monotonic() < deadline and not list(tmp_path.glob(pattern)):
+        while process.is_alive() and time.monotonic() < deadline and not list(tmp_path.glob(STAGES[stage])):
             time.sleep(0.0005)
         process.kill()
-        assert process.wait() == -signal.SIGKILL, f"it ended before {stage}"
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, f"it ended before {stage}"
     finished = {p: p.stat().st_mtime_ns for p in (tmp_path / "merged-variants").glob("*/*")}
-    subprocess.run(command, check=True, timeout=SECONDS)
+    subprocess.run([*FLEXQUANT, *arguments], check=True, timeout=SECONDS)
     assert {p: p.stat().st_mtime_ns for p in finished} == finished, "a finished variant was written again"
     assert digests(tmp_path) == digests(built)
 
@@ -88,6 +147,41 @@ def test_a_build_that_differs_needs_overwrite(model: Path, built: Path, tmp_path
     assert cli.main([*command, "--overwrite"]) == 0
     assert digests(tmp_path / "again") != digests(built)
     verify_checkpoint(tmp_path / "again/merged")
+
+
+def test_an_edited_variant_is_told_and_not_quantised_again(
+    model: Path, built: Path, tmp_path: Path, capsys
+) -> None:
+    shutil.copytree(built, tmp_path / "again")
+    edited = tmp_path / "again/merged-variants/w4a16/tokenizer_config.json"
+    edited.write_text(edited.read_text() + "\n")
+    before = digests(tmp_path / "again")
+    assert cli.main(["build", str(model), "--output", str(tmp_path / "again/merged"), *FEW]) == 1
+    message = capsys.readouterr().err
+    assert "tokenizer_config.json has" in message and "--overwrite" in message
+    assert digests(tmp_path / "again") == before
+
+
+@pytest.mark.parametrize("content", ["nothing", "a file of mine", "one variant", "another policy"])
+def test_an_output_that_cannot_be_gone_on_with_is_refused_before_quantising(
+    model: Path, built: Path, tmp_path: Path, capsys, content: str
+) -> None:
+    output, options = tmp_path / "merged", []
+    if content == "one variant":
+        shutil.copytree(built / "merged-variants/w8a8", output)
+    elif content == "another policy":
+        shutil.copytree(built / "merged", output)
+        options = ["--policy", "w8a8"]
+    else:
+        output.mkdir()
+        if content == "a file of mine":
+            (output / "thesis.txt").write_text("years of work")
+    before = digests(tmp_path)
+    assert cli.main(["build", str(model), "--output", str(output), *FEW, *options]) == 1
+    message = capsys.readouterr().err
+    assert f"{output}" in message and "choose another folder" in message
+    assert "calibrating" not in message
+    assert digests(tmp_path) == before and not (tmp_path / "merged-variants").exists()
 
 
 def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(model: Path, tmp_path: Path, capsys) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from llmcompressor.modifiers.gptq import GPTQModifier
 
+from flexquant.errors import FlexQuantError
 from flexquant.quantization.gptq import TokenNormalizedGPTQ
 from tests.quantize.folders import digests
 from tests.quantize.quantizing import quantize, recipe
@@ -45,6 +46,14 @@ def test_the_first_token_counts_for_several(x: torch.Tensor) -> None:
     once, tenfold = (hessian(TokenNormalizedGPTQ(**W4A16, first_token_weight=w), x) for w in (1, 10))
     first = hessian(TokenNormalizedGPTQ(**W4A16, first_token_weight=1), x[:, :1])
     assert torch.allclose(tenfold - once, 9 * first, rtol=1e-4, atol=1e-5)
+
+
+def test_an_input_without_a_dimension_for_rows_is_refused_and_no_feature_scaled(x: torch.Tensor) -> None:
+    with pytest.raises(FlexQuantError, match=r"\[12, 8\].*expected \[rows, tokens, in\].*first_token_weight"):
+        hessian(TokenNormalizedGPTQ(**W4A16, first_token_weight=10), x[0])
+    plain = hessian(TokenNormalizedGPTQ(**W4A16, first_token_weight=1), x)
+    flat = hessian(TokenNormalizedGPTQ(**W4A16, first_token_weight=1), x[0])
+    assert torch.allclose(plain / plain.trace(), flat / flat.trace(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_recipe_chooses_it(model: Path, tmp_path: Path) -> None:

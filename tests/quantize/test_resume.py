@@ -12,7 +12,7 @@ import pytest
 from flexquant.errors import FlexQuantError
 from tests.checkpoints import make_checkpoint
 from tests.quantize.folders import digests
-from tests.quantize.quantizing import RTN, W4A16, quantize, recipe
+from tests.quantize.quantizing import RTN, W4A16, quantize, recipe, recorder
 
 TWO = recipe(w8a8=RTN, w4a16=W4A16)
 
@@ -29,11 +29,11 @@ def finished(small: Path, tmp_path: Path) -> Path:
     return output
 
 
-def test_what_is_finished_stays_and_what_is_gone_or_half_is_made_again(small: Path, finished: Path) -> None:
+def test_what_is_finished_stays_and_what_is_gone_is_made_again(small: Path, finished: Path) -> None:
     written = finished / "w8a8/model.safetensors"
     expected, time = digests(finished), written.stat().st_mtime_ns
     said: list[str] = []
-    results = quantize(small, finished, TWO, resume=True, progress=said.append)
+    results = quantize(small, finished, TWO, resume=True, stage=recorder(said))
     assert [result.kept for result in results] == [True, True]
     assert f"w8a8: {finished / 'w8a8'} is finished, and kept" in said
 
@@ -42,17 +42,54 @@ def test_what_is_finished_stays_and_what_is_gone_or_half_is_made_again(small: Pa
     assert [result.kept for result in results] == [True, False]
     assert written.stat().st_mtime_ns == time and digests(finished) == expected
 
-    (finished / "w4a16/config.json").unlink()
+
+def test_what_a_killed_run_left_beside_finished_variants_goes(small: Path, finished: Path) -> None:
+    """Killed after the variant was in its place, and between the two renames that replace one."""
+    expected = digests(finished)
+    (finished / ".w8a8.lock").touch()
+    (finished / ".w8a8.tmp").mkdir()
+    (finished / ".w8a8.tmp/config.json").write_text("{}")
+    (finished / "w4a16").rename(finished / ".w4a16.old")
     results = quantize(small, finished, TWO, resume=True)
-    assert [result.kept for result in results] == [True, False]
+    assert [result.kept for result in results] == [True, True]
     assert digests(finished) == expected
+
+
+def test_a_changed_or_missing_file_is_named_and_the_variant_replaced_only_when_told_to(
+    small: Path, finished: Path
+) -> None:
+    expected = digests(finished)
+    edited, missing = finished / "w8a8/tokenizer_config.json", finished / "w8a8/config.json"
+    edited.write_text(edited.read_text() + "\n")
+    missing.unlink()
+    before = digests(finished)
+    named = "w8a8 was changed after it was made: config.json is missing, tokenizer_config.json has .* bytes"
+    with pytest.raises(FlexQuantError, match=f"{named} .*--overwrite"):
+        quantize(small, finished, TWO, resume=True)
+    assert digests(finished) == before
+    results = quantize(small, finished, TWO, resume=True, overwrite=True)
+    assert [result.kept for result in results] == [False, True]
+    assert digests(finished) == expected
+
+
+def test_a_run_that_is_refused_has_deleted_nothing(small: Path, finished: Path) -> None:
+    """The first variant lost a file, the second was made otherwise: both are told, and both stay."""
+    (finished / "w8a8/generation_config.json").unlink()
+    before = digests(finished)
+    with pytest.raises(FlexQuantError) as refusal:
+        quantize(small, finished, TWO, seed=1, resume=True)
+    assert "generation_config.json is missing" in str(refusal.value)
+    assert "w4a16 was made with different" in str(refusal.value)
+    assert digests(finished) == before
 
 
 def test_what_was_made_otherwise_is_replaced_only_when_told_to(small: Path, finished: Path) -> None:
     before = digests(finished)
     with pytest.raises(FlexQuantError, match=r"w8a8 exists; .*--overwrite"):
         quantize(small, finished, TWO)
-    with pytest.raises(FlexQuantError, match=r"w4a16 was made from another .*; replace it with --overwrite"):
+    with pytest.raises(
+        FlexQuantError, match=r"w4a16 was made with different calibration rows, seed; .*--overwrite"
+    ):
         quantize(small, finished, TWO, seed=1, resume=True)
     assert digests(finished) == before
     results = quantize(small, finished, TWO, seed=1, resume=True, overwrite=True)
@@ -66,10 +103,10 @@ def test_what_was_made_otherwise_is_replaced_only_when_told_to(small: Path, fini
 
 def test_another_model_or_recipe_is_noticed(small: Path, finished: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, seed=1)
-    with pytest.raises(FlexQuantError, match="was made from another model"):
+    with pytest.raises(FlexQuantError, match="w8a8 was made with different weights; .*--overwrite"):
         quantize(other, finished, TWO, resume=True)
     changed = {"QuantizationModifier": {**RTN["QuantizationModifier"], "weight_observer": "memoryless_mse"}}
-    with pytest.raises(FlexQuantError, match="was made from another model, recipe"):
+    with pytest.raises(FlexQuantError, match="w8a8 was made with different recipe; .*--overwrite"):
         quantize(small, finished, recipe(w8a8=changed), resume=True)
 
 

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from flexquant.quantization.recipe import load_recipe
 from flexquant.quantization.smoothing import smoothing_scales
 from tests.checkpoints import StateDict, make_checkpoint
 from tests.quantize.folders import report
-from tests.quantize.quantizing import quantize, recipe
+from tests.quantize.quantizing import RTN, quantize, recipe
 
 GRID = [0.3, 0.5, 0.7, 0.9]
+NORM = "model.layers.0.post_attention_layernorm"
 W8A8 = {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "W8A8"}}
 
 
@@ -69,8 +71,6 @@ def test_one_strength_for_all_is_not_searched(tmp_path: Path) -> None:
 
 
 def test_a_mapping_fixed_at_null_is_not_smoothed(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
     strengths = {"model.layers.0.input_layernorm": None, "model.layers.0.post_attention_layernorm": 0.8}
     front = {"smoothing_strength": strengths, "mappings": "norms"}
@@ -78,6 +78,28 @@ def test_a_mapping_fixed_at_null_is_not_smoothed(tmp_path: Path) -> None:
     source, made = (load_file(Path(f) / "model.safetensors") for f in (model, result.folder))
     for name, alpha in strengths.items():
         assert torch.equal(source[f"{name}.weight"], made[f"{name}.weight"]) == (alpha is None)
+
+
+def amplify(state: StateDict) -> StateDict:
+    """Make the largest inputs and the largest weights unequal, so that their mean depends on the strength."""
+    state[f"{NORM}.weight"] *= 4
+    return state
+
+
+def test_a_fixed_strength_is_the_one_that_scales(tmp_path: Path) -> None:
+    """The logarithm of the scales is linear in it: at 0.5 it is halfway between those at 0.2 and 0.8."""
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=amplify)
+    source = load_file(model / "model.safetensors")[f"{NORM}.weight"].float()
+
+    def log_scales(alpha: float) -> torch.Tensor:
+        strengths = {"model.layers.0.input_layernorm": None, NORM: alpha}
+        front = {"smoothing_strength": strengths, "mappings": "norms"}
+        (result,) = quantize(model, tmp_path / str(alpha), recipe(w8a8={"SmoothQuantModifier": front, **RTN}))
+        return (source / load_file(Path(result.folder) / "model.safetensors")[f"{NORM}.weight"]).log()
+
+    low, half, high = (log_scales(alpha) for alpha in (0.2, 0.5, 0.8))
+    assert torch.allclose(half, (low + high) / 2, atol=0.02)  # of bfloat16
+    assert (high - low).abs().min() > 0.1
 
 
 def test_scales_are_smoothquants() -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The speed benchmarks' workloads, subjects and order of cells, start-up logs and results."""
+"""The speed benchmarks' workloads, subjects and order of cells, started servers and results."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from benchmarks.speed.command_line import choose_settings, make_parser, server_options
-from benchmarks.speed.results import ROOT, SCHEMA, Results, end_of_log, read_about, read_cells
+from benchmarks.speed.results import (
+    CELLS,
+    ROOT,
+    SCHEMA,
+    Results,
+    end_of_log,
+    read_cells,
+    read_header,
+    read_lines,
+)
 from benchmarks.speed.serving import paired_subjects, plan_cells
-from benchmarks.speed.startup_log import parse_startup_log
+from benchmarks.speed.startup import announcement, kv_cache_size
 from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.workloads import Workload
 from flexquant.errors import FlexQuantError
@@ -120,60 +130,41 @@ def test_rounds_go_forward_and_backward_and_overhead_takes_pairs():
     ]
 
 
-# start-up logs
-
-CPU_LOG = """\
-(EngineCore pid=22075) INFO 11-21 12:41:19 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config:
-(Worker pid=22558) INFO 11-21 12:42:10 [__init__.py:846] Selected ExactCPUInt8LinearKernel for CompressedTensorsW8A8Int8
-(Worker pid=22558) INFO 11-21 12:42:10 [__init__.py:923] Using TorchCPUInt4LinearKernel for mixed-precision linear
-(Worker pid=22558) INFO 11-21 12:42:10 [compressed_tensors_wNa16.py:138] Using TorchCPUInt4LinearKernel for CompressedTensorsWNA16
-(Worker pid=22558) INFO 11-21 12:42:10 [model.py:78] FlexQuant 0.1.0: policy phase-batch; plans w8a8 (8 layers w8a8), w4a16 (8 layers w4a16); weights w8a8 24.2 MiB, w4a16 12.4 MiB, shared 8.0 MiB, in all 80 % of 16-bit
-(Worker pid=22558) INFO 11-21 12:42:11 [default_loader.py:501] Loading weights took 0.08 seconds
-(Worker pid=22558) INFO 11-21 12:42:12 [cpu_worker.py:260] Explicitly set (1.0/23.54) GiB for KV cache on node 0.
-(EngineCore pid=22491) INFO 11-21 12:42:12 [kv_cache_utils.py:2327] CPU KV cache size: 117,760 tokens, Maximum concurrency for 115 tokens per request: 1024.00x
-(EngineCore pid=22491) INFO 11-21 12:42:13 [core.py:402] init engine (profile, create kv cache, warmup model) took 0.83 s
-"""  # noqa: E501 - as vLLM 0.32 printed it
-GPU_LOG = """\
-(EngineCore_DP0 pid=7) INFO 11-21 12:00:01 [__init__.py:846] Selected CutlassInt8ScaledMMLinearKernel for CompressedTensorsW8A8Int8
-(EngineCore_DP0 pid=7) INFO 11-21 12:00:01 [compressed_tensors_wNa16.py:138] Using MarlinLinearKernel for CompressedTensorsWNA16
-(EngineCore_DP0 pid=7) INFO 11-21 12:00:09 [default_loader.py:501] Loading weights took 3.25 seconds
-(EngineCore_DP0 pid=7) INFO 11-21 12:00:10 [gpu_model_runner.py:5149] Model loading took 8.49 GiB memory and 4.123456 seconds
-(EngineCore_DP0 pid=7) INFO 11-21 12:00:30 [gpu_worker.py:759] Available KV cache memory: 101.5 GiB
-(EngineCore_DP0 pid=7) INFO 11-21 12:00:30 [kv_cache_utils.py:2327] GPU KV cache size: 1,662,976 tokens, Maximum concurrency for 1,153 tokens per request: 1442.30x
-(EngineCore_DP0 pid=7) INFO 11-21 12:00:42 [gpu_model_runner.py:6581] Graph capturing finished in 7 secs, took -0.62 GiB
-(EngineCore_DP0 pid=7) INFO 11-21 12:00:42 [core.py:395] init engine (profile, create kv cache, warmup model) took 31.07 s (compilation: 12.50 s)
-"""  # noqa: E501 - vLLM 0.32's formats, as on a GPU
+# what a started server tells
 
 
-def test_startup_log_of_a_cpu():
-    assert parse_startup_log(CPU_LOG) == {
-        "kv_cache_gib": 1.0,
-        "kv_cache_tokens": 117760,
-        "load_seconds": 0.08,
-        "engine_seconds": 0.83,
-        "kernels": ["ExactCPUInt8LinearKernel", "TorchCPUInt4LinearKernel"],
-        "flexquant": "policy phase-batch; plans w8a8 (8 layers w8a8), w4a16 (8 layers w4a16); weights w8a8 "
-        "24.2 MiB, w4a16 12.4 MiB, shared 8.0 MiB, in all 80 % of 16-bit",
+def metrics(**labels: object) -> str:
+    """As vLLM exports its CacheConfig: a gauge of 1 whose labels are all the configuration's values."""
+    registry = CollectorRegistry()
+    Gauge("vllm:num_requests_running", "other", registry=registry).set(0)
+    gauge = Gauge("vllm:cache_config_info", "CacheConfig", labelnames=list(labels), registry=registry)
+    gauge.labels(**{name: str(value) for name, value in labels.items()}).set(1)
+    return generate_latest(registry).decode()
+
+
+def test_kv_cache_as_vllm_tells_it():
+    common = {"block_size": 128, "cache_dtype": "auto", "num_gpu_blocks": 920, "sliding_window": None}
+    told = metrics(**common, kv_cache_size_tokens=117_000, engine=0)
+    blocks = {"kv_cache_blocks": 920, "kv_cache_block_size": 128}
+    assert kv_cache_size(told) == {**blocks, "kv_cache_tokens": 117_000}
+    # vLLM before 0.32, and where it does not know.
+    for older in (metrics(**common), metrics(**common, kv_cache_size_tokens=None)):
+        assert kv_cache_size(older) == {**blocks, "kv_cache_tokens": 920 * 128}
+    for nothing in ("", metrics(block_size=128, num_gpu_blocks=None)):
+        assert kv_cache_size(nothing) == {}
+
+
+def test_flexquants_announcement():
+    said = (
+        "policy phase-batch; plans w8a8 (8 layers w8a8), w4a16 (8 layers w4a16); weights w8a8 24.2 MiB, "
+        "w4a16 12.4 MiB, shared 8.0 MiB, in all 80 % of 16-bit"
+    )
+    log = f"(Worker pid=1) INFO a\n(Worker pid=1) INFO 11-21 [model.py:78] FlexQuant 0.1.0: {said}\nb\n"
+    assert announcement(log) == {
+        "flexquant": said,
         "variant_gib": {"w8a8": 24.2 / 1024, "w4a16": 12.4 / 1024, "shared": 8 / 1024},
     }
-
-
-def test_startup_log_of_a_gpu():
-    assert parse_startup_log(GPU_LOG) == {
-        "weights_gib": 8.49,
-        "kv_cache_gib": 101.5,
-        "kv_cache_tokens": 1662976,
-        "graph_gib": -0.62,
-        "graph_seconds": 7,
-        "load_seconds": 3.25,
-        "engine_seconds": 31.07,
-        "compile_seconds": 12.5,
-        "kernels": ["CutlassInt8ScaledMMLinearKernel", "MarlinLinearKernel"],
-    }
-
-
-def test_startup_log_that_says_nothing():
-    assert parse_startup_log("INFO:     Application startup complete.\n") == {"kernels": []}
+    assert announcement("INFO:     Application startup complete.\n") == {}
 
 
 def test_end_of_a_log_has_no_folders_of_this_machine():
@@ -197,6 +188,7 @@ def test_a_saved_cell_is_found_again(tmp_path):
     assert (saved["schema"], saved["part"], saved["parameters"]) == (SCHEMA, "kernels", PARAMETERS)
     assert (saved["commit"], saved["seconds"], saved["result"]) == ("abc", 1.235, {"bf16": 1})
     assert saved["machine"]["cores"] and saved["versions"]["torch"] and saved["argv"]
+    assert results.find("kernels", PARAMETERS) == saved
     again = Results(results.folder, "tiny", "abc")
     assert again.find("kernels", PARAMETERS) == saved
     assert read_cells(results.folder) == [saved]
@@ -205,10 +197,77 @@ def test_a_saved_cell_is_found_again(tmp_path):
     assert Results(results.folder, "tiny", "other").find("kernels", PARAMETERS) is None
 
 
+def test_a_cell_says_only_what_the_header_does_not(tmp_path):
+    Results(tmp_path, "tiny", "abc").save("kernels", PARAMETERS, 1, result={})
+    Results(tmp_path, "tiny", "def").save("kernels", PARAMETERS, 2, result={})
+    header, first, second = (json.loads(line) for line in (tmp_path / CELLS).read_text().splitlines())
+    assert header.keys() == {"schema", "model", "machine", "versions", "commit", "argv"}
+    own = {"part", "parameters", "result", "finished", "seconds"}
+    assert (first.keys(), second.keys()) == (own, {*own, "commit"})
+    assert [cell["commit"] for cell in read_lines(tmp_path)[1]] == ["abc", "def"]
+
+
+def test_cells_are_appended_and_opening_again_writes_nothing(tmp_path):
+    results = Results(tmp_path, "tiny", "abc")
+    results.save("kernels", PARAMETERS, 1, result={})
+    before = (tmp_path / CELLS).read_bytes()
+    again = Results(tmp_path, "tiny", "abc")
+    assert (tmp_path / CELLS).read_bytes() == before
+    again.save("kernels", {**PARAMETERS, "tokens": 5}, 1, result={})
+    after = (tmp_path / CELLS).read_bytes()
+    assert after.startswith(before) and after.count(b"\n") == 3
+
+
+@pytest.mark.parametrize("kept", [1, 40, -2])
+def test_a_torn_last_line_is_left_out_and_its_cell_measured_again(tmp_path, capsys, kept):
+    results = Results(tmp_path, "tiny", "abc")
+    other = {**PARAMETERS, "tokens": 5}
+    saved = results.save("kernels", PARAMETERS, 1, result={"text": "one\u2028two"})
+    whole = (tmp_path / CELLS).read_bytes()
+    results.save("kernels", other, 1, result={})
+    torn = (tmp_path / CELLS).read_bytes()[len(whole) :][:kept]
+    (tmp_path / CELLS).write_bytes(whole + torn)
+    assert read_cells(tmp_path) == [saved]
+    assert "its last line was not written to the end; its cell is left out" in capsys.readouterr().out
+    # Reading changes nothing; going on with the run does.
+    assert (tmp_path / CELLS).read_bytes() == whole + torn
+    again = Results(tmp_path, "tiny", "abc")
+    assert again.find("kernels", other) is None
+    assert (tmp_path / CELLS).read_bytes() == whole
+    measured = again.save("kernels", other, 1, result={"n": 2})
+    capsys.readouterr()
+    assert read_cells(tmp_path) == [saved, measured]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_last_line_without_its_line_break_is_kept(tmp_path, capsys):
+    results = Results(tmp_path, "tiny", "abc")
+    saved = results.save("kernels", PARAMETERS, 1, result={})
+    (tmp_path / CELLS).write_bytes((tmp_path / CELLS).read_bytes()[:-1])
+    again = Results(tmp_path, "tiny", "abc")
+    assert again.find("kernels", PARAMETERS) == saved
+    again.save("kernels", {**PARAMETERS, "tokens": 5}, 1, result={})
+    assert len(read_cells(tmp_path)) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "7", '{"part": "kernels"}'])
+def test_any_other_line_that_is_no_cell_is_named_and_kept(tmp_path, line):
+    results = Results(tmp_path, "tiny", "abc")
+    (tmp_path / CELLS).write_text((tmp_path / CELLS).read_text() + line + "\n")
+    results.save("kernels", PARAMETERS, 1, result={})
+    before = (tmp_path / CELLS).read_bytes()
+    for read in (read_cells, lambda folder: Results(folder, "tiny", "abc")):
+        with pytest.raises(FlexQuantError, match="cells.jsonl, line 2 is not a cell; correct or delete it"):
+            read(tmp_path)
+    assert (tmp_path / CELLS).read_bytes() == before
+
+
 def test_a_failed_cell_is_kept_but_not_found(tmp_path):
     results = Results(tmp_path, "tiny", "abc")
     failed = results.save("kernels", PARAMETERS, 1, failure="no answer within 1 s")
     assert results.find("kernels", PARAMETERS) is None
+    assert Results(tmp_path, "tiny", "abc").find("kernels", PARAMETERS) is None
     assert read_cells(tmp_path) == [failed]
     saved = results.save("kernels", PARAMETERS, 1, result={})
     assert results.find("kernels", PARAMETERS) == saved
@@ -217,11 +276,13 @@ def test_a_failed_cell_is_kept_but_not_found(tmp_path):
 
 def test_the_newest_of_equal_cells_counts(tmp_path):
     results = Results(tmp_path, "tiny", "old")
-    for commit, finished, number in (("new", "2026-01-02", 2), ("old", "2026-01-01", 1)):
-        cell = results.save("kernels", PARAMETERS, 1, result=number)
-        document = json.dumps({**cell, "commit": commit, "finished": f"{finished}T00:00:00Z"})
-        (tmp_path / "kernels" / f"{commit}.json").write_text(document)
-        (results._path("kernels", PARAMETERS)).unlink()
+    header = (tmp_path / CELLS).read_text()
+    cell = results.save("kernels", PARAMETERS, 1, result=0)
+    lines = [
+        json.dumps({**cell, "commit": commit, "finished": f"{finished}T00:00:00Z", "result": number})
+        for commit, finished, number in (("new", "2026-01-02", 2), ("old", "2026-01-01", 1))
+    ]
+    (tmp_path / CELLS).write_text(header + "\n".join(lines) + "\n")
     assert [cell["result"] for cell in read_cells(tmp_path)] == [2]
 
 
@@ -238,12 +299,25 @@ def test_a_foreign_folder_is_refused_and_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("text, message", [("{", "no readable suite.json"), ('{"schema": "v9"}', "'v9'")])
+@pytest.mark.parametrize(
+    "text, message",
+    [("", "no readable cells.jsonl"), ("{", "no readable cells.jsonl"), ("[]\n", "no readable cells.jsonl")]
+    + [('{"schema": "v9"}\n', "has schema 'v9'; only 'flexquant.speed/v2' is read")],
+)
 def test_an_unreadable_folder_is_refused(tmp_path, text, message):
-    (tmp_path / "suite.json").write_text(text)
-    for read in (read_about, lambda folder: Results(folder, "tiny", "abc")):
+    (tmp_path / CELLS).write_text(text)
+    for read in (read_header, lambda folder: Results(folder, "tiny", "abc")):
         with pytest.raises(FlexQuantError, match=message):
             read(tmp_path)
+    assert (tmp_path / CELLS).read_text() == text
+
+
+@pytest.mark.parametrize("run", sorted((ROOT / "benchmarks/results").glob("*/cells.jsonl")), ids=str)
+def test_committed_runs_are_whole(run, capsys):
+    header, cells = read_lines(run.parent)
+    assert capsys.readouterr().out == ""
+    assert cells and all({"result", "failure"} & cell.keys() for cell in cells)
+    assert {cell["parameters"]["model"] for cell in cells} == {header["model"]}
 
 
 def test_commit_is_gits(tmp_path):

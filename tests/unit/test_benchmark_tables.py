@@ -4,14 +4,17 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
 
-from benchmarks.speed.kernels import summarise
+from benchmarks.speed import kernels
+from benchmarks.speed.comparing import EQUAL, HIGHER, LOWER, UNKNOWN, Rounds, compare, summarise
 from benchmarks.speed.report import write_report
 from benchmarks.speed.results import Results
 from benchmarks.speed.tables import (
+    METRICS,
     batch_table,
     best_static_table,
     by_workload,
@@ -22,8 +25,9 @@ from benchmarks.speed.tables import (
     memory_table,
     prefill_ms,
     ratio_table,
+    said,
     start_results,
-    verdict,
+    summary_table,
 )
 from benchmarks.speed.workloads import Workload
 
@@ -31,7 +35,9 @@ from benchmarks.speed.workloads import Workload
 
 
 def test_kernel_summary_by_hand():
-    found = summarise([5e-6, 1e-6, 3e-6, 2e-6, 4e-6], weight_bytes=1000, outputs=10, inputs=20, tokens=5)
+    found = kernels.summarise(
+        [5e-6, 1e-6, 3e-6, 2e-6, 4e-6], weight_bytes=1000, outputs=10, inputs=20, tokens=5
+    )
     # 1000 bytes of weights, 2 * 5 * 20 of inputs, 2 * 5 * 10 of outputs; 2 * 5 * 20 * 10 operations; in 3 us.
     assert found.pop("microseconds_quartiles") == pytest.approx([2, 4])
     assert found == pytest.approx(
@@ -81,8 +87,8 @@ def test_batch_table_by_hand():
         {"part": "serving", "parameters": {"subject": "bf16"}, "failure": "it broke"},
     ]
     memory = {
-        "w8a8": {"weights_gib": 2.0, "kv_cache_gib": 1.0, "kv_cache_tokens": 1000},
-        # As on a CPU: what FlexQuant says goes before the size on disk.
+        "w8a8": {"checkpoint_gib": 2.0, "kv_cache_gib": 1.0, "kv_cache_tokens": 1000},
+        # What FlexQuant says goes before the size on disk.
         "flexquant:w8a8": {
             "variant_gib": {"w8a8": 2.5, "shared": 0.5},
             "checkpoint_gib": 9.0,
@@ -123,12 +129,15 @@ def test_ratio_tables_pair_rounds_by_hand():
     head = [["requests", "ratio", "TTFT", "TPOT", "tokens/s", "rounds"], ["---"] * 6]
     assert rows(ratio_table(measured, constant=True)) == [
         *head,
-        ["2x100+50", "`flexquant:w8a8` / `w8a8`", "1.000 (0.900 – 1.100)", "1.150 (1.100 – 1.200)"]
-        + ["1.000 (0.900 – 1.100)", "2"],
+        # Of two ratios the median is the geometric mean.
+        ["2x100+50", "`flexquant:w8a8` / `w8a8`", "0.995 (0.900 – 1.100) too few rounds"]
+        + ["1.149 (1.100 – 1.200) too few rounds", "0.995 (0.900 – 1.100) too few rounds", "2"],
     ]
     assert rows(ratio_table(measured, constant=False)) == [
         *head,
-        ["2x100+50", "`flexquant:phase` / `w8a8`", "0.250", "0.500", "2.000", "1"],
+        ["2x100+50", "`flexquant:phase` / `w8a8`"]
+        + [f"{ratio} too few rounds" for ratio in ("0.250", "0.500", "2.000")]
+        + ["1"],
     ]
     assert by_workload(cells, "overhead") == {}
 
@@ -147,7 +156,7 @@ def test_kernel_and_memory_tables_by_hand():
         {
             "part": "start",
             "parameters": {"subject": "w8a8"},
-            "result": {"kernels": ["A", "B"], "start_seconds": 61.4, "kv_cache_tokens": 117760}
+            "result": {"start_seconds": 61.4, "kv_cache_tokens": 117760}
             | {"kv_cache_gib": 1.0, "checkpoint_gib": 0.125},
         },
     ]
@@ -158,9 +167,7 @@ def test_kernel_and_memory_tables_by_hand():
         ["2", text, "no kernel"],
         ["16", text, "–"],
     ]
-    assert rows(memory_table(start_results(cells)))[2:] == [
-        ["`w8a8`", "0.12", "1.00", "–", "117,760", "61", "–", "–", "A, B"]
-    ]
+    assert rows(memory_table(start_results(cells)))[2:] == [["`w8a8`", "0.12", "1.00", "117,760", "61"]]
 
 
 def test_report_of_hand_made_cells(tmp_path):
@@ -174,50 +181,84 @@ def test_report_of_hand_made_cells(tmp_path):
     assert report.startswith("# Speed of tiny\n")
     assert "- commit: abc123\n" in report
     assert "- 3 cells, " in report and ", 4 s of measuring" in report
-    assert "| 2x100+50 | `flexquant:w8a8` / `w8a8` | 1.000 | 1.000 | 1.000 | 1 |" in report
+    assert "| 2x100+50 | `flexquant:w8a8` / `w8a8` | 1.000 too few rounds | 1.000 too" in report
     assert "## Not measured\n\n- start, fp8: GPUs only" in report
-    assert (tmp_path / "overhead.svg").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"cells.jsonl", "report.md", "overhead.png"}
 
 
 # verdicts
 
 
-@pytest.mark.parametrize(
-    ("ratios", "found"),
-    [
-        ([1.1, 1.2, 1.01], "slower"),
-        ([0.9, 0.8, 0.99], "faster"),
-        ([0.9, 1.2, 1.1], "within noise"),
-        ([1.5], "too few rounds"),
-    ],
-)
-def test_a_verdict_needs_all_rounds(ratios, found):
-    assert verdict(ratios) == found
+def server(*milliseconds: float) -> Rounds:
+    return {n: {"median_ttft_ms": ms, "median_tpot_ms": ms} for n, ms in enumerate(milliseconds)}
 
 
 @pytest.mark.parametrize(
-    ("ratios", "again", "found"),
+    ("ratios", "low", "high", "found"),
     [
-        ([1.1, 1.2, 1.01], [0.9, 1.0, 1.05], "slower"),
-        ([1.1, 1.2, 1.01], [1.0, 1.0, 1.1], "within noise"),
-        ([0.9, 0.8, 0.99], [0.95, 1.2, 1.1], "faster"),
-        ([0.9, 0.8, 0.99], [0.85, 0.9, 0.8], "within noise"),
+        # Of five rounds the interval is the smallest and the largest.
+        ([1.1, 1.2, 1.01, 1.3, 1.05], 1.01, 1.3, HIGHER),
+        ([0.9, 0.8, 0.99, 0.7, 0.95], 0.7, 0.99, LOWER),
+        ([0.9, 1.2, 1.1, 1.1, 1.3], 0.9, 1.3, EQUAL),
+        # Of nine it leaves one out on either side, so that one stall decides nothing.
+        ([0.9] + [1.1] * 7 + [9.0], 1.1, 1.1, HIGHER),
+        ([0.9, 0.95] + [1.1] * 7, 0.95, 1.1, EQUAL),
+        ([1.5, 1.5, 1.5, 1.5], 1.5, 1.5, UNKNOWN),
+        ([1.5], 1.5, 1.5, UNKNOWN),
     ],
 )
-def test_what_two_servers_of_the_same_subject_differ_by_is_noise(ratios, again, found):
-    assert verdict(ratios, again) == found
+def test_a_verdict_needs_an_interval_without_1(ratios, low, high, found):
+    comparison = compare(ratios)
+    assert comparison.verdict == found
+    assert (comparison.low, comparison.high) == pytest.approx((low, high))
+    assert (comparison.ratio, comparison.rounds) == (pytest.approx(statistics.median(ratios)), len(ratios))
+
+
+@pytest.mark.parametrize(
+    ("again", "found"),
+    [([1.0, 0.9, 1.1], HIGHER), ([1.05], EQUAL), ([1 / 1.05], EQUAL), ([1.01], HIGHER), ([1 / 1.01], HIGHER)],
+)
+def test_servers_of_the_same_subject_widen_the_interval_by_their_ratio(again, found):
+    ratios = [1.03, 1.1, 1.2, 1.06, 1.1]
+    apart = max(statistics.median(again), 1 / statistics.median(again))
+    comparison = compare(ratios, again)
+    assert (comparison.ratio, comparison.low, comparison.high) == pytest.approx(
+        (1.1, 1.03 / apart, 1.2 * apart)
+    )
+    assert comparison.verdict == found
+
+
+def test_more_tokens_a_second_are_faster():
+    assert [said(compare([2.0] * 5), metric) for metric in ("TTFT ms", "tokens/s")] == ["slower", "faster"]
+    assert [said(compare([0.5] * 5), metric) for metric in ("TTFT ms", "tokens/s")] == ["faster", "slower"]
+    assert [said(compare([1.0] * n), "tokens/s") for n in (5, 4)] == ["not told apart", "too few rounds"]
 
 
 def test_the_best_static_variant_is_told_beside_its_second_server():
-    def rounds(*milliseconds):
-        return {n: {"median_ttft_ms": ms, "median_tpot_ms": ms} for n, ms in enumerate(milliseconds)}
-
     subjects = {
-        "w8a8": rounds(30, 30, 30),
-        "w4a16": rounds(10, 20, 10),
-        "w4a16:again": rounds(11, 20, 12),
-        "flexquant:mine": rounds(11, 21, 11),
+        "w8a8": server(30, 30, 30, 30, 30),
+        "w4a16": server(10, 20, 10, 10, 10),
+        "w4a16:again": server(11, 20, 12, 11, 11),
+        "flexquant:mine": server(13, 25, 13, 13, 12),
     }
-    (row,) = best_static_table({Workload(1, 16, 8): subjects}).splitlines()[2:]
-    half = "`w4a16` | 1.100 (1.050 – 1.100) | 1.100 (1.000 – 1.200) | within noise"
-    assert row == f"| 1x16+8 | `flexquant:mine` | {half} | {half} |"
+    (row,) = rows(best_static_table({Workload(1, 16, 8): subjects}))[2:]
+    half = ["`w4a16`", "1.300 (1.091 – 1.430) slower", "1.100 (1.000 – 1.200)"]
+    assert row == ["1x16+8", "`flexquant:mine`", *half, *half]
+
+
+def test_all_rounds_together_tell_what_single_comparisons_cannot():
+    """Of each workload one round of five is faster, by chance; of twenty rounds sixteen are slower."""
+    milliseconds = (110, 95, 110, 110, 110)
+    measured = {
+        Workload(1, length, 8): {"w8a8": server(*[100] * 5), "flexquant:mine": server(*milliseconds)}
+        for length in (16, 32, 64, 128)
+    }
+    found = summarise(measured, "flexquant:mine", METRICS["TTFT ms"][0])
+    assert [comparison.verdict for comparison in found.workloads] == [EQUAL] * 4
+    assert (found.count(EQUAL), found.count(HIGHER), found.again) == (4, 0, None)
+    assert (found.together.rounds, found.together.verdict) == (20, HIGHER)
+    row = ["TTFT", "4", "0", "4", "0", "1.10 – 1.10", "0.95 – 1.10", "1.100 (1.100 – 1.100) slower", "–"]
+    assert rows(summary_table(measured))[2:] == [
+        ["`flexquant:mine`", *row],
+        ["`flexquant:mine`", "TPOT", *row[1:]],
+    ]

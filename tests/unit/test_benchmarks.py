@@ -142,7 +142,7 @@ def test_report_of_anything_else_is_refused(command, tmp_path):
         code, error = command("report", folder)
         assert code == 1
         assert error == (
-            f"error: {folder} is not a folder of speed results (no readable suite.json); "
+            f"error: {folder} is not a folder of speed results (no readable cells.jsonl); "
             "give the --output of a run\n"
         )
     Results(tmp_path / "begun", "tiny", "abc")
@@ -154,4 +154,4 @@ def test_help_names_every_part(capsys):
     with pytest.raises(SystemExit) as caught:
         make_parser("").parse_args(["run", "--help"])
     assert caught.value.code == 0
-    assert "kernels,serving,overhead,offline" in capsys.readouterr().out
+    assert "of kernels,serving,overhead" in capsys.readouterr().out

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from flexquant.documents.texts import draw_rows, read_documents
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.calibration import calibration_rows, read_documents
 from tests.checkpoints import base_config, byte_tokenizer
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -36,8 +36,28 @@ def test_jsonl_holds_text_and_messages(tmp_path: Path) -> None:
     assert list(read_documents(file)) == ["plain", messages]
 
 
+LINE_ENDS_INSIDE_TEXT = "one\u2028two\u2029three\x85four"
+"""Characters at which str.splitlines() cuts, but JSON does not end a string and a file no line."""
+
+
+def test_a_jsonl_record_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    records = [{"text": text} for text in (LINE_ENDS_INSIDE_TEXT, "next")]
+    file.write_text("\r\n".join(json.dumps(r, ensure_ascii=False) for r in records), encoding="utf-8")
+    assert list(read_documents(file)) == [record["text"] for record in records]
+
+
+def test_a_jsonl_file_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b'{"text": "first"}\n' * 100_000 + b"\xff\n")
+    documents = read_documents(file)
+    assert next(documents) == "first"
+    with pytest.raises(FlexQuantError, match="as UTF-8 text"):
+        list(documents)
+
+
 def test_default_needs_no_download_and_is_enough_for_the_default_samples(tokenizer) -> None:
-    rows = calibration_rows(read_documents(None), tokenizer, samples=128, length=512, seed=0)
+    rows = draw_rows(read_documents(None), tokenizer, samples=128, length=512, seed=0)
     assert (len(rows), {len(row) for row in rows}) == (128, {512})
 
 
@@ -82,12 +102,12 @@ def test_a_folder_without_text_says_what_it_may_hold(tmp_path: Path) -> None:
 
 def test_rows_cover_the_text_without_repetition(tokenizer) -> None:
     text = "abcdefghij" * 2 + "klmnopqrst" * 2
-    rows = calibration_rows([text], tokenizer, samples=4, length=10, seed=0)
+    rows = draw_rows([text], tokenizer, samples=4, length=10, seed=0)
     assert sorted(tokenizer.decode(row) for row in rows) == ["abcdefghij"] * 2 + ["klmnopqrst"] * 2
 
 
 def test_documents_are_separated(tokenizer) -> None:
-    (row,) = calibration_rows(["ab", "", "cd"], tokenizer, samples=1, length=5, seed=0)
+    (row,) = draw_rows(["ab", "", "cd"], tokenizer, samples=1, length=5, seed=0)
     assert row == [*tokenizer("ab")["input_ids"], EOS, *tokenizer("cd")["input_ids"]]
 
 
@@ -98,7 +118,7 @@ def test_rows_start_with_the_token_that_the_tokenizer_adds() -> None:
         def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
             return {"input_ids": [1] * add_special_tokens + [ord(c) for c in text]}
 
-    rows = calibration_rows(["abcdef"], WithStart(), samples=2, length=4, seed=0)
+    rows = draw_rows(["abcdef"], WithStart(), samples=2, length=4, seed=0)
     assert sorted(rows) == [[1, 97, 98, 99], [1, 100, 101, 102]]
 
 
@@ -106,7 +126,7 @@ def test_the_seed_chooses_the_rows(tokenizer) -> None:
     text = "".join(chr(33 + i % 90) for i in range(4000))
 
     def rows(seed: int) -> list[list[int]]:
-        return calibration_rows([text], tokenizer, samples=8, length=64, seed=seed)
+        return draw_rows([text], tokenizer, samples=8, length=64, seed=seed)
 
     assert rows(0) == rows(0)
     assert rows(0) != rows(1)
@@ -117,36 +137,36 @@ def test_a_large_corpus_is_not_read_whole(tokenizer) -> None:
         while True:
             yield "some text " * 10
 
-    assert len(calibration_rows(endless(), tokenizer, samples=2, length=16, seed=0)) == 2
+    assert len(draw_rows(endless(), tokenizer, samples=2, length=16, seed=0)) == 2
 
 
 def test_messages_take_the_chat_template(tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     with pytest.raises(FlexQuantError, match="no chat template"):
-        calibration_rows([messages], tokenizer, samples=1, length=4, seed=0)
+        draw_rows([messages], tokenizer, samples=1, length=4, seed=0)
     tokenizer.chat_template = TEMPLATE
-    rows = calibration_rows([messages], tokenizer, samples=1, length=21, seed=0)
+    rows = draw_rows([messages], tokenizer, samples=1, length=21, seed=0)
     assert tokenizer.decode(rows[0]) == "[user]hi[assistant]ho"
 
 
 def test_messages_that_the_chat_template_refuses(tokenizer) -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(FlexQuantError, match="refuses the calibration messages .*roles must alternate"):
-        calibration_rows([[{"role": "user", "content": "a"}]], tokenizer, samples=1, length=4, seed=0)
+        draw_rows([[{"role": "user", "content": "a"}]], tokenizer, samples=1, length=4, seed=0)
 
 
 def test_too_little_text_says_how_much(tokenizer) -> None:
     with pytest.raises(FlexQuantError, match="has 9 tokens, but 4 samples of 512 tokens need 2,048"):
-        calibration_rows(["too short"], tokenizer, samples=4, length=512, seed=0)
+        draw_rows(["too short"], tokenizer, samples=4, length=512, seed=0)
 
 
 @pytest.mark.parametrize("documents", [[], [""]])
 def test_data_without_text(tokenizer, documents: list[str]) -> None:
     with pytest.raises(FlexQuantError, match="the calibration data has no text; give text like"):
-        calibration_rows(documents, tokenizer, samples=4, length=512, seed=0)
+        draw_rows(documents, tokenizer, samples=4, length=512, seed=0)
 
 
 @pytest.mark.parametrize(("samples", "length"), [(0, 512), (-1, 512), (4, 1)])
 def test_senseless_numbers(tokenizer, samples: int, length: int) -> None:
     with pytest.raises(FlexQuantError, match="at least 1 sample of 2 tokens"):
-        calibration_rows(["text"], tokenizer, samples=samples, length=length, seed=0)
+        draw_rows(["text"], tokenizer, samples=samples, length=length, seed=0)

@@ -2,10 +2,21 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The linear that stands in for oneDNN's on CPUs whose INT8 arithmetic saturates."""
 
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
 
-from flexquant.cpu_int8 import _widened, exact_int8_linear
+from flexquant.serving.cpu.int8 import exact_int8_linear
+
+pytestmark = pytest.mark.oldest
 
 
 @pytest.mark.parametrize(
@@ -36,12 +47,54 @@ def test_the_largest_values_do_not_saturate():
 
 def test_its_memory_serves_inside_and_outside_of_inference_mode():
     """vLLM's passes run in inference mode, and may be the first to need the memory."""
-    _widened.cache_clear()
     x, weight = torch.ones(2, 64, dtype=torch.int8), torch.ones(16, 64, dtype=torch.int8)
     scales = torch.ones(2, 1), torch.ones(1, 16)
-    with torch.inference_mode():
-        assert (exact_int8_linear(x, scales[0], weight, scales[1]) == 64).all()
-    assert (exact_int8_linear(x, scales[0], weight, scales[1]) == 64).all()
+
+    def multiply() -> list[bool]:
+        with torch.inference_mode():
+            inside = exact_int8_linear(x, scales[0], weight, scales[1])
+        return [
+            bool((out == 64).all()) for out in (inside, exact_int8_linear(x, scales[0], weight, scales[1]))
+        ]
+
+    with ThreadPoolExecutor(1) as new_thread:  # it has no memory yet
+        assert new_thread.submit(multiply).result() == [True, True]
+
+
+def test_threads_multiply_at_once():
+    def multiply(value: int) -> bool:
+        x, weight = torch.ones(1, 2048, dtype=torch.int8), torch.full((2048, 2048), value, dtype=torch.int8)
+        scales = torch.ones(1, 1), torch.ones(1, 2048)
+        outs = [exact_int8_linear(x, scales[0], weight, scales[1]) for _ in range(30)]
+        return all(bool((out == 2048 * value).all()) for out in outs)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(multiply, range(4))) == [True] * 4
+
+
+LARGEST_VALUES = """
+import json, torch
+from benchmarks.speed import kernels
+
+kernels.prepare_process()
+tensors = {"weight": torch.full((128, 128), 127, dtype=torch.int8), "weight_scale": torch.ones(128, 1)}
+layer, _ = kernels.build_layer("w8a8", "w8a8", 128, 128, tensors)
+out = layer(torch.full((1, 128), 127.0, dtype=torch.bfloat16))
+print(json.dumps([out.min().item(), out.max().item()]))
+"""
+
+
+def test_w8a8_on_a_cpu_with_avx512_and_without_vnni():
+    """oneDNN is told to pass over VNNI, where this CPU has it; PyTorch goes on to use what there is."""
+    done = subprocess.run(
+        [sys.executable, "-c", LARGEST_VALUES],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [pytest.approx(128 * 127 * 127, rel=2**-8)] * 2
 
 
 def test_the_compiler_knows_its_result():

@@ -89,7 +89,7 @@ def test_loss_of_w4a16_at_many_tokens(name: str) -> None:
 
 
 def test_this_cpu_against_its_measurement() -> None:
-    """Every linear in benchmarks/results/smollm2-135m-cpu/kernels: median within 35 %, all within 60 %."""
+    """Every linear in benchmarks/results/smollm2-135m-cpu: median within 35 %, all within 60 %."""
     device = load_device("cpu-2-core")
     cells = read_cells(ROOT / "benchmarks/results/smollm2-135m-cpu")
     off: dict[str, list[float]] = {}

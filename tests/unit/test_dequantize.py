@@ -12,9 +12,9 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 
+from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
-from flexquant.merge.dequantize import WeightReader
-from flexquant.merge.source import Source
+from flexquant.merge.kv.dequantize import WeightReader
 from tests.checkpoints import base_config, make_checkpoint, random_state_dict
 
 MODULE = "model.layers.0.self_attn.k_proj"

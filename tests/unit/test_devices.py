@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from flexquant.documents.yaml_document import from_data
 from flexquant.errors import FlexQuantError
-from flexquant.pass_times import read_pass_times
+from flexquant.policy.pass_times import read_pass_times
 from flexquant.prediction.device import Device, builtin_devices, load_device
 from flexquant.prediction.linears import Linear
 from flexquant.prediction.model_shape import read_model_shape
 from flexquant.prediction.predicting import predict_pass_times
 from flexquant.prediction.roofline import Cost, linear_cost, pass_cost, quantisation_cost
-from flexquant.yaml_document import from_data
 from tests.prediction import DEVICE, square
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +17,21 @@ import torch
 
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.evaluation.answers import compare_answers, most_tokens
-from flexquant.evaluation.candidates import find_candidates
 from flexquant.evaluation.evaluating import evaluate
-from flexquant.evaluation.measure import Scores
-from flexquant.evaluation.passes import Passes
+from flexquant.evaluation.measure import Scores, compare_answers, most_tokens
 from flexquant.evaluation.plot import save_plot
-from flexquant.evaluation.report import format_table
-from flexquant.evaluation.schedule import make_schedule
+from flexquant.evaluation.report import format_table, write_results
+from flexquant.evaluation.schedule import Passes, find_candidates, make_schedule
+from flexquant.evaluation.scores import (
+    kl_divergence,
+    log_probabilities,
+    same_top_token,
+    standard_error,
+    summarise,
+)
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
-from flexquant.evaluation.summary import standard_error, summarise
 from flexquant.evaluation.text import question_prompts, read_questions
-from flexquant.evaluation.token_scores import kl_divergence, log_probabilities, same_top_token
 from flexquant.evaluation.weight_bytes import LayerBytes
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
@@ -58,8 +62,8 @@ def subject(folder) -> Subject:
 
 def test_kl_divergence_by_hand():
     reference = torch.tensor([0.5, 0.25, 0.25]).log()
-    other = torch.tensor([0.25, 0.25, 0.5]).log()
-    expected = 0.5 * math.log(2) + 0.25 * math.log(1 / 2)
+    other = torch.tensor([0.125, 0.125, 0.75]).log()
+    expected = 0.5 * math.log(4) + 0.25 * math.log(2) + 0.25 * math.log(1 / 3)
     assert kl_divergence(reference, other).item() == pytest.approx(expected)
     assert kl_divergence(other, other) == 0
     assert not same_top_token(reference, other)
@@ -320,12 +324,76 @@ def test_questions_that_come_along():
     assert len(questions) == len(set(questions)) == 24
 
 
+def test_a_question_ends_at_a_newline_alone(tmp_path):
+    file = tmp_path / "questions.txt"
+    file.write_text("Which poem?\u2028It has two lines.\r\n\nWhy?\n", encoding="utf-8")
+    assert read_questions(file) == ["Which poem?\u2028It has two lines.", "Why?"]
+
+
 def test_questions_take_the_chat_template_if_there_is_one(folder):
     tokenizer = Subject.open(folder / "merged").tokenizer
     assert question_prompts(["Why?"], tokenizer) == [tokenizer("Why?")["input_ids"]]
     tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}|"
     (prompt,) = question_prompts(["Why?"], tokenizer)
     assert tokenizer.decode(prompt) == "<user>Why?|"
+
+
+# output
+
+
+def unwritable(folder: Path) -> Path:
+    """A folder that cannot be made, even by root: its parent is a file."""
+    (folder / "file").write_text("mine")
+    return folder / "file" / "results"
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(folder, tmp_path, capsys):
+    command = ["eval", str(folder / "merged"), "--text", str(folder / "text.txt"), "--batch-sizes", "2"]
+    command += ["--samples", "2", "--prompt-tokens", "8", "--tokens", "4", "--policies", "w8a8"]
+    output = unwritable(tmp_path)
+    assert main([*command, "--output", str(output)]) == 1
+    captured = capsys.readouterr()
+    assert f"cannot write into {output}" in captured.err and "give another --output" in captured.err
+    assert "batch size" not in captured.err  # no engine was started
+    assert main([*command, "--plot", str(output / "plot.png")]) == 1
+    captured = capsys.readouterr()
+    assert f"cannot write into {output}" in captured.err and "give another --plot" in captured.err
+    assert "batch size" not in captured.err
+
+
+def test_a_refused_evaluation_leaves_no_empty_output(folder, tmp_path):
+    command = ["eval", str(folder / "merged"), "--text", str(tmp_path / "none.txt")]
+    assert main([*command, "--output", str(tmp_path / "results")]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_that_cannot_be_written_at_the_end_are_kept_elsewhere(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "temporary"
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    (tmp_path / "quality.json").mkdir()
+    with pytest.raises(
+        FlexQuantError, match="cannot write .*quality.json .*; the numbers are kept in"
+    ) as told:
+        write_results(make_document(), tmp_path)
+    (saved,) = elsewhere.iterdir()
+    assert str(saved) in str(told.value)
+    assert json.loads(saved.read_text()) == make_document()
+
+
+def test_results_replace_earlier_ones_only_when_they_are_complete(tmp_path):
+    (tmp_path / "quality.json").write_text("earlier")
+    with pytest.raises(TypeError):
+        write_results(make_document(answers=object()), tmp_path)
+    assert (tmp_path / "quality.json").read_text() == "earlier"
+    write_results(make_document(), tmp_path)
+    assert json.loads((tmp_path / "quality.json").read_text()) == make_document()
+
+
+def test_a_plot_that_cannot_be_written_is_one_sentence(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(FlexQuantError, match="cannot write the plot"):
+        save_plot(make_document(), [unwritable(tmp_path) / "plot.png"])
 
 
 # refusals
@@ -364,6 +432,16 @@ def test_refused_inputs(folder, tmp_path):
     refused(folder, "a question and its answer", reference=folder / "model", questions=["?" * 3000])
 
 
+@pytest.mark.parametrize("value", [None, "1"])
+def test_the_environment_is_the_callers_again(folder, tmp_path, monkeypatch, value):
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    monkeypatch.delenv(name, raising=False)
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    refused(folder, "there is no file", text=tmp_path / "none.txt")
+    assert os.environ.get(name) == value
+
+
 def test_refused_text_says_how_many_tokens_there_are(folder, tmp_path):
     (tmp_path / "short.txt").write_text("12345678901")
     refused(folder, r"has 11 tokens, but 2 samples of 12 tokens need 24", text=tmp_path / "short.txt")
@@ -390,10 +468,15 @@ def test_refused_on_the_command_line(folder, tmp_path, capsys):
         code = main(["eval", str(folder / "merged"), "--text", str(folder / "text.txt"), *options])
         return code, capsys.readouterr().err
 
-    code, message = error("--batch-sizes", "8,x")
-    assert code == 2 and "--batch-sizes is '8,x'; give whole numbers" in message
-    code, message = error("--batch-sizes", "0")
-    assert code == 2 and "a batch size is 0" in message
+    for wrong, found in (
+        ("8,x", "'x' is not a whole number"),
+        ("0", "'0' is not"),
+        (",", "the list is empty"),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            error("--batch-sizes", wrong)
+        assert exit_.value.code == 2
+        assert f"argument --batch-sizes: {found}" in capsys.readouterr().err
     code, message = error("--questions", str(tmp_path / "q.txt"))
     assert code == 2 and "--questions needs --reference" in message
     (tmp_path / "q.txt").write_text("\n \n")

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
-from flexquant.merge.kv_compat import KVReport, check_kv_compatibility
-from flexquant.merge.source import Source
+from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
+from flexquant.merge.kv.norms import build_first_layer, measure_offset
 from tests.checkpoints import StateDict, make_checkpoint
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 4, 2, 32, 128, 256
@@ -140,7 +141,7 @@ def edit_tensor(pattern: str, change: Callable[[torch.Tensor], torch.Tensor]) ->
 def test_roundings_of_one_model_are_compatible(tmp_path, architecture, group_size):
     found = report(tmp_path, architecture=architecture, group_size=group_size)
     assert found.compatible and found.layered_plans, found
-    assert found.message == found.residual_message == ""
+    assert found.message == "" and found.residual_messages == []
     assert set(found.worst) == {"k_proj", "v_proj", "o_proj", "down_proj"}
     for worst in found.worst.values():
         assert 0.04 < worst["relative_error"] < 0.5 * worst["allowed"]
@@ -170,6 +171,47 @@ def test_gemma_fold_uses_one_plus_weight(tmp_path):
     assert found.compatible and found.layered_plans, found
 
 
+def test_vaultgemma_fold_uses_one_plus_weight_though_its_name_does_not_begin_with_gemma(tmp_path):
+    norms = {
+        "input_layernorm": READS["input_layernorm"],
+        "pre_feedforward_layernorm": READS["post_attention_layernorm"],
+    }
+    found = report(tmp_path, smooth_norms(1.0, norms), "vaultgemma")
+    assert found.compatible and found.layered_plans, found
+
+
+def as_unknown_model(folder: Path) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "my-own"}))
+    return folder
+
+
+def test_norms_of_an_unknown_model_have_to_be_equal(tmp_path):
+    transform = in_float32(smooth_norms())
+    folders = {
+        "plain": make_checkpoint(tmp_path / "a", scheme="w8a8"),
+        "rounded": make_checkpoint(tmp_path / "b", scheme="w4a16"),
+        "smoothed": make_checkpoint(tmp_path / "c", scheme="w4a16", transform=transform),
+    }
+    plain, rounded, smoothed = (Source.open(n, as_unknown_model(f)) for n, f in folders.items())
+    assert check_kv_compatibility([plain, rounded]).layered_plans
+    with pytest.raises(
+        FlexQuantError, match="input_layernorm.weight' differs between 'plain' and 'smoothed'"
+    ):
+        check_kv_compatibility([plain, smoothed])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "offset"),
+    [("llama", {}, 0.0), ("gemma2", {}, 1.0), ("nemotron", {}, 1.0), ("olmo2", {}, None)],
+)
+def test_norms_are_measured_and_not_known_by_name(model_type, options, offset):
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    layer = build_first_layer({"model_type": model_type, "intermediate_size": 64, "pad_token_id": 0, **sizes})
+    assert layer is not None
+    assert measure_offset(layer, "input_layernorm") == offset  # OLMo 2 has none in front of attention
+
+
 def test_gemma_fold_of_the_bare_weight_is_caught(tmp_path):
     norms = {"input_layernorm": READS["input_layernorm"]}
     found = report(tmp_path, smooth_norms(0.0, norms), "gemma3")
@@ -184,7 +226,7 @@ def test_gemma_post_norm_belongs_to_the_output(tmp_path):
             state[layer + "post_attention_layernorm.weight"] = scale - 1
 
     found = report(tmp_path, fold, "gemma3")
-    assert found.compatible and "layer 0 self_attn.o_proj" in found.residual_message
+    assert found.compatible and "layer 0 self_attn.o_proj" in found.residual_messages[0]
 
 
 def test_fold_between_up_and_down_is_compatible(tmp_path):
@@ -232,25 +274,15 @@ def test_uncompensated_norm_is_caught(tmp_path, low, high):
     assert "layer 0 k_proj" in found.message
 
 
-def test_other_rope_theta_is_caught(tmp_path):
-    parameters = {"rope_type": "default", "rope_theta": 500000.0}
-    found = report(tmp_path, rope_parameters=parameters)
-    assert "rope_parameters" in found.message and "500000" in found.message
-
-
-def test_rope_as_transformers_4_wrote_it_is_the_same(tmp_path):
+def test_rotation_of_the_cache_in_one_variant_is_caught(tmp_path):
     folders = [make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")]
     path = folders[1] / "config.json"
     config = json.loads(path.read_text())
-    theta = config.pop("rope_parameters")["rope_theta"]
-    path.write_text(json.dumps({**config, "rope_theta": theta, "rope_scaling": None}))
+    r3 = {"type": "hadamard", "apply": [{"targets": ["self_attn"], "location": "k_cache"}]}
+    config["quantization_config"]["transform_config"] = {"config_groups": {"R3": r3}}
+    path.write_text(json.dumps(config))
     found = check_kv_compatibility([Source.open(f"v{i}", f) for i, f in enumerate(folders)])
-    assert found.layered_plans, found
-
-
-def test_other_head_layout_is_caught(tmp_path):
-    found = report(tmp_path, num_key_value_heads=4)
-    assert "num_key_value_heads is 2 in 'first' and 4 in 'second'" in found.message
+    assert not found.compatible and "rotation of the KV cache is {} in 'v0' and {'R3'" in found.message
 
 
 def test_other_k_norm_is_caught(tmp_path):
@@ -271,8 +303,22 @@ def test_other_bias_is_caught(tmp_path, projection):
 def test_rotated_residual_shares_the_cache_but_not_layers(tmp_path, schemes):
     found = report(tmp_path, rotate_residual, schemes=schemes)
     assert found.compatible and not found.layered_plans, found
-    assert "residual streams lie in different bases" in found.residual_message
+    assert "residual streams lie in different bases" in found.residual_messages[0]
     assert found.worst["k_proj"]["relative_error"] < 0.2
+
+
+def test_variants_rotated_alike_may_be_mixed_with_one_another(tmp_path):
+    rotate = in_float32(rotate_residual)
+    folders = [
+        make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
+        make_checkpoint(tmp_path / "spin4", scheme="w4a16", transform=rotate),
+        make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
+        make_checkpoint(tmp_path / "spin8", scheme="w8a8", transform=rotate),
+    ]
+    found = check_kv_compatibility([Source.open(f.name, f) for f in folders])
+    assert found.compatible and not found.layered_plans, found
+    assert sorted(map(sorted, found.mixable)) == [["spin4", "spin8"], ["w4a16", "w8a8"]]
+    assert len(found.residual_messages) == 2, "spin4 and spin8, each against w8a8"
 
 
 def test_rotated_residual_does_not_hide_rotated_heads(tmp_path):
@@ -288,7 +334,7 @@ def test_other_outputs_only_forbid_mixing(tmp_path, writer):
     edit = edit_tensor(rf"layers\.1\.{writer}", lambda w: w @ orthogonal(w.shape[1]))
     found = report(tmp_path, edit)
     assert found.compatible and not found.layered_plans
-    assert f"layer 1 {writer}" in found.residual_message and found.message == ""
+    assert f"layer 1 {writer}" in found.residual_messages[0] and found.message == ""
 
 
 def test_another_model_is_caught(tmp_path):

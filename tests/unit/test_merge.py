@@ -13,12 +13,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from flexquant.checkpoint import ARCHITECTURE, MergedConfig
+from flexquant.checkpoint import output as staging
+from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
-from flexquant.merge import merge_checkpoints, staging, verify_checkpoint
-from flexquant.policy import load_policy
-from tests.checkpoints import make_checkpoint
+from flexquant.merge import merge_checkpoints, verify_checkpoint
+from flexquant.policy.rules import load_policy
+from tests.checkpoints import fold_final_norm, make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,19 @@ def test_tensors_are_stored_once_or_under_their_variant(sources, tmp_path):
             stored = merged.pop(f"{name}.{key}") if key not in shared else merged[f"shared.{key}"]
             assert stored.dtype == tensor.dtype and stored.equal(tensor)
     assert merged.keys() == {f"shared.{key}" for key in shared}
+
+
+def test_tensors_that_only_have_name_and_size_in_common_are_stored_for_each_variant(tmp_path):
+    sources = {
+        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
+        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=fold_final_norm),
+    }
+    merge_checkpoints(sources, tmp_path / "merged")
+    merged = load_all(tmp_path / "merged")
+    for key in ("model.norm.weight", "lm_head.weight"):
+        assert f"shared.{key}" not in merged
+        for name, folder in sources.items():
+            assert merged[f"{name}.{key}"].equal(load_all(folder)[key])
 
 
 def test_config_and_files(sources, tmp_path):
@@ -184,7 +198,7 @@ def test_overwrite_where_folders_cannot_be_exchanged(sources, tmp_path, monkeypa
 def test_old_output_returns_after_a_crash_between_the_renames(sources, tmp_path):
     output = tmp_path / "merged"
     merge_checkpoints(sources, output)
-    output.rename(tmp_path / f".merged.old-{dead_pid()}")
+    output.rename(tmp_path / ".merged.old")
     with pytest.raises(FlexQuantError, match="exists"):
         merge_checkpoints(sources, output)
     verify_checkpoint(output)
@@ -237,8 +251,8 @@ def test_killed_merge_leaves_the_old_output_or_none(sources, tmp_path, output_ex
     before = contents(output)
     assert merge_in_child(sources, output, "kill").returncode == -signal.SIGKILL
     assert contents(output) == before
-    (left,) = [p for p in tmp_path.iterdir() if p != output]
-    assert left.name.startswith(".merged.tmp-") and not (left / "config.json").exists()
+    left = {p.name for p in tmp_path.iterdir() if p != output}
+    assert left == {".merged.lock", ".merged.tmp"} and not (tmp_path / ".merged.tmp/config.json").exists()
     merge_checkpoints(sources, output, overwrite=True)
     verify_checkpoint(output)
     assert list(tmp_path.iterdir()) == [output]
@@ -296,9 +310,3 @@ def test_command_line(sources, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*argv, "--max-shard-size", "many"])
     assert stop.value.code == 2
-
-
-def dead_pid() -> int:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    return child.pid

@@ -8,12 +8,17 @@ import sys
 from pathlib import Path
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "merge.py"
-GIB = 1 << 30
+MIB = 1 << 20
 
 
-def test_merging_2_gib_takes_less_than_1_gib(tmp_path):
-    argv = [sys.executable, BENCHMARK, "--gib", "2", "--repeats", "1", "--folder", tmp_path]
+def merge(mib: int, folder: Path) -> dict:
+    argv = [sys.executable, BENCHMARK, "--gib", str(mib / 1024), "--repeats", "1", "--folder", folder]
     printed = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
-    result = json.loads(printed.splitlines()[-1])
-    assert result["input_bytes"] > 2e9
-    assert result["peak_rss_above_interpreter_bytes"] < GIB
+    return json.loads(printed.splitlines()[-1])
+
+
+def test_four_times_the_model_takes_the_same_memory(tmp_path):
+    small, large = (merge(mib, tmp_path) for mib in (128, 512))
+    assert large["input_bytes"] - small["input_bytes"] > 300 * MIB
+    peaks = [result["peak_rss_above_interpreter_bytes"] for result in (small, large)]
+    assert peaks[1] - peaks[0] < 64 * MIB

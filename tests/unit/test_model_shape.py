@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from flexquant.merge.safetensors_io import TensorRef
 from flexquant.prediction.device import Device
 from flexquant.prediction.linears import Linear, LinearReader
 from flexquant.prediction.model_shape import read_model_shape

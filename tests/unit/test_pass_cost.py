@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.pass_times import PassTimes
-from flexquant.routes import Plan
+from flexquant.policy.pass_times import PassTimes
+from flexquant.policy.routes import Plan
 from flexquant.simulation.pass_cost import PassCost
 from flexquant.simulation.scheduler import Chunk, Sequence
 from flexquant.simulation.trace import Request

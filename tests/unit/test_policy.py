@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.policy import DEFAULT_POLICY, Bounds, builtin_policies, load_policy, parse_policy
+from flexquant.policy.choose import DEFAULT_POLICY
+from flexquant.policy.rules import Bounds, builtin_policies, load_policy, parse_policy
 
 FULL = """\
 schema: flexquant.policy/v1
@@ -425,8 +426,8 @@ def test_builtin_policies_are_complete() -> None:
 
 def test_policies_import_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys, flexquant.policy, flexquant.routes, flexquant.cli.policy;"
-        "flexquant.policy.load_policy('phase-batch');"
+        "import sys, flexquant.policy.rules, flexquant.policy.routes, flexquant.cli.policy;"
+        "flexquant.policy.rules.load_policy('phase-batch');"
         "sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -13,7 +13,7 @@ import pytest
 
 from flexquant import cli
 from flexquant.errors import FlexQuantError
-from flexquant.policy import load_policy
+from flexquant.policy.rules import load_policy
 from flexquant.prediction.device import Device, builtin_devices, load_device
 from flexquant.prediction.model_shape import read_model_shape
 from flexquant.prediction.predicting import (
@@ -195,7 +195,7 @@ def test_errors_need_a_variant_in_common(merged: Path, merged_fp8: Path, tmp_pat
         (["OUT"], 2, "give a merged checkpoint and --device"),
         (["OUT", "--device", "tpu"], 1, "unknown device 'tpu'"),
         (["missing", "--device", "h100"], 1, "no such folder: missing"),
-        (["OUT", "--device", "h100", "--measured", "phase-batch"], 1, "phase-batch has no key 'measured'"),
+        (["OUT", "--device", "h100", "--measured", "phase-batch"], 1, "phase-batch has no measured times"),
         (["OUT", "--device", "l4", "--input-len", "900000000"], 1, "does not fit on l4"),
         (["OUT", "--device", "l4", "--tensor-parallel-size", "3"], 1, "3 devices cannot share"),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import (
     decoder_layers,
@@ -29,7 +30,6 @@ from flexquant.quantization.recipe import (
 )
 from flexquant.quantization.resolve import resolve_variant, with_findings
 from flexquant.quantization.schemes import choose_group_size
-from flexquant.yaml_document import to_yaml
 from tests.checkpoints import base_config
 
 W8A8 = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}

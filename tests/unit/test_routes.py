@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.policy import PHASES, Policy, load_policy, parse_policy
-from flexquant.routes import Plan, RouteTable, build_route_table
+from flexquant.policy.routes import Plan, RouteTable, build_route_table
+from flexquant.policy.rules import PHASES, Policy, load_policy, parse_policy
 
 VARIANTS = ("w8a8", "w4a16")
 
@@ -69,6 +69,12 @@ def test_lookup_at_the_edges() -> None:
     assert names == {1: "w4a16", 32: "w4a16", 33: "w8a8", 64: "w8a8", 65: "w8a8", 10**9: "w8a8"}
 
 
+def test_a_rule_for_one_size_alone() -> None:
+    p = policy(decode("w4a16", max=1), decode("fp8", min=5, max=5), {"use": "w8a8"})
+    table = build_route_table(p, p.variants, num_layers=1, max_tokens=9)
+    assert rows(table, "decode") == [(1, 1, "w4a16"), (2, 4, "w8a8"), (5, 5, "fp8"), (6, 9, "w8a8")]
+
+
 def test_first_matching_rule_decides() -> None:
     p = policy(
         {"when": {"phase": "mixed", "tokens": {"min": 10, "max": 20}}, "use": "w4a16"},
@@ -118,7 +124,7 @@ def test_unreachable_plans_are_left_out(tokens_per_sequence: int, last: int) -> 
         num_layers=2,
         max_tokens=2048,
         tokens_per_sequence=tokens_per_sequence,
-        max_sequences=32,
+        max_decode_tokens=32 * tokens_per_sequence,
     )
     assert [plan.name for plan in table.plans] == ["w4a16"]
     assert rows(table, "decode") == [(1, last, "w4a16")]
@@ -127,7 +133,7 @@ def test_unreachable_plans_are_left_out(tokens_per_sequence: int, last: int) -> 
 
 def test_max_tokens_limits_decode_too() -> None:
     table = build_route_table(
-        load_policy("phase-batch"), VARIANTS, num_layers=2, max_tokens=16, max_sequences=256
+        load_policy("phase-batch"), VARIANTS, num_layers=2, max_tokens=16, max_decode_tokens=256
     )
     assert rows(table, "decode") == [(1, 16, "w4a16")]
 
@@ -207,16 +213,17 @@ def test_builtin_that_does_not_fit_is_named_with_its_line() -> None:
         build_route_table(load_policy("phase"), ["w8a8"], num_layers=4, max_tokens=64)
 
 
+APART = [[name] for name in VARIANTS]
+
+
 def test_layered_plan_is_refused_where_residual_streams_differ() -> None:
     with pytest.raises(FlexQuantError, match=r"line \d+: rules\[0\].*residual.*without 'layers'"):
-        build_route_table(
-            load_policy("phase-batch-layer"), VARIANTS, 30, max_tokens=64, layered_plans_allowed=False
-        )
+        build_route_table(load_policy("phase-batch-layer"), VARIANTS, 30, max_tokens=64, mixable=APART)
 
 
 def test_pure_plans_are_allowed_where_residual_streams_differ() -> None:
     p = policy(decode(layered(**{"0-1": "w4a16"}), max=8), {"use": "w8a8"})
-    table = build_route_table(p, VARIANTS, 2, max_tokens=64, layered_plans_allowed=False)
+    table = build_route_table(p, VARIANTS, 2, max_tokens=64, mixable=APART)
     assert [plan.name for plan in table.plans] == ["w8a8", "w4a16"]
 
 
@@ -256,7 +263,7 @@ def names(table: RouteTable, tokens: int) -> list[str]:
 def test_reachable_plans_of_a_size_are_those_of_the_phases_that_it_can_hold() -> None:
     """One token is a decode pass; two may be a prompt; three a prompt beside a decoding sequence."""
     mixed = {"when": {"phase": "mixed"}, "use": layered(**{"0": "w8a8"})}
-    table = table_of(PREFILL, mixed, {"use": "w4a16"}, max_sequences=64)
+    table = table_of(PREFILL, mixed, {"use": "w4a16"}, max_decode_tokens=64)
     assert names(table, 1) == ["w4a16"]
     assert names(table, 2) == ["w8a8", "w4a16"]
     assert names(table, 3) == names(table, 64) == ["w8a8", "w4a16", "w4a16+w8a8[0]"]
@@ -264,7 +271,7 @@ def test_reachable_plans_of_a_size_are_those_of_the_phases_that_it_can_hold() ->
 
 
 def test_reachable_plans_with_speculated_tokens() -> None:
-    table = table_of(PREFILL, {"use": "w4a16"}, max_sequences=4, tokens_per_sequence=3)
+    table = table_of(PREFILL, {"use": "w4a16"}, max_decode_tokens=12, tokens_per_sequence=3)
     assert [names(table, tokens) for tokens in (3, 4, 12, 13)] == [
         ["w4a16"],
         ["w8a8", "w4a16"],
@@ -278,12 +285,14 @@ def test_reachable_plans_with_speculated_tokens() -> None:
     [("w8a8", True), ("single-copy", True), ("phase", False), ("phase-batch", False)],
 )
 def test_whether_the_size_alone_decides(name: str, expected: bool) -> None:
-    table = build_route_table(load_policy(name), VARIANTS, num_layers=30, max_tokens=512, max_sequences=64)
+    table = build_route_table(
+        load_policy(name), VARIANTS, num_layers=30, max_tokens=512, max_decode_tokens=64
+    )
     assert table.ignores_phase() is expected
 
 
 def test_size_alone_decides_where_phases_differ_only_beyond_the_largest_decode_batch() -> None:
     decode_rule = {"when": {"phase": "decode"}, "use": "w8a8"}
     rules = [decode_rule, {"when": {"tokens": {"max": 64}}, "use": "w8a8"}, {"use": "w4a16"}]
-    assert table_of(*rules, max_sequences=64).ignores_phase()
-    assert not table_of(*rules, max_sequences=65).ignores_phase()
+    assert table_of(*rules, max_decode_tokens=64).ignores_phase()
+    assert not table_of(*rules, max_decode_tokens=65).ignores_phase()

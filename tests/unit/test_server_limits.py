@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.simulation import limits_of
 from benchmarks.speed.servers import ServerOptions
-from flexquant.policy import SCHEMA, parse_policy
+from flexquant.policy.rules import SCHEMA, parse_policy
 from flexquant.simulation.pass_cost import PassCost
 from flexquant.simulation.replaying import replay
 from flexquant.simulation.scheduler import Limits
@@ -123,11 +123,10 @@ def test_given_limits_are_kept() -> None:
 
 
 def test_limits_are_those_of_the_server() -> None:
-    # 70 blocks of 128 hold 70 sequences of 100 tokens, which vLLM tells as 7000; one block is padding's.
+    # One block is padding's.
     options = ServerOptions(100, 8, eager=False, kv_cache_gib=1, memory_share=0.9)
-    assert limits_of(options, 2048, 7000, None) == Limits(2048, 8, 69 * 128, 128)
-    # 71 blocks of 16, 7 a sequence: 71 / 7 * 100 tokens, rounded down.
-    limits = limits_of(options, 2048, 1014, "NVIDIA H20")
+    assert limits_of(options, 2048, 70, None) == Limits(2048, 8, 69 * 128, 128)
+    limits = limits_of(options, 2048, 71, "NVIDIA H20")
     assert limits == Limits(2048, 8, 70 * 16, 16, (1, 2, 4, 8, 16), True)
     eager = dataclasses.replace(options, eager=True)
     assert limits_of(eager, 2048, None, "NVIDIA H20") == Limits(2048, 8, None, 16, (), True)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from flexquant import cli
-from flexquant.checkpoint import MergedConfig, Variant
+from flexquant.checkpoint.merged_config import MergedConfig, Variant
 from flexquant.errors import FlexQuantError
-from flexquant.policy import SCHEMA, load_policy, parse_policy
+from flexquant.policy.rules import SCHEMA, load_policy, parse_policy
 from flexquant.prediction.model_shape import read_model_shape
 from flexquant.simulation.arrivals import make_trace
 from flexquant.simulation.pass_cost import PassCost
@@ -219,7 +219,7 @@ def test_cli_refuses_a_model_that_does_not_fit(tuned: str, merged: str, tmp_path
         (["--policy", "{tuned}", "--policy", "phase-batch-layer"], "give the merged checkpoint with --model"),
         (["--policy", "{tuned}", "--kv-cache-tokens", "8"], "request 1 of the trace needs"),
         (["--policy", "{tuned}", "--policy", "/.{tuned}"], "two policies are named 'tuned.yaml'"),
-        (["--policy", "{tuned}", "--model", "nowhere"], "nowhere/config.json cannot be read"),
+        (["--policy", "{tuned}", "--model", "nowhere"], "no such folder: nowhere"),
         (["--policy", "w8a8", "--device", "h100"], "predicts the times of a model; give .* with --model"),
         (["--policy", "{tuned}", "--tensor-parallel-size", "2"], "is for predicted times, .* give --device"),
     ],
@@ -241,7 +241,7 @@ def test_cli_wrong_usage(capsys: pytest.CaptureFixture[str], tuned: str, speed: 
     assert f"'{speed}' is not a number above 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sizes", ["", "0", "8,", "8, 16", "all"])
+@pytest.mark.parametrize("sizes", ["", "0", "8;16", "all"])
 def test_cli_wrong_capture_sizes(capsys: pytest.CaptureFixture[str], tuned: str, sizes: str) -> None:
     with pytest.raises(SystemExit):
         cli.main(["simulate", "--trace", "bursty", "--policy", tuned, "--capture-sizes", sizes])

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE
+from flexquant.checkpoint.safetensors_io import load_tensor, read_header
+from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from flexquant.merge.folder import INDEX_FILE, SINGLE_FILE
-from flexquant.merge.safetensors_io import load_tensor, read_header
-from flexquant.merge.source import Source
 from tests.checkpoints import make_checkpoint
 
 

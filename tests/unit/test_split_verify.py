@@ -8,12 +8,12 @@ import shutil
 import pytest
 from safetensors import safe_open
 
+from flexquant.checkpoint.folder import read_tensors
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.provenance import PROVENANCE_FILE
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
-from flexquant.merge.folder import read_tensors
-from flexquant.merge.merged import MergedCheckpoint
-from flexquant.merge.provenance import PROVENANCE_FILE
 from tests.checkpoints import make_checkpoint
 
 

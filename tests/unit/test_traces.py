@@ -57,6 +57,8 @@ GOOD = '{"arrival": 1, "input": 2, "output": 3}\n'
         (GOOD.replace("3", "0"), ", line 1: output is 0"),
         (GOOD.replace("3", "2.5"), ", line 1: output is 2.5"),
         (GOOD + GOOD.replace("1", "0.5"), ", line 2: arrival is 0.5, before the 1 .*; sort the lines"),
+        (GOOD.replace("}", ', "a\u2028b": 1}'), ", line 1: a\u2028b is an unknown key"),
+        (GOOD.replace("}", ', "a\x85b": 1}') + "[]", ", line 1: a\x85b is an unknown key"),
         (b"\xff", ": not UTF-8 text"),
     ],
 )

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import json
 import random
-from bisect import bisect_right
-from pathlib import Path
 
 import pytest
 
-from flexquant.checkpoint import read_merged_config
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.merge import merge_checkpoints
-from flexquant.named_policies import find_policies
-from flexquant.policy import load_policy
-from flexquant.routes import build_route_table
+from flexquant.policy.choose import find_policies
+from flexquant.policy.routes import build_route_table
+from flexquant.policy.rules import load_policy
 from flexquant.tuning.candidates import find_variants, leave_out_lossy
 from flexquant.tuning.deciding import (
     TooNoisyError,
@@ -26,15 +24,15 @@ from flexquant.tuning.deciding import (
     relative_speed,
     undecided,
 )
-from flexquant.tuning.grid import CPU, GPU, QUICK_CPU, QUICK_GPU, between
 from flexquant.tuning.memory import Memory
 from flexquant.tuning.notes import batch_notes, bound_notes, crossover_notes, origin_notes, unused_notes
 from flexquant.tuning.objectives import Goal, Slo, meet, optimise
-from flexquant.tuning.policy_file import policy_document, write_policy
+from flexquant.tuning.policy_file import Output, policy_document, write_policy
+from flexquant.tuning.rounds import CPU, GPU, QUICK_CPU, QUICK_GPU, between
 from flexquant.tuning.samples import Samples, median_interval
+from flexquant.tuning.tuning import Tuning
 from tests.checkpoints import make_checkpoint
 
-TUNED = Path(__file__).parents[2] / "benchmarks/results/tuning"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 VARIANTS = ["w8a8", "w4a16"]
 ALL = 10**6
@@ -76,7 +74,7 @@ def test_drift_that_the_variants_share_hides_no_difference():
     assert plain(samples).variants == ("w4a16",)
 
 
-@pytest.mark.parametrize("crossover", [3, 5.5, 11, 24, 40])
+@pytest.mark.parametrize("crossover", [3, 5.5, 9, 11, 15, 24, 40])
 def test_thresholds_lie_at_the_crossover(crossover):
     decision = plain(measured(crossing_at(crossover)))
     first, second = decision.ranges["decode"]
@@ -92,27 +90,6 @@ def test_tuned_twice_thresholds_agree():
     ]
     assert max(ends) <= 16
     assert min(ends) >= 8
-
-
-def test_a_machine_tuned_twice_gave_the_same_thresholds():
-    """Two committed runs of one checkpoint on one machine: within a step of the sizes that were measured."""
-    first, second = (load_policy(str(TUNED / f"smollm2-135m{name}.yaml")) for name in ("", "-again"))
-    grids = {
-        "batch_size": list(first.measured.decode["w8a8"]),
-        "tokens": list(first.measured.prefill["w8a8"]),
-    }
-    assert [rule.variant for rule in first.rules] == [rule.variant for rule in second.rules]
-    compared = 0
-    for a, b in zip(first.rules, second.rules, strict=True):
-        for key, grid in grids.items():
-            ends = [getattr(rule, key).max for rule in (a, b)]
-            if None in ends:
-                assert ends == [None, None]
-                continue
-            places = [bisect_right(grid, end) for end in ends]
-            assert abs(places[0] - places[1]) <= 1
-            compared += 1
-    assert compared == 2
 
 
 def test_a_tie_goes_to_the_more_precise():
@@ -258,7 +235,7 @@ def test_the_policy_says_what_was_decided(tmp_path):
     document = policy_document(decision, find_policies(VARIANTS, VARIANTS), times, "latency")
     write_policy(tmp_path / "tuned.yaml", document, decision, times, ["Tuned here."])
     policy = load_policy(str(tmp_path / "tuned.yaml"))
-    table = build_route_table(policy, VARIANTS, num_layers=2, max_tokens=256, max_sequences=64)
+    table = build_route_table(policy, VARIANTS, num_layers=2, max_tokens=256, max_decode_tokens=64)
     for size in range(1, 65):
         assert table.lookup("decode", size).name == decision.variant("decode", size)
     for size in range(1, 257):
@@ -296,9 +273,37 @@ def test_samples_survive_a_stop(tmp_path):
     samples.save(file, {"model": "a", "context": (16, 256)})
     loaded = Samples.load(file, {"model": "a", "context": (16, 256)})
     assert loaded.pass_times(16, {}) == samples.pass_times(16, {})
-    assert Samples.load(file, {"model": "b"}) is None
-    file.write_text("{")
-    assert Samples.load(file, {"model": "a"}) is None
+
+
+def test_samples_of_another_run_are_refused_with_what_differs(tmp_path):
+    file = tmp_path / "samples.json"
+    measured(crossing_at(11)).save(file, {"model": "a", "variants": ["w8a8"], "versions": {"vllm": "1"}})
+    before = file.read_bytes()
+    with pytest.raises(UsageError, match=r"samples.json .* other variants, versions; .*--overwrite"):
+        Samples.load(file, {"model": "a", "variants": ["w8a8", "w4a16"], "versions": {"vllm": "2"}})
+    assert file.read_bytes() == before
+    for content in ("{", "[]", '{"run": {"model": "a"}}'):
+        file.write_text(content)
+        with pytest.raises(UsageError, match=r"samples.json is not what an interrupted run left"):
+            Samples.load(file, {"model": "a"})
+
+
+def test_another_run_does_not_overwrite_what_an_interrupted_one_measured(merged_folder, tmp_path):
+    merged = read_merged_config(merged_folder)[0]
+    few = QUICK_CPU.up_to(2, 16)
+
+    def tuning(*names, **options):
+        output = Output(tmp_path / "tuned.yaml", **options)
+        return Tuning(merged_folder, output, find_variants(merged, names), Goal(), few)
+
+    tuning("w8a8", "w4a16")._save()  # as a run does after every size
+    kept = (tmp_path / "tuned.yaml.samples.json").read_bytes()
+    tuning("w8a8", "w4a16")
+    with pytest.raises(UsageError, match="other variants"):
+        tuning("w8a8", "w4a16", "w4a8")._save()
+    assert (tmp_path / "tuned.yaml.samples.json").read_bytes() == kept
+    tuning("w8a8", "w4a16", "w4a8", overwrite=True)._save()
+    assert (tmp_path / "tuned.yaml.samples.json").read_bytes() != kept
 
 
 @pytest.mark.parametrize("grid", [CPU, GPU, QUICK_CPU, QUICK_GPU])
@@ -322,11 +327,16 @@ def test_what_lies_between(smaller, larger, middle):
 
 
 @pytest.fixture(scope="module")
-def merged(tmp_path_factory):
+def merged_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tune")
     sources = {scheme: make_checkpoint(folder / scheme, scheme=scheme) for scheme in ("w4a16", "w8a8")}
     merge_checkpoints(sources, folder / "merged")
-    return read_merged_config(folder / "merged")[0]
+    return folder / "merged"
+
+
+@pytest.fixture(scope="module")
+def merged(merged_folder):
+    return read_merged_config(merged_folder)[0]
 
 
 def test_the_most_precise_variant_comes_first(merged):

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What a merged checkpoint holds, in numbers: for ``flexquant inspect`` and the model card."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from flexquant.checkpoint.logical import logical_shapes
+from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.output import format_bytes
+from flexquant.checkpoint.safetensors_io import TensorRef
+
+
+@dataclass(frozen=True)
+class VariantReport:
+    scheme: str
+    own_bytes: int
+    """Stored for this variant alone; serving it also needs the shared bytes."""
+    parameters: int
+    """Logical: as the 16-bit model counts them, packing and scales left out."""
+    bits_per_parameter: float
+    """Own and shared bits, scales included, over logical parameters."""
+
+
+@dataclass(frozen=True)
+class Report:
+    base_architecture: str
+    num_layers: int
+    variants: dict[str, VariantReport]
+    shared_bytes: int
+    total_bytes: int
+    bytes_16bit: int
+    """What the model takes in 16 bits a parameter."""
+    layered_plans: bool
+    """Whether layers of all variants may be mixed in one plan."""
+    mixable: list[list[str]]
+    """Groups of variants whose layers may be mixed in one plan."""
+    policy: JsonObject | None
+    """None: the built-in default."""
+    kv_compatibility: JsonObject
+
+    def to_json(self) -> JsonObject:
+        return asdict(self)
+
+    @property
+    def policy_text(self) -> str:
+        if self.policy is None:
+            return "the built-in default"
+        return self.policy.get("description") or "stored in the checkpoint, without a description"
+
+
+def make_report(merged: MergedConfig, num_layers: int, tensors: Mapping[str, TensorRef]) -> Report:
+    """Count the tensors of a merged checkpoint, given by merged key; only headers and shapes are read."""
+    shared = _with_prefix(tensors, SHARED_PREFIX)
+    shared_bytes = _nbytes(shared)
+    variants = {}
+    for name, variant in merged.variants.items():
+        own = _with_prefix(tensors, variant.prefix)
+        parameters = sum(math.prod(shape) for shape in logical_shapes({**shared, **own}).values())
+        variants[name] = VariantReport(
+            describe_scheme(variant.quantization_config),
+            _nbytes(own),
+            parameters,
+            8 * (_nbytes(own) + shared_bytes) / max(1, parameters),
+        )
+    return Report(
+        base_architecture=merged.base_architecture,
+        num_layers=num_layers,
+        variants=variants,
+        shared_bytes=shared_bytes,
+        total_bytes=_nbytes(tensors),
+        bytes_16bit=2 * max(v.parameters for v in variants.values()),
+        layered_plans=merged.layered_plans,
+        mixable=[list(group) for group in merged.mixable_groups],
+        policy=merged.policy,
+        kv_compatibility=merged.kv_compatibility,
+    )
+
+
+def describe_scheme(quantization_config: JsonObject) -> str:
+    """Return e.g. ``int4 weights (group 128), 16-bit activations``, one part for each distinct group."""
+    groups = quantization_config.get("config_groups") or {}
+    parts = [
+        f"{_describe(g.get('weights'), 'weights')}, {_describe(g.get('input_activations'), 'activations')}"
+        for g in groups.values()
+        if isinstance(g, dict)
+    ]
+    return "; ".join(dict.fromkeys(parts)) or str(quantization_config.get("format") or "unknown scheme")
+
+
+def format_report(report: Report) -> str:
+    """Return the report as text for a terminal."""
+    width = max(len("shared"), *(len(name) for name in report.variants))
+    lines = [
+        f"{report.base_architecture}, {report.num_layers} layers, {len(report.variants)} variant(s)",
+        "",
+        f"{'':{width}}  {'bytes':>10}  {'bits/param':>10}  scheme",
+    ]
+    for name, v in report.variants.items():
+        size, bits = format_bytes(v.own_bytes), v.bits_per_parameter
+        lines.append(f"{name:{width}}  {size:>10}  {bits:>10.2f}  {v.scheme}")
+    parameters = max(v.parameters for v in report.variants.values())
+    lines += [
+        f"{'shared':{width}}  {format_bytes(report.shared_bytes):>10}",
+        f"{'total':{width}}  {format_bytes(report.total_bytes):>10}  "
+        f"{100 * report.total_bytes / max(1, report.bytes_16bit):.0f} % of the model in 16 bits "
+        f"({format_bytes(report.bytes_16bit)}, {parameters:,} parameters)",
+        "",
+        f"default policy: {report.policy_text}",
+        f"layers of different variants in one plan: {describe_mixing(report)}",
+        f"KV cache: {describe_kv(report.kv_compatibility)}",
+    ]
+    return "\n".join(lines)
+
+
+def describe_mixing(report: Report) -> str:
+    """Return ``yes``, ``no``, or which variants' layers may be mixed in one plan."""
+    if report.layered_plans:
+        return "yes"
+    groups = [", ".join(group) for group in report.mixable if len(group) > 1]
+    return f"only of {'; '.join(groups)}" if groups else "no"
+
+
+def describe_kv(kv_compatibility: JsonObject) -> str:
+    """Return one sentence on whether the variants' KV caches are interchangeable."""
+    if not kv_compatibility:
+        return "not compared"
+    if kv_compatibility.get("compatible"):
+        return "interchangeable between the variants, as compared when merging"
+    return (
+        f"NOT interchangeable, merged all the same: {kv_compatibility.get('message', 'no reason recorded')}"
+    )
+
+
+def _describe(arguments: JsonObject | None, what: str) -> str:
+    if not arguments:
+        return f"16-bit {what}"
+    details = [str(arguments.get("strategy", "")).replace("_", " ")]
+    if arguments.get("group_size"):
+        details = [f"group {arguments['group_size']}"]
+    if arguments.get("dynamic"):
+        details.append("dynamic")
+    extra = ", ".join(filter(None, details))
+    return f"{arguments.get('type', 'int')}{arguments.get('num_bits', '')} {what}" + (
+        f" ({extra})" if extra else ""
+    )
+
+
+def _with_prefix(tensors: Mapping[str, TensorRef], prefix: str) -> dict[str, TensorRef]:
+    return {key.removeprefix(prefix): ref for key, ref in tensors.items() if key.startswith(prefix)}
+
+
+def _nbytes(tensors: Mapping[str, TensorRef]) -> int:
+    return sum(ref.nbytes for ref in tensors.values())

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Reading a checkpoint folder without trusting it: its JSON files and its tensors, by name.
+
+Every file has to lie inside the folder, links followed. The one exception is the cache of the Hugging
+Face hub, whose snapshot folders hold links to ``../../blobs/`` of the same repository folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.safetensors_io import TensorRef, read_header
+from flexquant.errors import FlexQuantError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def check_folder(folder: Path) -> None:
+    """Raise FlexQuantError unless ``folder`` is a folder."""
+    if not folder.exists():
+        raise FlexQuantError(f"no such folder: {folder}")
+    if not folder.is_dir():
+        raise FlexQuantError(f"{folder} is not a folder; give the folder that holds config.json")
+
+
+def confined_file(folder: Path, name: str) -> Path:
+    """Return the path of the file ``name`` in ``folder``.
+
+    Raises FlexQuantError when it is missing, is not a plain file or lies outside the folder.
+    """
+    path = folder / name
+    target, root = path.resolve(), folder.resolve()
+    if Path(name).is_absolute() or ".." in Path(name).parts or not _may_link(root, target):
+        raise FlexQuantError(
+            f"'{name}' leads outside the checkpoint folder {folder}; copy the file into the folder"
+        )
+    if not target.is_file():
+        raise FlexQuantError(f"{folder} has no file '{name}'; download or write the checkpoint again")
+    return path
+
+
+def read_json(path: Path) -> JsonObject:
+    """Return the JSON object in a file; raise FlexQuantError when it is not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise FlexQuantError(f"cannot read {path}: {e.strerror}") from e
+    except (ValueError, RecursionError) as e:
+        raise FlexQuantError(f"{path} is not valid JSON: {e}") from e
+    if not isinstance(content, dict):
+        raise FlexQuantError(f"{path} holds a JSON {type(content).__name__}, expected an object")
+    return content
+
+
+def read_tensors(folder: Path) -> dict[str, TensorRef]:
+    """Return every tensor of the checkpoint, from its single file or from the shards of its index.
+
+    Raises FlexQuantError for a corrupt or missing shard, a shard outside the folder, and an index that
+    disagrees with its shards.
+    """
+    if not (folder / INDEX_FILE).exists():
+        if not (folder / SINGLE_FILE).exists():
+            raise FlexQuantError(
+                f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; is it a checkpoint folder?"
+            )
+        return read_header(confined_file(folder, SINGLE_FILE))
+
+    index = confined_file(folder, INDEX_FILE)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise FlexQuantError(
+            f"{index} has no weight_map from tensor names to files; write the checkpoint again"
+        )
+    tensors: dict[str, TensorRef] = {}
+    for shard in sorted(set(weight_map.values())):
+        for name, ref in read_header(confined_file(folder, shard)).items():
+            if weight_map.get(name) != shard:
+                stated = f"in {weight_map[name]}" if name in weight_map else "nowhere"
+                raise FlexQuantError(
+                    f"{folder / shard} holds tensor '{name}', which {INDEX_FILE} lists {stated}; "
+                    "write the checkpoint again"
+                )
+            tensors[name] = ref
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise FlexQuantError(
+                f"{index} lists tensor '{name}' in {shard}, which does not hold it; "
+                "write the checkpoint again"
+            )
+    return tensors
+
+
+def _may_link(root: Path, target: Path) -> bool:
+    if target.is_relative_to(root):
+        return True
+    repository = root.parent.parent
+    in_hub_cache = root.parent.name == "snapshots" and repository.name.startswith("models--")
+    return in_hub_cache and target.is_relative_to(repository / "blobs")

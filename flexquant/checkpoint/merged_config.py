@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The on-disk contract of a merged checkpoint, shared by merging (writes it) and serving (reads it).
+
+A merged checkpoint is a Hugging Face folder: ``config.json`` of the base model whose
+``quantization_config`` is the section described by :class:`MergedConfig`, and safetensors shards whose
+keys are ``<variant>.<original key>``, or ``shared.<original key>`` for a tensor that is bit-identical in
+all variants. Nothing here imports torch or vLLM.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+from flexquant.checkpoint.folder import check_folder, confined_file, read_json
+from flexquant.checkpoint.model_config import JsonObject, count_layers
+from flexquant.errors import FlexQuantError
+
+CONFIG_FILE = "config.json"
+ARCHITECTURE = "FlexQuantForCausalLM"
+QUANT_METHOD = "flexquant"
+SCHEMA_VERSION = 1
+SHARED_PREFIX = "shared."
+VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+
+
+def check_variant_name(name: str) -> None:
+    """Raise :class:`FlexQuantError` unless ``name`` can prefix tensor keys and appear in a policy."""
+    if name == SHARED_PREFIX.rstrip(".") or not VARIANT_NAME.fullmatch(name):
+        raise FlexQuantError(
+            f"'{name}' is not a variant name: use lower-case letters, digits, '-' and '_', "
+            "starting with a letter or digit, and not 'shared'"
+        )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One quantised copy of the model: where its tensors are and how they are quantised."""
+
+    prefix: str
+    """Prefix of the variant's tensor keys, dot included."""
+    quantization_config: JsonObject
+    """The source checkpoint's ``quantization_config``, verbatim (compressed-tensors)."""
+
+
+@dataclass(frozen=True)
+class MergedConfig:
+    """The ``quantization_config`` section of a merged checkpoint's ``config.json``."""
+
+    base_architecture: str
+    """The ``architectures[0]`` of every source, e.g. ``LlamaForCausalLM``."""
+    variants: dict[str, Variant]
+    shared_modules: tuple[str, ...] = ()
+    """Modules outside the decoder layers whose tensors are all shared, e.g. ``model.embed_tokens``."""
+    mixable: tuple[tuple[str, ...], ...] | None = None
+    """Groups of variants with equal residual streams: layers of one group may be mixed in one plan.
+
+    Every variant is in exactly one group; None: all are in one.
+    """
+    policy: JsonObject | None = None
+    """The default policy document (schema ``flexquant.policy/v1``); None: the built-in default."""
+    kv_compatibility: JsonObject = field(default_factory=dict)
+    """What the KV-cache comparison found when merging; for people, not read when serving."""
+
+    @property
+    def mixable_groups(self) -> tuple[tuple[str, ...], ...]:
+        return (tuple(self.variants),) if self.mixable is None else self.mixable
+
+    @property
+    def layered_plans(self) -> bool:
+        """Whether layers of all variants may be mixed; all that releases without groups know."""
+        return len(self.mixable_groups) == 1
+
+    def to_json(self) -> JsonObject:
+        return {
+            "quant_method": QUANT_METHOD,
+            "schema_version": SCHEMA_VERSION,
+            "base_architecture": self.base_architecture,
+            "shared_prefix": SHARED_PREFIX,
+            "variants": {
+                name: {"prefix": v.prefix, "quantization_config": v.quantization_config}
+                for name, v in self.variants.items()
+            },
+            "shared_modules": list(self.shared_modules),
+            "layered_plans": self.layered_plans,
+            "mixable": [list(group) for group in self.mixable_groups],
+            "kv_compatibility": self.kv_compatibility,
+            **({"policy": self.policy} if self.policy is not None else {}),
+        }
+
+    @classmethod
+    def from_json(cls, section: JsonObject) -> MergedConfig:
+        """Read the section; raise :class:`FlexQuantError` for a foreign, newer or incomplete one."""
+        if section.get("quant_method") != QUANT_METHOD:
+            raise FlexQuantError(
+                f"not a merged checkpoint: quant_method is {section.get('quant_method')!r}, expected "
+                f"'{QUANT_METHOD}'; create one with 'flexquant merge'"
+            )
+        version = section.get("schema_version")
+        if not isinstance(version, int) or version < 1:
+            raise FlexQuantError(
+                f"the merged checkpoint's schema_version is {version!r}, expected a number from 1 to "
+                f"{SCHEMA_VERSION}; merge it again"
+            )
+        if version > SCHEMA_VERSION:
+            raise FlexQuantError(
+                f"the merged checkpoint has schema version {version}, but this FlexQuant reads up to "
+                f"version {SCHEMA_VERSION}; upgrade flexquant, or merge again with this version"
+            )
+        try:
+            variants = {
+                name: Variant(v["prefix"], v["quantization_config"])
+                for name, v in section["variants"].items()
+            }
+            architecture = section["base_architecture"]
+        except (KeyError, TypeError, AttributeError) as e:
+            raise FlexQuantError(
+                f"the merged checkpoint's quantization_config is incomplete ({e!r}); merge it again"
+            ) from e
+        if not variants:
+            raise FlexQuantError("the merged checkpoint names no variants; merge it again")
+        return cls(
+            base_architecture=architecture,
+            variants=variants,
+            shared_modules=tuple(section.get("shared_modules", ())),
+            mixable=_read_mixable(section, variants),
+            policy=section.get("policy"),
+            kv_compatibility=section.get("kv_compatibility", {}),
+        )
+
+
+def _read_mixable(section: JsonObject, variants: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of variants; a section without them says only whether all may be mixed."""
+    groups = section.get("mixable")
+    if groups is None:
+        if section.get("layered_plans", True):
+            return (tuple(variants),)
+        return tuple((name,) for name in variants)
+    sound = isinstance(groups, list) and all(isinstance(group, list) and group for group in groups)
+    if not sound or sorted(map(str, chain.from_iterable(groups))) != sorted(variants):
+        raise FlexQuantError(
+            f"the merged checkpoint's quantization_config has mixable {groups!r}, expected lists that name "
+            f"each of {', '.join(variants)} once; merge it again"
+        )
+    return tuple(map(tuple, groups))
+
+
+def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
+    """Return the whole ``config.json`` of a merged checkpoint, and the section on its variants.
+
+    Raises :class:`FlexQuantError` for a folder that ``flexquant merge`` did not write.
+    """
+    try:
+        check_folder(folder)
+        config = read_json(confined_file(folder, CONFIG_FILE))
+        count_layers(config)
+    except FlexQuantError as e:
+        raise FlexQuantError(f"{folder}: {e}; give the folder that 'flexquant merge' wrote") from e
+    section = config.get("quantization_config")
+    try:
+        return config, MergedConfig.from_json(section if isinstance(section, dict) else {})
+    except FlexQuantError as e:
+        raise FlexQuantError(f"{folder / CONFIG_FILE}: {e}") from e
+
+
+def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
+    """Return what the ``config.json`` of a merged checkpoint says, and its number of decoder layers.
+
+    Raises :class:`FlexQuantError` for a folder that ``flexquant merge`` did not write.
+    """
+    config, merged = read_model_config(folder)
+    return merged, count_layers(config)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A model's ``config.json`` as plain data, whatever release of transformers wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+
+JsonObject = dict[str, Any]
+"""A JSON object as Python reads it."""
+
+# Differ without a difference in the model: where and by what it was written, and how it is quantised.
+INCIDENTAL_KEYS = frozenset({"quantization_config", "_name_or_path", "transformers_version"})
+# Names of transformers 4 -> those of 5.
+RENAMED = {"torch_dtype": "dtype", "sliding_window_pattern": "_sliding_window_pattern"}
+# What transformers 5 keeps in `rope_parameters`, and 4 beside one another.
+ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+LOCAL_ROPE_BASE = "rope_local_base_freq"
+EXTENDED_ROPES = ("llama3", "yarn", "longrope")
+"""Kinds of RoPE whose parameters hold the length that the model was trained with."""
+
+
+def text_config(config: JsonObject) -> JsonObject:
+    """Return the part of a config that describes the language model; a multimodal one nests it."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) and nested else config
+
+
+def count_layers(config: JsonObject) -> int:
+    """Return the number of decoder layers that a config states; raise FlexQuantError when it states none."""
+    layers = text_config(config).get("num_hidden_layers")
+    if not isinstance(layers, int) or layers < 1:
+        raise FlexQuantError(f"config.json has num_hidden_layers {layers!r}, expected a number from 1")
+    return layers
+
+
+def config_differences(a: JsonObject, b: JsonObject) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, value, value) where two configs describe different models.
+
+    Keys are compared under the names that transformers 5 writes; an absent key equals null.
+    """
+    return _differences(_with_current_keys(a), _with_current_keys(b))
+
+
+def _differences(a: JsonObject, b: JsonObject, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for key in sorted((a.keys() | b.keys()) - INCIDENTAL_KEYS):
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, dict) and isinstance(y, dict):
+            yield from _differences(x, y, f"{path}{key}.")
+        elif x != y:
+            yield path + key, x, y
+
+
+def _with_current_keys(config: JsonObject) -> JsonObject:
+    """Return a config under transformers 5's names, a nested language model's included."""
+    current = {RENAMED.get(key, key): value for key, value in config.items()}
+    if isinstance(nested := current.get("text_config"), dict):
+        current["text_config"] = _with_current_keys(nested)
+    if current.keys() & {"rope_parameters", "rope_scaling", "rope_theta"}:
+        current["rope_parameters"] = _take_rope(current)
+    return current
+
+
+def _take_rope(config: JsonObject) -> Any:
+    """Take all about RoPE out of a config, and return it as transformers 5 writes it.
+
+    One set of parameters, or one for each kind of layers; what is not understood is returned as it is.
+    """
+    rope = config.pop("rope_parameters", None) or {}
+    rope = config.pop("rope_scaling", None) or rope
+    if not isinstance(rope, dict):
+        return rope
+    beside = {key: value for key in ROPE_KEYS if (value := config.pop(key, None)) is not None}
+    local_base = config.pop(LOCAL_ROPE_BASE, None)
+    length = config.get("max_position_embeddings")
+    if rope and all(isinstance(value, dict) for value in rope.values()):
+        return {kind: _one_rope(values, beside, length) for kind, values in rope.items()}
+    if local_base is None:
+        return _one_rope(rope, beside, length)
+    return {  # Gemma 3: only the layers with full attention are scaled
+        "full_attention": _one_rope(rope, beside, length),
+        "sliding_attention": _one_rope({}, {**beside, "rope_theta": local_base}, length),
+    }
+
+
+def _one_rope(rope: Mapping[str, Any], beside: Mapping[str, Any], length: int | None) -> JsonObject:
+    """Return the parameters of one kind of layers, those written beside them included."""
+    one = {**beside, **rope}
+    kind = one.pop("type", None)
+    one.setdefault("rope_type", kind or "default")
+    if one["rope_type"] in EXTENDED_ROPES:
+        one.setdefault("original_max_position_embeddings", length)
+    return one

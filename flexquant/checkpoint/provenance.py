@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""``flexquant_provenance.json``: what a merged checkpoint was made from, by what, and every hash.
+
+It holds no time and no absolute path, so the same sources give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import flexquant
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.source import Source
+
+PROVENANCE_FILE = "flexquant_provenance.json"
+SCHEMA = "flexquant.provenance/v1"
+
+
+def describe_origin(
+    sources: Sequence[Source], tensor_digests: Mapping[str, str], folder: Path, files: Iterable[str]
+) -> JsonObject:
+    """Return the provenance document; ``files`` in ``folder`` are hashed, tensors come hashed."""
+    return {
+        "schema": SCHEMA,
+        "versions": {
+            "flexquant": flexquant.__version__,
+            "python": platform.python_version(),
+            "torch": version("torch"),
+        },
+        "sources": {
+            s.name: {
+                "folder": folder_label(s.folder),
+                "config_sha256": hash_file(s.folder / "config.json"),
+                "transformers_version": s.config.get("transformers_version"),
+            }
+            for s in sources
+        },
+        "files": {name: hash_file(folder / name) for name in sorted(files)},
+        "tensors": dict(tensor_digests),
+    }
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a small file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def folder_label(folder: Path) -> str:
+    """Return the folder's name, or ``org/model@revision`` in the cache of the Hugging Face hub."""
+    folder = folder.resolve()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return f"{repository.removeprefix('models--').replace('--', '/')}@{folder.name}"
+    return folder.name

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Write tensors into safetensors shards: plan the files, then stream byte ranges into them.
+
+A few threads each take one tensor at a time: read a chunk, write it at its place, add it to the hash.
+Python lets go of its lock in all three, so hashing costs little beside copying, and memory stays at a
+chunk a thread however large the model is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE
+from flexquant.checkpoint.output import sync
+from flexquant.checkpoint.safetensors_io import METADATA_KEY, TensorRef, read_chunks
+
+Progress = Callable[[int, int], object]
+"""Called with the bytes of tensors done so far and in all."""
+
+DEFAULT_SHARD_SIZE = 5_000_000_000
+HEADER_ALIGNMENT = 8
+MAX_THREADS = 8
+# What index and provenance take for each tensor, and config and card for all, at most.
+DOCUMENT_BYTES_PER_TENSOR = 1_000
+DOCUMENT_BYTES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file: its header, and each tensor's key, source and offset in the file."""
+
+    file: str
+    header: bytes
+    tensors: tuple[tuple[str, TensorRef, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(ref.nbytes for _, ref, _ in self.tensors)
+
+
+def plan_shards(groups: Sequence[Mapping[str, TensorRef]], max_shard_size: int) -> list[Shard]:
+    """Return the files for groups of tensors; no file holds tensors of two groups.
+
+    A file's tensors have at most ``max_shard_size`` bytes, unless one tensor alone is larger. One file is
+    called ``model.safetensors``, several ``model-00001-of-0000n.safetensors``.
+    """
+    parts: list[dict[str, TensorRef]] = []
+    for group in groups:
+        part: dict[str, TensorRef] = {}
+        size = 0
+        for key, ref in sorted(group.items()):
+            if part and size + ref.nbytes > max_shard_size:
+                parts.append(part)
+                part, size = {}, 0
+            part[key] = ref
+            size += ref.nbytes
+        if part:
+            parts.append(part)
+    if len(parts) == 1:
+        return [_lay_out(SINGLE_FILE, parts[0])]
+    return [
+        _lay_out(f"model-{number:05d}-of-{len(parts):05d}.safetensors", part)
+        for number, part in enumerate(parts, start=1)
+    ]
+
+
+def write_shards(folder: Path, shards: Sequence[Shard], progress: Progress | None = None) -> dict[str, str]:
+    """Write the shards and, for several, their index; return the SHA-256 of every tensor by key.
+
+    The files are on the disk when this returns. Raises OSError when writing fails and FlexQuantError when
+    a source cannot be read; files may then be incomplete.
+    """
+    digests: dict[str, str] = {}
+    done, total = 0, sum(ref.nbytes for shard in shards for _, ref, _ in shard.tensors)
+    pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+    try:
+        copies: list[list[Future[str]]] = []
+        for shard in shards:
+            path = folder / shard.file
+            with open(path, "xb") as f:
+                f.write(shard.header)
+                f.truncate(shard.nbytes)
+            copies.append([pool.submit(_copy, ref, path, offset) for _, ref, offset in shard.tensors])
+        syncs = []
+        for shard, futures in zip(shards, copies, strict=True):
+            for (key, ref, _), future in zip(shard.tensors, futures, strict=True):
+                digests[key] = future.result()
+                done += ref.nbytes
+                if progress is not None:
+                    progress(done, total)
+            syncs.append(pool.submit(sync, folder / shard.file))
+        for finished in syncs:
+            finished.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if len(shards) > 1:
+        _write_index(folder, shards)
+    return dict(sorted(digests.items()))
+
+
+def needed_bytes(shards: Sequence[Shard], files: Iterable[Path]) -> int:
+    """Return the disk space for shards, files to copy and the documents written with them, at most."""
+    tensors = sum(len(shard.tensors) for shard in shards)
+    documents = DOCUMENT_BYTES + DOCUMENT_BYTES_PER_TENSOR * tensors
+    return sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in files) + documents
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's content, following links, and make the folder it goes into."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _lay_out(file: str, tensors: Mapping[str, TensorRef]) -> Shard:
+    """Place the widest dtypes first, as the safetensors library does, so that every tensor is aligned."""
+    placed: list[tuple[str, TensorRef, int]] = []
+    header: dict[str, object] = {METADATA_KEY: {"format": "pt"}}
+    position = 0
+    for key, ref in sorted(tensors.items(), key=lambda item: (-item[1].alignment, item[0])):
+        header[key] = {
+            "dtype": ref.dtype,
+            "shape": list(ref.shape),
+            "data_offsets": [position, position + ref.nbytes],
+        }
+        placed.append((key, ref, position))
+        position += ref.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
+    raw = len(text).to_bytes(8, "little") + text
+    return Shard(file, raw, tuple((key, ref, len(raw) + offset) for key, ref, offset in placed))
+
+
+def _copy(ref: TensorRef, path: Path, offset: int) -> str:
+    """Copy a tensor's bytes to ``offset`` of a file that is already there; return their SHA-256."""
+    digest = hashlib.sha256()
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        for chunk in read_chunks(ref):
+            written = 0
+            while written < len(chunk):
+                written += os.pwrite(fd, chunk[written:], offset + written)
+            offset += written
+            digest.update(chunk)
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
+
+
+def _write_index(folder: Path, shards: Sequence[Shard]) -> None:
+    weight_map = {key: shard.file for shard in shards for key, _, _ in shard.tensors}
+    total = sum(ref.nbytes for shard in shards for _, ref, _ in shard.tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX_FILE, index)

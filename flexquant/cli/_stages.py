@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""One line on stderr for each stage of a long command: which of how many, what it does, and its seconds."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+SHOWN_EVERY = 0.1
+"""Seconds between two updates of a line on a terminal."""
+CLEAR_TO_END = "\x1b[K"
+
+
+class Stages:
+    """Prints the stages of one command, ``[2/5] w8a8: ... 74 s``, on the stderr of its construction.
+
+    On a terminal the line of the running stage is updated with what it has done. In a file or pipe it is
+    written in two parts, when the stage begins and when it ends. Notes wait until then.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._stream: TextIO = sys.stderr
+        self._terminal = self._stream.isatty()
+        self._total = total
+        self._begun = 0
+        self._running = False
+        self._notes: list[str] = []
+
+    def note(self, message: str) -> None:
+        """Print a line of its own, behind that of the running stage."""
+        self._notes.append(message)
+        if not self._running:
+            self._print_notes()
+
+    @contextmanager
+    def stage(self, title: str, *, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+        """Begin the next stage and give a function of (done, in all), counted in ``unit`` or as a share.
+
+        The stage ends with the block; when the block raises, its line stays without seconds.
+        """
+        self._begun += 1
+        line = f"[{self._begun}/{self._total}] {title} ..."
+        started = shown = time.monotonic()
+        self._write(line)
+        self._running = True
+
+        def show(done: int, total: int) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if self._terminal and now - shown >= SHOWN_EVERY:
+                shown = now
+                state = f"{done} of {total}{unit}" if unit else f"{done / max(total, 1):.0%}"
+                text = f"{line} {state}, {now - started:.0f} s"
+                self._write(f"\r{text[: shutil.get_terminal_size().columns - 1]}{CLEAR_TO_END}")
+
+        try:
+            yield show
+            begin, end = (f"\r{line}", CLEAR_TO_END) if self._terminal else ("", "")
+            self._write(f"{begin} {_seconds(time.monotonic() - started)}{end}")
+        finally:
+            self._write("\n")
+            self._running = False
+            self._print_notes()
+
+    def _print_notes(self) -> None:
+        for note in self._notes:
+            self._write(f"{note}\n")
+        self._notes.clear()
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

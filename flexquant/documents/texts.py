@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Text to calibrate or evaluate with: read from files or a dataset, and cut into rows of token ids."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexquant.errors import FlexQuantError, explained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Text = str | list[dict[str, Any]]
+"""Plain text, or the messages of one conversation."""
+
+# Rows are drawn from this many times the tokens that are needed, so that a large corpus is not read whole.
+POOL = 8
+
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
+
+
+def read_documents(calibration: str | Path | None) -> Iterator[Text]:
+    """Yield the documents of a text file, a ``.jsonl`` file, a folder of such files or a dataset id.
+
+    A text file is one document; a JSONL line or dataset record is one, from its ``messages`` or its
+    ``text``. A folder's ``.txt``, ``.md`` and ``.jsonl`` files are read in the order of their names. None
+    gives the language reference that every CPython carries (``pydoc_data.topics``), so that a first try
+    needs no download. Raises FlexQuantError for what cannot be read.
+    """
+    if calibration is None:
+        return iter(_python_reference())
+    path = Path(calibration).expanduser()
+    if path.is_dir():
+        return _read_folder(path)
+    if path.is_file():
+        return _read_file(path)
+    return _read_dataset(str(calibration))
+
+
+def draw_rows(
+    documents: Iterable[Text],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    samples: int,
+    length: int,
+    seed: int,
+    name: str = "the calibration data",
+) -> list[list[int]]:
+    """Return ``samples`` rows of ``length`` token ids each, drawn without repetition.
+
+    Documents are joined with the end-of-text token; each row starts with the begin-of-text token if the
+    tokenizer adds one. Equal arguments give equal rows. Raises FlexQuantError, which calls the documents
+    ``name``, when there is not enough text.
+    """
+    if samples < 1 or length < 2:
+        raise FlexQuantError(
+            f"calibration takes at least 1 sample of 2 tokens, not {samples} of {length}; "
+            "the defaults are 128 of 512"
+        )
+    start = _start_of_row(tokenizer)
+    body = length - len(start)
+    needed = samples * body
+    tokens: list[int] = []
+    for document in documents:
+        ids = tokenizer(_as_text(document, tokenizer), add_special_tokens=False)["input_ids"]
+        if tokens and ids and tokenizer.eos_token_id is not None:
+            tokens.append(tokenizer.eos_token_id)
+        tokens += ids
+        if len(tokens) >= POOL * needed:
+            break
+    if not tokens:
+        raise FlexQuantError(f"{name} has no text; give text like your users' requests")
+    if len(tokens) < needed:
+        raise FlexQuantError(
+            f"{name} has {len(tokens):,} tokens, but {samples} samples of {length} tokens need "
+            f"{needed:,}; give more text, or lower the samples or their length"
+        )
+    starts = range(0, len(tokens) - body + 1, body)
+    chosen = random.Random(seed).sample(starts, samples)
+    return [start + tokens[i : i + body] for i in chosen]
+
+
+def _start_of_row(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ids = tokenizer("a")["input_ids"]
+    return ids[:1] if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else []
+
+
+def _as_text(document: Text, tokenizer: PreTrainedTokenizerBase) -> str:
+    if isinstance(document, str):
+        return document
+    if not tokenizer.chat_template:
+        raise FlexQuantError(
+            "the calibration data has 'messages', but the model's tokenizer has no chat template; "
+            "give records with 'text'"
+        )
+    try:
+        return str(tokenizer.apply_chat_template(document, tokenize=False))
+    except Exception as e:  # a template is a program of the model's author
+        raise FlexQuantError(f"the model's chat template refuses the calibration messages ({e})") from e
+
+
+def _python_reference() -> list[str]:
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def _read_folder(folder: Path) -> Iterator[Text]:
+    files = sorted(f for f in folder.iterdir() if f.suffix in TEXT_SUFFIXES and f.is_file())
+    if not files:
+        raise FlexQuantError(
+            f"the calibration folder {folder} has no {', '.join(TEXT_SUFFIXES)} file; put text into it, or "
+            "name a file or a dataset id"
+        )
+    return chain.from_iterable(map(_read_file, files))
+
+
+def _read_file(path: Path) -> Iterator[Text]:
+    return _read_jsonl(path) if path.suffix == ".jsonl" else iter([_read_text(path)])
+
+
+def _read_text(path: Path) -> str:
+    with _explained_text(path):
+        return path.read_text(encoding="utf-8")
+
+
+def _read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a text file as they are asked for."""
+    with _explained_text(path), path.open(encoding="utf-8") as file:
+        yield from file
+
+
+def _explained_text(path: Path) -> AbstractContextManager[None]:
+    return explained(f"cannot read the calibration data {path} as UTF-8 text", "save it as UTF-8")
+
+
+def _read_jsonl(path: Path) -> Iterator[Text]:
+    for number, line in enumerate(_read_lines(path), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as e:
+                raise FlexQuantError(f"{where} is not JSON ({e})") from e
+            yield _text_of(record, where)
+
+
+def _read_dataset(name: str) -> Iterator[Text]:
+    from datasets import load_dataset
+
+    with explained(
+        f"the calibration data '{name}' is neither a file nor a Hugging Face dataset that could be read",
+        "give a text file, a .jsonl file, a folder of them or a dataset id",
+    ):
+        splits = load_dataset(name, streaming=True)
+        records = splits["train"] if "train" in splits else next(iter(splits.values()), ())
+        for number, record in enumerate(records, 1):
+            yield _text_of(record, f"{name}, record {number}")
+
+
+def _text_of(record: Any, where: str) -> Text:
+    if isinstance(record, Mapping):
+        messages, text = record.get("messages"), record.get("text")
+        if isinstance(messages, list) and messages and all(isinstance(m, Mapping) for m in messages):
+            return [dict(m) for m in messages]
+        if isinstance(text, str):
+            return text
+    found = ", ".join(f"'{key}'" for key in record) if isinstance(record, Mapping) else type(record).__name__
+    raise FlexQuantError(f"{where} has {found or 'no keys'}; expected 'text' or a list of 'messages'")

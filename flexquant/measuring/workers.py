@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""One process for each variant: an engine that serves the merged checkpoint with that variant alone.
+
+Each compiles, captures and chooses kernels as `vllm serve` does with the same arguments and a policy of one
+variant, and all are alive at once, so that what is measured in turn is measured under the same conditions.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from flexquant.documents.yaml_document import to_yaml
+from flexquant.errors import FlexQuantError
+from flexquant.measuring.engine import engine, prepare_environment
+from flexquant.measuring.process_group import end_of_log
+from flexquant.policy.rules import Policy
+
+START_TIMEOUT = 1800
+"""Seconds that an engine may take to start: compiling and capturing a large model takes minutes."""
+CALL_TIMEOUT = 600
+"""Seconds that one measurement may take."""
+LOG_LINES = 15
+"""Lines from the end of an engine's log that the message of its failure holds."""
+
+_processes = multiprocessing.get_context("forkserver")
+
+
+def import_ahead() -> None:
+    """Start importing vLLM for all workers, once and in the background: a large part of their start."""
+    callers = dict(os.environ)
+    try:
+        prepare_environment()
+        _processes.set_forkserver_preload(["vllm.entrypoints.llm"])
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(callers)
+
+
+class Worker:
+    """A process with an engine and a :class:`~flexquant.measuring.pass_timer.PassTimer`, for its parent."""
+
+    def __init__(self, name: str, folder: Path, policy: Policy, options: dict[str, Any], logs: Path) -> None:
+        self.name = name
+        self._log = logs / f"{name}.log"
+        policy_file = logs / f"{name}.yaml"
+        policy_file.write_text(to_yaml(policy.document), encoding="utf-8")
+        options = {**options, "flexquant": {"policy": str(policy_file)}}
+        self._connection, other = _processes.Pipe()
+        self._process = _processes.Process(target=_serve, args=(other, str(self._log), str(folder), options))
+        self._process.start()
+        other.close()
+
+    def wait_until_ready(self) -> None:
+        """Raise FlexQuantError, with the end of the log, if the engine does not start."""
+        self._receive(START_TIMEOUT)
+
+    def call(self, method: str, *arguments: float) -> float:
+        """Return what the method returns; raise FlexQuantError if it fails or takes CALL_TIMEOUT seconds."""
+        try:
+            self._connection.send((method, arguments))
+        except OSError as e:
+            raise self._failure("has ended") from e
+        return self._receive(CALL_TIMEOUT)
+
+    def close(self) -> None:
+        """Tell the process to end by closing the connection to it; :meth:`join` waits until it has ended."""
+        self._connection.close()
+
+    def join(self) -> None:
+        """Wait 30 s for the process to end, then kill it and the processes that it started."""
+        self._process.join(30)
+        if self._process.is_alive() and self._process.pid is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.join()
+
+    def _receive(self, timeout: float) -> Any:
+        try:
+            if not self._connection.poll(timeout):
+                raise self._failure(f"did not answer within {timeout:.0f} s")
+            succeeded, value = self._connection.recv()
+        except (EOFError, OSError) as e:
+            raise self._failure("has ended") from e
+        if not succeeded:
+            raise self._failure(value)
+        return value
+
+    def _failure(self, problem: str) -> FlexQuantError:
+        end = end_of_log(self._log, LOG_LINES)
+        return FlexQuantError(f"the engine of '{self.name}' {problem}; its log ends:\n{end}")
+
+
+@contextmanager
+def start_workers(
+    policies: Mapping[str, Policy], folder: Path, options: Callable[[str], dict[str, Any]]
+) -> Iterator[dict[str, Worker]]:
+    """Start an engine for each policy, by name, and stop them on leaving.
+
+    ``options`` returns vLLM's engine arguments for a name. On a GPU the engines start one after the other,
+    since each looks how much memory is left. Raises FlexQuantError if one does not start.
+    """
+    import_ahead()
+    from vllm.platforms import current_platform
+
+    workers: dict[str, Worker] = {}
+    with tempfile.TemporaryDirectory(prefix="flexquant-tune-") as logs:
+        try:
+            for name, policy in policies.items():
+                workers[name] = Worker(name, folder, policy, options(name), Path(logs))
+                if not current_platform.is_cpu():
+                    workers[name].wait_until_ready()
+            if current_platform.is_cpu():
+                for worker in workers.values():
+                    worker.wait_until_ready()
+            yield workers
+        finally:
+            for end in (Worker.close, Worker.join):
+                for worker in workers.values():
+                    end(worker)
+
+
+def _serve(connection: Connection, log: str, folder: str, options: dict[str, Any]) -> None:
+    """Answer calls until the parent closes the connection; body of the process."""
+    os.setpgrp()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    from flexquant.measuring.pass_timer import PassTimer
+
+    try:
+        with engine(folder, **options) as llm:
+            timer = PassTimer(llm)
+            timer.prefill(1, seconds=0)
+            connection.send((True, None))
+            while True:
+                try:
+                    method, arguments = connection.recv()
+                except EOFError:
+                    return
+                connection.send((True, getattr(timer, method)(*arguments)))
+    except Exception as e:
+        traceback.print_exc()
+        try:
+            connection.send((False, f"failed ({type(e).__name__}: {e})"))
+        except OSError:
+            return

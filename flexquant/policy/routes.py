@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The route table: a policy worked out for one model, so that choosing a plan is one look-up.
+
+The plan of a forward pass is a pure function of its phase and its padded token count, the same on every
+tensor-parallel rank and for every replay of a CUDA graph. Nothing here imports torch or vLLM.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import PHASES, Derivation, LayerRange, Phase, Policy, Rule
+
+
+@dataclass(frozen=True)
+class Plan:
+    """For every decoder layer, the variant that runs it. Equal layers have equal names."""
+
+    name: str
+    """The variant of a pure plan; else that of most layers, then the others and theirs:
+    ``w4a16+w8a8[0-3,29]``."""
+    layers: tuple[str, ...]
+
+    @classmethod
+    def from_layers(cls, layers: tuple[str, ...]) -> Plan:
+        base = Counter(layers).most_common(1)[0][0]
+        others = [
+            f"{variant}[{_ranges_text([i for i, v in enumerate(layers) if v == variant])}]"
+            for variant in dict.fromkeys(layers)
+            if variant != base
+        ]
+        return cls("+".join([base, *others]), layers)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The variants it takes layers from, in order of their first layer."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @property
+    def is_pure(self) -> bool:
+        return len(self.variants) == 1
+
+
+class Interval(NamedTuple):
+    """The passes of ``min_tokens`` to ``max_tokens`` tokens, both included, and their plan."""
+
+    min_tokens: int
+    max_tokens: int
+    plan: Plan
+
+
+class RouteTable:
+    """Which plan runs a forward pass."""
+
+    def __init__(
+        self,
+        intervals: Mapping[Phase, list[Interval]],
+        derived: dict[str, Derivation],
+        tokens_per_sequence: int = 1,
+    ) -> None:
+        """``intervals``: for every phase, in ascending order and without gaps from one token."""
+        self.derived = derived
+        """By name, the variants that are computed from the checkpoint's while loading."""
+        self._intervals = intervals
+        self._tokens_per_sequence = tokens_per_sequence
+        self._routes = {
+            phase: ([i.min_tokens for i in rows[1:]], [i.plan for i in rows])
+            for phase, rows in intervals.items()
+        }
+        self.plans: tuple[Plan, ...] = tuple(
+            dict.fromkeys(row.plan for phase in PHASES for row in intervals[phase])
+        )
+        """The plans that some pass can take, by phase and then token count."""
+
+    def lookup(self, phase: Phase, tokens: int) -> Plan:
+        """The plan for a pass of ``tokens`` padded tokens; more than the table holds take its last."""
+        starts, plans = self._routes[phase]
+        return plans[bisect_right(starts, tokens)]
+
+    def reachable(self, tokens: int) -> tuple[Plan, ...]:
+        """The plans that some pass of ``tokens`` padded tokens can take.
+
+        A prefill pass has more tokens than one decoding sequence, and a mixed one a decoding sequence more.
+        """
+        one = self._tokens_per_sequence
+        most_in_decode = self._intervals["decode"][-1].max_tokens
+        possible = {"prefill": tokens > one, "decode": tokens <= most_in_decode, "mixed": tokens > one + 1}
+        return tuple(dict.fromkeys(self.lookup(phase, tokens) for phase in PHASES if possible[phase]))
+
+    def source(self, variant: str) -> str:
+        """The checkpoint's variant whose weights a variant has: itself, unless it is derived."""
+        return self.derived[variant].source if variant in self.derived else variant
+
+    def ignores_phase(self) -> bool:
+        """Whether a pass takes the same plan in whatever phase it is, so that its size alone decides."""
+        starts = {row.min_tokens for phase in PHASES for row in self._intervals[phase]}
+        one = self._tokens_per_sequence
+        return all(len(self.reachable(tokens)) <= 1 for tokens in {*starts, one + 1, one + 2})
+
+    def intervals(self, phase: Phase) -> list[Interval]:
+        """The token ranges of a phase with their plans, ascending; neighbours have different plans."""
+        return list(self._intervals[phase])
+
+
+def build_route_table(
+    policy: Policy,
+    variants: Collection[str],
+    num_layers: int,
+    max_tokens: int,
+    mixable: Collection[Collection[str]] | None = None,
+    tokens_per_sequence: int = 1,
+    max_decode_tokens: int | None = None,
+) -> RouteTable:
+    """Work a policy out for a model of ``num_layers`` decoder layers.
+
+    ``max_tokens`` is the most that one pass can hold, ``max_decode_tokens`` the most in decode, padding
+    included. A decode pass has ``tokens_per_sequence`` tokens a sequence, more than one only with speculative
+    decoding; its batch size is its token count divided by that, rounded up.
+
+    ``variants`` are the checkpoint's; the policy may derive more from them. ``mixable`` are the groups whose
+    layers may be mixed in one plan, a derived variant counting as the one it is from; None: all variants.
+
+    Raises :class:`FlexQuantError` for a variant that is not there, a layer that the model does not have or
+    that is named twice, and a plan with layers of variants in different groups of ``mixable``.
+    """
+    variants = [*variants, *_derived(policy, variants)]
+    plans = {}
+    for rule in policy.rules:
+        plan = _plan(rule, variants, num_layers)
+        if mixable is not None:
+            _check_mixable(rule, plan, policy, mixable)
+        plans[rule] = plan
+
+    intervals = {}
+    for phase in PHASES:
+        limit = max_tokens
+        if phase == "decode" and max_decode_tokens is not None:
+            limit = min(limit, max_decode_tokens)
+        rows: list[Interval] = []
+        for first, last, rule in matching_rules(policy, phase, limit, tokens_per_sequence):
+            if rows and rows[-1].plan == plans[rule]:
+                first = rows.pop().min_tokens
+            rows.append(Interval(first, last, plans[rule]))
+        intervals[phase] = rows
+    return RouteTable(intervals, policy.derived, tokens_per_sequence)
+
+
+def matching_rules(
+    policy: Policy, phase: str, max_tokens: int, tokens_per_sequence: int = 1
+) -> list[tuple[int, int, Rule]]:
+    """The rule for every token count from 1 to ``max_tokens``, as ascending ``(first, last, rule)``."""
+    starts = {1}
+    for rule in policy.rules:
+        for bounds, unit in ((rule.tokens, 1), (rule.batch_size, tokens_per_sequence)):
+            starts.add((bounds.min - 1) * unit + 1)
+            if bounds.max is not None:
+                starts.add(bounds.max * unit + 1)
+    cuts = sorted(start for start in starts if start <= max_tokens)
+    rows: list[tuple[int, int, Rule]] = []
+    for first, following in zip(cuts, [*cuts[1:], max_tokens + 1], strict=True):
+        batch_size = -(-first // tokens_per_sequence)
+        rule = next(rule for rule in policy.rules if rule.matches(phase, first, batch_size))
+        if rows and rows[-1][2] is rule:
+            first = rows.pop()[0]
+        rows.append((first, following - 1, rule))
+    return rows
+
+
+def _check_mixable(rule: Rule, plan: Plan, policy: Policy, mixable: Collection[Collection[str]]) -> None:
+    stored = {v: policy.derived[v].source if v in policy.derived else v for v in plan.variants}
+    if any(set(stored.values()) <= set(group) for group in mixable):
+        return
+    groups = [" with ".join(group) for group in mixable if len(group) > 1]
+    advice = f"mix {' or '.join(groups)} only, or use" if groups else "use"
+    raise FlexQuantError(
+        f"{rule.place} begins a plan with layers of {' and '.join(plan.variants)} ({plan.name}), but the "
+        f"residual streams of these variants differ; {advice} a policy without 'layers'"
+    )
+
+
+def _derived(policy: Policy, variants: Collection[str]) -> list[str]:
+    for name, derivation in policy.derived.items():
+        if name in variants:
+            raise FlexQuantError(
+                f"{derivation.place} derives '{name}', but the checkpoint has a variant of that name; use "
+                "it as it is, or derive under another name"
+            )
+        if derivation.source not in variants:
+            raise FlexQuantError(
+                f"{derivation.place} derives '{name}' from '{derivation.source}', but the checkpoint has "
+                f"{', '.join(sorted(variants))}; derive from one of those, or choose another policy"
+            )
+    return list(policy.derived)
+
+
+def _plan(rule: Rule, variants: Collection[str], num_layers: int) -> Plan:
+    choices = [(rule.variant, rule.place), *((layers.variant, layers.place) for layers in rule.layers)]
+    for variant, place in choices:
+        if variant not in variants:
+            raise FlexQuantError(
+                f"{place} names the variant '{variant}', but the checkpoint has "
+                f"{', '.join(sorted(variants))}; use one of those, choose another "
+                "policy, or merge a checkpoint with that variant"
+            )
+    chosen: dict[int, LayerRange] = {}
+    for layers in rule.layers:
+        for layer in _resolve(layers, num_layers):
+            if layer in chosen:
+                raise FlexQuantError(
+                    f'{layers.place} overlaps "{chosen[layer].text}": both name layer {layer} of this '
+                    f"model's {num_layers} layers; name every layer once"
+                )
+            chosen[layer] = layers
+    return Plan.from_layers(
+        tuple(chosen[i].variant if i in chosen else rule.variant for i in range(num_layers))
+    )
+
+
+def _resolve(layers: LayerRange, num_layers: int) -> range:
+    for layer in (layers.first, layers.last):
+        if not -num_layers <= layer < num_layers:
+            raise FlexQuantError(
+                f"{layers.place} names layer {layer}, but the model has {num_layers} layers; use 0 to "
+                f"{num_layers - 1}, or -{num_layers} to -1 counted from the end"
+            )
+    first, last = layers.first % num_layers, layers.last % num_layers
+    if first > last:
+        raise FlexQuantError(
+            f"{layers.place} runs from layer {first} back to {last} of this model's {num_layers} layers; "
+            "put the earlier layer first"
+        )
+    return range(first, last + 1)
+
+
+def _ranges_text(numbers: list[int]) -> str:
+    """Ascending numbers as ranges: ``0-3,29``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

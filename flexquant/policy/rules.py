@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Policies: a YAML document (schema ``flexquant.policy/v1``) read into validated rules.
+
+    rules:                                   # first match wins; the last rule has no `when`
+      - when: {phase: decode, batch_size: {max: 32}}
+        use: {default: w4a16, layers: {"0-3": w8a8, "-1": w8a8}}
+      - use: w8a8
+
+A policy may name variants that the checkpoint does not hold, computed while loading from one that it does:
+
+    derive:
+      w4a8: {from: w4a16, activations: int8}
+
+A policy file and a document stored in a merged checkpoint go through one validator: a file is first
+turned into a plain document plus the line of each key, which the messages then name. What depends on the
+model (its variants and layers) is checked by :func:`flexquant.policy.routes.build_route_table`. Nothing here
+imports torch or vLLM.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Literal
+
+from flexquant.checkpoint.merged_config import check_variant_name
+from flexquant.documents.named_files import builtin_names, read_named
+from flexquant.documents.yaml_document import Document, KeyPath, from_data, from_yaml, show
+from flexquant.errors import FlexQuantError
+from flexquant.policy.pass_times import PassTimes, read_pass_times
+
+SCHEMA = "flexquant.policy/v1"
+PACKAGE = "flexquant.policies"
+Phase = Literal["prefill", "decode", "mixed"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode", "mixed")
+"""Only prompt chunks; only sequences in generation; both."""
+
+ACTIVATIONS = ("int8", "fp8")
+"""What a derived variant may quantise the activations of an INT4 variant to, per token, while it runs."""
+
+LAYERS = re.compile(r"(0|-?[1-9]\d*)(?:-(0|-?[1-9]\d*))?")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A range of whole numbers, both ends included; no ``max``: no upper end."""
+
+    min: int = 1
+    max: int | None = None
+
+    def __contains__(self, number: int) -> bool:
+        return self.min <= number and (self.max is None or number <= self.max)
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """The variant of layers ``first`` to ``last``, both included; negative ones count from the end."""
+
+    first: int
+    last: int
+    variant: str
+    text: str
+    """The range as written in the policy."""
+    place: str = field(compare=False)
+    """File, line and key, for messages."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which forward passes a rule takes, and the variant that runs each of their layers."""
+
+    phases: tuple[str, ...]
+    tokens: Bounds
+    batch_size: Bounds
+    variant: str
+    layers: tuple[LayerRange, ...]
+    place: str = field(compare=False)
+    """File, line and key of ``use``, for messages."""
+
+    def matches(self, phase: str, tokens: int, batch_size: int) -> bool:
+        """Whether the rule takes a pass of ``tokens`` tokens; ``batch_size`` matters in decode only."""
+        return phase in self.phases and tokens in self.tokens and batch_size in self.batch_size
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([self.variant, *(layers.variant for layers in self.layers)]))
+
+    @property
+    def plan_text(self) -> str:
+        """The plan with its layers as written, e.g. ``w4a16+w8a8[0-3,-1]``."""
+        exceptions: dict[str, list[str]] = {}
+        for layers in self.layers:
+            exceptions.setdefault(layers.variant, []).append(layers.text)
+        return "+".join([self.variant, *(f"{name}[{','.join(texts)}]" for name, texts in exceptions.items())])
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """A variant with the weights of ``source``, one of the checkpoint's, and 8-bit activations."""
+
+    source: str
+    activations: str
+    """One of :data:`ACTIVATIONS`."""
+    place: str = field(compare=False)
+    """File, line and key, for messages."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Validated rules; the first that matches decides, and the last matches everything."""
+
+    name: str
+    """Name of a built-in policy, else the source given or the path."""
+    description: str
+    rules: tuple[Rule, ...]
+    derived: dict[str, Derivation]
+    """By name, the variants that are computed from the checkpoint's."""
+    measured: PassTimes | None
+    """What the variants' passes took where the policy was tuned."""
+    document: dict[str, Any]
+    """The policy as plain JSON-able data, which :func:`parse_policy` reads back."""
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for rule in self.rules for name in rule.variants))
+
+
+def builtin_policies() -> list[str]:
+    """Names of the policies that come with FlexQuant, sorted."""
+    return builtin_names(PACKAGE)
+
+
+def load_policy(name_or_path: str) -> Policy:
+    """Load a built-in policy by name, or a policy file.
+
+    What is a path :func:`~flexquant.documents.named_files.read_named` tells. Raises :class:`FlexQuantError`
+    for an unknown name, an unreadable file, and a document that breaks the schema.
+    """
+    content, source = read_named(name_or_path, PACKAGE, "policy")
+    return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name_or_path)
+
+
+def parse_policy(document: dict[str, Any], source: str = "stored policy") -> Policy:
+    """Validate a policy given as data, e.g. the one stored in a merged checkpoint.
+
+    ``source`` becomes the policy's name and opens the message of the :class:`FlexQuantError` that a
+    document breaking the schema raises.
+    """
+    return _validate(from_data(document, source, "policy"), source)
+
+
+def _validate(document: Document, name: str) -> Policy:
+    data = document.data
+    document.check_keys(data, (), ("schema", "rules"), ("description", "derive", "measured"))
+    if data["schema"] != SCHEMA:
+        document.fail(("schema",), f"is {show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
+    description = data.get("description", "")
+    if not isinstance(description, str):
+        document.fail(("description",), f"is {show(description)}; give text, in quotes if need be")
+    entries = data["rules"]
+    if not isinstance(entries, list) or not entries:
+        document.fail(("rules",), f"is {show(entries)}; give a list of at least one rule")
+    rules: list[Rule] = []
+    for i, entry in enumerate(entries):
+        path = ("rules", i)
+        is_last = i == len(entries) - 1
+        document.check_keys(entry, path, ("use",), ("when",))
+        if is_last and "when" in entry:
+            document.fail(
+                (*path, "when"),
+                "is in the last rule, which must take every pass; remove it, or add a last rule",
+            )
+        if not is_last and "when" not in entry:
+            document.fail(
+                path, "has no 'when', so no later rule can match; add one, or move the rule to the end"
+            )
+        rule = _rule(entry, path, document)
+        if not is_last and not _can_match(rule, rules):
+            document.fail(
+                path, "can never match, because earlier rules take all its passes; remove or move it"
+            )
+        rules.append(rule)
+    derived = _derivations(data.get("derive", {}), document)
+    used = {variant for rule in rules for variant in rule.variants}
+    for variant in derived:
+        if variant not in used:
+            document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
+    measured = read_pass_times(data["measured"], ("measured",), document) if "measured" in data else None
+    return Policy(name, description, tuple(rules), derived, measured, data)
+
+
+def _derivations(value: Any, document: Document) -> dict[str, Derivation]:
+    if not isinstance(value, dict):
+        document.fail(
+            ("derive",), f"is {show(value)}; give a mapping such as w4a8: {{from: w4a16, activations: int8}}"
+        )
+    derived = {}
+    for name, entry in value.items():
+        path = ("derive", name)
+        _variant(name, path, document)
+        document.check_keys(entry, path, ("from", "activations"), ())
+        source = _variant(entry["from"], (*path, "from"), document)
+        if source in value:
+            document.fail((*path, "from"), f"is '{source}', itself derived; name a variant of the checkpoint")
+        activations = entry["activations"]
+        if activations not in ACTIVATIONS:
+            allowed = ", ".join(ACTIVATIONS)
+            document.fail((*path, "activations"), f"is {show(activations)}; give one of {allowed}")
+        derived[name] = Derivation(source, activations, document.place(path))
+    return derived
+
+
+def _rule(entry: dict[str, Any], path: KeyPath, document: Document) -> Rule:
+    phases: tuple[str, ...] = PHASES
+    tokens = batch_size = Bounds()
+    if "when" in entry:
+        when, when_path = entry["when"], (*path, "when")
+        document.check_keys(when, when_path, (), ("phase", "batch_size", "tokens"))
+        if not when:
+            document.fail(when_path, "is empty; give at least one of phase, batch_size, tokens")
+        if "phase" in when:
+            phases = _phases(when["phase"], (*when_path, "phase"), document)
+        if "tokens" in when:
+            tokens = _bounds(when["tokens"], (*when_path, "tokens"), document)
+        if "batch_size" in when:
+            batch_size = _bounds(when["batch_size"], (*when_path, "batch_size"), document)
+            if phases != ("decode",):
+                document.fail(
+                    (*when_path, "batch_size"),
+                    f"is for a rule with 'phase: decode' only, but this one has {', '.join(phases)}; "
+                    "use 'tokens' instead",
+                )
+    use, use_path = entry["use"], (*path, "use")
+    if not isinstance(use, dict):
+        return Rule(
+            phases, tokens, batch_size, _variant(use, use_path, document), (), document.place(use_path)
+        )
+    document.check_keys(use, use_path, ("default", "layers"), ())
+    default = _variant(use["default"], (*use_path, "default"), document)
+    layers = _layers(use["layers"], (*use_path, "layers"), document)
+    return Rule(phases, tokens, batch_size, default, layers, document.place((*use_path, "default")))
+
+
+def _phases(value: Any, path: KeyPath, document: Document) -> tuple[str, ...]:
+    names = value if isinstance(value, list) else [value]
+    if not names or any(name not in PHASES for name in names):
+        document.fail(path, f"is {show(value)}; give one of {', '.join(PHASES)}, or a list of them")
+    return tuple(phase for phase in PHASES if phase in names)
+
+
+def _bounds(value: Any, path: KeyPath, document: Document) -> Bounds:
+    document.check_keys(value, path, (), ("min", "max"))
+    if not value:
+        document.fail(path, "is empty; give min, max or both")
+    for key, number in value.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            document.fail((*path, key), f"is {show(number)}; give a whole number of at least 1")
+    bounds = Bounds(**value)
+    if bounds.max is not None and bounds.min > bounds.max:
+        document.fail(path, f"has min {bounds.min} above max {bounds.max}; correct one of the two")
+    return bounds
+
+
+def _variant(value: Any, path: KeyPath, document: Document) -> str:
+    if not isinstance(value, str):
+        document.fail(path, f"is {show(value)}; give the name of a variant, e.g. w8a8")
+    try:
+        check_variant_name(value)
+    except FlexQuantError as e:
+        document.fail(path, f"is wrong: {e}")
+    return value
+
+
+def _layers(value: Any, path: KeyPath, document: Document) -> tuple[LayerRange, ...]:
+    if not isinstance(value, dict) or not value:
+        document.fail(path, f'is {show(value)}; give a mapping from layers to variants, e.g. "0-3": w8a8')
+    ranges = []
+    for text, variant in value.items():
+        key_path = (*path, text)
+        match = LAYERS.fullmatch(text)
+        if match is None:
+            document.fail(
+                key_path, 'does not name layers; write a number or a range such as "5", "0-3" or "-4--1"'
+            )
+        first = int(match[1])
+        last = first if match[2] is None else int(match[2])
+        if first > last and (first < 0) == (last < 0):
+            document.fail(key_path, f'runs backwards; write "{last}-{first}"')
+        ranges.append(
+            LayerRange(first, last, _variant(variant, key_path, document), text, document.place(key_path))
+        )
+    return tuple(ranges)
+
+
+def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:
+    """Whether some pass reaches the rule: if any does, one at the lower ends of the ranges left over does."""
+    tokens = {rule.tokens.min} | {r.tokens.max + 1 for r in earlier if r.tokens.max}
+    batches = {rule.batch_size.min} | {r.batch_size.max + 1 for r in earlier if r.batch_size.max}
+    return any(
+        rule.matches(*point) and not any(r.matches(*point) for r in earlier)
+        for point in product(rule.phases, tokens, batches)
+    )

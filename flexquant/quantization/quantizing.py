@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""One 16-bit model in, one folder per variant out, by a recipe and with one set of calibration samples."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from flexquant.checkpoint.output import prepare_output, remove_leftovers, staged_folder
+from flexquant.checkpoint.sidecars import RECIPE
+from flexquant.checkpoint.tokenizer import load_tokenizer
+from flexquant.checkpoint.writer import Progress
+from flexquant.documents.texts import draw_rows, read_documents
+from flexquant.errors import FlexQuantError
+from flexquant.quantization.architecture import empty_model
+from flexquant.quantization.modifiers import build_modifiers
+from flexquant.quantization.quiet import quiet_libraries
+from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
+from flexquant.quantization.report import (
+    find_changes,
+    portable_settings,
+    read_report,
+    resolved_document,
+    rows_sha256,
+    smoothing_report,
+    variant_inputs,
+    write_report,
+)
+from flexquant.quantization.resolve import ResolvedVariant, resolve_variant, with_findings
+from flexquant.quantization.source_model import SourceModel, find_folder, read_source
+
+if TYPE_CHECKING:
+    from llmcompressor.modifiers import Modifier
+    from transformers import PreTrainedTokenizerBase
+
+Rows = Sequence[Sequence[int]]
+ProgressLine = Callable[[str], None]
+Stage = Callable[..., AbstractContextManager[Progress | None]]
+"""Called with the title of a stage, and a unit if there is one, it gives a function of (done, in all)."""
+
+
+STAGES_BEFORE_VARIANTS = 1
+"""Reading; then each variant is one."""
+
+
+def no_stage(title: str, **unit: str) -> AbstractContextManager[None]:
+    """Show nothing of a stage."""
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class QuantizedVariant:
+    """One folder that :func:`quantize_variants` wrote, or found finished."""
+
+    name: str
+    folder: str
+    kept: bool
+    """Whether it was finished already, by an earlier run with ``resume``."""
+    seconds: float
+    """Calibrating and writing, without loading the calibration data; 0 when kept."""
+    num_bytes: int
+    """Size of the safetensors files."""
+    group_size: int | None
+    """Input features that share one weight scale; None: one scale per output channel or tensor."""
+    smoothed: int
+    """Mappings that SmoothQuant smoothed."""
+    mse_gain: float | None
+    """How many times smaller the summed output MSE of all mappings is than with one alpha of 0.5."""
+    spared: list[str]
+    """The units kept in another scheme or in 16 bit because they were found sensitive."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One variant that this run is asked for, and what it is made from."""
+
+    variant: ResolvedVariant
+    folder: Path
+    made_from: Mapping[str, object]
+    rows: Rows | None
+    """Calibration rows; None for a recipe that needs none."""
+
+
+def quantize_variants(
+    model: str | Path,
+    output: str | Path,
+    recipe: Recipe,
+    *,
+    variants: Sequence[str] | None = None,
+    calibration: str | Path | None = None,
+    samples: int | None = None,
+    length: int | None = None,
+    seed: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: ProgressLine = lambda message: None,
+    stage: Stage = no_stage,
+    verbose: bool = False,
+) -> list[QuantizedVariant]:
+    """Write ``output``/<name> for each variant of the recipe: a compressed-tensors checkpoint for vLLM.
+
+    ``model`` is a folder or Hugging Face id of a 16-bit model. ``variants`` names those to make (default:
+    all). ``calibration``, which is what :func:`~flexquant.documents.texts.read_documents` takes,
+    ``samples``, ``length`` (tokens in a sample) and ``seed`` replace the recipe's where given. Equal inputs
+    give equal bytes on one machine with one number of threads. A folder appears only when complete; in it,
+    ``recipe.yaml`` reproduces the variant and ``quantization_report.json`` says what was searched.
+    ``resume`` keeps variants that an earlier run finished from the same model, recipe, data and versions;
+    ``overwrite`` replaces others, each when the new one is complete. ``progress`` receives notes of one line;
+    ``stage`` is entered once for reading the model and once for each variant. What llmcompressor and the
+    libraries below it print is discarded unless ``verbose``.
+
+    Raises FlexQuantError, before any calibration and with nothing deleted, for a model, recipe or calibration
+    data that cannot be used, an output that may not be replaced, and when llmcompressor is not installed; and
+    for activations that are not finite or memory that runs out.
+    """
+    if importlib.util.find_spec("llmcompressor") is None:
+        raise FlexQuantError(
+            "quantising needs llmcompressor, which is not installed; install flexquant[quantize] in an "
+            "environment of its own, since vLLM needs another compressed-tensors"
+        )
+    recipes = _choose_variants(recipe, variants)
+    folder = find_folder(model, progress)
+    folders = {r.name: Path(output) / r.name for r in recipes}
+    for target in folders.values():
+        remove_leftovers(target)
+        if not resume or read_report(target) is None:
+            prepare_output(target, [folder], overwrite=overwrite)
+    data = None if calibration is None else str(calibration)
+    given: dict[str, Any] = {"data": data, "samples": samples, "length": length, "seed": seed}
+    settings = replace(recipe.calibration, **{k: v for k, v in given.items() if v is not None})
+    with nullcontext() if verbose else quiet_libraries(progress):
+        with stage(f"reading {folder} and the calibration text"):
+            source = read_source(folder)
+            tokenizer = load_tokenizer(folder)
+            jobs = _prepare(recipe, recipes, source, folders, settings, tokenizer, progress)
+            kept = _find_finished(jobs, overwrite) if resume else [False] * len(jobs)
+        results = []
+        for job, finished in zip(jobs, kept, strict=True):
+            started = time.monotonic()
+            with stage(_title(job, finished), unit=" layers") as show:
+                if not finished:
+                    _quantize(job, source, recipe, settings, tokenizer, show)
+            seconds = 0.0 if finished else time.monotonic() - started
+            results.append(_result(job, finished, seconds))
+        return results
+
+
+def _prepare(
+    recipe: Recipe,
+    recipes: Sequence[VariantRecipe],
+    source: SourceModel,
+    folders: Mapping[str, Path],
+    settings: Calibration,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: ProgressLine,
+) -> list[_Job]:
+    """Check every recipe against the model, draw the calibration rows, and note what is worth knowing."""
+    empty = empty_model(source.config)
+    resolved = [resolve_variant(r, empty, source.config.model_type) for r in recipes]
+    needs_data = {v.recipe.name: build_modifiers(v)[1] for v in resolved}
+    rows = _calibration_rows(settings, tokenizer, progress) if any(needs_data.values()) else []
+    jobs = []
+    for variant in resolved:
+        name = variant.recipe.name
+        for note in variant.notes:
+            progress(f"{name}: {note}")
+        used = rows if needs_data[name] else None
+        made_from = variant_inputs(source, recipe.variants[name], used, settings.seed)
+        jobs.append(_Job(variant, folders[name], made_from, used))
+    return jobs
+
+
+def _title(job: _Job, finished: bool) -> str:
+    name = job.variant.recipe.name
+    if finished:
+        return f"{name}: {job.folder} is finished, and kept"
+    if job.rows is None:
+        return f"{name}: quantising without calibration"
+    return f"{name}: quantising on {len(job.rows)} samples of {len(job.rows[0])} tokens"
+
+
+def _choose_variants(recipe: Recipe, names: Sequence[str] | None) -> list[VariantRecipe]:
+    names = list(recipe.variants) if names is None else list(dict.fromkeys(names))
+    for name in names:
+        if name not in recipe.variants:
+            raise FlexQuantError(
+                f"'{name}' is no variant of the recipe '{recipe.name}'; it has {', '.join(recipe.variants)}"
+            )
+    if not names:
+        raise FlexQuantError(f"no variant is chosen; the recipe has {', '.join(recipe.variants)}")
+    return [recipe.variants[name] for name in names]
+
+
+def _calibration_rows(
+    settings: Calibration, tokenizer: PreTrainedTokenizerBase, progress: ProgressLine
+) -> Rows:
+    if settings.data is None:
+        progress("calibrating on Python's own documentation; text like your users' gives better accuracy")
+    return draw_rows(
+        read_documents(settings.data),
+        tokenizer,
+        samples=settings.samples,
+        length=settings.length,
+        seed=settings.seed,
+    )
+
+
+def _find_finished(jobs: Sequence[_Job], overwrite: bool) -> list[bool]:
+    """Return of each variant whether its folder is what this run would write.
+
+    Raises FlexQuantError, which says of every folder what differs, unless such folders are to be replaced.
+    """
+    finished, problems = [], []
+    for job in jobs:
+        report = read_report(job.folder)
+        problem = None if report is None else _find_difference(job, report)
+        finished.append(report is not None and problem is None)
+        if problem is not None:
+            problems.append(f"{job.folder} {problem}")
+    if problems and not overwrite:
+        raise FlexQuantError(
+            f"{'; '.join(problems)}; replace what differs with --overwrite, or choose another folder"
+        )
+    return finished
+
+
+def _find_difference(job: _Job, report: Mapping[str, Any]) -> str | None:
+    made_from = report.get("made_from", {})
+    different = [name for name, value in job.made_from.items() if made_from.get(name) != value]
+    if different:
+        return f"was made with different {', '.join(different)}"
+    changes = find_changes(job.folder, report)
+    return f"was changed after it was made: {', '.join(changes)}" if changes else None
+
+
+def _quantize(
+    job: _Job,
+    source: SourceModel,
+    recipe: Recipe,
+    settings: Calibration,
+    tokenizer: PreTrainedTokenizerBase,
+    show: Progress | None,
+) -> None:
+    import torch
+
+    from flexquant.quantization.oneshot import explained_memory, load_model, run_modifiers, save_model
+
+    name = job.variant.recipe.name
+    dtype = cast(torch.dtype, source.config.dtype or torch.bfloat16)
+    rows = [torch.tensor(row) for row in job.rows or ()]
+    with explained_memory(name):
+        quantized = load_model(source.folder, dtype)
+        modifiers, _ = build_modifiers(job.variant, rows, sum(map(len, rows)))
+        run_modifiers(quantized, tokenizer, modifiers, rows, settings.seed, show)
+        findings, strengths, spared = _findings(modifiers)
+        with staged_folder(job.folder) as stage:
+            save_model(quantized, dtype, source.folder, stage)
+            del quantized
+            resolved = with_findings(job.variant, strengths, spared)
+            document = resolved_document(resolved, recipe.description, settings, source, job.rows)
+            (stage / RECIPE).write_text(document, encoding="utf-8")
+            write_report(stage, {**_facts(job, settings), **findings})
+
+
+def _facts(job: _Job, settings: Calibration) -> dict[str, Any]:
+    calibration = None
+    if job.rows is not None:
+        calibration = {**portable_settings(settings), "rows_sha256": rows_sha256(job.rows)}
+    return {
+        "made_from": dict(job.made_from),
+        "calibration": calibration,
+        "group_size": job.variant.group_size,
+        "quantized_linears": len(job.variant.linears),
+        "notes": list(job.variant.notes),
+    }
+
+
+def _findings(
+    modifiers: Sequence[Modifier],
+) -> tuple[dict[str, Any], Mapping[str, float | None], Sequence[str]]:
+    """Return the report's part on what was searched, the strengths of smoothing, and the spared linears."""
+    from flexquant.quantization.sensitivity import SpareSensitiveLayers
+    from flexquant.quantization.smoothing import REFERENCE, SearchedSmoothQuant
+
+    findings: dict[str, Any] = {"smoothing": None, "sensitivities": None}
+    strengths: Mapping[str, float | None] = {}
+    spared: Sequence[str] = []
+    for modifier in modifiers:
+        if isinstance(modifier, SearchedSmoothQuant):
+            strengths = modifier.chosen
+            findings["smoothing"] = smoothing_report(strengths, modifier.errors, modifier.power, REFERENCE)
+        if isinstance(modifier, SpareSensitiveLayers):
+            findings["sensitivities"], spared = modifier.found, modifier.spared
+    return findings, strengths, spared
+
+
+def _result(job: _Job, kept: bool, seconds: float) -> QuantizedVariant:
+    report = read_report(job.folder) or {}
+    smoothing, sensitivities = report.get("smoothing") or {}, report.get("sensitivities") or {}
+    gain = smoothing.get("ratios_to_per_mapping", {}).get("summed_mse", {})
+    return QuantizedVariant(
+        name=job.variant.recipe.name,
+        folder=str(job.folder),
+        kept=kept,
+        seconds=seconds,
+        num_bytes=sum(file.stat().st_size for file in job.folder.glob("*.safetensors")),
+        group_size=job.variant.group_size,
+        smoothed=sum(m["chosen"] is not None for m in smoothing.get("mappings", {}).values()),
+        mse_gain=next((ratio for way, ratio in gain.items() if way.startswith("all_")), None),
+        spared=[unit for unit, found in sensitivities.items() if found["spared"]],
+    )

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Keeping what llmcompressor, transformers, torch and tqdm print away from a command's own lines."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
+
+MODIFIERS = "llmcompressor.modifiers"
+
+
+class _Discard(io.TextIOBase):
+    """A text stream that forgets what is written; loggers set up meanwhile may keep it."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@contextmanager
+def quiet_libraries(warn: Callable[[str], None]) -> Iterator[None]:
+    """Discard the bars, logs and Python warnings of all libraries; write to streams taken before instead.
+
+    ``warn`` receives, once each, the warnings of llmcompressor's modifiers: they tell about the result, such
+    as a linear that GPTQ could only round to nearest. Errors are raised as ever.
+    """
+    discard: Any = _Discard()
+    disabled = logging.root.manager.disable
+    with redirect_stdout(discard), redirect_stderr(discard), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(max(disabled, logging.WARNING))
+        try:
+            # llmcompressor sets up loguru's handler when it is imported; ours replaces it.
+            import llmcompressor  # noqa: F401
+            from loguru import logger
+
+            said: set[str] = set()
+
+            def pass_on(message: Any) -> None:
+                text = message.record["message"]
+                if text not in said:
+                    said.add(text)
+                    warn(text)
+
+            logger.remove()
+            handler = logger.add(
+                pass_on,
+                level="WARNING",
+                filter=lambda r: str(r["name"]).startswith(MODIFIERS) and r["level"].name != "METRIC",
+                format="{message}",
+            )
+            try:
+                yield
+            finally:
+                logger.remove(handler)
+        finally:
+            logging.disable(disabled)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""W4A16 on CPUs for which vLLM ships no INT4 kernel, and W4A8: PyTorch's own, behind vLLM's interface."""
+
+from __future__ import annotations
+
+import torch
+
+from flexquant.serving.vllm_api import (
+    MPLinearKernel,
+    MPLinearLayerConfig,
+    replace_parameter,
+    scalar_types,
+    unpack_quantized_values_into_int32,
+)
+from flexquant.serving.vllm_api import _custom_ops as ops
+
+GROUP_SIZES = (32, 64, 128, 256)
+INNER_K_TILES = 2
+"""Required by ATen's packing operator, ignored by its CPU implementation."""
+
+
+class TorchCPUInt4LinearKernel(MPLinearKernel):
+    """Symmetric group-wise INT4 weights with 16- or 32-bit activations, by ``_weight_int4pack_mm_for_cpu``.
+
+    The operator is in ATen (``aten/src/ATen/native/cpu/int4mm_kernel.cpp``) with AVX2 and AVX512 code. With
+    ``act_type`` INT8 the activations are rounded to 8 bit per token first: 8-bit integers are exact in fp32.
+    """
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return -1
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        in_features, out_features = c.partition_weight_shape
+        if c.weight_type != scalar_types.uint4b8 or c.zero_points:
+            return False, f"only symmetric INT4 is supported, not {c.weight_type}"
+        if getattr(c, "has_g_idx", False):  # vLLM 0.26 has the field, 0.32 no longer
+            return False, "activation ordering by group (g_idx) is not supported"
+        if c.group_size not in GROUP_SIZES or in_features % c.group_size:
+            return False, f"group size {c.group_size} is not one of {GROUP_SIZES} that divides {in_features}"
+        if out_features % 16:
+            return False, f"{out_features} output features are not a multiple of 16"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        packed, scale, *_ = self._get_weight_params(layer)  # int32 [out, in/8], [out, in/group]
+        q = unpack_quantized_values_into_int32(packed.data, self.config.weight_type, packed_dim=1)
+        weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.contiguous(), INNER_K_TILES)
+        scale_and_zero = torch.zeros(*scale.t().shape, 2, dtype=scale.dtype)  # [in/group, out, 2]
+        scale_and_zero[..., 0] = scale.data.t()
+        for name, value in ((self.w_q_name, weight), (self.w_s_name, scale_and_zero)):
+            replace_parameter(layer, name, torch.nn.Parameter(value, requires_grad=False))
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        weight, scale_and_zero, *_ = self._get_weight_params(layer)
+        flat = x.reshape(-1, x.shape[-1])  # [tokens, in]
+        x_scale = None
+        if self.config.act_type == torch.int8:
+            quantized, x_scale, _ = ops.onednn_scaled_int8_quant(flat, None, None, True)  # .., [tokens, 1]
+            flat = quantized.float()
+        out = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            flat, weight, self.config.group_size, scale_and_zero.to(flat.dtype)
+        )
+        if x_scale is not None:
+            out = (out * x_scale).to(x.dtype)
+        if bias is not None:
+            out = out + bias
+        return out.reshape(*x.shape[:-1], out.shape[-1])

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Which of vLLM's CPU kernels FlexQuant replaces in this process, each with the condition to stop."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+
+import torch
+
+
+@functools.cache
+def provide_cpu_kernels() -> None:
+    """Give W4A16 and W8A8 kernels, in this process, on a CPU for which vLLM's own are missing or wrong."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from flexquant.serving.vllm_api import _custom_ops  # noqa: F401 - loads torch.ops._C
+
+        _provide_cpu_int4_kernel()
+        if platform.machine() in ("x86_64", "AMD64"):
+            _provide_cpu_int8_kernel()
+
+
+def _provide_cpu_int4_kernel() -> None:
+    """Replace a kernel that is selected but was not compiled.
+
+    vLLM's CPUWNA16LinearKernel (0.26 and 0.32) accepts every layer, and then fails at the first forward pass
+    where the CPU has no AVX512, because ``torch.ops._C.cpu_gemm_wna16`` is missing from its AVX2 library.
+    Delete when the oldest supported vLLM either has the operator for AVX2 or does not select the kernel
+    without it.
+    """
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
+
+        _replace_cpu_kernel("CPUWNA16LinearKernel", TorchCPUInt4LinearKernel, "mp")
+
+
+def _provide_cpu_int8_kernel() -> None:
+    """Replace a kernel whose sums overflow.
+
+    vLLM's CPUInt8ScaledMMLinearKernel (0.26 and 0.32) hands s8 x s8 to oneDNN, which saturates on CPUs
+    without VNNI, those with AVX512 too. Delete when :func:`flexquant.serving.cpu.int8.int8_saturates` is
+    False there for the oldest supported vLLM.
+    """
+    from flexquant.serving.cpu.int8 import ExactCPUInt8LinearKernel, int8_saturates
+
+    if int8_saturates():
+        _replace_cpu_kernel("CPUInt8ScaledMMLinearKernel", ExactCPUInt8LinearKernel, "int8")
+
+
+def _replace_cpu_kernel(name: str, kernel: type, kind: str) -> None:
+    from vllm.platforms import PlatformEnum
+
+    from flexquant.serving.vllm_api import register_linear_kernel
+
+    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "")
+    os.environ["VLLM_DISABLED_KERNELS"] = ",".join(filter(None, [disabled, name]))
+    register_linear_kernel(kernel, PlatformEnum.CPU, kind)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""``FlexQuantForCausalLM``: the model class that vLLM builds for a merged checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
+
+from flexquant import __version__
+from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.serving.config import build_routes, check_supported, last_graph, tokens_per_sequence
+from flexquant.serving.cpu.kernels import provide_cpu_kernels
+from flexquant.serving.forward_pass import read_pass
+from flexquant.serving.graphs import PlanGraphs
+from flexquant.serving.options import resolved_policy
+from flexquant.serving.plan_views import build_plan
+from flexquant.serving.trace import Trace, trace_file
+from flexquant.serving.variants import build_variants
+from flexquant.serving.vllm_api import (
+    IntermediateTensors,
+    get_forward_context,
+    get_tensor_model_parallel_rank,
+)
+from flexquant.serving.weight_memory import WeightMemory
+from flexquant.serving.weights import VariantLoader
+
+logger = init_logger("vllm.flexquant.model")
+
+
+class FlexQuantForCausalLM(nn.Module):
+    """Several variants of one causal LM over one KV cache; every forward pass takes one plan."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        provide_cpu_kernels()
+        self.config = vllm_config.model_config.hf_config
+        self.merged = MergedConfig.from_json(self.config.quantization_config)
+        self.policy_name, policy = resolved_policy(vllm_config)
+        self.routes = build_routes(vllm_config, self.merged, policy)
+        check_supported(vllm_config, self.merged, self.routes)
+        self.tokens_per_sequence = tokens_per_sequence(vllm_config)
+
+        used = {variant for plan in self.routes.plans for variant in plan.layers}
+        names = [name for name in (*self.merged.variants, *self.routes.derived) if name in used]
+        variants = build_variants(vllm_config, self.merged, names, self.routes.derived, prefix)
+        self.variants = nn.ModuleDict(variants)
+        self._loader = VariantLoader(variants, self.merged, self.routes.derived)
+        # A plain dict: plans are views, and must not show their weights to vLLM a second time.
+        self._plans: dict[str, Any] = {
+            plan.name: build_plan(variants, plan, self.merged, self.routes.derived)
+            for plan in self.routes.plans
+        }
+        self._last_plan = self.routes.plans[0].name
+        self._graphs = PlanGraphs(last_graph(vllm_config))
+        trace = trace_file(vllm_config, get_tensor_model_parallel_rank())
+        self._trace = Trace(trace) if trace is not None else None
+        self._memory: WeightMemory | None = WeightMemory(variants)
+        # For vLLM 0.26, which does not call the model's process_weights_after_loading.
+        self._until_first_pass = self.register_forward_pre_hook(lambda *_: self._announce())
+
+    def is_unused_checkpoint_weight(self, name: str) -> bool:
+        """Tell vLLM's loader (0.32 on) which shards it need not open: those of variants not loaded."""
+        return not self._loader.wants(name)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the variants that were built; return the names of the loaded parameters."""
+        return {f"variants.{name}" for name in self._loader.load(weights)}
+
+    def process_weights_after_loading(self) -> None:
+        """Forward vLLM's model-level hook (0.27 on) to the variants that define it, and announce them."""
+        for variant in self.variants.values():
+            if hook := getattr(variant, "process_weights_after_loading", None):
+                hook()
+        self._announce()
+
+    def _announce(self) -> None:
+        """Log what is served, and begin the trace if one is asked for; later calls do nothing."""
+        if self._memory is None:
+            return
+        self._until_first_pass.remove()
+        sizes = self._memory.nbytes()
+        in_16_bit = self._memory.nbytes_in_16_bit(next(iter(self.variants)))
+        self._memory = None
+        logger.info(
+            "FlexQuant %s: policy %s; plans %s; weights %s, in all %.0f %% of 16-bit",
+            __version__,
+            self.policy_name,
+            ", ".join(
+                f"{plan.name} ({', '.join(f'{plan.layers.count(v)} layers {v}' for v in plan.variants)})"
+                for plan in self.routes.plans
+            ),
+            ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items()),
+            100 * sum(sizes.values()) / in_16_bit,
+        )
+        if self._trace is not None:
+            self._trace.begin(
+                {
+                    "flexquant": __version__,
+                    "policy": self.policy_name,
+                    "plans": {plan.name: list(plan.layers) for plan in self.routes.plans},
+                    "weight_bytes": sizes,
+                    "weight_bytes_in_16_bit": in_16_bit,
+                }
+            )
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self._plans[self._last_plan].embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the plan that the policy gives to this pass; return hidden states [tokens, hidden]."""
+        inputs = (input_ids, positions, intermediate_tensors, inputs_embeds)
+        tokens = positions.shape[-1]
+        context = get_forward_context()
+        in_pieces = context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
+        if in_pieces:
+            reachable = [plan.name for plan in self.routes.reachable(tokens)]
+            self._graphs.capture_missing(self._plans, reachable, context, inputs, tokens)
+        forward_pass = read_pass(context, tokens, self.tokens_per_sequence)
+        if forward_pass is None:
+            return self._plans[reachable[0]](*inputs) if in_pieces else self._run_all(inputs)
+        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)
+        if not in_pieces:
+            self._graphs.watch_full_capture(plan.name, tokens)
+        if self._trace is not None:
+            self._trace.record(forward_pass, plan.name)
+        self._last_plan = plan.name
+        if in_pieces:
+            return self._graphs.replay(plan.name, self._plans[plan.name], context, inputs)
+        return self._plans[plan.name](*inputs)
+
+    def _run_all(self, inputs: tuple[Any, ...]) -> torch.Tensor:
+        """A profiling run: every plan is compiled, and its memory counted, before the KV cache is sized."""
+        for name, plan in self._plans.items():
+            with self._graphs.compiling(name):
+                hidden_states = plan(*inputs)
+        return hidden_states
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Return logits [tokens, vocabulary] of the last pass, with its plan's lm_head."""
+        return self._plans[self._last_plan].compute_logits(hidden_states)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What is served, as vLLM's ``--additional-config`` carries it: the user's options and the resolved policy.
+
+The front end reads the policy once, checks it and puts the parsed document into the configuration beside the
+user's options. vLLM hands that configuration to every worker, on this machine or another, so that all ranks
+route by the same document: no worker opens a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.errors import FlexQuantError
+from flexquant.policy.choose import choose_policy
+from flexquant.policy.rules import Policy, parse_policy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OPTIONS_KEY = "flexquant"
+"""Key of ``additional_config`` with the user's options."""
+RESOLVED_KEY = "flexquant_policy"
+"""Key of ``additional_config`` with the policy that the front end has read."""
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """What ``--additional-config '{"flexquant": {...}}'`` may hold."""
+
+    policy: str | None = None
+    """Name of a built-in policy or path of a YAML file; None: the checkpoint's, else the default."""
+    trace: str | None = None
+    """File that receives one JSON line per forward pass (phase, tokens, plan ...); None: no trace."""
+
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig) -> ServingOptions:
+        """Read the options; raise :class:`FlexQuantError` for an unknown key or a value that is no string."""
+        options = additional_config(vllm_config).get(OPTIONS_KEY, {})
+        allowed = list(cls.__dataclass_fields__)
+        if not isinstance(options, dict):
+            raise FlexQuantError(
+                f"additional-config key '{OPTIONS_KEY}' is {options!r}; give a mapping with keys {allowed}"
+            )
+        for key, value in options.items():
+            if key not in allowed:
+                raise FlexQuantError(
+                    f"additional-config '{OPTIONS_KEY}' has the unknown key '{key}'; allowed: {allowed}"
+                )
+            if not isinstance(value, str):
+                raise FlexQuantError(f"additional-config '{OPTIONS_KEY}.{key}' is {value!r}; give a string")
+        return cls(**options)
+
+
+def additional_config(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Return a copy of vLLM's ``additional_config``; empty where it is of another platform's own type."""
+    additional = vllm_config.additional_config
+    return dict(additional) if isinstance(additional, dict) else {}
+
+
+def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> Policy:
+    """In the front end: read the policy, and put its document into ``vllm_config`` for the workers.
+
+    What tuning measured stays out of it, since serving does not use it. Raises :class:`FlexQuantError` for
+    an unknown policy, an unreadable file and a document that breaks the schema.
+    """
+    name, policy = choose_policy(ServingOptions.from_vllm(vllm_config).policy, merged.policy)
+    document = {key: value for key, value in policy.document.items() if key != "measured"}
+    resolved = {"name": name, "document": document}
+    vllm_config.additional_config = {**additional_config(vllm_config), RESOLVED_KEY: resolved}
+    return policy
+
+
+def resolved_policy(vllm_config: VllmConfig) -> tuple[str, Policy]:
+    """In a worker: return the display name of the policy that the front end read, and the policy."""
+    resolved = additional_config(vllm_config).get(RESOLVED_KEY)
+    if resolved is None:
+        raise FlexQuantError(
+            "the configuration holds no policy, which FlexQuant's front end puts there; build it with "
+            "vLLM's EngineArgs.create_engine_config(), in a process in which the plugin is loaded"
+        )
+    return resolved["name"], parse_policy(resolved["document"], resolved["name"])

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Plans as views over the variants, each with compile state of its own.
+
+A *plan* names a variant for every decoder layer. It is a shallow copy of a model whose ``layers`` are
+picked from the variants: it owns no weight, and there is no branch in it, so that it compiles, captures
+and fuses like the plain model. The decoder layer, norms included, is the unit of mixing, since
+SmoothQuant moves scales between a layer's norms and its linears.
+
+Each plan needs compile state of its own. vLLM compiles once per module instance, and finds compiled
+artefacts on disk under a hash of the configuration and the *name* of the forward, not of what the
+instance holds: two plans of one class would collide, and the second would silently run the first's
+graph. Each plan therefore gets a copy of the config with a digest of all that it computes with in
+``additional_config`` (which vLLM hashes), and is set up under a model tag of its own with that digest (which
+names vLLM's Inductor cache folder: all plans of a model write below the folder of the first). The policy is
+not part of the key: another policy, or another path of the same one, finds the plans that are compiled.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from vllm.config import VllmConfig
+
+from flexquant import __version__
+from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.policy.routes import Plan
+from flexquant.policy.rules import Derivation
+from flexquant.serving.options import OPTIONS_KEY, RESOLVED_KEY, additional_config
+from flexquant.serving.vllm_api import TorchCompileWithNoGuardsWrapper, set_current_vllm_config, set_model_tag
+
+
+def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
+    """Copy a module without its weights, with some of its children replaced."""
+    view = copy.copy(module)
+    view._modules = {**module._modules, **children}
+    return view
+
+
+def build_plan(
+    variants: Mapping[str, Any], plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivation]
+) -> nn.Module:
+    """Return a causal LM whose decoder layer i is that of variant ``plan.layers[i]``.
+
+    ``merged`` and ``derived`` say how the ``variants`` are quantised. Everything outside the decoder layers
+    comes from the variant that runs the plan's last layer.
+    """
+    base = variants[plan.layers[-1]]
+    layers = [variants[v].model.layers[i] for i, v in enumerate(plan.layers)]
+    inner = shallow_copy(base.model, layers=nn.ModuleList(layers))
+    if isinstance(inner, TorchCompileWithNoGuardsWrapper) and not inner.do_not_compile:
+        digest = plan_digest(plan, merged, derived)
+        give_own_compile_state(inner, plan.name, digest, base.model.vllm_config)
+    return shallow_copy(base, model=inner)
+
+
+def plan_digest(plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivation]) -> str:
+    """Return a SHA-256 in hexadecimal of what the compiled code of a plan depends on, beside vLLM's own key.
+
+    That is the variant of every layer, and for each of them the quantisation config of the checkpoint's
+    variant and the precision of activations that a derived one has.
+    """
+    schemes = {}
+    for name in plan.variants:
+        derivation = derived.get(name)
+        source = merged.variants[derivation.source if derivation else name]
+        schemes[name] = {
+            "quantization_config": source.quantization_config,
+            "activations": derivation.activations if derivation else None,
+        }
+    content = {
+        "flexquant": __version__,
+        "architecture": merged.base_architecture,
+        "layers": plan.layers,
+        "schemes": schemes,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def give_own_compile_state(inner: Any, plan_name: str, digest: str, vllm_config: VllmConfig) -> None:
+    """Let ``inner``, a shallow copy of a compiled module, be compiled and cached on its own."""
+    others = additional_config(vllm_config)
+    for key in (OPTIONS_KEY, RESOLVED_KEY):
+        others.pop(key, None)
+    config = copy.copy(vllm_config)
+    config.additional_config = {**others, "flexquant_plan": f"{plan_name} {digest}"}
+    inner.vllm_config = config
+    inner.compiled = False
+    inner._compile_tag = f"flexquant-{re.sub(r'[^a-zA-Z0-9_-]+', '_', plan_name)}-{digest[:16]}"
+    with set_model_tag(inner._compile_tag), set_current_vllm_config(config):
+        TorchCompileWithNoGuardsWrapper.__init__(inner)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What vLLM has to know before it loads a merged checkpoint.
+
+vLLM meets a merged checkpoint in three places, in this order: the quantisation method named in its
+config (:class:`FlexQuantConfig`), the architecture's configuration hook
+(:class:`FlexQuantModelConfig`: everything that can be refused is refused here, before any process is
+started or byte loaded), and the model class, registered by name and imported by the worker only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.models import ModelRegistry
+
+from flexquant.checkpoint.merged_config import ARCHITECTURE, QUANT_METHOD, MergedConfig
+from flexquant.serving.vllm_api import (
+    MODELS_CONFIG_MAP,
+    QUANTIZATION_METHODS,
+    QuantizationConfig,
+    QuantizeMethodBase,
+    VerifyAndUpdateConfig,
+    register_quantization_config,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class FlexQuantConfig(QuantizationConfig):
+    """The merged checkpoint's section, as vLLM's quantisation config.
+
+    It quantises no layer itself: :mod:`flexquant.serving.variants` gives each variant vLLM's own config.
+    """
+
+    def __init__(self, merged: MergedConfig) -> None:
+        super().__init__()
+        self.merged = merged
+
+    def get_name(self) -> str:  # type: ignore[override]
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        # Every variant's own config is asked for its own minimum when it is built.
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> FlexQuantConfig:
+        return cls(MergedConfig.from_json(config))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        raise RuntimeError(
+            f"layer '{prefix}' was built with the merged config, not a variant's; this is a FlexQuant bug"
+        )
+
+
+class FlexQuantModelConfig(VerifyAndUpdateConfig):
+    """In the front end: read the policy for all workers, and refuse early what cannot be served."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        from flexquant.serving.config import build_routes, check_supported
+        from flexquant.serving.options import resolve_policy
+
+        merged = MergedConfig.from_json(vllm_config.model_config.hf_config.quantization_config)
+        routes = build_routes(vllm_config, merged, resolve_policy(vllm_config, merged))
+        check_supported(vllm_config, merged, routes)
+        if base := MODELS_CONFIG_MAP.get(merged.base_architecture):
+            base.verify_and_update_config(vllm_config)
+
+
+def register_with_vllm() -> None:
+    """Register the quantisation method, the configuration hook and the model class, once a process."""
+    if QUANT_METHOD in QUANTIZATION_METHODS:
+        return
+    register_quantization_config(QUANT_METHOD)(FlexQuantConfig)
+    MODELS_CONFIG_MAP[ARCHITECTURE] = FlexQuantModelConfig
+    ModelRegistry.register_model(ARCHITECTURE, f"flexquant.serving.model:{ARCHITECTURE}")

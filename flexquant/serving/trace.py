@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A file that tells of every forward pass what it held and which plan ran it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from vllm.config import VllmConfig
+
+from flexquant.errors import FlexQuantError
+from flexquant.serving.forward_pass import Pass
+from flexquant.serving.options import ServingOptions
+
+
+def trace_file(vllm_config: VllmConfig, rank: int) -> str | None:
+    """Return the file of this worker's trace; None if none is asked for.
+
+    ``rank`` is the worker's tensor-parallel rank. Every worker has a file of its own: the first the one that
+    the user named, the others with ``.dp1`` (the data-parallel replica) or ``.rank1`` (the rank) behind it.
+    """
+    file = ServingOptions.from_vllm(vllm_config).trace
+    if file is None:
+        return None
+    replica = vllm_config.parallel_config.data_parallel_index
+    return file + (f".dp{replica}" if replica else "") + (f".rank{rank}" if rank else "")
+
+
+class Trace:
+    """A file with one JSON object per line: first what is served, then every forward pass in order."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._file: TextIO = open(path, "w", buffering=1)  # noqa: SIM115 - lives as long as the model
+        except OSError as e:
+            raise FlexQuantError(f"cannot write the trace '{path}' ({e.strerror}); name another file") from e
+
+    def begin(self, header: dict[str, Any]) -> None:
+        """Write what is served; comes before every :meth:`record`."""
+        self._write(header)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+    def record(self, forward_pass: Pass, plan: str) -> None:
+        self._write({**asdict(forward_pass), "plan": plan})

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Variants side by side: one model for each precision, over one set of attention layers.
+
+A *variant* is a whole model: vLLM's own class for the base architecture, built with that variant's own
+compressed-tensors config, so that every linear layer has vLLM's own kernel for its scheme. Building the
+same architecture again under the same layer names is what keeps a checkpoint's ``targets`` and ``ignore``
+lists meaningful, but vLLM registers attention layers by name, in ``static_forward_context``, to give each
+its part of the KV cache. So all variants but the first are built against a scratch dictionary, and then
+their attention modules are replaced by the first variant's: *one* KV cache, written and read by all.
+Modules outside the decoder layers whose tensors are the same in every variant (embedding, final norm,
+lm_head) are replaced in the same way, and exist once. A *derived* variant (:mod:`flexquant.serving.w4a8`) is
+its source built once more with other kernels in the INT4 layers; it shares all else with the source.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.models import ModelRegistry
+
+from flexquant.checkpoint.merged_config import MergedConfig, Variant
+from flexquant.errors import FlexQuantError
+from flexquant.serving.vllm_api import AttentionLayerBase, initialize_model
+from flexquant.serving.w4a8 import is_int4_layer, use_8bit_activations
+
+if TYPE_CHECKING:
+    from flexquant.policy.rules import Derivation
+
+
+def variant_vllm_config(vllm_config: VllmConfig, variant: Variant, base_architecture: str) -> VllmConfig:
+    """Return the config that vLLM would have for the variant's own checkpoint."""
+    model_config = copy.copy(vllm_config.model_config)
+    model_config.hf_config = copy.copy(model_config.hf_config)
+    model_config.hf_config.quantization_config = copy.deepcopy(variant.quantization_config)
+    model_config.hf_config.architectures = [base_architecture]
+    # Often the config itself: with all variants in it, every change of one would compile all plans anew.
+    model_config.hf_text_config = model_config.hf_config.get_text_config()
+    model_config.quantization = variant.quantization_config["quant_method"]
+    config = copy.copy(vllm_config)
+    config.model_config = model_config
+    config.quant_config = VllmConfig.get_quantization_config(model_config, vllm_config.load_config)
+    return config
+
+
+@contextmanager
+def scratch_forward_context(vllm_config: VllmConfig) -> Iterator[dict[str, Any]]:
+    """Let layers register under names that are already taken; yield what they registered."""
+    compilation = vllm_config.compilation_config
+    real, compilation.static_forward_context = compilation.static_forward_context, {}
+    try:
+        yield compilation.static_forward_context
+    finally:
+        compilation.static_forward_context = real
+
+
+def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
+    """Replace each key of ``replacements``, wherever it is a child below ``root``, by its value."""
+    for parent in list(root.modules()):
+        for name, child in parent._modules.items():
+            if child in replacements:
+                parent._modules[name] = replacements[child]
+
+
+def build_variants(
+    vllm_config: VllmConfig,
+    merged: MergedConfig,
+    names: list[str],
+    derived: Mapping[str, Derivation],
+    prefix: str,
+) -> dict[str, nn.Module]:
+    """Build the named variants over one set of attention layers; the weights are loaded later.
+
+    ``names`` may include ``derived`` ones. Raises :class:`FlexQuantError` for an architecture that is not
+    built as ``model.layers`` + ``lm_head``.
+    """
+    base_class, _ = ModelRegistry.resolve_model_cls(
+        [merged.base_architecture], model_config=vllm_config.model_config
+    )
+    real_context = vllm_config.compilation_config.static_forward_context
+    variants: dict[str, nn.Module] = {}
+
+    def build(name: str) -> nn.Module:
+        source = derived[name].source if name in derived else name
+        config = variant_vllm_config(vllm_config, merged.variants[source], merged.base_architecture)
+        variant = initialize_model(config, prefix=prefix, model_class=base_class)
+        if name in derived:
+            use_8bit_activations(variant, derived[name].activations)
+        return variant
+
+    for name in names:
+        if not variants:
+            variants[name] = build(name)
+            check_structure(variants[name], merged.base_architecture)
+            continue
+        with scratch_forward_context(vllm_config) as registered:
+            variant = build(name)
+        for layer_name, layer in registered.items():
+            if not isinstance(layer, AttentionLayerBase):
+                raise FlexQuantError(
+                    f"layer '{layer_name}' ({type(layer).__name__}) of {merged.base_architecture} is looked "
+                    "up by name at run time and cannot exist in several variants yet; serve one variant's "
+                    "own checkpoint"
+                )
+        owner, shared = next(iter(variants.values())), merged.shared_modules
+        if name in derived and derived[name].source in variants:
+            owner, shared = variants[derived[name].source], modules_as_in_source(variant)
+        replacements = {layer: real_context[layer_name] for layer_name, layer in registered.items()}
+        replacements |= dict(zip(find_modules(variant, shared), find_modules(owner, shared), strict=True))
+        replace_modules(variant, replacements)
+        variants[name] = variant
+    return variants
+
+
+def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
+    """The modules that a derived variant has in common with its source: all but the INT4 linear layers."""
+    return tuple(
+        name
+        for name, module in variant.named_modules()
+        if (module._parameters or module._buffers) and not is_int4_layer(module)
+    )
+
+
+def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """Return modules by the checkpoint's names for them; raise FlexQuantError for one that is missing."""
+    found = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        if name not in found:
+            raise FlexQuantError(
+                f"the checkpoint's variants share the module '{name}', which {type(model).__name__} of this "
+                "vLLM does not have; serve one variant's own checkpoint ('flexquant split')"
+            )
+    return [found[name] for name in names]
+
+
+def check_structure(model: nn.Module, architecture: str) -> None:
+    inner = getattr(model, "model", None)
+    if not isinstance(getattr(inner, "layers", None), nn.ModuleList) or not hasattr(model, "lm_head"):
+        raise FlexQuantError(
+            f"{architecture} is not built as 'model.layers' + 'lm_head' in this vLLM; FlexQuant serves "
+            "decoder-only architectures of that form, such as Llama, Qwen2, Qwen3, Mistral and Gemma 3"
+        )

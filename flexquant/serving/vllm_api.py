@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The names of vLLM that FlexQuant imports although vLLM does not promise that they stay.
+
+They are listed, with what they are for, in :mod:`flexquant.serving.vllm_names`. Each is looked up in vLLM
+when it is imported from here, so that a process loads only those modules of vLLM that it needs. The imports
+below are for type checkers; a test compares them with the list.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flexquant.serving.vllm_names import CHECKED, module_of
+
+if TYPE_CHECKING:
+    from vllm import _custom_ops as _custom_ops
+    from vllm._custom_ops import CPUDNNLGEMMHandler as CPUDNNLGEMMHandler
+    from vllm.compilation import monitor as monitor
+    from vllm.compilation.backends import set_model_tag as set_model_tag
+    from vllm.compilation.breakable_cudagraph import (
+        is_breakable_cudagraph_enabled as is_breakable_cudagraph_enabled,
+    )
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper as CUDAGraphWrapper
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as TorchCompileWithNoGuardsWrapper
+    from vllm.config import set_current_vllm_config as set_current_vllm_config
+    from vllm.distributed import cleanup_dist_env_and_memory as cleanup_dist_env_and_memory
+    from vllm.distributed import get_tensor_model_parallel_rank as get_tensor_model_parallel_rank
+    from vllm.forward_context import BatchDescriptor as BatchDescriptor
+    from vllm.forward_context import ForwardContext as ForwardContext
+    from vllm.forward_context import get_forward_context as get_forward_context
+    from vllm.forward_context import override_forward_context as override_forward_context
+    from vllm.model_executor.kernels.linear import register_linear_kernel as register_linear_kernel
+    from vllm.model_executor.kernels.linear.mixed_precision.marlin import (
+        MarlinLinearKernel as MarlinLinearKernel,
+    )
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
+        MPLinearKernel as MPLinearKernel,
+    )
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
+        MPLinearLayerConfig as MPLinearLayerConfig,
+    )
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import (
+        CPUInt8ScaledMMLinearKernel as CPUInt8ScaledMMLinearKernel,
+    )
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase as AttentionLayerBase
+    from vllm.model_executor.layers.linear import LinearBase as LinearBase
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS as QUANTIZATION_METHODS
+    from vllm.model_executor.layers.quantization import (
+        register_quantization_config as register_quantization_config,
+    )
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig as QuantizationConfig
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase as QuantizeMethodBase
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+        CompressedTensorsWNA16 as CompressedTensorsWNA16,
+    )
+    from vllm.model_executor.layers.quantization.utils import replace_parameter as replace_parameter
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+        get__quant_fp8_method as get__quant_fp8_method,
+    )
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        unpack_quantized_values_into_int32 as unpack_quantized_values_into_int32,
+    )
+    from vllm.model_executor.layers.quantization.utils.w8a8_utils import (
+        convert_to_channelwise as convert_to_channelwise,
+    )
+    from vllm.model_executor.model_loader.utils import initialize_model as initialize_model
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP as MODELS_CONFIG_MAP
+    from vllm.model_executor.models.config import VerifyAndUpdateConfig as VerifyAndUpdateConfig
+    from vllm.scalar_type import scalar_types as scalar_types
+    from vllm.sequence import IntermediateTensors as IntermediateTensors
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor as AdapterLogitsProcessor
+
+
+def __getattr__(name: str) -> Any:
+    module = module_of(name)
+    if module is None:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'; list it in vllm_names.py")
+    try:
+        return getattr(__import__(module, fromlist=[name]), name)
+    except (AttributeError, ImportError) as e:
+        raise ImportError(
+            f"cannot import '{name}' from '{module}' ({e}); FlexQuant serves with vLLM {CHECKED[0]} to "
+            f"{CHECKED[-1]}"
+        ) from e

@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What FlexQuant uses of vLLM, name by name: the file to open for a new version of vLLM.
+
+The rule: :data:`PUBLIC` names, which vLLM documents for users and plugins, are imported from vLLM wherever
+they are needed. Every other name of vLLM is listed in :data:`NAMES` and imported from
+:mod:`flexquant.serving.vllm_api`, which finds it here; the benchmarks, which are no part of the package, take
+theirs from vLLM itself, but are listed too. Tests hold the code to it.
+
+``make check-vllm VERSION=...`` compares the tables with the source of any published vLLM, without installing
+it; ``VLLM_VERSIONS.md`` beside this file is its answer for the supported ones. Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+CHECKED = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+"""Versions of vLLM on which all names were checked."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names that come from one module of vLLM and can go together, each with what it is for.
+
+    ``Name`` is what is imported, ``Class.attribute`` what is reached into. A parenthesis holds the parameters
+    that FlexQuant passes, those before ``*`` by position, those after it by keyword.
+    """
+
+    module: str
+    goes_when: str
+    """What has to change, in vLLM or in FlexQuant, for the names to be needed no more."""
+    uses: Mapping[str, str] = field(default_factory=dict)
+    """Names that FlexQuant imports, reads, sets or calls."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """Methods that FlexQuant's subclasses define, with the parameters that vLLM passes: all abstract ones."""
+    mentions: Mapping[str, str] = field(default_factory=dict)
+    """Attributes of any object, environment variables and operators that the module's code speaks of."""
+    since: tuple[int, int] | None = None
+    """First minor version that has them, None: the oldest; FlexQuant does without them in older ones."""
+    until: tuple[int, int] | None = None
+    """Last minor version that has them, None: the newest; FlexQuant does without them in newer ones."""
+
+
+PUBLIC: dict[str, tuple[str, ...]] = {
+    "vllm": ("LLM", "RequestOutput", "SamplingParams"),
+    "vllm.config": ("CompilationMode", "CUDAGraphMode", "ModelConfig", "VllmConfig"),
+    "vllm.logger": ("init_logger",),
+    "vllm.model_executor.models": ("ModelRegistry",),
+    "vllm.platforms": ("PlatformEnum", "current_platform"),
+}
+"""Names that may be imported from vLLM anywhere, by module."""
+
+_KERNELS = "vllm.model_executor.kernels.linear"
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+
+_PART_OF_VLLM = "FlexQuant is a part of vLLM"
+_TWO_MODELS = "vLLM builds a second model over the attention layers of a first"
+_PLANS = "vLLM compiles several instances of one model class apart by itself"
+_PIECEWISE = "vLLM calls a model once for every PIECEWISE graph of every plan"
+_PHASE = "the forward context tells the phase of a pass and its number of sequences"
+_W4A8 = "vLLM takes the activations of W4A8 from the model's config, not from the process"
+_CPU_KERNELS = "vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py)"
+_MEASURING = "vLLM times single passes on request, and frees an engine's memory on leaving it"
+_BENCHMARKS = "the benchmark goes"
+
+NAMES = (
+    # In every process of vLLM: registration, and what can be refused early.
+    Names(
+        _QUANTIZATION,
+        _PART_OF_VLLM,
+        {
+            "QUANTIZATION_METHODS": "read: whether this process has registered FlexQuant already",
+            "register_quantization_config(quantization)": "makes 'flexquant' a quantisation method",
+        },
+    ),
+    Names(
+        f"{_QUANTIZATION}.base_config",
+        _PART_OF_VLLM,
+        {
+            "QuantizationConfig.__init__()": "base class of a merged checkpoint's quantisation config",
+            "QuantizeMethodBase.process_weights_after_loading(layer)": "a return type; a benchmark calls it",
+        },
+        overrides={
+            "QuantizationConfig.get_name()": "'flexquant'",
+            "QuantizationConfig.get_supported_act_dtypes()": "the 16-bit types and fp32",
+            "QuantizationConfig.get_min_capability()": "0; each variant's own config is asked again",
+            "QuantizationConfig.get_config_filenames()": "none; the section is in config.json",
+            "QuantizationConfig.from_config(config)": "reads the section",
+            "QuantizationConfig.get_quant_method(layer, prefix)": "refuses; layers belong to variants",
+        },
+    ),
+    Names(
+        "vllm.model_executor.models.config",
+        "plugins may register such a hook",
+        {"MODELS_CONFIG_MAP": "written: FlexQuant's hook in the front-end process; read: the base model's"},
+        overrides={
+            "VerifyAndUpdateConfig.verify_and_update_config(vllm_config)": "refuses what cannot be served"
+        },
+    ),
+    Names(
+        "vllm.model_executor.models.registry",
+        _PART_OF_VLLM,
+        {
+            "_ModelRegistry.register_model(model_arch, model_cls)": "ModelRegistry's: the model class",
+            "_ModelRegistry.resolve_model_cls(architectures, *, model_config)": "the base model's class",
+        },
+    ),
+    Names(
+        "vllm.config",
+        _PART_OF_VLLM,
+        {
+            "VllmConfig.additional_config": "FlexQuant's options; a plan's name, which keeps its cache apart",
+            "VllmConfig.compilation_config": "as below",
+            "VllmConfig.get_quantization_config(model_config, load_config)": "a variant's own config",
+            "VllmConfig.load_config": "for a variant's own config",
+            "VllmConfig.lora_config": "refused",
+            "VllmConfig.model_config": "exchanged in each variant's copy",
+            "VllmConfig.parallel_config": "as below",
+            "VllmConfig.quant_config": "exchanged in each variant's copy",
+            "VllmConfig.scheduler_config": "as below",
+            "VllmConfig.speculative_config": "as below",
+            "ModelConfig.enable_prompt_embeds": "refused for variants with different embeddings",
+            "ModelConfig.get_vocab_size()": "random prompts, when passes are timed",
+            "ModelConfig.hf_config": "the checkpoint's config.json; exchanged in each variant's copy",
+            "ModelConfig.hf_text_config": "the number of layers",
+            "ModelConfig.is_moe": "refused",
+            "ModelConfig.quantization": "exchanged in each variant's copy",
+            "ModelConfig.runner_type": "all but 'generate' refused",
+            "CompilationConfig.cudagraph_capture_sizes": "which passes are padded, and the last one captured",
+            "CompilationConfig.cudagraph_mode": "modes that need more than one plan a graph are refused",
+            "CompilationConfig.mode": "STOCK_TORCH_COMPILE is refused",
+            "CUDAGraphMode.has_full_cudagraphs()": "modes that need more than one plan a graph are refused",
+            "CUDAGraphMode.has_piecewise_cudagraphs()": "breakable graphs are refused",
+            "ParallelConfig.data_parallel_index": "each replica writes a trace of its own",
+            "ParallelConfig.enable_dbo": "refused",
+            "ParallelConfig.pipeline_parallel_size": "more than 1 refused",
+            "SchedulerConfig.max_num_batched_tokens": "the route table's largest pass",
+            "SchedulerConfig.max_num_seqs": "the route table's largest decode pass",
+            "SpeculativeConfig.method": "all but 'ngram' refused",
+            "SpeculativeConfig.num_speculative_tokens": "tokens a sequence contributes to a decode pass",
+        },
+    ),
+    Names(
+        "vllm.compilation.breakable_cudagraph",
+        "breakable graphs hold several plans, or vLLM drops them",
+        {"is_breakable_cudagraph_enabled()": "refused where a policy tells phases apart"},
+    ),
+    # In a worker, for every model: variants, plans, graphs.
+    Names(
+        "vllm.config",
+        _TWO_MODELS,
+        {"CompilationConfig.static_forward_context": "where layers register by name; exchanged for a while"},
+    ),
+    Names(
+        "vllm.model_executor.model_loader.utils",
+        _TWO_MODELS,
+        {"initialize_model(vllm_config, *, prefix, model_class)": "builds a variant"},
+    ),
+    Names(
+        "vllm.model_executor.layers.attention_layer_base",
+        _TWO_MODELS,
+        {"AttentionLayerBase": "layers that register and may be shared by variants; others are refused"},
+    ),
+    Names(
+        "vllm.compilation.wrapper",
+        _PLANS,
+        {"TorchCompileWithNoGuardsWrapper.__init__()": "called on a plan: compile state of its own"},
+    ),
+    Names(
+        "vllm.compilation.decorators",
+        _PLANS,
+        mentions={
+            "compiled": "whether a model has been compiled; set anew on a plan",
+            "do_not_compile": "whether a model will be compiled",
+            "vllm_config": "the config a model is compiled under; a plan's differs in additional_config",
+        },
+    ),
+    Names(
+        "vllm.compilation.decorators",
+        _PLANS,
+        mentions={"_compile_tag": "names a plan's artefacts; set_model_tag does where it is not read"},
+        since=(0, 32),
+    ),
+    Names(
+        "vllm.compilation.backends",
+        _PLANS,
+        {"set_model_tag(tag)": "names a plan's folder in Inductor's cache"},
+    ),
+    Names(
+        "vllm.config",
+        _PLANS,
+        {"set_current_vllm_config(vllm_config)": "compile state is set up under the plan's own config"},
+    ),
+    Names(
+        "vllm.compilation.cuda_graph",
+        _PIECEWISE,
+        {
+            "CUDAGraphWrapper._all_instances": "which wrappers a plan's compilation has made",
+            "CUDAGraphWrapper.concrete_cudagraph_entries": "whether a wrapper holds a graph of a size",
+        },
+    ),
+    Names("vllm.compilation", _PIECEWISE, {"monitor": "a module that holds what follows"}),
+    Names(
+        "vllm.compilation.monitor",
+        _PIECEWISE,
+        {"cudagraph_capturing_enabled": "whether vLLM allows a capture: False once serving has begun"},
+    ),
+    Names(
+        "vllm.forward_context",
+        _PIECEWISE,
+        {
+            "BatchDescriptor": "the type of a graph's size",
+            "override_forward_context(forward_context)": "a plan's run before its capture is not captured",
+            "ForwardContext.batch_descriptor": "the size that is captured",
+            "ForwardContext.cudagraph_runtime_mode": "whether a pass runs in pieces",
+        },
+    ),
+    Names(
+        "vllm.model_executor.layers.linear",
+        "checkpoint headers are counted instead",
+        {"LinearBase": "linear layers, to tell the size of a 16-bit copy"},
+        mentions={
+            "input_size_per_partition": "the size of a linear layer on this rank",
+            "output_size_per_partition": "the size of a linear layer on this rank",
+        },
+    ),
+    Names(
+        "vllm._custom_ops",
+        "vLLM tells how much memory its CPU kernels hold",
+        {"CPUDNNLGEMMHandler": "a weight that oneDNN holds, whose size is that of the loaded one"},
+    ),
+    Names(
+        "vllm.model_executor.layers.utils",
+        "vLLM tells how much memory its CPU kernels hold",
+        mentions={"layer.cpu_linear": "a function around a 16-bit weight that a CPU kernel has packed"},
+    ),
+    Names(
+        "vllm.model_executor.model_loader.default_loader",
+        "vLLM asks every model which tensors it wants",
+        mentions={"is_unused_checkpoint_weight": "shards that need not be opened; without it all are"},
+        since=(0, 32),
+    ),
+    Names(
+        "vllm.model_executor.model_loader.utils",
+        "no supported base model defines the hook, and vLLM tells a model that its weights are packed",
+        mentions={"model.process_weights_after_loading": "handed on to the variants; then bytes are counted"},
+        since=(0, 27),
+    ),
+    Names("vllm.sequence", _PART_OF_VLLM, {"IntermediateTensors": "a parameter's type in a model's forward"}),
+    Names(
+        "vllm.distributed",
+        _PART_OF_VLLM,
+        {"get_tensor_model_parallel_rank()": "each rank writes a trace of its own"},
+    ),
+    # In a worker, for every pass.
+    Names(
+        "vllm.forward_context",
+        _PHASE,
+        {
+            "get_forward_context()": "what vLLM tells of the pass",
+            "ForwardContext.attn_metadata": "the metadata of its attention layers, None in profiling runs",
+        },
+    ),
+    *(
+        Names(
+            f"vllm.v1.attention.backends.{backend}",
+            _PHASE,
+            {
+                f"{metadata}.max_query_len": "tells decode passes",
+                f"{metadata}.query_start_loc": "the number of sequences; on a CPU tells mixed passes",
+            },
+        )
+        for backend, metadata in (
+            ("cpu_attn", "CPUAttentionMetadata"),
+            ("flash_attn", "FlashAttentionMetadata"),
+            ("triton_attn", "TritonAttentionMetadata"),
+        )
+    ),
+    # In a worker, for some schemes and devices: W4A8, and kernels for CPUs.
+    Names(
+        f"{_QUANTIZATION}.compressed_tensors.schemes",
+        _W4A8,
+        {"CompressedTensorsWNA16.kernel": "exchanged; in vLLM 0.33's batch-invariant mode there is none"},
+    ),
+    Names(
+        f"{_QUANTIZATION}.compressed_tensors.compressed_tensors",
+        _W4A8,
+        mentions={"layer.scheme": "tells INT4 layers by their scheme"},
+    ),
+    Names(
+        f"{_KERNELS}.mixed_precision.marlin",
+        _W4A8,
+        {
+            "MarlinLinearKernel.__init__(c, w_q_param_name, w_s_param_name, w_zp_param_name)": "W4A8 on CUDA",
+            "MarlinLinearKernel.can_implement(c)": "refuses layers that it cannot run",
+        },
+    ),
+    Names(
+        f"{_QUANTIZATION}.utils.marlin_utils",
+        _W4A8,
+        {"get__quant_fp8_method()": "builds what quantises to fp8, while vLLM's config is at hand"},
+    ),
+    Names("vllm.scalar_type", _W4A8, {"scalar_types.uint4b8": "symmetric INT4 weights"}),
+    Names(
+        f"{_KERNELS}.mixed_precision.MPLinearKernel",
+        _W4A8,
+        {
+            "MPLinearLayerConfig.act_type": "the type of the activations, INT8 or fp8 for W4A8",
+            "MPLinearLayerConfig.group_size": "checked",
+            "MPLinearLayerConfig.partition_weight_shape": "checked; [in, out]",
+            "MPLinearLayerConfig.weight_type": "checked",
+            "MPLinearLayerConfig.zero_points": "refused",
+            "MPLinearKernel.config": "such a config",
+            "MPLinearKernel.w_q_name": "the parameter that holds the weights",
+            "MPLinearKernel.w_s_name": "the parameter that holds their scales",
+            "MPLinearKernel.w_zp_name": "the parameter that holds their zero points",
+        },
+    ),
+    Names(
+        f"{_KERNELS}.mixed_precision.MPLinearKernel",
+        "0.29 is no longer supported",
+        {"MPLinearLayerConfig.has_g_idx": "activation ordering by group, refused"},
+        until=(0, 29),
+    ),
+    Names(
+        f"{_KERNELS}.mixed_precision.MPLinearKernel",
+        _CPU_KERNELS,
+        {"MPLinearKernel._get_weight_params(layer)": "the parameters of those names"},
+        overrides={
+            "MPLinearKernel.get_min_capability()": "none; it is a CPU kernel",
+            "MPLinearKernel.can_implement(c)": "symmetric groups of INT4",
+            "MPLinearKernel.process_weights_after_loading(layer)": "lays the weights out for ATen",
+            "MPLinearKernel.apply_weights(layer, x, bias)": "multiplies",
+        },
+    ),
+    Names(
+        f"{_KERNELS}.scaled_mm.cpu",
+        _CPU_KERNELS,
+        {
+            "CPUInt8ScaledMMLinearKernel._get_layer_params(layer)": "the layer's parameters",
+            "CPUInt8ScaledMMLinearKernel.config": "as below",
+            "CPUInt8ScaledMMLinearKernel.layer_param_names": "their names",
+            "CPUInt8ScaledMMLinearKernel.linear_method": "set: what vLLM's apply_weights calls",
+        },
+        overrides={
+            "CPUInt8ScaledMMLinearKernel.process_weights_after_loading(layer)": "chooses the linear_method"
+        },
+    ),
+    Names(
+        f"{_KERNELS}.scaled_mm.ScaledMMLinearKernel",
+        _CPU_KERNELS,
+        {
+            "Int8ScaledMMLinearLayerConfig.input_symmetric": "asymmetric activations are left to vLLM",
+            "Int8ScaledMMLinearLayerConfig.is_channelwise": "whether scales are to be widened",
+            "Int8ScaledMMLinearLayerConfig.is_static_input_scheme": "static activations are left to vLLM",
+        },
+    ),
+    Names(
+        _KERNELS,
+        _CPU_KERNELS,
+        {"register_linear_kernel(kernel_class, platform, kernel_type)": "offers FlexQuant's kernels"},
+        mentions={
+            "CPUInt8ScaledMMLinearKernel": "replaced, by name, in VLLM_DISABLED_KERNELS",
+            "CPUWNA16LinearKernel": "replaced, by name, in VLLM_DISABLED_KERNELS",
+        },
+    ),
+    Names(
+        "vllm.envs",
+        _CPU_KERNELS,
+        mentions={"VLLM_DISABLED_KERNELS": "written: the kernels that FlexQuant's replace"},
+    ),
+    Names("vllm", _CPU_KERNELS, {"_custom_ops": "imported to load torch.ops._C, and for what follows"}),
+    Names(
+        "vllm._custom_ops",
+        _CPU_KERNELS,
+        {
+            "create_onednn_scaled_mm(weight, weight_scales, output_type, dynamic_quant, use_azp, "
+            "primitive_cache_size)": "tries whether INT8 sums are right on this CPU",
+            "onednn_scaled_mm(dnnl_handler, x, output, input_scale, input_zp, input_zp_adj, bias)": "same",
+            "onednn_scaled_int8_quant(input, scale, azp, symmetric)": "activations to INT8 per token",
+        },
+        mentions={"torch.ops._C.cpu_gemm_wna16": "missing from the AVX2 library, unlike its kernel"},
+    ),
+    Names(
+        f"{_QUANTIZATION}.utils",
+        _CPU_KERNELS,
+        {"replace_parameter(mod, name, new)": "exchanges a weight for the one that was laid out"},
+    ),
+    Names(
+        f"{_QUANTIZATION}.utils.quant_utils",
+        _CPU_KERNELS,
+        {"unpack_quantized_values_into_int32(w_q, wtype, *, packed_dim)": "INT4 weights, one an element"},
+    ),
+    Names(
+        f"{_QUANTIZATION}.utils.w8a8_utils",
+        _CPU_KERNELS,
+        {"convert_to_channelwise(weight_scale, logical_widths)": "fused layers' INT8 scales"},
+    ),
+    # In processes that FlexQuant starts to measure and evaluate.
+    Names(
+        "vllm.entrypoints.llm",
+        _MEASURING,
+        {"LLM.llm_engine": "as below", "LLM.model_config": "the vocabulary's size"},
+    ),
+    Names(
+        "vllm.v1.engine.llm_engine",
+        _MEASURING,
+        {
+            "LLMEngine.abort_request(request_ids)": "ends decoding",
+            "LLMEngine.add_request(request_id, prompt, params)": "a request of token ids",
+            "LLMEngine.engine_core": "as below",
+            "LLMEngine.has_unfinished_requests()": "whether a prefill has been answered",
+            "LLMEngine.reset_prefix_cache()": "waits for the pass that is running",
+            "LLMEngine.step()": "the outputs of a pass",
+        },
+    ),
+    Names("vllm.v1.engine.core_client", _MEASURING, {"EngineCoreClient.shutdown()": "frees its memory"}),
+    Names("vllm.distributed", _MEASURING, {"cleanup_dist_env_and_memory()": "frees an engine's memory"}),
+    Names(
+        "vllm.v1.sample.logits_processor",
+        "vLLM scores a given continuation as it is decoded",
+        overrides={
+            "AdapterLogitsProcessor.is_argmax_invariant()": "False",
+            "AdapterLogitsProcessor.new_req_logits_processor(params)": "what forces a request's answer",
+        },
+    ),
+    Names(
+        "vllm.envs",
+        "vLLM's LLM has options for them",
+        mentions={
+            "VLLM_CPU_KVCACHE_SPACE": "written: less than nine tenths of the memory",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "written: evaluation makes the same batches every time",
+            "VLLM_NO_USAGE_STATS": "written",
+            "VLLM_USE_V2_MODEL_RUNNER": "written: evaluation's logits processor is the V1 runner's",
+        },
+    ),
+    # In the benchmarks.
+    Names(
+        "vllm.v1.worker.cpu_worker",
+        _CPU_KERNELS,
+        overrides={"CPUWorker.load_model(*, load_dummy_weights)": "stock vLLM gets FlexQuant's CPU kernels"},
+    ),
+    Names("vllm.entrypoints.cli.main", _BENCHMARKS, {"main()": "`vllm serve`, `vllm bench`"}),
+    Names(
+        "vllm.benchmarks.serve",
+        _BENCHMARKS,
+        {"add_cli_args(parser)": "`vllm bench serve` in a process that stays", "main(args)": "the same"},
+    ),
+    Names("vllm.utils.argparse_utils", _BENCHMARKS, {"FlexibleArgumentParser": "`vllm bench serve`"}),
+    Names(
+        "vllm.model_executor.layers.linear",
+        _BENCHMARKS,
+        {
+            "ReplicatedLinear.__init__(input_size, output_size, *, bias, params_dtype, quant_config, prefix, "
+            "return_bias, disable_tp)": "a layer that is timed",
+            "ReplicatedLinear.quant_method": "lays its weights out",
+        },
+    ),
+    Names(
+        f"{_QUANTIZATION}.compressed_tensors.compressed_tensors",
+        _BENCHMARKS,
+        {"CompressedTensorsConfig.from_config(config)": "a timed layer's scheme"},
+    ),
+    Names(
+        "vllm.distributed",
+        _BENCHMARKS,
+        {
+            "init_distributed_environment(world_size, rank, distributed_init_method, local_rank, "
+            "*, backend)": "what layers expect of a worker",
+            "initialize_model_parallel(tensor_model_parallel_size)": "what layers expect of a worker",
+        },
+    ),
+)
+"""In the order in which a server meets them."""
+
+
+def module_of(name: str) -> str | None:
+    """Return the module that an imported name comes from, None for a name that is not listed."""
+    for names in NAMES:
+        for use in (*names.uses, *names.overrides):
+            if use.partition("(")[0].partition(".")[0] == name:
+                return names.module
+    return None

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""W4A8: the INT4 weights of a W4A16 variant, multiplied with activations quantised to 8 bit per token.
+
+vLLM's Marlin kernel does it. Stock vLLM turns that on for a whole process (``VLLM_MARLIN_INPUT_DTYPE``), and
+only for layers that Marlin runs anyway, which on Hopper is not the case (Machete does). Here one variant asks
+for it: each of its INT4 layers exchanges its kernel before the weights are loaded. What the layer reads from
+the checkpoint stays the same; the kernel lays the weights out anew, so that this costs half a byte a weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.platforms import current_platform
+
+from flexquant.errors import FlexQuantError
+from flexquant.serving.vllm_api import (
+    CompressedTensorsWNA16,
+    MarlinLinearKernel,
+    get__quant_fp8_method,
+    scalar_types,
+)
+
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def use_8bit_activations(model: nn.Module, activations: str) -> None:
+    """Let the INT4 layers below ``model``, weights not loaded yet, quantise their inputs per token.
+
+    ``activations``: ``int8`` or ``fp8``. Layers of other schemes stay as they are. Raises
+    :class:`FlexQuantError` where this device has no kernel for it, or packed weights do not suit it.
+    """
+    kernel = find_kernel(activations)
+    if activations == "fp8":
+        get__quant_fp8_method()  # built now, while vLLM's config is at hand
+    for name, layer in model.named_modules():
+        if not is_int4_layer(layer):
+            continue
+        scheme: Any = layer.scheme
+        if scheme.kernel is None:
+            raise FlexQuantError(
+                f"layer '{name}' cannot have {activations} activations: vLLM runs it without a kernel in its "
+                "batch-invariant mode; unset VLLM_BATCH_INVARIANT, or take such a variant's rules out of the "
+                "policy"
+            )
+        config = dataclasses.replace(scheme.kernel.config, act_type=DTYPES[activations])
+        problem = _problem(config, activations) or kernel.can_implement(config)[1]
+        if problem:
+            raise FlexQuantError(
+                f"layer '{name}' cannot have {activations} activations: {problem}; take such a variant's "
+                "rules out of the policy"
+            )
+        old = scheme.kernel
+        scheme.kernel = kernel(config, old.w_q_name, old.w_s_name, old.w_zp_name)
+
+
+def is_int4_layer(layer: nn.Module) -> bool:
+    """Whether a layer has packed weights and 16-bit activations in its checkpoint."""
+    return isinstance(getattr(layer, "scheme", None), CompressedTensorsWNA16)
+
+
+def _problem(config: Any, activations: str) -> str | None:
+    if config.weight_type != scalar_types.uint4b8 or config.zero_points:
+        return f"its weights are {config.weight_type}, and only symmetric INT4 is supported"
+    if getattr(config, "has_g_idx", False):
+        return "its groups are ordered by activation (g_idx), which 8-bit activations do not allow"
+    if activations == "int8" and config.group_size in (-1, config.partition_weight_shape[0]):
+        return "its weights have one scale a channel, and INT8 activations need groups"
+    return None
+
+
+def find_kernel(activations: str) -> Any:
+    """Return vLLM's kernel class for INT4 weights and 8-bit activations on this device.
+
+    On a CPU it is ``TorchCPUInt4LinearKernel`` of :mod:`flexquant.serving.cpu.int4`: it shows what W4A8 does
+    to a model's answers, and is slower than W4A16. Raises :class:`FlexQuantError` where there is none.
+    """
+    if current_platform.is_cuda():
+        if activations == "fp8" and not (
+            current_platform.is_device_capability(89) or current_platform.is_device_capability_family(120)
+        ):
+            raise FlexQuantError(
+                f"vLLM has no kernel for INT4 weights with fp8 activations on {_device()}, only for compute "
+                "capability 8.9 and 12.x; derive the variant with 'activations: int8'"
+            )
+        return MarlinLinearKernel
+    if current_platform.is_cpu() and activations == "int8":
+        from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
+
+        return TorchCPUInt4LinearKernel
+    raise FlexQuantError(
+        f"there is no kernel for INT4 weights with {activations} activations on {_device()}; choose a policy "
+        "without such a variant"
+    )
+
+
+def _device() -> str:
+    return "this CPU" if current_platform.is_cpu() else current_platform.get_device_name()

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""How much memory weights take once kernels have laid them out.
+
+Counted is what a rank holds after vLLM's ``process_weights_after_loading``: every parameter, and every copy
+of a weight that a kernel packed for itself; memory that several modules use counts once. On a CPU vLLM gives
+weights to oneDNN and leaves an empty parameter or none; it gives it those of embedding and lm_head too, and
+keeps these parameters. oneDNN cannot be asked how much it holds: its copy counts as the weight did when it
+was loaded, in the same type. Buffers and workspaces are no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexquant.serving.vllm_api import CPUDNNLGEMMHandler, LinearBase
+
+SHARED = "shared"
+WEIGHTS = ("weight", "weight_packed")
+"""Names of the parameters that a kernel may take away."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of memory with ``elements`` values in ``nbytes`` bytes."""
+
+    identity: Hashable
+    elements: int = field(compare=False)
+    nbytes: int = field(compare=False)
+
+
+class WeightMemory:
+    """The memory of the weights of models: made when they are built, asked when they are processed."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        """``models``: by name, or single layers; their parameters have the shapes and types to be loaded."""
+        self._models = dict(models)
+        self._loaded = {
+            module: {
+                name: Piece((module, name), weight.numel(), weight.nbytes)
+                for name, weight in module.named_parameters(recurse=False)
+                if name in WEIGHTS
+            }
+            for model in models.values()
+            for module in model.modules()
+        }
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of each model's weights, and under ``shared`` those that several models hold."""
+        owners: dict[Piece, list[str]] = {}
+        for name, model in self._models.items():
+            for piece in {piece for module in model.modules() for piece in self._held(module)}:
+                owners.setdefault(piece, []).append(name)
+        sizes = dict.fromkeys([*self._models, SHARED], 0)
+        for piece, names in owners.items():
+            sizes[SHARED if len(names) > 1 else names[0]] += piece.nbytes
+        return sizes
+
+    def nbytes_in_16_bit(self, name: str) -> int:
+        """Return the bytes that a model's weights would take in 16 bit: two for each weight, no scales.
+
+        What is not a linear layer keeps the copies that its kernel made.
+        """
+        elements = 0
+        others: set[Piece] = set()
+        for module in self._models[name].modules():
+            if isinstance(module, LinearBase):
+                linear: Any = module
+                elements += linear.input_size_per_partition * linear.output_size_per_partition
+                elements += linear.bias.numel() if getattr(linear, "bias", None) is not None else 0
+            else:
+                others |= set(self._held(module))
+        return 2 * (elements + sum(piece.elements for piece in others))
+
+    def _held(self, module: nn.Module) -> Iterator[Piece]:
+        """Yield the memory of one module's own weights."""
+        parameters = {name: p for name, p in module.named_parameters(recurse=False) if p.numel()}
+        packed = list(_packed_for_cpu(module))
+        for tensor in (*parameters.values(), *(p for p in packed if isinstance(p, torch.Tensor))):
+            storage = tensor.untyped_storage()
+            yield Piece(storage.data_ptr(), storage.nbytes() // tensor.itemsize, storage.nbytes())
+        in_onednn = any(isinstance(p, CPUDNNLGEMMHandler) for p in packed)
+        for name, weight in self._loaded.get(module, {}).items():
+            is_gone = name not in parameters and not packed
+            if in_onednn or is_gone:
+                yield weight
+
+
+def _packed_for_cpu(module: nn.Module) -> Iterator[torch.Tensor | CPUDNNLGEMMHandler]:
+    """Yield what vLLM's 16-bit CPU kernels keep of a weight: ``cpu_linear`` is a function around it."""
+    for cell in getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ():
+        if isinstance(cell.cell_contents, (torch.Tensor, CPUDNNLGEMMHandler)):
+            yield cell.cell_contents

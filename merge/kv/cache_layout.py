@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What a checkpoint does to the KV cache beside its projections: cache scales, and rotations at run time.
+
+That heads, positions and the cache's type are the same is known by then: `merge_plan` refuses configs that
+differ.
+"""
+
+from __future__ import annotations
+
+import re
+
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.safetensors_io import same_bytes
+from flexquant.merge.kv.effective_maps import EffectiveMaps
+
+CACHE_SCALE = re.compile(r"\.([kv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))$")
+CACHE_TRANSFORMS = ("k_cache", "q_attn")  # compressed_tensors.transform.TransformLocation
+
+
+def rotation_difference(maps: EffectiveMaps, reference: EffectiveMaps) -> str:
+    """Return how the rotations that K gets at run time differ; empty when they do not."""
+    a, b = (_cache_transforms(m.source.quantization_config) for m in (maps, reference))
+    if a == b:
+        return ""
+    return f"rotation of the KV cache is {b!r} in '{reference.source.name}' and {a!r} in '{maps.source.name}'"
+
+
+def scale_difference(maps: EffectiveMaps, reference: EffectiveMaps) -> str:
+    """Return which calibrated K or V cache scale differs; empty when none does."""
+    a, b = ({n: r for n, r in m.source.tensors.items() if CACHE_SCALE.search(n)} for m in (maps, reference))
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b:
+            return f"only '{(maps if name in a else reference).source.name}' has the cache scale '{name}'"
+        if not same_bytes(a[name], b[name]):
+            return f"the cache scale '{name}' differs, and a quantised KV cache needs the same scales"
+    return ""
+
+
+def _cache_transforms(section: JsonObject) -> JsonObject:
+    """Return the rotations that are applied to K at run time (SpinQuant's R3), by name."""
+    groups = (section.get("transform_config") or {}).get("config_groups") or {}
+    return {
+        name: group
+        for name, group in groups.items()
+        if any(apply.get("location") in CACHE_TRANSFORMS for apply in group.get("apply", ()))
+    }

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Decide what the merged checkpoint will hold, and refuse sources that are not variants of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexquant.checkpoint.logical import LAYER, logical_shapes
+from flexquant.checkpoint.merged_config import SHARED_PREFIX, check_variant_name
+from flexquant.checkpoint.model_config import count_layers
+from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
+from flexquant.checkpoint.sidecars import plan_sidecars
+from flexquant.checkpoint.source import Source
+from flexquant.errors import FlexQuantError
+from flexquant.merge.same_model import model_differences
+
+LM_HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """What to write: tensors in groups that an engine can skip as files, and files to copy."""
+
+    sources: tuple[Source, ...]
+    num_layers: int
+    groups: dict[str, dict[str, TensorRef]]
+    """``shared`` first, then the variants: merged key -> where its bytes are."""
+    files: dict[str, Path]
+
+    @property
+    def base_architecture(self) -> str:
+        return self.sources[0].architecture
+
+    @property
+    def shared_modules(self) -> tuple[str, ...]:
+        """Modules outside the decoder layers all of whose tensors are shared, e.g. ``model.norm``."""
+        shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
+        outside = {n for s in self.sources for n in s.tensors if not LAYER.search(n)}
+        partly = {_module(name) for name in outside - shared}
+        modules = {_module(name) for name in outside} - partly
+        if self.sources[0].config.get("tie_word_embeddings"):
+            modules -= {LM_HEAD}
+            modules |= {LM_HEAD for name in modules if name.endswith("embed_tokens")}
+        return tuple(sorted(modules))
+
+    @property
+    def tensors(self) -> dict[str, TensorRef]:
+        """Of all groups, by merged key."""
+        return {key: ref for group in self.groups.values() for key, ref in group.items()}
+
+
+def plan_merge(sources: Sequence[Source]) -> MergePlan:
+    """Compare the sources and return the plan; only headers, small files and equal tensors are read.
+
+    Raises FlexQuantError, naming the file, key, layer or tensor, where the sources differ in something
+    that one merged model cannot have twice.
+    """
+    if not sources:
+        raise FlexQuantError("nothing to merge: name at least one variant as NAME=FOLDER")
+    names = [s.name for s in sources]
+    for i, name in enumerate(names):
+        check_variant_name(name)
+        if name in names[:i]:
+            raise FlexQuantError(f"variant name '{name}' is given twice; give every variant its own name")
+    first = sources[0]
+    for other in sources[1:]:
+        _check_same_model(first, other)
+    num_layers = count_layers(first.config)
+    shapes = [logical_shapes(s.tensors) for s in sources]
+    for source in sources:
+        _check_layers(source, num_layers)
+    for source, shape in zip(sources[1:], shapes[1:], strict=True):
+        _check_same_shapes(first, shapes[0], source, shape)
+    files = plan_sidecars(sources)
+    shared = _find_shared(sources)
+    groups = {"shared": {SHARED_PREFIX + name: first.tensors[name] for name in sorted(shared)}}
+    for source in sources:
+        own = sorted(source.tensors.keys() - shared)
+        groups[source.name] = {f"{source.name}.{name}": source.tensors[name] for name in own}
+    return MergePlan(tuple(sources), num_layers, {g: t for g, t in groups.items() if t}, files)
+
+
+def _check_same_model(a: Source, b: Source) -> None:
+    if a.architecture != b.architecture:
+        raise FlexQuantError(
+            f"'{a.name}' is a {a.architecture} and '{b.name}' a {b.architecture}; "
+            "only variants of one model can be merged"
+        )
+    differences = model_differences(a.config, b.config)
+    if differences:
+        listed = "; ".join(f"{key}: {x!r} against {y!r}" for key, x, y in differences[:5])
+        raise FlexQuantError(
+            f"the base configs of '{a.name}' and '{b.name}' differ ({listed}); "
+            "only variants of one model can be merged"
+        )
+    schemes = [s.quantization_config.get("kv_cache_scheme") for s in (a, b)]
+    if schemes[0] != schemes[1]:
+        raise FlexQuantError(
+            f"'{a.name}' has kv_cache_scheme {schemes[0]!r} and '{b.name}' {schemes[1]!r}, but the variants "
+            "share one KV cache; quantise both with the same one"
+        )
+
+
+def _check_layers(source: Source, num_layers: int) -> None:
+    present = {int(m["index"]) for name in source.tensors if (m := LAYER.search(name))}
+    missing = sorted(set(range(num_layers)) - present)
+    if missing:
+        raise FlexQuantError(
+            f"'{source.name}' has no tensors for layer {missing[0]} of {num_layers} ({source.folder}); "
+            "download or quantise it again"
+        )
+
+
+def _check_same_shapes(
+    a: Source, a_shapes: Mapping[str, tuple[int, ...]], b: Source, b_shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    for name in sorted(a_shapes.keys() | b_shapes.keys()):
+        if name == f"{LM_HEAD}.weight" and a.config.get("tie_word_embeddings"):
+            continue
+        if name not in a_shapes or name not in b_shapes:
+            has, lacks = (a, b) if name in a_shapes else (b, a)
+            raise FlexQuantError(
+                f"'{has.name}' has parameter '{name}' and '{lacks.name}' does not; "
+                "only variants of one model can be merged"
+            )
+        if a_shapes[name] != b_shapes[name]:
+            raise FlexQuantError(
+                f"parameter '{name}' has shape {list(a_shapes[name])} in '{a.name}' and "
+                f"{list(b_shapes[name])} in '{b.name}'; only variants of one model can be merged"
+            )
+
+
+def _find_shared(sources: Sequence[Source]) -> set[str]:
+    """Return the names of the tensors that are bit-identical in all of at least two sources."""
+    first, *others = sources
+    if not others:
+        return set()
+    return {
+        name
+        for name, ref in first.tensors.items()
+        if all(name in s.tensors and same_bytes(ref, s.tensors[name]) for s in others)
+    }
+
+
+def _module(tensor_name: str) -> str:
+    return tensor_name.rpartition(".")[0]

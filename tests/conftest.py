@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Cores for tests side by side; and the engines and servers that a session started, said at its end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STARTS = pytest.StashKey[Counter[str]]()
+"""By kind: engines in this process, servers and other programs."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    starts = config.stash[STARTS] = Counter()
+    worker = getattr(config, "workerinput", None)
+    if worker is None and config.getoption("numprocesses", None):
+        return  # the workers run the tests
+    if worker is not None:
+        take_cores(int(worker["workerid"].removeprefix("gw")), worker["workercount"])
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen":
+            program, *others = map(str, arguments[1])
+            is_server = Path(program).name == "vllm" and others[:1] == ["serve"]
+            starts["servers" if is_server else "other programs"] += 1
+
+    sys.addaudithook(count)
+
+
+def take_cores(number: int, workers: int) -> None:
+    """Keep this worker of pytest-xdist, and what it starts, to its share of the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[number::workers] or cores)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["starts"] = dict(session.config.stash[STARTS])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[STARTS].update(getattr(node, "workeroutput", {}).get("starts", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    starts = config.stash[STARTS]
+    terminalreporter.write_line(
+        f"started: {starts['engines']} engines in test processes, {starts['servers']} servers (vllm serve), "
+        f"{starts['other programs']} other programs"
+    )

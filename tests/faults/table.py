@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The faults: small breakages of the product, each with the fastest tests that should see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One text in one file replaced by another, so that the product runs on but does something else."""
+
+    name: str
+    breaks: str
+    """What is wrong then, in one sentence."""
+    file: str
+    """Relative to the repository's root."""
+    old: str
+    """Text that the file holds exactly once."""
+    new: str
+    tests: tuple[str, ...]
+    """pytest's node ids, of which at least one has to fail."""
+    environment: str = "serve"
+    """``serve`` or ``quantize``: the virtual environment that the tests run in."""
+
+    def plant(self, root: Path) -> None:
+        """Break the source below ``root``; raise ValueError unless ``old`` is there exactly once."""
+        path = root / self.file
+        text = path.read_text(encoding="utf-8")
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(
+                f"fault '{self.name}' does not fit {self.file} any more: its text is there {count} times "
+                "instead of once; write it anew in tests/faults/table.py"
+            )
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+POLICY = (
+    Fault(
+        "batch-size-max-exclusive",
+        "A rule's 'max' leaves out the batch of exactly that size.",
+        "flexquant/policy/routes.py",
+        "starts.add(bounds.max * unit + 1)",
+        "starts.add(bounds.max * unit)",
+        ("tests/unit/test_routes.py::test_lookup_at_the_edges",),
+    ),
+    Fault(
+        "single-size-never-matches",
+        "A rule for one size alone, with 'max' equal to 'min', takes no pass.",
+        "flexquant/policy/rules.py",
+        "self.max is None or number <= self.max",
+        "self.max is None or number < self.max",
+        ("tests/unit/test_routes.py::test_a_rule_for_one_size_alone",),
+    ),
+    Fault(
+        "last-layer-left-out",
+        "A range of layers in a policy ends one layer early.",
+        "flexquant/policy/routes.py",
+        "return range(first, last + 1)",
+        "return range(first, max(last, first + 1))",
+        ("tests/unit/test_routes.py::test_layers_of_the_layered_builtin",),
+    ),
+)
+
+PHASES = "tests/integration/test_phases.py"
+VIEWS = "tests/integration/test_plan_views.py::"
+W4A8 = "tests/integration/test_w4a8.py::"
+
+SERVING = (
+    Fault(
+        "phases-exchanged",
+        "A pass of single tokens is no decode pass, and one of prompts is.",
+        "flexquant/serving/forward_pass.py",
+        "if longest <= tokens_per_sequence:",
+        "if longest > tokens_per_sequence:",
+        (PHASES,),
+    ),
+    Fault(
+        "mixed-told-as-decode",
+        "A pass with sequences in generation beside prompts takes the decode plan.",
+        "flexquant/serving/forward_pass.py",
+        'phase = "mixed"',
+        'phase = "decode"',
+        (PHASES,),
+    ),
+    Fault(
+        "speculated-tokens-ignored",
+        "A decode pass with speculated tokens is taken for a prefill pass.",
+        "flexquant/serving/forward_pass.py",
+        "if longest <= tokens_per_sequence:",
+        "if longest <= 1:",
+        (PHASES,),
+    ),
+    Fault(
+        "layers-shifted-in-a-plan",
+        "A plan runs, as layer i, the layer i - 1 of the variant.",
+        "flexquant/serving/plan_views.py",
+        "variants[v].model.layers[i] for i, v in enumerate(plan.layers)",
+        "variants[v].model.layers[max(i - 1, 0)] for i, v in enumerate(plan.layers)",
+        (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
+    ),
+    Fault(
+        "variants-shifted-in-a-plan",
+        "A layered plan takes, for layer i, the variant of the layer i - 1.",
+        "flexquant/serving/plan_views.py",
+        "variants[v].model.layers[i] for i, v in enumerate(plan.layers)",
+        "variants[plan.layers[i - 1]].model.layers[i] for i, _ in enumerate(plan.layers)",
+        (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
+    ),
+    Fault(
+        "first-layers-norm-and-head",
+        "Norm and head behind a layered plan are those of its first layer's variant.",
+        "flexquant/serving/plan_views.py",
+        "base = variants[plan.layers[-1]]",
+        "base = variants[plan.layers[0]]",
+        (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
+    ),
+    Fault(
+        "another-plans-head",
+        "Logits always come from the head of the first plan.",
+        "flexquant/serving/model.py",
+        "return self._plans[self._last_plan].compute_logits(hidden_states)",
+        "return self._plans[self.routes.plans[0].name].compute_logits(hidden_states)",
+        (VIEWS + "test_logits_come_from_the_head_of_the_last_passes_plan",),
+    ),
+    Fault(
+        "first-plan-runs-all",
+        "Every pass is run by the first plan, while the trace names its own.",
+        "flexquant/serving/model.py",
+        "        return self._plans[plan.name](*inputs)\n\n",
+        "        return self._plans[self.routes.plans[0].name](*inputs)\n\n",
+        (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
+    ),
+    Fault(
+        "trace-tells-the-plan-before",
+        "The trace is written before the plan is chosen, and names that of the pass before.",
+        "flexquant/serving/model.py",
+        "self._trace.record(forward_pass, plan.name)",
+        "self._trace.record(forward_pass, self._last_plan)",
+        (VIEWS + "test_the_trace_tells_the_plan_of_every_pass_in_order",),
+    ),
+    Fault(
+        "two-kv-caches",
+        "The second variant keeps its own attention layers, with a KV cache of their own.",
+        "flexquant/serving/variants.py",
+        "        replacements = {"
+        "layer: real_context[layer_name] for layer_name, layer in registered.items()}\n",
+        "        for layer_name, layer in registered.items():\n"
+        '            layer.layer_name = f"{name}.{layer_name}"\n'
+        "            real_context[layer.layer_name] = layer\n"
+        "        replacements: dict[nn.Module, nn.Module] = {}\n",
+        (VIEWS + "test_switching_between_variants_of_equal_weights_changes_nothing",),
+    ),
+    Fault(
+        "variant-left-out-of-the-compile-key",
+        "The key of a plan's compiled code says how its last variant is quantised, and no other.",
+        "flexquant/serving/plan_views.py",
+        "    for name in plan.variants:\n",
+        "    for name in plan.variants[-1:]:\n",
+        ("tests/unit/test_plan_digest.py",),
+    ),
+    Fault(
+        "compile-key-without-schemes",
+        "Compiled code is found by the name of its plan, however its variants are quantised.",
+        "flexquant/serving/plan_views.py",
+        'f"{plan_name} {digest}"',
+        "plan_name",
+        ("tests/integration/test_compile_state.py",),
+    ),
+    Fault(
+        "inductors-folder-without-schemes",
+        "The pieces of a plan are kept in a folder of its name, however its variants are quantised.",
+        "flexquant/serving/plan_views.py",
+        "-{digest[:16]}",
+        "",
+        ("tests/integration/test_compile_state.py",),
+    ),
+    Fault(
+        "padded-decode-batch-ignored",
+        "The route table ends at the largest batch, though CUDA graphs pad it to a larger size.",
+        "flexquant/serving/config.py",
+        "return min((size for size in sizes if size >= most), default=most)",
+        "return most",
+        ("tests/integration/test_graphs.py::test_no_graph_is_missing_and_the_plan_is_the_policys",),
+    ),
+    Fault(
+        "w4a8-served-as-w4a16",
+        "A derived variant keeps the kernels of its source, without a word.",
+        "flexquant/serving/variants.py",
+        "            use_8bit_activations(variant, derived[name].activations)\n",
+        "            pass\n",
+        (W4A8 + "test_a_layer_multiplies_dequantised_int4_weights_with_int8_activations",),
+    ),
+)
+
+MERGE = "tests/unit/test_merge.py::"
+OUTPUT = "tests/unit/test_output.py::"
+
+MERGING = (
+    Fault(
+        "shared-tensor-dropped",
+        "One of the tensors that all variants share is not written.",
+        "merge/merge_plan.py",
+        "for name in sorted(shared)}}",
+        "for name in sorted(shared)[1:]}}",
+        (MERGE + "test_tensors_are_stored_once_or_under_their_variant",),
+    ),
+    Fault(
+        "prefixes-exchanged",
+        "The merged config gives each variant the prefix of another one's tensors.",
+        "merge/merging.py",
+        'Variant(f"{s.name}.", s.quantization_config) for s in plan.sources',
+        'Variant(f"{t.name}.", s.quantization_config) for s, t in zip(plan.sources, plan.sources[::-1])',
+        ("tests/unit/test_split_verify.py::test_split_gives_the_source_back",),
+    ),
+    Fault(
+        "shared-across-differences",
+        "Tensors of equal size count as equal, whatever their bytes.",
+        "merge/merge_plan.py",
+        "if all(name in s.tensors and same_bytes(ref, s.tensors[name]) for s in others)",
+        "if all(name in s.tensors and ref.nbytes == s.tensors[name].nbytes for s in others)",
+        (MERGE + "test_tensors_that_only_have_name_and_size_in_common_are_stored_for_each_variant",),
+    ),
+    Fault(
+        "verify-skips-a-tensor",
+        "Verifying leaves out the tensor that comes last.",
+        "merge/verify.py",
+        "pool.submit(check, name, ref) for name, ref in tensors.items()}",
+        "pool.submit(check, name, ref) for name, ref in list(tensors.items())[:-1]}",
+        ("tests/unit/test_split_verify.py::test_verify_accepts_what_merge_wrote",),
+    ),
+    Fault(
+        "verify-trusts-shared-tensors",
+        "Verifying against the sources does not compare the tensors that are stored once.",
+        "merge/verify.py",
+        "lambda name, ref: same_bytes(ref, checkpoint.tensors[keys[name]])",
+        "lambda name, ref: keys[name].startswith('shared.')"
+        " or same_bytes(ref, checkpoint.tensors[keys[name]])",
+        ("tests/unit/test_split_verify.py::test_verify_finds_a_flipped_byte",),
+    ),
+    Fault(
+        "output-replaced-in-two-steps",
+        "The old output is removed before the new one takes its place.",
+        "flexquant/checkpoint/output.py",
+        "    libc = ctypes.CDLL(None, use_errno=True)\n",
+        "    shutil.rmtree(target)\n    os.rename(stage, target)\n    return\n"
+        "    libc = ctypes.CDLL(None, use_errno=True)\n",
+        (OUTPUT + "test_killed_before_any_operation_it_leaves_the_old_output_or_none[True-exchange]",),
+    ),
+    Fault(
+        "kv-rows-bound-loosened",
+        "K and V may differ by five times the gain that the comparison allows.",
+        "merge/kv/agreement.py",
+        "allowed = (ROW_GAIN_SIGMAS",
+        "allowed = 5 * (ROW_GAIN_SIGMAS",
+        ("tests/unit/test_kv_compat.py::test_v_to_o_smoothing_is_caught",),
+    ),
+    Fault(
+        "kv-columns-bound-loosened",
+        "K and V may differ by five times the median gain of the columns.",
+        "merge/kv/agreement.py",
+        "allowed = (COLUMN_GAIN_SIGMAS",
+        "allowed = 5 * (COLUMN_GAIN_SIGMAS",
+        ("tests/unit/test_kv_compat.py",),
+    ),
+    Fault(
+        "kv-noise-bound-loosened",
+        "K and V may differ by four times the rounding noise that the comparison allows.",
+        "merge/kv/agreement.py",
+        "NOISE_FACTOR = 4.0\n",
+        "NOISE_FACTOR = 16.0\n",
+        ("tests/unit/test_kv_compat.py",),
+    ),
+)
+
+MEASURING = (
+    Fault(
+        "forced-token-shifted",
+        "A step is forced to the token of the step before.",
+        "flexquant/evaluation/forced_decoding.py",
+        "token = self._forced[position]",
+        "token = self._forced[max(position - 1, 0)]",
+        ("tests/unit/test_forced_decoding.py",),
+    ),
+    Fault(
+        "kl-arguments-exchanged",
+        "Forced decoding takes the policy for the reference.",
+        "flexquant/evaluation/forced_decoding.py",
+        "kl_divergence(reference, log_probs)",
+        "kl_divergence(log_probs, reference)",
+        ("tests/unit/test_forced_decoding.py",),
+    ),
+    Fault(
+        "kl-formula-exchanged",
+        "KL(policy || reference) is reported as KL(reference || policy).",
+        "flexquant/evaluation/scores.py",
+        "terms = reference.exp() * (reference - other)",
+        "terms = other.exp() * (other - reference)",
+        ("tests/unit/test_evaluation.py::test_kl_divergence_by_hand",),
+    ),
+    Fault(
+        "crossing-inverted",
+        "A range ends where the variant that follows is slower.",
+        "flexquant/tuning/deciding.py",
+        "samples.log_ratio(a, b, phase, size).median",
+        "samples.log_ratio(b, a, phase, size).median",
+        ("tests/unit/test_tune.py::test_thresholds_lie_at_the_crossover",),
+    ),
+    Fault(
+        "slowest-chosen",
+        "Tuning chooses the slowest variant instead of the fastest.",
+        "flexquant/tuning/deciding.py",
+        "    def cost(phase: str, variant: str, size: int) -> float:\n        best = min(",
+        "    def cost(phase: str, variant: str, size: int) -> float:\n        best = max(",
+        ("tests/unit/test_tune.py::test_thresholds_lie_at_the_crossover",),
+    ),
+    Fault(
+        "scheduler-ignores-the-budget",
+        "A simulated pass takes a waiting prompt whole, whatever the token budget.",
+        "flexquant/simulation/scheduler.py",
+        "            tokens = min(sequence.length, budget)\n",
+        "            tokens = sequence.length\n",
+        ("tests/unit/test_scheduling.py::test_chunked_prefill_leaves_decode_its_token",),
+    ),
+    Fault(
+        "padding-ignored",
+        "A simulated pass costs its own tokens instead of those of its CUDA graph.",
+        "flexquant/simulation/scheduler.py",
+        "return next((size for size in self.capture_sizes if size >= tokens), tokens)",
+        "return tokens",
+        ("tests/unit/test_server_limits.py::test_the_padded_batch_size_decides",),
+    ),
+)
+
+QUANTISING = (
+    Fault(
+        "smoothing-strength-ignored",
+        "SmoothQuant uses one strength, 0.5, whatever the recipe says.",
+        "flexquant/quantization/smoothing.py",
+        "            self._chosen[name] = self.fixed[name]\n",
+        "            self._chosen[name] = None if self.fixed[name] is None else REFERENCE\n",
+        ("tests/quantize/test_smoothing.py::test_a_fixed_strength_is_the_one_that_scales",),
+        "quantize",
+    ),
+    Fault(
+        "smoothing-formula-ignores-alpha",
+        "SmoothQuant's scales have the exponent 0.5, whatever the strength.",
+        "flexquant/quantization/smoothing.py",
+        "clamp(min=FLOOR).pow(alpha)",
+        "clamp(min=FLOOR).pow(0.5)",
+        ("tests/quantize/test_smoothing.py::test_scales_are_smoothquants",),
+        "quantize",
+    ),
+    Fault(
+        "sensitive-layers-quantised",
+        "The linears that were found sensitive are quantised like the others.",
+        "flexquant/quantization/sensitivity.py",
+        "        self._hand_over({name: linears[name] for name in self.spared})\n",
+        "",
+        ("tests/quantize/test_sensitivity.py::test_the_hard_linear_stays_in_16_bit",),
+        "quantize",
+    ),
+)
+
+FAULTS: tuple[Fault, ...] = (*POLICY, *SERVING, *MERGING, *MEASURING, *QUANTISING)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""FORMAT.md is enough to read a merged checkpoint: its snippet loads one, its tables name every key."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from flexquant.checkpoint import merged_config
+from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.checkpoint.provenance import PROVENANCE_FILE
+from flexquant.merge import merge_checkpoints
+from tests.checkpoints import make_checkpoint
+
+PAGE = Path(merged_config.__file__).with_name("FORMAT.md").read_text()
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = dict(BLOCK.findall(PAGE))
+SAVE = """
+import sys
+from safetensors.torch import save_file
+tensors, section = load_variant(sys.argv[1], sys.argv[2])
+assert section["quant_method"] == "compressed-tensors"
+assert "flexquant" not in sys.modules
+save_file(tensors, sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    return {s: make_checkpoint(folder / s, "gemma3", s) for s in ("w8a8", "w4a16")}
+
+
+@pytest.fixture(scope="module")
+def merged(sources: dict[str, Path]) -> Path:
+    output = sources["w8a8"].with_name("merged")
+    merge_checkpoints(sources, output, policy="phase")
+    return output
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w4a16"])
+def test_the_snippet_loads_a_variant_without_flexquant(sources, merged, tmp_path, name):
+    (tmp_path / "snippet.py").write_text(BLOCKS["python"] + SAVE)
+    command = [sys.executable, "snippet.py", str(merged), name, "loaded.safetensors"]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    loaded, original = (
+        load_file(tmp_path / "loaded.safetensors"),
+        load_file(sources[name] / "model.safetensors"),
+    )
+    assert loaded.keys() == original.keys()
+    for key, tensor in original.items():
+        assert loaded[key].dtype == tensor.dtype and loaded[key].equal(tensor), key
+
+
+def test_the_example_is_a_section_that_flexquant_reads_and_writes_again():
+    example = json.loads(BLOCKS["json"])["quantization_config"]
+    assert MergedConfig.from_json(example).to_json() == example
+
+
+def test_every_key_that_is_written_has_a_row(merged):
+    rows = set(re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE))
+    section = json.loads((merged / "config.json").read_text())["quantization_config"]
+    provenance = json.loads((merged / PROVENANCE_FILE).read_text())
+    assert section.keys() | provenance.keys() <= rows
+    named = {word for variant in section["variants"].values() for word in variant}
+    named |= {word for source in provenance["sources"].values() for word in source}
+    named |= section["kv_compatibility"].keys() | provenance["versions"].keys()
+    assert not [word for word in named if f"`{word}`" not in PAGE]
+
+
+def test_every_written_file_is_in_the_table(merged):
+    names = set(re.findall(r"`([^`]+)`", PAGE.partition("## Tensors")[0]))
+    for path in merged.iterdir():
+        known = any(path.match(name.replace("0000i", "*").replace("0000n", "*")) for name in names)
+        assert known, path.name

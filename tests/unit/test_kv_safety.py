@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Why a module may not hand its scales on: because of the cache that variants share, or the model itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexquant.quantization import kv_safety
+from flexquant.quantization.kv_safety import SHARED_CACHE, check_mapping
+
+CHANGE_THE_CACHE = ["v_proj", "k_proj", "q_proj", "qkv_proj", "k_norm", "q_norm"]
+CHANGE_THE_MODEL = ["o_proj", "gate_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("name", CHANGE_THE_CACHE + CHANGE_THE_MODEL)
+def test_the_reason_names_the_shared_cache_only_where_k_or_v_change(name):
+    reason = check_mapping([r"re:.*self_attn\.o_proj$"], rf"re:.*\.{name}$")
+    assert reason is not None and name in reason
+    assert (SHARED_CACHE in reason) == (name in CHANGE_THE_CACHE)
+
+
+def test_every_refused_module_is_covered_here():
+    refused = {name.rpartition(".")[2] for name in (*kv_safety._CACHED, *kv_safety._UNBALANCED)}
+    assert refused == {*CHANGE_THE_CACHE, *CHANGE_THE_MODEL}

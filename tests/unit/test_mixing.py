@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Which variants' layers may be mixed in one plan: found when merging, stored, and kept to by policies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexquant.checkpoint.merged_config import MergedConfig, Variant, read_merged_config
+from flexquant.cli import main
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from flexquant.policy.routes import RouteTable, build_route_table
+from flexquant.policy.rules import parse_policy
+from tests.checkpoints import make_checkpoint
+from tests.unit.test_kv_compat import in_float32, rotate_residual
+
+VARIANTS = ("w8a8", "w4a16", "spin")
+
+
+@pytest.fixture(scope="module")
+def odd_one_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two roundings and one with a rotated residual stream."""
+    folder = tmp_path_factory.mktemp("odd")
+    sources = {s: make_checkpoint(folder / s, scheme=s) for s in ("w8a8", "w4a16")}
+    rotated = make_checkpoint(folder / "spin", scheme="w4a16", transform=in_float32(rotate_residual))
+    merge_checkpoints({**sources, "spin": rotated}, folder / "merged")
+    return folder / "merged"
+
+
+def table(
+    merged: MergedConfig, base: str, first_layer: str, derive: dict[str, Any] | None = None
+) -> RouteTable:
+    document: dict[str, Any] = {
+        "schema": "flexquant.policy/v1",
+        "rules": [{"use": {"default": base, "layers": {"0": first_layer}}}],
+    }
+    if derive is not None:
+        document["derive"] = derive
+    return build_route_table(
+        parse_policy(document, "test"), merged.variants, 2, max_tokens=8, mixable=merged.mixable_groups
+    )
+
+
+def test_one_odd_variant_does_not_forbid_mixing_two_good_ones(odd_one_out):
+    merged, _ = read_merged_config(odd_one_out)
+    assert [plan.name for plan in table(merged, "w8a8", "w4a16").plans] == ["w4a16+w8a8[1]"]
+    with pytest.raises(
+        FlexQuantError, match="spin and w8a8 .*residual.*mix w8a8 with w4a16 only, or use a pol"
+    ):
+        table(merged, "w8a8", "spin")
+
+
+def test_a_derived_variant_mixes_like_the_one_it_is_from(odd_one_out):
+    merged, _ = read_merged_config(odd_one_out)
+    derive = {"w4a8": {"from": "w4a16", "activations": "int8"}}
+    assert table(merged, "w8a8", "w4a8", derive).plans[0].variants == ("w4a8", "w8a8")
+    derive["w4a8"]["from"] = "spin"
+    assert table(merged, "spin", "w4a8", derive).plans[0].variants == ("w4a8", "spin")
+    with pytest.raises(FlexQuantError, match="residual streams"):
+        table(merged, "w8a8", "w4a8", derive)
+
+
+def test_the_card_and_inspect_name_the_variants_that_mix(odd_one_out, capsys):
+    assert main(["inspect", str(odd_one_out)]) == 0
+    assert "layers of different variants in one plan: only of w8a8, w4a16\n" in capsys.readouterr().out
+    assert "in one plan: only of w8a8, w4a16." in (odd_one_out / "README.md").read_text()
+
+
+def test_releases_that_know_no_groups_read_no_for_all(odd_one_out):
+    section = json.loads((odd_one_out / "config.json").read_text())["quantization_config"]
+    assert section["schema_version"] == 1 and section["layered_plans"] is False
+    assert section["mixable"] == [["w8a8", "w4a16"], ["spin"]]
+
+
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ({"layered_plans": True}, (VARIANTS,)),
+        ({"layered_plans": False}, (("w8a8",), ("w4a16",), ("spin",))),
+        ({}, (VARIANTS,)),
+    ],
+)
+def test_a_checkpoint_without_groups_is_read_as_before(written, groups):
+    section = MergedConfig("LlamaForCausalLM", {n: Variant(f"{n}.", {}) for n in VARIANTS}).to_json()
+    del section["mixable"], section["layered_plans"]
+    assert MergedConfig.from_json({**section, **written}).mixable_groups == groups
+
+
+@pytest.mark.parametrize(
+    "mixable",
+    [[["w8a8", "w4a16"]], [["w8a8", "w4a16", "spin"], ["spin"]], [["w8a8", "w4a16", "fp8"]], "all", [[]], {}],
+)
+def test_groups_that_do_not_name_every_variant_once_are_refused(mixable):
+    section = MergedConfig("LlamaForCausalLM", {n: Variant(f"{n}.", {}) for n in VARIANTS}).to_json()
+    with pytest.raises(FlexQuantError, match="each of w8a8, w4a16, spin once"):
+        MergedConfig.from_json({**section, "mixable": mixable})

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A plan's digest, part of the key of its compiled code, covers all that the code depends on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from flexquant.checkpoint.merged_config import MergedConfig, Variant
+from flexquant.policy.routes import Plan
+from flexquant.policy.rules import Derivation
+from flexquant.serving.plan_views import plan_digest
+
+
+def section(bits: int) -> dict[str, Any]:
+    group = {"weights": {"num_bits": bits, "type": "int"}, "targets": ["Linear"]}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+MERGED = MergedConfig(
+    "LlamaForCausalLM", {"w8a8": Variant("w8a8.", section(8)), "w4a16": Variant("w4a16.", section(4))}
+)
+LAYERED = Plan.from_layers(("w8a8", "w4a16", "w4a16"))
+W4A8 = Plan.from_layers(("w4a8", "w4a8", "w4a8"))
+INT8 = {"w4a8": Derivation("w4a16", "int8", "line 1")}
+
+
+def with_group_size(variant: str) -> MergedConfig:
+    merged = copy.deepcopy(MERGED)
+    weights = merged.variants[variant].quantization_config["config_groups"]["group_0"]["weights"]
+    weights["group_size"] = 32
+    return merged
+
+
+@pytest.mark.parametrize("variant", ["w8a8", "w4a16"])
+def test_it_changes_with_the_scheme_of_every_variant_in_the_plan(variant: str) -> None:
+    assert plan_digest(LAYERED, with_group_size(variant), {}) != plan_digest(LAYERED, MERGED, {})
+
+
+def test_it_changes_with_the_layers() -> None:
+    other = Plan.from_layers(("w4a16", "w8a8", "w4a16"))
+    assert plan_digest(other, MERGED, {}) != plan_digest(LAYERED, MERGED, {})
+
+
+def test_it_changes_with_the_derivation_and_what_that_starts_from() -> None:
+    fp8 = {"w4a8": Derivation("w4a16", "fp8", "line 1")}
+    digests = {
+        plan_digest(W4A8, MERGED, INT8),
+        plan_digest(W4A8, MERGED, fp8),
+        plan_digest(W4A8, with_group_size("w4a16"), INT8),
+    }
+    assert len(digests) == 3
+
+
+def test_it_stays_the_same_whatever_else_the_policy_and_the_checkpoint_hold() -> None:
+    """So that a new threshold, or another path of the policy, compiles nothing anew."""
+    elsewhere = {"w4a8": Derivation("w4a16", "int8", "line 9")}
+    assert plan_digest(W4A8, MERGED, INT8) == plan_digest(W4A8, with_group_size("w8a8"), elsewhere)

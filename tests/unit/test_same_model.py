@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Variants of one model merge whatever release of transformers saved them; other models never do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexquant.checkpoint.source import Source
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.merge.merge_plan import plan_merge
+from tests.checkpoints import make_checkpoint
+
+LLAMA3 = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 512,
+    "rope_type": "llama3",
+}
+Config = dict[str, Any]
+
+
+def as_transformers_4_wrote_it(config: Config) -> Config:
+    """Spread RoPE over the config, call the dtype torch_dtype, and leave out what it left out."""
+    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
+    old |= {"torch_dtype": config["dtype"], "transformers_version": "4.57.1"}
+    rope = config["rope_parameters"]
+    if "sliding_attention" in rope:  # Gemma 3 as first published
+        old |= {"rope_theta": rope["full_attention"]["rope_theta"], "rope_scaling": None}
+        old |= {"rope_local_base_freq": rope["sliding_attention"]["rope_theta"]}
+        old |= {"sliding_window_pattern": old.pop("_sliding_window_pattern")}
+        for key in ("layer_types", "tie_word_embeddings", "use_bidirectional_attention"):
+            del old[key]
+        return old
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    plain = scaling == {"rope_type": "default"}
+    return {**old, "rope_theta": rope["rope_theta"], "rope_scaling": None if plain else scaling}
+
+
+def save_as_transformers_4(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(as_transformers_4_wrote_it(json.loads(path.read_text()))))
+
+
+@pytest.mark.parametrize("old", ["w8a8", "w4a16"])
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}),
+        ("gemma3", {}),
+    ],
+    ids=["llama", "llama with scaled RoPE", "gemma3"],
+)
+def test_variants_saved_by_transformers_4_and_5_merge(tmp_path, architecture, options, old):
+    sources = {s: make_checkpoint(tmp_path / s, architecture, s, **options) for s in ("w8a8", "w4a16")}
+    save_as_transformers_4(sources[old])
+    report = merge_checkpoints(sources, tmp_path / "merged")
+    assert report.layered_plans
+    verify_checkpoint(tmp_path / "merged", sources)
+    for name, source in sources.items():
+        split_checkpoint(tmp_path / "merged", name, tmp_path / f"{name} again")
+        plan_merge([Source.open("source", source), Source.open("again", tmp_path / f"{name} again")])
+
+
+def plan_with(tmp_path: Path, edit: Config, **options: Any) -> None:
+    """Plan a merge of two roundings, the second saved by transformers 4 and its config edited (None: cut)."""
+    folders = [make_checkpoint(tmp_path / s, scheme=s, **options) for s in ("w8a8", "w4a16")]
+    save_as_transformers_4(folders[1])
+    path = folders[1] / "config.json"
+    edited = {**json.loads(path.read_text()), **edit}
+    path.write_text(
+        json.dumps({key: value for key, value in edited.items() if edit.get(key, "") is not None})
+    )
+    plan_merge([Source.open(f"v{i}", folder) for i, folder in enumerate(folders)])
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        ({"rope_theta": 20000.0}, r"rope_parameters.rope_theta: 10000.0 against 20000.0"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_parameters.factor: None against 2.0"),
+        ({"rope_scaling": LLAMA3}, r"rope_parameters.rope_type: 'default' against 'llama3'"),
+        ({"rope_scaling": [8.0]}, r"rope_parameters: .*\[8.0\]"),
+        ({"torch_dtype": "float16"}, r"dtype: 'bfloat16' against 'float16'"),
+        ({"attention_bias": True}, r"attention_bias: False against True"),
+        ({"num_key_value_heads": 4}, r"num_key_value_heads: 2 against 4"),
+    ],
+)
+def test_another_model_is_refused_though_releases_differ(tmp_path, edit, named):
+    with pytest.raises(FlexQuantError, match=named):
+        plan_with(tmp_path, edit)
+
+
+def test_a_default_that_one_release_leaves_out_is_no_difference_but_another_value_is(tmp_path):
+    plan_with(tmp_path / "default", {"attention_dropout": None})
+    with pytest.raises(FlexQuantError, match="tie_word_embeddings: "):
+        plan_with(tmp_path / "tied", {"tie_word_embeddings": None}, tie_word_embeddings=True)
