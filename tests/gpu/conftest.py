@@ -31,6 +31,7 @@ from tests.checkpoints import StateDict, make_checkpoint  # noqa: E402
 SIZES = [1, 2, 4, 8, 16, 24, 32, 64]
 SEQUENCES = 20
 """Between two sizes: a decode pass of 17 to 20 sequences is padded beyond the largest FULL decode graph."""
+KV_CACHE_BYTES = 1 << 30
 RUNNERS = {"V1": "0", "V2": "1"}
 
 
@@ -61,7 +62,9 @@ def graph_engine(
         flexquant=flexquant,
         enforce_eager=mode is None,
         dtype="bfloat16",
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=0.1,
+        # A fixed size, since the memory that vLLM finds free is no measure while other engines come and go.
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
         enable_prefix_caching=False,
         **limits,
         **options,
