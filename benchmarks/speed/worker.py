@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """A child process that answers requests: what it measures cannot harm, or be slowed by, the parent.
 
-Requests and replies are lines of JSON. The child's own output goes to a log.
+Requests and replies are lines of JSON. Replies have a pipe of their own, named by the child's first argument:
+whatever a library prints, at import too, goes to a log.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 class WorkerError(Exception):
@@ -23,36 +24,41 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """``python -m MODULE``, started at the first request and again after it was lost."""
+    """``python -m MODULE FD``, started at the first request and again after it was lost."""
 
     def __init__(self, module: str, log: Path, environment: dict[str, str] | None = None) -> None:
         self._command = [sys.executable, "-m", module]
         self._log = log
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[str] | None = None
+        self._replies: TextIO | None = None
 
     def call(self, request: Any, timeout: float) -> Any:
         """Return the child's reply; raise WorkerError after ``timeout`` seconds, or with what it raised."""
         if self._process is None:
+            replies, theirs = os.pipe()
             with open(self._log, "a") as log:
                 self._process = subprocess.Popen(
-                    self._command,
+                    [*self._command, str(theirs)],
                     stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
+                    stdout=log,
                     stderr=log,
                     text=True,
                     env=self._environment,
+                    pass_fds=[theirs],
                 )
-        assert self._process.stdin is not None and self._process.stdout is not None
+            os.close(theirs)
+            self._replies = open(replies)  # noqa: SIM115 - closed with the process
+        assert self._process.stdin is not None and self._replies is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        if not select.select([self._process.stdout], [], [], timeout)[0]:
+        if not select.select([self._replies], [], [], timeout)[0]:
             self.close()
             raise WorkerError(f"no answer within {timeout:.0f} s")
-        line = self._process.stdout.readline()
+        line = self._replies.readline()
         if not line:
             code = self._process.wait()
-            self._process = None
+            self.close()
             raise WorkerError(f"the process ended with code {code}; see {self._log.name}")
         reply = json.loads(line)
         if "error" in reply:
@@ -64,12 +70,14 @@ class Worker:
             self._process.kill()
             self._process.wait()
             self._process = None
+        if self._replies is not None:
+            self._replies.close()
+            self._replies = None
 
 
 def answer_requests(answer: Callable[[Any], Any]) -> None:
     """Be the child: answer every request until there are no more; what ``answer`` raises is the reply."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    replies = os.fdopen(int(sys.argv[1]), "w")
     for line in sys.stdin:
         try:
             reply = {"reply": answer(json.loads(line))}

@@ -24,6 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402 - vLLM reads the environment above
 from vllm import envs  # noqa: E402
+from vllm.compilation import monitor  # noqa: E402
 
 from flexquant.merge import merge_checkpoints  # noqa: E402
 from tests.checkpoints import StateDict, make_checkpoint  # noqa: E402
@@ -53,6 +54,8 @@ def graph_engine(
     """
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[runner]
     envs.disable_envs_cache()
+    # The V1 runner forbids captures, in the whole process, when it has captured; the V2 runner does not ask for them.
+    monitor.set_cudagraph_capturing_enabled(True)
     if mode is not None:
         options["compilation_config"] = {"cudagraph_mode": mode, "cudagraph_capture_sizes": SIZES}
     flexquant = options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})

@@ -93,7 +93,10 @@ def unwrap(function):
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(
     ("mode", "policy", "opposite"),
-    [*((mode, BY_BATCH, OPPOSITE_OF_BY_BATCH) for mode in MODES), ("FULL", BY_SIZE, OPPOSITE_OF_BY_SIZE)],
+    [
+        *(pytest.param(mode, BY_BATCH, OPPOSITE_OF_BY_BATCH, id=f"{mode}-by-batch") for mode in MODES),
+        pytest.param("FULL", BY_SIZE, OPPOSITE_OF_BY_SIZE, id="FULL-by-size"),
+    ],
 )
 def test_plan_at_every_batch_size_is_the_policys(runner, mode, policy, opposite, checkpoints, tmp_path):
     (tmp_path / "p.yaml").write_text(policy)

@@ -28,6 +28,7 @@ def answer(request):
     print("this is no reply")
     return [os.getpid(), 1 / request]
 
+print("nor is this")
 answer_requests(answer)
 """
 
@@ -52,7 +53,7 @@ def test_worker_survives_errors_and_comes_back_after_a_loss(tmp_path):
     finally:
         worker.close()
     log = (tmp_path / "log").read_text()
-    assert "this is no reply" in log and "Traceback" in log
+    assert "this is no reply" in log and "nor is this" in log and "Traceback" in log
 
 
 # the command line
