@@ -112,12 +112,18 @@ def build_layer(
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
     from flexquant.serving.weight_memory import WeightMemory
 
     section = quantisation_section(stored, group_size(inputs))
     config = CompressedTensorsConfig.from_config(section) if section else None
-    with set_current_vllm_config(vllm_config()), torch.device(device()):
+    # vLLM builds models under the default dtype of their activations; FP8 layers keep it for their output.
+    with (
+        set_current_vllm_config(vllm_config()),
+        torch.device(device()),
+        set_default_torch_dtype(torch.bfloat16),
+    ):
         layer = ReplicatedLinear(
             inputs,
             outputs,
@@ -148,13 +154,19 @@ def use_8bit_activations(layer: nn.Module) -> None:
 
 
 def prepare_pass(layers: list[nn.Module], x: torch.Tensor) -> Callable[[], float]:
-    """Return a function that runs ``x`` through every layer and returns the seconds it took."""
+    """Return a function that runs ``x`` through every layer and returns the seconds it took.
+
+    Raises NoKernelError if the layers do not run.
+    """
 
     def run() -> None:
         for layer in layers:
             layer(x)
 
-    run()
+    try:
+        run()
+    except (AssertionError, ValueError, RuntimeError, NotImplementedError) as e:
+        raise NoKernelError(f"it does not run: {type(e).__name__}: {' '.join(str(e).split())[:300]}") from e
     if x.device.type == "cpu":
 
         def timed() -> float:

@@ -54,7 +54,7 @@ def graph_engine(
     """
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[runner]
     envs.disable_envs_cache()
-    # The V1 runner forbids captures, in the whole process, when it has captured; the V2 runner does not ask for them.
+    # The V1 runner, when it has captured, forbids captures in the whole process; the V2 runner does not ask.
     monitor.set_cudagraph_capturing_enabled(True)
     if mode is not None:
         options["compilation_config"] = {"cudagraph_mode": mode, "cudagraph_capture_sizes": SIZES}

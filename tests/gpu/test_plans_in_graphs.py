@@ -101,7 +101,9 @@ def unwrap(function):
 def test_plan_at_every_batch_size_is_the_policys(runner, mode, policy, opposite, checkpoints, tmp_path):
     (tmp_path / "p.yaml").write_text(policy)
     folder, path = checkpoints / "apart", str(tmp_path / "p.yaml")
-    with graph_engine(folder, runner, mode, path) as llm:
+    # vLLM's FULL graphs of prompts and FlashAttention 3 do not go together: see the test below.
+    options = {"attention_backend": "TRITON_ATTN"} if mode == "FULL" else {}
+    with graph_engine(folder, runner, mode, path, **options) as llm:
         captured = compilation_counter.num_cudagraph_captured
         addresses = llm.apply_model(parameter_addresses)
         pieces, expected = (
@@ -114,10 +116,10 @@ def test_plan_at_every_batch_size_is_the_policys(runner, mode, policy, opposite,
         assert llm.apply_model(parameter_addresses) == addresses
     if "PIECEWISE" in mode:
         assert pieces == expected
-    with graph_engine(folder, runner, None, path) as llm:
+    with graph_engine(folder, runner, None, path, **options) as llm:
         eager = second_steps(llm)
     (tmp_path / "opposite.yaml").write_text(opposite)
-    with graph_engine(folder, runner, None, str(tmp_path / "opposite.yaml")) as llm:
+    with graph_engine(folder, runner, None, str(tmp_path / "opposite.yaml"), **options) as llm:
         wrong = second_steps(llm)
     for n in range(SEQUENCES):
         padded = next(size for size in SIZES if size > n)
