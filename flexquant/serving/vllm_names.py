@@ -345,7 +345,8 @@ NAMES = (
             "CPUInt8ScaledMMLinearKernel.linear_method": "set: what vLLM's apply_weights calls",
         },
         overrides={
-            "CPUInt8ScaledMMLinearKernel.process_weights_after_loading(layer)": "chooses the linear_method"
+            "CPUInt8ScaledMMLinearKernel.apply_weights(layer, x, bias)": "takes two dimensions with AMX",
+            "CPUInt8ScaledMMLinearKernel.process_weights_after_loading(layer)": "chooses the linear_method",
         },
     ),
     Names(
@@ -447,6 +448,11 @@ NAMES = (
         "vllm.benchmarks.serve",
         _BENCHMARKS,
         {"add_cli_args(parser)": "`vllm bench serve` in a process that stays", "main(args)": "the same"},
+    ),
+    Names(
+        "vllm.utils.torch_utils",
+        _BENCHMARKS,
+        {"set_default_torch_dtype(dtype)": "layers keep the default dtype at their construction"},
     ),
     Names("vllm.utils.argparse_utils", _BENCHMARKS, {"FlexibleArgumentParser": "`vllm bench serve`"}),
     Names(

@@ -176,6 +176,19 @@ def _generate(
     return served
 
 
+def bytes_of_int4_group() -> int:
+    """What this CPU's W4A16 kernel keeps for every group of weights, beside the four bits of each.
+
+    vLLM's: a 16-bit scale; with AMX, where it multiplies with 8-bit activations, a 32-bit scale, an 8-bit
+    zero and a 32-bit sum. FlexQuant's, where vLLM has none: a scale and a zero in 16 bit.
+    """
+    import torch
+
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        return 4
+    return 9 if torch.cpu._is_amx_tile_supported() else 2
+
+
 def made(path: Path) -> Path:
     if not (path / "config.json").is_file():
         pytest.fail(

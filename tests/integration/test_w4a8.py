@@ -21,7 +21,15 @@ from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import CompressedTensorsWNA16
 from flexquant.serving.w4a8 import find_kernel, is_int4_layer, use_8bit_activations
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import Answers, answers, engine, every_plan_of, generate, take_policy
+from tests.integration.conftest import (
+    Answers,
+    answers,
+    bytes_of_int4_group,
+    engine,
+    every_plan_of,
+    generate,
+    take_policy,
+)
 from tests.integration.test_serving_errors import flexquant, refusal
 
 pytestmark = pytest.mark.engine
@@ -79,10 +87,6 @@ def own_modules(model) -> set[str]:
     }
 
 
-def vllm_has_int4() -> bool:
-    return hasattr(torch.ops._C, "cpu_gemm_wna16")
-
-
 def count_int4_weights(model) -> int:
     layers = model.variants["w4a16"].modules()
     return sum(layer.input_size * layer.output_size for layer in layers if is_int4_layer(layer))
@@ -115,15 +119,12 @@ def test_a_layer_multiplies_dequantised_int4_weights_with_int8_activations(singl
 
 
 def test_one_copy_serves_small_passes_as_w4a16_and_large_ones_as_w4a8(single, single_copy):
-    """Its weights, but for embedding and lm_head, take 4.5 + 4.5 bits: groups are of 64, with a zero each.
-
-    vLLM's own kernel for W4A16 keeps no zeros and takes 4.25.
-    """
+    """Its weights, but for embedding and lm_head, take 4.5 bits and what W4A16 takes: groups are of 64."""
     plans = {(p["tokens"] <= 32, p["plan"]) for p in single_copy.passes}
     assert plans == {(True, "w4a16"), (False, "w4a8")}
     sizes, weights = single_copy.header["weight_bytes"], single_copy.int4_weights
     assert 8 * sizes["w4a8"] / weights == pytest.approx(4.5, abs=0.01)
-    assert 8 * sizes["w4a16"] / weights == pytest.approx(4.25 if vllm_has_int4() else 4.5, abs=0.01)
+    assert 8 * sizes["w4a16"] / weights == pytest.approx(4 + bytes_of_int4_group() / 8, abs=0.01)
     (stock,) = generate(single / "w4a16", None, SHORT)
     assert [single_copy.short] == stock.answers
 

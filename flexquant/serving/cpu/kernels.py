@@ -39,16 +39,23 @@ def _provide_cpu_int4_kernel() -> None:
 
 
 def _provide_cpu_int8_kernel() -> None:
-    """Replace a kernel whose sums overflow.
+    """Replace a kernel whose sums overflow, or that fails for some models.
 
     vLLM's CPUInt8ScaledMMLinearKernel (0.26 and 0.32) hands s8 x s8 to oneDNN, which saturates on CPUs
     without VNNI, those with AVX512 too. Delete when :func:`flexquant.serving.cpu.int8.int8_saturates` is
     False there for the oldest supported vLLM.
+
+    On CPUs with AMX it has another operator, which takes [tokens, in] only, while models that vLLM runs
+    through transformers pass [1, tokens, in]. Delete when the oldest supported vLLM reshapes them there, as
+    it does for oneDNN.
     """
+    from flexquant.serving.cpu.amx import AnyShapeCPUInt8LinearKernel
     from flexquant.serving.cpu.int8 import ExactCPUInt8LinearKernel, int8_saturates
 
     if int8_saturates():
         _replace_cpu_kernel("CPUInt8ScaledMMLinearKernel", ExactCPUInt8LinearKernel, "int8")
+    elif torch.cpu._is_amx_tile_supported():
+        _replace_cpu_kernel("CPUInt8ScaledMMLinearKernel", AnyShapeCPUInt8LinearKernel, "int8")
 
 
 def _replace_cpu_kernel(name: str, kernel: type, kind: str) -> None:
