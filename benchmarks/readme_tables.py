@@ -27,7 +27,16 @@ from benchmarks.speed.comparing import (
     summarise,
 )
 from benchmarks.speed.results import read_cells, read_header
-from benchmarks.speed.tables import LATENCIES, METRICS, SUMMARY, by_workload, said, summary_rows
+from benchmarks.speed.tables import (
+    LATENCIES,
+    METRICS,
+    SUMMARY,
+    by_workload,
+    kernel_results,
+    ratio_table,
+    said,
+    summary_rows,
+)
 from benchmarks.table import markdown
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +44,7 @@ PAGES = [ROOT / "benchmarks" / "README.md"] + [
     ROOT / "flexquant" / room / "README.md" for room in ("evaluation", "quantization")
 ]
 RESULTS = ROOT / "benchmarks/results"
-BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 METHODS = {
     "w8a8": "W8A8: SmoothQuant searched per layer + GPTQ (default)",
@@ -128,15 +137,16 @@ def merging() -> str:
 
 
 SPEED = RESULTS / "smollm2-135m-cpu"
+SPEED_ON_GPU = RESULTS / "llama-3.1-8b-h100"
 STATICS = ("w8a8", "w4a16")
 ROUTED = "flexquant:phase-batch"
 SPEED_METRICS = ("TTFT ms", "TPOT ms", "tokens/s")
 
 
-def speed() -> str:
+def speed(folder: Path = SPEED) -> str:
     """Medians over rounds, of the static variants and of FlexQuant with its default policy."""
     rows = []
-    for workload, subjects in by_workload(read_cells(SPEED), "serving").items():
+    for workload, subjects in by_workload(read_cells(folder), "serving").items():
         row = [f"`{workload.name}`"]
         for get, form in (METRICS[name] for name in SPEED_METRICS):
             medians = (statistics.median(map(get, subjects[s].values())) for s in (*STATICS, ROUTED))
@@ -174,6 +184,31 @@ def speed_ratios() -> str:
     )
 
 
+def gpu_speed() -> str:
+    return speed(SPEED_ON_GPU)
+
+
+def gpu_ratios() -> str:
+    """FlexQuant over each static variant; and with one plan for everything, over that variant."""
+    cells = read_cells(SPEED_ON_GPU)
+    tables = [ratio_table(by_workload(cells, "serving"), constant=False)]
+    tables.append(ratio_table(by_workload(cells, "overhead"), constant=True))
+    return "\n\n".join(tables)
+
+
+def gpu_kernels() -> str:
+    """Medians in microseconds of one linear layer, the fastest of each row in bold."""
+    ((layer, outputs, inputs), by_tokens), *_ = kernel_results(read_cells(SPEED_ON_GPU)).items()
+    schemes = list(next(iter(by_tokens.values())))
+    rows = []
+    for tokens, found in by_tokens.items():
+        times = {scheme: found[scheme]["microseconds"] for scheme in schemes}
+        fastest = min(times, key=times.__getitem__)
+        shown = [f"**{time:.0f}**" if scheme == fastest else f"{time:.0f}" for scheme, time in times.items()]
+        rows.append([str(tokens), *shown])
+    return f"`{layer}`, {inputs} to {outputs}, µs:\n\n" + markdown(["tokens", *schemes], rows)
+
+
 def tuned() -> str:
     """The tuned policy against whichever static variant was the fastest."""
     rows: list[list[str]] = []
@@ -206,13 +241,12 @@ def simulated() -> str:
 
 
 def main() -> int:
-    blocks = {
-        f.__name__: f for f in (policies, methods, smoothing, merging, speed, speed_ratios, tuned, simulated)
-    }
+    functions = (policies, methods, smoothing, merging, speed, speed_ratios, tuned, simulated)
+    blocks = {f.__name__: f for f in (*functions, gpu_speed, gpu_ratios, gpu_kernels)}
     wrong = False
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        written = BLOCK.sub(lambda match: match[1] + blocks[match[2]]() + match[3], text)
+        written = BLOCK.sub(lambda match: f"{match[1]}{blocks[match[2]]()}\n{match[3]}", text)
         wrong |= written != text
         if "--check" not in sys.argv[1:]:
             page.write_text(written, encoding="utf-8")
