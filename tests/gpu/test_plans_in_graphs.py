@@ -101,8 +101,8 @@ def unwrap(function):
 def test_plan_at_every_batch_size_is_the_policys(runner, mode, policy, opposite, checkpoints, tmp_path):
     (tmp_path / "p.yaml").write_text(policy)
     folder, path = checkpoints / "apart", str(tmp_path / "p.yaml")
-    # vLLM (0.26) captures FULL graphs of prompts as if every sequence had one token, for which FlashAttention 3
-    # drops the causal mask: see benchmarks/results/llama-3.1-8b-h100/gpu-tests.md.
+    # vLLM (0.26) captures FULL graphs of prompts as if every sequence had one token, for which FlashAttention
+    # 3 drops the causal mask: see benchmarks/results/llama-3.1-8b-h100/gpu-tests.md.
     options = {"attention_backend": "TRITON_ATTN"} if mode == "FULL" else {}
     with graph_engine(folder, runner, mode, path, **options) as llm:
         captured = compilation_counter.num_cudagraph_captured
