@@ -110,7 +110,6 @@ def build_routes(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) 
         tokens_per_sequence=tokens_per_sequence(vllm_config),
         max_decode_tokens=max_decode_tokens(vllm_config),
     )
-    check_distinguishable(table)
     for variant, derivation in policy.derived.items():
         check_derivable(variant, derivation, merged.variants[derivation.source])
     return table
@@ -127,14 +126,3 @@ def check_derivable(name: str, derivation: Derivation, source: Variant) -> None:
             "weights; derive it from a W4A16 variant"
         )
     find_kernel(derivation.activations)
-
-
-def check_distinguishable(table: RouteTable) -> None:
-    """Refuse a table that needs to tell ``prefill`` from ``mixed`` where that would stall the device."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() and table.intervals("prefill") != table.intervals("mixed"):
-        raise FlexQuantError(
-            "the policy gives 'prefill' and 'mixed' different plans, which cannot be told apart on "
-            f"{current_platform.device_name} without stalling it; give both the same rule"
-        )

@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""From vLLM's forward context to a route: what the pass holds, hence which plan runs it.
+"""What each forward pass holds: its phase, tokens and sequences, hence which plan runs it.
 
-The phase is read from the attention metadata of the pass. On a CPU the query lengths are at hand, and all
-three phases are told apart. On a GPU they live on the device, where reading them would stall it: only
-``decode`` and not-``decode`` are told apart there, and ``check_distinguishable`` of
-:mod:`flexquant.serving.config` has made sure that the policy needs no more.
+In every step, on every device, vLLM's model runners describe the batch to the metadata builders of its
+attention backends, and hold the query lengths on the host for it. So FlexQuant gives its attention layers a
+subclass of their own backend, whose builder reads them there: no device is asked, and no backend's own
+metadata has to be understood. The description goes with the metadata to the forward pass that it is for.
+
+A step that vLLM replays from a FULL graph builds metadata too, but never calls the model. Its description
+is left over: whoever comes next, the step's logits or the next step, finds it and tells of the replay.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import Phase
+from flexquant.serving.vllm_api import subclass_attention_backend
 
 if TYPE_CHECKING:
-    from flexquant.serving.vllm_api import ForwardContext
+    import torch
+
+    from flexquant.serving.vllm_api import AttentionBackend, CommonAttentionMetadata, ForwardContext
 
 
 @dataclass(frozen=True)
@@ -28,33 +36,120 @@ class Pass:
     tokens: int
     """Tokens in the pass, padding included."""
     sequences: int
+    """Without padding; 0 if the attention backend cannot be observed."""
     max_query_len: int
-    """Most tokens that one sequence contributes."""
+    """Most tokens that one sequence contributes; 0 as above."""
 
 
-def read_pass(context: ForwardContext, tokens: int, tokens_per_sequence: int) -> Pass | None:
-    """Describe the current pass of ``tokens`` padded tokens; None for vLLM's profiling and capture runs.
+UNKNOWN = Pass("prefill", 0, 0, 0)
 
-    ``tokens_per_sequence`` is what a decoding sequence contributes: 1, plus any speculated tokens. Raises
-    :class:`FlexQuantError` for an attention backend that does not tell query lengths.
+
+def describe_pass(query_start_loc: torch.Tensor, tokens: int, tokens_per_sequence: int) -> Pass:
+    """Describe a pass of ``tokens`` tokens by where the tokens of each sequence start.
+
+    ``query_start_loc``: int32 [sequences + 1], on the host; padding sequences have no tokens.
+    ``tokens_per_sequence`` is what a decoding sequence contributes: 1, plus any speculated tokens.
     """
-    metadata: Any = context.attn_metadata
-    if not metadata:
-        return None
-    first = next(iter(metadata.values()))
-    if not hasattr(first, "max_query_len"):
-        raise FlexQuantError(
-            f"the attention backend's {type(first).__name__} does not tell query lengths, which routing "
-            "needs; choose another one with --attention-backend, such as FLASH_ATTN or TRITON_ATTN"
-        )
-    longest = first.max_query_len
-    starts = first.query_start_loc
-    sequences = starts.shape[0] - 1
-    phase: Phase
+    starts = query_start_loc.numpy()
+    lengths = starts[1:] - starts[:-1]
+    lengths = lengths[lengths > 0]
+    longest = int(lengths.max(initial=0))
+    phase: Phase = "prefill"
     if longest <= tokens_per_sequence:
         phase = "decode"
-    elif starts.device.type == "cpu" and bool((starts.diff() <= tokens_per_sequence).any()):
+    elif (lengths <= tokens_per_sequence).any():
         phase = "mixed"
-    else:
-        phase = "prefill"
-    return Pass(phase, tokens, sequences, longest)
+    return Pass(phase, tokens, len(lengths), longest)
+
+
+class PassObserver:
+    """Follows the passes of one model through the metadata builders of its attention layers."""
+
+    def __init__(self, tokens_per_sequence: int, replayed: Callable[[Pass], None]) -> None:
+        """``replayed`` is called with every pass that ran without a call of the model."""
+        self._tokens_per_sequence = tokens_per_sequence
+        self._replayed = replayed
+        self._backends: dict[type, type] = {}
+        self._first_layer: str | None = None
+        self._left_over: Pass | None = None
+        self._capturing = False
+        self.is_capture = False
+        """Whether the pass that was read last only captures a CUDA graph."""
+
+    def observe(self, layers: Mapping[str, Any], *, phase_matters: bool) -> None:
+        """Put observed backends into attention layers, by name; call before vLLM makes their KV cache.
+
+        A layer that keeps its backend elsewhere cannot be observed. Raises :class:`FlexQuantError` if so and
+        ``phase_matters``: without that, routes depend on token counts alone.
+        """
+        for name, layer in layers.items():
+            backend = getattr(layer, "attn_backend", None)
+            if backend is not None:
+                if backend not in self._backends:
+                    self._backends[backend] = self._observed(backend)
+                layer.attn_backend = self._backends[backend]
+                self._first_layer = self._first_layer or name
+            elif phase_matters:
+                raise FlexQuantError(
+                    f"layer '{name}' ({type(layer).__name__}) does not say which attention backend it "
+                    "uses, so that prefill and decode cannot be told apart; serve a policy whose rules name "
+                    "no phase and no batch size"
+                )
+
+    def read(self, context: ForwardContext, tokens: int) -> Pass | None:
+        """Return the pass, of ``tokens`` padded tokens, that the model is called for.
+
+        None in vLLM's profiling and some of its capture runs, which have no attention metadata.
+        """
+        metadata: Any = context.attn_metadata
+        if not metadata:
+            return None
+        described, self.is_capture = getattr(
+            next(iter(metadata.values())), "flexquant_pass", (UNKNOWN, False)
+        )
+        self._left_over = None
+        return replace(described, tokens=tokens)
+
+    def settle(self) -> None:
+        """Tell of the last pass, if it was replayed."""
+        if self._left_over is not None:
+            replayed, self._left_over = self._left_over, None
+            self._replayed(replayed)
+
+    def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> tuple[Pass, bool]:
+        # A FULL graph is replayed with metadata of its padded size; other passes learn theirs in read().
+        found = describe_pass(common.query_start_loc_cpu, common.num_actual_tokens, self._tokens_per_sequence)
+        if self._first_layer in layer_names and not self._capturing:
+            self.settle()
+            self._left_over = found
+        return found, self._capturing
+
+    @contextmanager
+    def _capture(self) -> Iterator[None]:
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+
+    def _observed(self, backend: type[AttentionBackend]) -> type[AttentionBackend]:
+        observer = self
+        builder_class: Any = backend.get_builder_cls()
+
+        class ObservedBuilder(builder_class):
+            def build(
+                self,
+                common_prefix_len: int,
+                common_attn_metadata: CommonAttentionMetadata,
+                *args: Any,
+                **options: Any,
+            ) -> Any:
+                metadata = super().build(common_prefix_len, common_attn_metadata, *args, **options)
+                metadata.flexquant_pass = observer._describe(common_attn_metadata, self.layer_names)
+                return metadata
+
+            def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+                with observer._capture():
+                    return super().build_for_cudagraph_capture(common_attn_metadata)
+
+        return subclass_attention_backend("FlexQuant", backend, ObservedBuilder)

@@ -16,7 +16,7 @@ from flexquant import __version__
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.serving.config import build_routes, check_supported, last_graph, tokens_per_sequence
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
-from flexquant.serving.forward_pass import read_pass
+from flexquant.serving.forward_pass import Pass, PassObserver
 from flexquant.serving.graphs import PlanGraphs
 from flexquant.serving.options import resolved_policy
 from flexquant.serving.plan_views import build_plan
@@ -44,12 +44,14 @@ class FlexQuantForCausalLM(nn.Module):
         self.policy_name, policy = resolved_policy(vllm_config)
         self.routes = build_routes(vllm_config, self.merged, policy)
         check_supported(vllm_config, self.merged, self.routes)
-        self.tokens_per_sequence = tokens_per_sequence(vllm_config)
 
         used = {variant for plan in self.routes.plans for variant in plan.layers}
         names = [name for name in (*self.merged.variants, *self.routes.derived) if name in used]
         variants = build_variants(vllm_config, self.merged, names, self.routes.derived, prefix)
         self.variants = nn.ModuleDict(variants)
+        self._observer = PassObserver(tokens_per_sequence(vllm_config), self._served)
+        attention_layers = vllm_config.compilation_config.static_forward_context
+        self._observer.observe(attention_layers, phase_matters=not self.routes.ignores_phase())
         self._loader = VariantLoader(variants, self.merged, self.routes.derived)
         # A plain dict: plans are views, and must not show their weights to vLLM a second time.
         self._plans: dict[str, Any] = {
@@ -127,18 +129,23 @@ class FlexQuantForCausalLM(nn.Module):
         if in_pieces:
             reachable = [plan.name for plan in self.routes.reachable(tokens)]
             self._graphs.capture_missing(self._plans, reachable, context, inputs, tokens)
-        forward_pass = read_pass(context, tokens, self.tokens_per_sequence)
+        forward_pass = self._observer.read(context, tokens)
         if forward_pass is None:
             return self._plans[reachable[0]](*inputs) if in_pieces else self._run_all(inputs)
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)
         if not in_pieces:
             self._graphs.watch_full_capture(plan.name, tokens)
-        if self._trace is not None:
-            self._trace.record(forward_pass, plan.name)
+        if not self._observer.is_capture:
+            self._served(forward_pass)
         self._last_plan = plan.name
         if in_pieces:
             return self._graphs.replay(plan.name, self._plans[plan.name], context, inputs)
         return self._plans[plan.name](*inputs)
+
+    def _served(self, forward_pass: Pass) -> None:
+        """Note a pass of vLLM's scheduler, whether the model was called for it or a FULL graph replayed."""
+        if self._trace is not None:
+            self._trace.record(forward_pass, self.routes.lookup(forward_pass.phase, forward_pass.tokens).name)
 
     def _run_all(self, inputs: tuple[Any, ...]) -> torch.Tensor:
         """A profiling run: every plan is compiled, and its memory counted, before the KV cache is sized."""
@@ -149,4 +156,5 @@ class FlexQuantForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return logits [tokens, vocabulary] of the last pass, with its plan's lm_head."""
+        self._observer.settle()
         return self._plans[self._last_plan].compute_logits(hidden_states)

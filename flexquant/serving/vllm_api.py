@@ -69,6 +69,9 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.config import VerifyAndUpdateConfig as VerifyAndUpdateConfig
     from vllm.scalar_type import scalar_types as scalar_types
     from vllm.sequence import IntermediateTensors as IntermediateTensors
+    from vllm.v1.attention.backend import AttentionBackend as AttentionBackend
+    from vllm.v1.attention.backend import CommonAttentionMetadata as CommonAttentionMetadata
+    from vllm.v1.attention.backend import subclass_attention_backend as subclass_attention_backend
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor as AdapterLogitsProcessor
 
 

@@ -263,20 +263,27 @@ NAMES = (
             "ForwardContext.attn_metadata": "the metadata of its attention layers, None in profiling runs",
         },
     ),
-    *(
-        Names(
-            f"vllm.v1.attention.backends.{backend}",
-            _PHASE,
-            {
-                f"{metadata}.max_query_len": "tells decode passes",
-                f"{metadata}.query_start_loc": "the number of sequences; on a CPU tells mixed passes",
-            },
-        )
-        for backend, metadata in (
-            ("cpu_attn", "CPUAttentionMetadata"),
-            ("flash_attn", "FlashAttentionMetadata"),
-            ("triton_attn", "TritonAttentionMetadata"),
-        )
+    Names(
+        "vllm.v1.attention.backend",
+        _PHASE,
+        {
+            "AttentionBackend.get_builder_cls()": "the builder to subclass",
+            "AttentionMetadataBuilder.build(common_prefix_len, common_attn_metadata, fast_build)": (
+                "overridden, to describe the pass; builders of some backends take more"
+            ),
+            "AttentionMetadataBuilder.build_for_cudagraph_capture(common_attn_metadata)": (
+                "overridden, to tell captures"
+            ),
+            "AttentionMetadataBuilder.layer_names": "one builder of several counts a pass",
+            "CommonAttentionMetadata.num_actual_tokens": "the tokens of a pass, padded if it is replayed",
+            "CommonAttentionMetadata.query_start_loc_cpu": "the tokens of each sequence, on the host",
+            "subclass_attention_backend(name_prefix, attention_backend_cls, builder_cls)": "observes passes",
+        },
+    ),
+    Names(
+        "vllm.model_executor.layers.attention.attention",
+        _PHASE,
+        {"Attention.attn_backend": "exchanged for a subclass, before vLLM asks for it"},
     ),
     # In a worker, for some schemes and devices: W4A8, and kernels for CPUs.
     Names(

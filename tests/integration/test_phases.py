@@ -1,33 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The phase of a pass, read from the metadata that vLLM's CPU attention backend gives for it."""
+"""What a pass holds, read where vLLM's attention metadata builders are told of it: those of many devices."""
 
 from __future__ import annotations
 
+import json
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.forward_context import ForwardContext
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from flexquant.serving.forward_pass import Pass, read_pass
+from benchmarks.speed.shapes import SHAPES
+from flexquant.errors import FlexQuantError
+from flexquant.serving.forward_pass import Pass, PassObserver, describe_pass
+
+NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
+BACKENDS = [
+    "FLASH_ATTN",
+    "TRITON_ATTN",
+    "FLEX_ATTENTION",
+    "TURBOQUANT",
+    "B12X",
+    "ROCM_ATTN",
+    "ROCM_AITER_UNIFIED_ATTN",
+    "CPU_ATTN",
+]
+"""Those whose builders need nothing that only their device has."""
 
 
-def context_of(query_lengths: list[int]) -> ForwardContext:
-    """The context of a pass to which each sequence contributes so many tokens, on top of 20 computed ones."""
-    lengths = torch.tensor(query_lengths, dtype=torch.int32)
-    metadata = CPUAttentionMetadata(
-        num_actual_tokens=sum(query_lengths),
-        max_query_len=max(query_lengths),
-        query_start_loc=torch.tensor([0, *accumulate(query_lengths)], dtype=torch.int32),
-        max_seq_len=20 + max(query_lengths),
-        seq_lens=20 + lengths,
-        block_table=torch.zeros(len(query_lengths), 2, dtype=torch.int32),
-        slot_mapping=torch.arange(sum(query_lengths)),
-        scheduler_metadata=None,
-    )
-    return ForwardContext(no_compile_layers={}, attn_metadata={"layer": metadata}, slot_mapping={})
+def starts_of(query_lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(query_lengths)], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +56,116 @@ def context_of(query_lengths: list[int]) -> ForwardContext:
         ([64, 4], 4, "mixed"),
     ],
 )
-def test_phases(query_lengths: list[int], tokens_per_sequence: int, phase: str) -> None:
-    found = read_pass(context_of(query_lengths), 96, tokens_per_sequence)
+@pytest.mark.parametrize("padding", [[], [0, 0]], ids=["", "padded"])
+def test_phases(query_lengths: list[int], tokens_per_sequence: int, phase: str, padding: list[int]) -> None:
+    found = describe_pass(starts_of(query_lengths + padding), 96, tokens_per_sequence)
     assert found == Pass(phase, 96, len(query_lengths), max(query_lengths))
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    folder: Path = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(SHAPES["tiny"].config()))
+    cache = CacheConfig(block_size=16)
+    cache.num_gpu_blocks = 64
+    model = ModelConfig(str(folder), dtype="bfloat16", skip_tokenizer_init=True)
+    return VllmConfig(model_config=model, cache_config=cache)
+
+
+class Observed:
+    """Two attention layers of a backend, observed, and the builder that vLLM would make for them."""
+
+    def __init__(self, vllm_config: VllmConfig, backend: str = "CPU_ATTN") -> None:
+        self.replayed: list[Pass] = []
+        self.observer = PassObserver(1, self.replayed.append)
+        layers = vllm_config.compilation_config.static_forward_context
+        layers.clear()
+        with set_current_vllm_config(vllm_config):
+            for name in NAMES:
+                layer = Attention(
+                    4, 32, 1.0, num_kv_heads=2, prefix=name, cache_config=vllm_config.cache_config
+                )
+                layer.attn_backend = AttentionBackendEnum[backend].get_class()
+            self.observer.observe(layers, phase_matters=True)
+            backends = {layers[name].get_attn_backend() for name in NAMES}
+            (self.backend,) = backends  # else vLLM would build the metadata twice
+            spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+            builder = self.backend.get_builder_cls()
+            self.builder = builder(spec, NAMES, vllm_config, torch.device("cpu"))
+
+    def step(self, query_lengths: list[int], capture: bool = False) -> ForwardContext:
+        """Build the metadata of a step, each of whose sequences has 20 tokens already."""
+        starts, lengths = starts_of(query_lengths), torch.tensor(query_lengths, dtype=torch.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=20 + lengths,
+            num_reqs=len(query_lengths),
+            num_actual_tokens=sum(query_lengths),
+            max_query_len=max(query_lengths),
+            max_seq_len=20 + max(query_lengths),
+            block_table_tensor=torch.zeros(len(query_lengths), 8, dtype=torch.int32),
+            slot_mapping=torch.arange(sum(query_lengths)),
+            is_prefilling=lengths > 1,
+            seq_lens_cpu_upper_bound=20 + lengths,
+        )
+        if capture:
+            metadata = self.builder.build_for_cudagraph_capture(common)
+        else:
+            metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
+        return ForwardContext(
+            no_compile_layers={}, attn_metadata=dict.fromkeys(NAMES, metadata), slot_mapping={}
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_tells_all_phases(backend: str, vllm_config: VllmConfig) -> None:
+    observed = Observed(vllm_config, backend)
+    assert observed.backend.get_name() == AttentionBackendEnum[backend].get_class().get_name()
+    for query_lengths, phase in [([1, 1], "decode"), ([7, 5], "prefill"), ([1, 7], "mixed")]:
+        found = observed.observer.read(observed.step(query_lengths), 16)
+        assert found == Pass(phase, 16, 2, max(query_lengths))
+    assert observed.replayed == []
+
+
+def test_a_step_for_which_the_model_is_not_called_was_replayed(vllm_config: VllmConfig) -> None:
+    observed = Observed(vllm_config)
+    observed.step([1, 1, 1])
+    observed.observer.settle()
+    assert observed.replayed == [Pass("decode", 3, 3, 1)]
+    observed.observer.settle()
+    observed.step([1, 1])
+    called = observed.step([5])
+    assert observed.replayed[1:] == [Pass("decode", 2, 2, 1)]
+    observed.observer.read(called, 8)
+    observed.observer.settle()
+    assert len(observed.replayed) == 2
+
+
+def test_captures_are_neither_served_nor_replayed(vllm_config: VllmConfig) -> None:
+    observed = Observed(vllm_config)
+    captured = observed.step([1, 1], capture=True)
+    observed.observer.settle()
+    assert observed.observer.read(captured, 2) == Pass("decode", 2, 2, 1)
+    assert observed.observer.is_capture and observed.replayed == []
+    observed.observer.read(observed.step([1, 1]), 2)
+    assert not observed.observer.is_capture
+
+
+def test_profiling_runs_have_no_pass(vllm_config: VllmConfig) -> None:
+    context = ForwardContext(no_compile_layers={}, attn_metadata=None, slot_mapping={})
+    assert Observed(vllm_config).observer.read(context, 8) is None
+
+
+class Unknown:
+    """A layer of another kind, such as vLLM may register one day."""
+
+
+def test_a_layer_without_a_backend_is_refused_where_the_phase_matters() -> None:
+    observer = PassObserver(1, lambda _: None)
+    layers: dict[str, Any] = {"model.layers.0.mixer": Unknown()}
+    with pytest.raises(FlexQuantError, match=r"layer 'model.layers.0.mixer' \(Unknown\).*names? no phase"):
+        observer.observe(layers, phase_matters=True)
+    observer.observe(layers, phase_matters=False)
+    context = ForwardContext(no_compile_layers={}, attn_metadata={"x": Unknown()}, slot_mapping={})
+    assert observer.read(context, 8) == Pass("prefill", 8, 0, 0)
