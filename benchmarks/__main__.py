@@ -13,6 +13,7 @@ examples:
       --subjects w8a8,w4a16,flexquant:phase-batch,flexquant:my-policy.yaml \\
       --serving 8x1024+128 200x1024+256@10~0.5
   python -m benchmarks report benchmarks/results/h200-8b
+  python -m benchmarks prove llama-3.1-8b
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import signal
 import sys
 
+from benchmarks.proof.proving import prove
 from benchmarks.speed.command_line import make_parser, run
 from benchmarks.speed.report import write_report
 from flexquant.errors import FlexQuantError
@@ -33,6 +35,9 @@ def main(arguments: list[str]) -> int:
         arguments = ["run", *arguments]
     args = parser.parse_args(arguments)
     try:
+        if args.command == "prove":
+            print(prove(args).read_text(encoding="utf-8"))
+            return 0
         left = run(args) if args.command == "run" else 0
         for name in write_report(args.output):
             print(f"wrote {args.output / name}", flush=True)

@@ -65,16 +65,25 @@ def describe_pass(query_start_loc: torch.Tensor, tokens: int, tokens_per_sequenc
 class PassObserver:
     """Follows the passes of one model through the metadata builders of its attention layers."""
 
-    def __init__(self, tokens_per_sequence: int, replayed: Callable[[Pass], None]) -> None:
-        """``replayed`` is called with every pass that ran without a call of the model."""
+    def __init__(
+        self,
+        tokens_per_sequence: int,
+        replayed: Callable[[Pass], None],
+        capturing: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``replayed`` is called with every pass that ran without a call of the model.
+
+        ``capturing`` tells whether vLLM is capturing CUDA graphs, where it does not say so of every pass.
+        """
         self._tokens_per_sequence = tokens_per_sequence
         self._replayed = replayed
+        self._capturing = capturing
         self._backends: dict[type, type] = {}
         self._first_layer: str | None = None
         self._left_over: Pass | None = None
-        self._capturing = False
+        self._in_capture = False
         self.is_capture = False
-        """Whether the pass that was read last only captures a CUDA graph."""
+        """Whether the pass that was read last only captures a CUDA graph, or warms up for that."""
 
     def observe(self, layers: Mapping[str, Any], *, phase_matters: bool) -> None:
         """Put observed backends into attention layers, by name; call before vLLM makes their KV cache.
@@ -119,18 +128,19 @@ class PassObserver:
     def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> tuple[Pass, bool]:
         # A FULL graph is replayed with metadata of its padded size; other passes learn theirs in read().
         found = describe_pass(common.query_start_loc_cpu, common.num_actual_tokens, self._tokens_per_sequence)
-        if self._first_layer in layer_names and not self._capturing:
+        is_capture = self._in_capture or self._capturing()
+        if self._first_layer in layer_names and not is_capture:
             self.settle()
             self._left_over = found
-        return found, self._capturing
+        return found, is_capture
 
     @contextmanager
     def _capture(self) -> Iterator[None]:
-        self._capturing = True
+        self._in_capture = True
         try:
             yield
         finally:
-            self._capturing = False
+            self._in_capture = False
 
     def _observed(self, backend: type[AttentionBackend]) -> type[AttentionBackend]:
         observer = self

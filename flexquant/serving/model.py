@@ -17,7 +17,7 @@ from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.serving.config import build_routes, check_supported, last_graph, tokens_per_sequence
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.forward_pass import Pass, PassObserver
-from flexquant.serving.graphs import PlanGraphs
+from flexquant.serving.graphs import PlanGraphs, capturing_graphs
 from flexquant.serving.options import resolved_policy
 from flexquant.serving.plan_views import build_plan
 from flexquant.serving.trace import Trace, trace_file
@@ -49,7 +49,8 @@ class FlexQuantForCausalLM(nn.Module):
         names = [name for name in (*self.merged.variants, *self.routes.derived) if name in used]
         variants = build_variants(vllm_config, self.merged, names, self.routes.derived, prefix)
         self.variants = nn.ModuleDict(variants)
-        self._observer = PassObserver(tokens_per_sequence(vllm_config), self._served)
+        one_sequence, capturing = tokens_per_sequence(vllm_config), capturing_graphs(vllm_config)
+        self._observer = PassObserver(one_sequence, self._served, capturing)
         attention_layers = vllm_config.compilation_config.static_forward_context
         self._observer.observe(attention_layers, phase_matters=not self.routes.ignores_phase())
         self._loader = VariantLoader(variants, self.merged, self.routes.derived)

@@ -121,6 +121,7 @@ NAMES = (
             "VllmConfig.quant_config": "exchanged in each variant's copy",
             "VllmConfig.scheduler_config": "as below",
             "VllmConfig.speculative_config": "as below",
+            "VllmConfig.use_v2_model_runner": "the V1 runner does not say which passes warm up for captures",
             "ModelConfig.enable_prompt_embeds": "refused for variants with different embeddings",
             "ModelConfig.get_vocab_size()": "random prompts, when passes are timed",
             "ModelConfig.hf_config": "the checkpoint's config.json; exchanged in each variant's copy",

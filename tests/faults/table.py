@@ -67,6 +67,7 @@ POLICY = (
 PHASES = "tests/integration/test_phases.py"
 VIEWS = "tests/integration/test_plan_views.py::"
 W4A8 = "tests/integration/test_w4a8.py::"
+REPLAYS = "tests/gpu/test_replays.py::test_every_replay_is_of_the_plan_that_the_trace_names"
 
 SERVING = (
     Fault(
@@ -105,7 +106,7 @@ SERVING = (
         "captures-told-as-served",
         "Passes that only capture a CUDA graph are told as passes of the scheduler.",
         "flexquant/serving/forward_pass.py",
-        " and not self._capturing:",
+        " and not is_capture:",
         ":",
         (PHASES,),
     ),
@@ -117,6 +118,31 @@ SERVING = (
         "        self._read, before = described, getattr(self, '_read', described)\n"
         "        return replace(before, tokens=tokens)\n",
         (PHASES,),
+    ),
+    Fault(
+        "reachable-plan-not-captured",
+        "Of the plans that a size can take, only the first has PIECEWISE graphs.",
+        "flexquant/serving/graphs.py",
+        "        for name in reachable:\n",
+        "        for name in [*reachable][:1]:\n",
+        (REPLAYS + "[PIECEWISE-by-batch]",),
+    ),
+    Fault(
+        "graphs-of-two-sizes-exchanged",
+        "The FULL graph of a size holds the plan of another.",
+        "flexquant/serving/model.py",
+        "        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)\n",
+        "        other = 2 if self._observer.is_capture else 1\n"
+        "        plan = self.routes.lookup(forward_pass.phase, other * forward_pass.tokens)\n",
+        (REPLAYS + "[FULL_DECODE_ONLY-by-batch]",),
+    ),
+    Fault(
+        "device-read-in-forward",
+        "The model waits for a value of the device, which no CUDA graph can hold.",
+        "flexquant/serving/model.py",
+        "        tokens = positions.shape[-1]\n",
+        "        tokens = positions.shape[-1] + 0 * int(positions.sum())\n",
+        (REPLAYS + "[FULL_DECODE_ONLY-by-batch]",),
     ),
     Fault(
         "layers-shifted-in-a-plan",

@@ -4,7 +4,7 @@
 
     pytest tests/gpu
 
-Needs an NVIDIA GPU of compute capability 8.0 or newer; everything is skipped without one.
+On an NVIDIA GPU of compute capability 8.0 or newer; without one, on software graphs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from vllm.compilation import monitor  # noqa: E402
 from flexquant.merge import merge_checkpoints  # noqa: E402
 from tests.checkpoints import StateDict, make_checkpoint  # noqa: E402
 
+ON_GPU = torch.cuda.is_available()
 SIZES = [1, 2, 4, 8, 16, 24, 32, 64]
 SEQUENCES = 20
 """Between two sizes: a decode pass of 17 to 20 sequences is padded beyond the largest FULL decode graph."""
@@ -37,11 +38,30 @@ RUNNERS = {"V1": "0", "V2": "1"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in here if not ON_GPU else []:
+        parameters = getattr(item, "callspec", None)
+        if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        elif parameters is not None and parameters.params.get("runner") == "V2":
+            item.add_marker(pytest.mark.skip(reason="vLLM's V2 runner needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def graphs() -> Iterator[None]:
+    """CUDA graphs, in software where there is no GPU."""
+    if ON_GPU:
+        yield
+        return
+    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+    from tests.gpu import software_graphs
+
+    provide_cpu_kernels()
+    with pytest.MonkeyPatch.context() as patch:
+        # What is compiled for recording is not to be found by others, nor the other way round.
+        patch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+        software_graphs.install(patch)
+        yield
 
 
 @contextmanager
@@ -58,6 +78,15 @@ def graph_engine(
     monitor.set_cudagraph_capturing_enabled(True)
     if mode is not None:
         options["compilation_config"] = {"cudagraph_mode": mode, "cudagraph_capture_sizes": SIZES}
+    if mode is not None and not ON_GPU:
+        # Operators that a recorder sees, and none of the fusions that only CUDA has.
+        fusions = dict.fromkeys(("fuse_norm_quant", "fuse_act_quant"), False)
+        options["compilation_config"] |= {"mode": 3, "backend": "eager", "pass_config": fusions}
+    if ON_GPU:
+        # A fixed size, since the memory that vLLM finds free is no measure while other engines come and go.
+        options |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": KV_CACHE_BYTES}
+    else:
+        options.pop("attention_backend", None)
     flexquant = options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
     limits = {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": 256, "max_model_len": 512}
     with in_process.engine(
@@ -65,9 +94,6 @@ def graph_engine(
         flexquant=flexquant,
         enforce_eager=mode is None,
         dtype="bfloat16",
-        gpu_memory_utilization=0.1,
-        # A fixed size, since the memory that vLLM finds free is no measure while other engines come and go.
-        kv_cache_memory_bytes=KV_CACHE_BYTES,
         enable_prefix_caching=False,
         **limits,
         **options,

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from flexquant.policy.rules import load_policy
+
+pytestmark = pytest.mark.cuda
 
 
 def test_a_gpu_is_tuned(checkpoints: Path, tmp_path: Path) -> None:

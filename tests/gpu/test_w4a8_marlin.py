@@ -9,6 +9,8 @@ import pytest
 from tests.gpu.conftest import RUNNERS, graph_engine
 from tests.integration.conftest import answers
 
+pytestmark = pytest.mark.cuda
+
 PROMPTS = [f"prompt {i} with a few more bytes in it" for i in range(6)]
 
 

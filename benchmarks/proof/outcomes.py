@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The outcomes of tests, each written down as soon as it is known: a run that is stopped has not lost them.
+
+As a plugin of pytest (``-p benchmarks.proof.outcomes``) it appends one line of JSON a test to the file that
+the environment variable ``FLEXQUANT_OUTCOMES`` names, and leaves out the tests that have passed there before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VARIABLE = "FLEXQUANT_OUTCOMES"
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+LONGEST_REASON = 2000
+
+Outcomes = dict[str, dict[str, Any]]
+"""By test: ``outcome``, ``seconds`` and, unless it passed, the ``reason``."""
+
+
+def read_outcomes(file: Path) -> Outcomes:
+    """Return the last outcome of every test; none if there is no file. A last line cut off is left out."""
+    found: Outcomes = {}
+    lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else []
+    for line in lines[:-1]:
+        outcome = json.loads(line)
+        found[outcome.pop("test")] = outcome
+    return found
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    found = read_outcomes(Path(os.environ[VARIABLE]))
+    done = [item for item in items if found.get(item.nodeid, {}).get("outcome") == PASSED]
+    config.hook.pytest_deselected(items=done)
+    items[:] = [item for item in items if item not in done]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # With pytest-xdist the workers see their reports too, and the main process sees all.
+    if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.outcome == PASSED):
+        return
+    line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 1)}
+    if report.outcome == SKIPPED and isinstance(report.longrepr, tuple):
+        line["reason"] = report.longrepr[-1].removeprefix("Skipped: ")
+    elif report.outcome != PASSED:
+        line["reason"] = report.longreprtext[-LONGEST_REASON:]
+    with open(os.environ[VARIABLE], "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""CUDA graphs without a GPU: vLLM's own wrappers, capture loops and dispatchers over graphs made in software.
+
+A software graph records every operator of a capture with its tensors, and repeats the operators into the same
+tensors at replay. What it shows: which plan is in which graph, what is replayed when, that nothing is
+captured later, and that nothing asks the device for a value inside a capture. What it cannot show: memory,
+streams, and kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from vllm.compilation import cuda_graph
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.workspace import init_workspace_manager
+
+Operator = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
+DEVICE_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+"""Operators whose result the host waits for: no CUDA graph can hold them."""
+
+
+class SoftwareGraph:
+    """Stands for ``torch.cuda.CUDAGraph``."""
+
+    capturing: ClassVar[SoftwareGraph | None] = None
+    replays: ClassVar[list[SoftwareGraph]] = []
+    """Every replay, in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.operators: list[Operator] = []
+
+    def replay(self) -> None:
+        SoftwareGraph.replays.append(self)
+        for function, arguments, options, outputs in self.operators:
+            again = function(*arguments, **options)
+            for old, new in zip(tree_leaves(outputs), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self, graph: SoftwareGraph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in DEVICE_READS:
+            raise RuntimeError(f"{function} reads a value from the device while a graph is captured")
+        outputs = function(*args, **(kwargs or {}))
+        if not (function.is_view and share_memory(outputs, args)):
+            self._graph.operators.append((function, args, kwargs or {}, outputs))
+        return outputs
+
+
+def share_memory(outputs: Any, inputs: Any) -> bool:
+    """Whether views see what is repeated into their bases: ``to`` and ``reshape`` may have copied."""
+    bases = {t.untyped_storage().data_ptr() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)}
+    return all(t.untyped_storage().data_ptr() in bases for t in tree_leaves(outputs))
+
+
+@contextmanager
+def capture(graph: SoftwareGraph, *_: Any, **__: Any) -> Iterator[None]:
+    """Stands for ``torch.cuda.graph``."""
+    assert SoftwareGraph.capturing is None, "captures cannot be nested"
+    SoftwareGraph.capturing = graph
+    try:
+        with Recorder(graph):
+            yield
+    finally:
+        SoftwareGraph.capturing = None
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Let vLLM's V1 runner capture and replay software graphs on a CPU, in this process."""
+    patch.setattr(torch.cuda, "CUDAGraph", SoftwareGraph)
+    patch.setattr(torch.cuda, "graph", capture)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: SoftwareGraph.capturing is not None)
+    patch.setattr(torch.cuda, "mem_get_info", lambda *_: (psutil.virtual_memory().available, 0))
+    patch.setattr(cuda_graph, "weak_ref_tensors", lambda tensors: tensors)
+    patch.setattr(CpuPlatform, "support_static_graph_mode", classmethod(lambda _: True))
+    patch.setattr(
+        CpuPlatform,
+        "get_static_graph_wrapper_cls",
+        classmethod(lambda _: f"{CUDAGraphWrapper.__module__}.{CUDAGraphWrapper.__qualname__}"),
+    )
+    patch.setattr(CpuPlatform, "graph_pool_handle", staticmethod(lambda: (0, 1)), raising=False)
+    patch.setattr(CpuPlatform, "_global_graph_pool", (0, 1), raising=False)
+    patch.setattr(CPUAttentionMetadataBuilder, "_cudagraph_support", AttentionCGSupport.ALWAYS)
+    _keep_compilation(patch)
+    _wrap_the_model(patch)
+    _capture_at_start(patch)
+
+
+def _keep_compilation(patch: pytest.MonkeyPatch) -> None:
+    """The CPU platform knows no graphs, and changes what they need of the configuration."""
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def checked(cls: type[CpuPlatform], vllm_config: VllmConfig) -> None:
+        compilation = vllm_config.compilation_config
+        names = ("mode", "backend", "cudagraph_capture_sizes")
+        kept = {name: getattr(compilation, name) for name in names}
+        check(cls, vllm_config)
+        for name, value in kept.items():
+            setattr(compilation, name, value)
+
+    patch.setattr(CpuPlatform, "check_and_update_config", classmethod(checked))
+
+
+def _wrap_the_model(patch: pytest.MonkeyPatch) -> None:
+    """As GPUModelRunner.load_model does for FULL graphs, and CPUModelRunner does not."""
+    load, get = CPUModelRunner.load_model, CPUModelRunner.get_model
+
+    def load_model(self: CPUModelRunner, *args: Any, **options: Any) -> None:
+        load(self, *args, **options)
+        if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            self.model = CUDAGraphWrapper(self.model, self.vllm_config, runtime_mode=CUDAGraphMode.FULL)
+
+    def get_model(self: CPUModelRunner) -> Any:
+        model = get(self)
+        return model.unwrap() if isinstance(model, CUDAGraphWrapper) else model
+
+    patch.setattr(CPUModelRunner, "load_model", load_model)
+    patch.setattr(CPUModelRunner, "get_model", get_model)
+
+
+def _capture_at_start(patch: pytest.MonkeyPatch) -> None:
+    """As gpu_worker.Worker.compile_or_warm_up_model does, and CPUWorker does not."""
+    warm_up = CPUWorker.compile_or_warm_up_model
+
+    def compile_or_warm_up_model(self: CPUWorker) -> Any:
+        times = warm_up(self)
+        init_workspace_manager(torch.device("cpu"))
+        if self.model_runner.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            self.model_runner.capture_model()
+        return times
+
+    patch.setattr(CPUWorker, "compile_or_warm_up_model", compile_or_warm_up_model)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What is replayed, read from the operators that software graphs repeat: in every step the policy's plan."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+from vllm.compilation.counter import compilation_counter
+
+from tests.gpu.conftest import ON_GPU, SIZES, graph_engine
+from tests.gpu.test_plans_in_graphs import BY_BATCH, BY_SIZE
+from tests.integration.conftest import answers
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="CUDA's graphs do not tell what is in them")
+
+MODES = ["PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+BATCHES = [["one"], [f"{i} of three" for i in range(3)], [f"{i} of seven" for i in range(7)]]
+TOKENS = 6
+
+
+def own_weights(model: Any) -> dict[int, str]:
+    """By address, the variant of every weight that one variant alone has."""
+    owners: dict[int, set[str]] = {}
+    for name, variant in model.variants.items():
+        for weight in variant.parameters():
+            if weight.numel():
+                owners.setdefault(weight.data_ptr(), set()).add(name)
+    return {address: next(iter(names)) for address, names in owners.items() if len(names) == 1}
+
+
+def variants_in(graph: Any, owners: dict[int, str]) -> set[str]:
+    """The variants whose weights the operators of a graph read."""
+    tensors = (
+        t for operator in graph.operators for t in tree_leaves(operator[1:3]) if isinstance(t, torch.Tensor)
+    )
+    return {owners[t.data_ptr()] for t in tensors if t.data_ptr() in owners}
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy"),
+    [
+        *(pytest.param(mode, BY_BATCH, id=f"{mode}-by-batch") for mode in MODES),
+        pytest.param("FULL", BY_SIZE, id="FULL-by-size"),
+    ],
+)
+def test_every_replay_is_of_the_plan_that_the_trace_names(mode, policy, checkpoints, tmp_path):
+    from tests.gpu.software_graphs import SoftwareGraph
+
+    (tmp_path / "p.yaml").write_text(policy)
+    trace = tmp_path / "trace.jsonl"
+    steps: list[tuple[list[set[str]], int]] = []
+    with graph_engine(
+        checkpoints / "apart", "V1", mode, str(tmp_path / "p.yaml"), flexquant={"trace": str(trace)}
+    ) as llm:
+        (owners,) = llm.apply_model(own_weights)
+        calls = count_calls(llm)
+        captured = compilation_counter.num_cudagraph_captured
+        core = llm.llm_engine.engine_core.engine_core
+        run_step = core.step_fn
+
+        def step() -> Any:
+            replays, called = len(SoftwareGraph.replays), calls["forward"]
+            done = run_step()
+            found = [variants_in(graph, owners) for graph in SoftwareGraph.replays[replays:]]
+            steps.append((found, calls["forward"] - called))
+            return done
+
+        core.step_fn = step
+        for batch in BATCHES:
+            answers(llm, batch, max_tokens=TOKENS, ignore_eos=True)
+        assert compilation_counter.num_cudagraph_captured == captured > 0
+    _, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+    steps = [(found, called) for found, called in steps if found or called]  # one is left when all have ended
+    assert len(passes) == len(steps)
+    for forward_pass, (found, called) in zip(passes, steps, strict=True):
+        assert set().union(*found) <= {forward_pass["plan"]}, forward_pass
+        is_full = len(found) == 1 and not called
+        assert is_full == expects_full(mode, forward_pass), forward_pass
+        assert bool(found) == expects_graph(mode, forward_pass), forward_pass
+    tokens = sum(forward_pass["sequences"] for forward_pass in passes if forward_pass["phase"] == "decode")
+    assert tokens == sum(map(len, BATCHES)) * (TOKENS - 1)
+    assert len({p["plan"] for p in passes}) == 2
+
+
+def count_calls(llm: Any) -> Counter[str]:
+    """Count the calls of the model's forward from now on."""
+    calls: Counter[str] = Counter()
+
+    def count(model: Any) -> None:
+        forward = model.forward
+
+        def counted(*args: Any, **options: Any) -> Any:
+            calls["forward"] += 1
+            return forward(*args, **options)
+
+        model.forward = counted
+
+    llm.apply_model(count)
+    return calls
+
+
+def expects_full(mode: str, forward_pass: dict[str, Any]) -> bool:
+    """Whether vLLM replays a whole pass in this mode."""
+    return expects_graph(mode, forward_pass) and (
+        mode == "FULL" or (mode != "PIECEWISE" and forward_pass["phase"] == "decode")
+    )
+
+
+def expects_graph(mode: str, forward_pass: dict[str, Any]) -> bool:
+    decodes_only = mode == "FULL_DECODE_ONLY" and forward_pass["phase"] != "decode"
+    return forward_pass["tokens"] <= max(SIZES) and not decodes_only
+
+
+def test_a_capture_that_reads_from_the_device_raises():
+    from tests.gpu.software_graphs import SoftwareGraph, capture
+
+    x = torch.ones(3)
+    with pytest.raises(RuntimeError, match="_local_scalar_dense.* reads a value"), capture(SoftwareGraph()):
+        x.sum().item()
+
+
+def test_a_replay_repeats_in_place_what_was_captured():
+    from tests.gpu.software_graphs import SoftwareGraph, capture
+
+    x, weight, graph = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), SoftwareGraph()
+    with capture(graph):
+        y = (x.view(2, 1).to(torch.float64).reshape(-1) * weight).add_(1)
+    assert y.tolist() == [4, 9]
+    x.copy_(torch.tensor([10.0, 20.0]))
+    graph.replay()
+    assert y.tolist() == [31, 81]
+    assert not graph.operators[0][0].is_view
