@@ -33,7 +33,9 @@ TESTS_SHARE, SERVING_SHARE = 0.4, 0.45
 SERVING = [Workload(1, 128, 128), Workload(32, 512, 64), Workload(32, 512, 64, rate=16, spread=0.5)]
 OVERHEAD = [Workload(1, 128, 128)]
 MINIATURE = [Workload(1, 16, 4), Workload(2, 32, 4)]
-"""On a CPU, where a proof only shows that proving works."""
+MINIATURE_TESTS = ["tests/gpu/test_tune.py", "tests/gpu/test_w4a8_marlin.py"]
+MINIATURE_KERNELS = ["--layers", "o_proj", "--tokens", "4", "--schemes", "bf16,w8a8,w4a16"]
+"""On a CPU, where a proof only shows that proving works; these tests are skipped there."""
 SUBJECTS = {"w8a8": 1.0, "w4a16": 0.55, "flexquant:phase-batch": 1.55, "flexquant:w8a8": 1.0, "bf16": 2.0}
 """What is served side by side, the most valuable first, with bytes a weight."""
 SERVER_GIB = 2.5
@@ -71,28 +73,30 @@ def prove(args: argparse.Namespace) -> Path:
         return max(1.0, min(seconds * share, began + seconds - time.monotonic()))
 
     processes = args.processes or max(1, (os.cpu_count() or 1) // 2)
-    unfinished = run_tests(output / TESTS, processes if on_gpu else 0, left(TESTS_SHARE))
+    tests = ["tests/gpu"] if on_gpu else MINIATURE_TESTS
+    unfinished = run_tests(output / TESTS, tests, processes if on_gpu else 0, left(TESTS_SHARE))
     options = ["--model", *args.model, "--output", str(output), "--work", str(args.work)]
     options += ["--commit", args.commit] if args.commit else []
     serving = serving_options(model, on_gpu)
     step("servers", [*options, *serving], left(SERVING_SHARE))
-    step("kernels", [*options, "--parts", "kernels", "--seconds", "0.1"], left())
+    kernels = ["--parts", "kernels", "--seconds", "0.1", *([] if on_gpu else MINIATURE_KERNELS)]
+    step("kernels", [*options, *kernels], left())
     write_report(output)
     return write_proof(output, judge(read_outcomes(output / TESTS), unfinished, read_cells(output)))
 
 
-def run_tests(file: Path, processes: int, seconds: float) -> int:
-    """Run the tests of tests/gpu that have not passed yet; return how many have no outcome after that."""
+def run_tests(file: Path, tests: list[str], processes: int, seconds: float) -> int:
+    """Run those of ``tests`` that have not passed yet; return how many have no outcome after that."""
     pytest = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "benchmarks.proof.outcomes"]
     environment = {**os.environ, VARIABLE: str(file.absolute())}
     listed = subprocess.run(
-        [*pytest, "tests/gpu", "--collect-only"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [*pytest, *tests, "--collect-only"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     missing = {line for line in listed.stdout.splitlines() if line.startswith("tests/gpu/")}
     print(f"tests: {len(missing)} have not passed yet, {seconds:.0f} s for them", flush=True)
     ends = time.monotonic() + seconds
     side_by_side = ["--numprocesses", str(processes), f"--ignore={ALONE}"] if processes else []
-    for command in ([*pytest, "tests/gpu", *side_by_side], *([[*pytest, ALONE]] if processes else [])):
+    for command in ([*pytest, *tests, *side_by_side], *([[*pytest, ALONE]] if processes else [])):
         _bounded(command, max(1.0, ends - time.monotonic()), environment, file.with_suffix(".log"))
     return len(missing - read_outcomes(file).keys())
 
