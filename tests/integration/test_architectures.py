@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import vllm
 
 from tests.checkpoints import ARCHITECTURES
 from tests.integration.conftest import generate
@@ -32,6 +34,12 @@ ON_OLDEST = ("llama", "gemma3")
     [pytest.param(name, marks=[pytest.mark.oldest] * (name in ON_OLDEST)) for name in ARCHITECTURES],
 )
 def test_pure_plans_equal_stock_vllm_and_layered_plans_run(architecture, tiny_merged):
+    if (
+        architecture == "gemma3"
+        and vllm.__version__.startswith("0.26.")
+        and torch.cpu._is_amx_tile_supported()
+    ):
+        pytest.skip("vLLM 0.26 itself ends on sliding windows where the CPU has AMX")
     folder = tiny_merged(architecture)
     merged, policies = folder / "merged", ["w8a8", "w4a16", LAYERED]
     w8a8, w4a16, layered = generate(merged, policies, PROMPTS, sampling=SAMPLING, **OPTIONS)
