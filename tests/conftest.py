@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Cores for tests side by side; and the engines and servers that a session started, said at its end."""
+"""Cores for tests side by side; and the engines and programs that a session started, said at its end."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 STARTS = pytest.StashKey[Counter[str]]()
-"""By kind: engines in this process, servers and other programs."""
+"""By kind: engines in this process, and programs."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,9 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     def count(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "subprocess.Popen":
-            program, *others = map(str, arguments[1])
-            is_server = Path(program).name == "vllm" and others[:1] == ["serve"]
-            starts["servers" if is_server else "other programs"] += 1
+            starts["programs"] += 1
 
     sys.addaudithook(count)
 
@@ -52,6 +49,6 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     starts = config.stash[STARTS]
     terminalreporter.write_line(
-        f"started: {starts['engines']} engines in test processes, {starts['servers']} servers (vllm serve), "
-        f"{starts['other programs']} other programs"
+        f"started: {starts['engines']} engines in test processes, {starts['programs']} programs, "
+        "some of which start engines and servers of their own"
     )

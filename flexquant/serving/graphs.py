@@ -11,9 +11,8 @@ the attention metadata of the passes that will replay them, so routing as usual 
 the plan. One size serves passes of several phases, hence several plans, but the metadata of the capturing
 call (there may be none) shows at most one of them. So the first pass of a size captures all plans that the
 policy can take at that size. Whether a plan's graphs exist is read off vLLM's own wrappers, since vLLM
-captures twice: to estimate the memory, dropping those graphs, and then for good. Once serving has begun
-nothing is missing any more. If something were, vLLM's V1 runner would refuse the capture and end the server:
-such a pass runs without graphs instead, with a warning.
+captures twice: to estimate the memory, dropping those graphs, and then for good. The scheduler's passes
+capture nothing: should a graph be missing then, the pass runs without, with a warning.
 """
 
 from __future__ import annotations

@@ -127,10 +127,10 @@ class FlexQuantForCausalLM(nn.Module):
         tokens = positions.shape[-1]
         context = get_forward_context()
         in_pieces = context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
-        if in_pieces:
+        forward_pass = self._observer.read(context, tokens)
+        if in_pieces and (forward_pass is None or self._observer.is_capture):
             reachable = [plan.name for plan in self.routes.reachable(tokens)]
             self._graphs.capture_missing(self._plans, reachable, context, inputs, tokens)
-        forward_pass = self._observer.read(context, tokens)
         if forward_pass is None:
             return self._plans[reachable[0]](*inputs) if in_pieces else self._run_all(inputs)
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)

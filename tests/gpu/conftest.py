@@ -28,6 +28,7 @@ from vllm.compilation import monitor  # noqa: E402
 
 from flexquant.merge import merge_checkpoints  # noqa: E402
 from tests.checkpoints import StateDict, make_checkpoint  # noqa: E402
+from tests.integration.conftest import count_engines  # noqa: E402, F401 - a fixture
 
 ON_GPU = torch.cuda.is_available()
 SIZES = [1, 2, 4, 8, 16, 24, 32, 64]
