@@ -63,9 +63,11 @@ test-full: lint .venv/lm-eval/.done .venv/oldest/.done
 test-quantize: .venv/quantize/.done
 	$(QUANTIZE)/python $(PYTEST) $(TESTS) tests/quantize
 
-# Two tensor-parallel ranks need two cores, so that they come by themselves.
+# Two tensor-parallel ranks need two cores, so that they come by themselves. On a CPU vLLM's V2 runner takes
+# Triton's interpreter, which has to be chosen for a whole process.
 test-serve: .venv/serve/.done .work/merged/$(TEST_NAME)/config.json
 	$(SERVE)/python $(PYTEST) $(TESTS) --ignore tests/quantize --ignore $(TENSOR_PARALLEL)
+	$(if $(HAS_CUDA),,TRITON_INTERPRET=1 $(SERVE)/python $(PYTEST) $(TESTS) tests/gpu)
 	$(SERVE)/python -m pytest $(TESTS) $(TENSOR_PARALLEL)
 
 test-oldest: .venv/oldest/.done .work/merged/$(TEST_NAME)/config.json

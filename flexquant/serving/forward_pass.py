@@ -65,25 +65,19 @@ def describe_pass(query_start_loc: torch.Tensor, tokens: int, tokens_per_sequenc
 class PassObserver:
     """Follows the passes of one model through the metadata builders of its attention layers."""
 
-    def __init__(
-        self,
-        tokens_per_sequence: int,
-        replayed: Callable[[Pass], None],
-        capturing: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """``replayed`` is called with every pass that ran without a call of the model.
-
-        ``capturing`` tells whether vLLM is capturing CUDA graphs, where it does not say so of every pass.
-        """
+    def __init__(self, tokens_per_sequence: int, replayed: Callable[[Pass], None]) -> None:
+        """``replayed`` is called with every pass of the scheduler that ran without a call of the model."""
         self._tokens_per_sequence = tokens_per_sequence
         self._replayed = replayed
-        self._capturing = capturing
         self._backends: dict[type, type] = {}
         self._first_layer: str | None = None
         self._left_over: Pass | None = None
         self._in_capture = False
-        self.is_capture = False
-        """Whether the pass that was read last only captures a CUDA graph, or warms up for that."""
+        self.is_serving = False
+        """Whether the scheduler's passes have begun, the first of which holds a prompt.
+
+        Before, vLLM's own passes warm up and capture CUDA graphs, and it does not tell them from others.
+        """
 
     def observe(self, layers: Mapping[str, Any], *, phase_matters: bool) -> None:
         """Put observed backends into attention layers, by name; call before vLLM makes their KV cache.
@@ -113,9 +107,7 @@ class PassObserver:
         metadata: Any = context.attn_metadata
         if not metadata:
             return None
-        described, self.is_capture = getattr(
-            next(iter(metadata.values())), "flexquant_pass", (UNKNOWN, False)
-        )
+        described = getattr(next(iter(metadata.values())), "flexquant_pass", UNKNOWN)
         self._left_over = None
         return replace(described, tokens=tokens)
 
@@ -125,14 +117,14 @@ class PassObserver:
             replayed, self._left_over = self._left_over, None
             self._replayed(replayed)
 
-    def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> tuple[Pass, bool]:
+    def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> Pass:
         # A FULL graph is replayed with metadata of its padded size; other passes learn theirs in read().
         found = describe_pass(common.query_start_loc_cpu, common.num_actual_tokens, self._tokens_per_sequence)
-        is_capture = self._in_capture or self._capturing()
-        if self._first_layer in layer_names and not is_capture:
+        self.is_serving = self.is_serving or bool(common.is_prefilling.any())
+        if self._first_layer in layer_names and self.is_serving and not self._in_capture:
             self.settle()
             self._left_over = found
-        return found, is_capture
+        return found
 
     @contextmanager
     def _capture(self) -> Iterator[None]:

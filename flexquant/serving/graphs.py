@@ -18,13 +18,13 @@ capture nothing: should a graph be missing then, the pass runs without, with a w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 
 from flexquant.serving.vllm_api import (
@@ -36,16 +36,6 @@ from flexquant.serving.vllm_api import (
 )
 
 logger = init_logger("vllm.flexquant.graphs")
-
-
-def capturing_graphs(vllm_config: VllmConfig) -> Callable[[], bool]:
-    """Return what tells whether the V1 runner is capturing graphs, or warming up for that.
-
-    The V2 runner allows captures for ever, but builds the metadata of warm-up passes as those of captures.
-    """
-    mode = vllm_config.compilation_config.cudagraph_mode
-    captures = mode not in (None, CUDAGraphMode.NONE) and not vllm_config.use_v2_model_runner
-    return lambda: captures and monitor.cudagraph_capturing_enabled
 
 
 class PlanGraphs:

@@ -17,7 +17,7 @@ from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.serving.config import build_routes, check_supported, last_graph, tokens_per_sequence
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.forward_pass import Pass, PassObserver
-from flexquant.serving.graphs import PlanGraphs, capturing_graphs
+from flexquant.serving.graphs import PlanGraphs
 from flexquant.serving.options import resolved_policy
 from flexquant.serving.plan_views import build_plan
 from flexquant.serving.trace import Trace, trace_file
@@ -49,8 +49,7 @@ class FlexQuantForCausalLM(nn.Module):
         names = [name for name in (*self.merged.variants, *self.routes.derived) if name in used]
         variants = build_variants(vllm_config, self.merged, names, self.routes.derived, prefix)
         self.variants = nn.ModuleDict(variants)
-        one_sequence, capturing = tokens_per_sequence(vllm_config), capturing_graphs(vllm_config)
-        self._observer = PassObserver(one_sequence, self._served, capturing)
+        self._observer = PassObserver(tokens_per_sequence(vllm_config), self._served)
         attention_layers = vllm_config.compilation_config.static_forward_context
         self._observer.observe(attention_layers, phase_matters=not self.routes.ignores_phase())
         self._loader = VariantLoader(variants, self.merged, self.routes.derived)
@@ -128,15 +127,16 @@ class FlexQuantForCausalLM(nn.Module):
         context = get_forward_context()
         in_pieces = context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
         forward_pass = self._observer.read(context, tokens)
-        if in_pieces and (forward_pass is None or self._observer.is_capture):
+        if in_pieces and not self._observer.is_serving:
             reachable = [plan.name for plan in self.routes.reachable(tokens)]
             self._graphs.capture_missing(self._plans, reachable, context, inputs, tokens)
         if forward_pass is None:
-            return self._plans[reachable[0]](*inputs) if in_pieces else self._run_all(inputs)
+            any_plan = self.routes.reachable(tokens)[0].name
+            return self._plans[any_plan](*inputs) if in_pieces else self._run_all(inputs)
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)
         if not in_pieces:
             self._graphs.watch_full_capture(plan.name, tokens)
-        if not self._observer.is_capture:
+        if self._observer.is_serving:
             self._served(forward_pass)
         self._last_plan = plan.name
         if in_pieces:

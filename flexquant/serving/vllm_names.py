@@ -121,7 +121,6 @@ NAMES = (
             "VllmConfig.quant_config": "exchanged in each variant's copy",
             "VllmConfig.scheduler_config": "as below",
             "VllmConfig.speculative_config": "as below",
-            "VllmConfig.use_v2_model_runner": "the V1 runner does not say which passes warm up for captures",
             "ModelConfig.enable_prompt_embeds": "refused for variants with different embeddings",
             "ModelConfig.get_vocab_size()": "random prompts, when passes are timed",
             "ModelConfig.hf_config": "the checkpoint's config.json; exchanged in each variant's copy",
@@ -276,6 +275,7 @@ NAMES = (
                 "overridden, to tell captures"
             ),
             "AttentionMetadataBuilder.layer_names": "one builder of several counts a pass",
+            "CommonAttentionMetadata.is_prefilling": "the first prompt ends vLLM's own passes",
             "CommonAttentionMetadata.num_actual_tokens": "the tokens of a pass, padded if it is replayed",
             "CommonAttentionMetadata.query_start_loc_cpu": "the tokens of each sequence, on the host",
             "subclass_attention_backend(name_prefix, attention_backend_cls, builder_cls)": "observes passes",

@@ -106,7 +106,7 @@ SERVING = (
         "captures-told-as-served",
         "Passes that only capture a CUDA graph are told as passes of the scheduler.",
         "flexquant/serving/forward_pass.py",
-        " and not is_capture:",
+        "and self.is_serving and not self._in_capture:",
         ":",
         (PHASES,),
     ),
@@ -125,16 +125,16 @@ SERVING = (
         "flexquant/serving/graphs.py",
         "        for name in reachable:\n",
         "        for name in [*reachable][:1]:\n",
-        (REPLAYS + "[PIECEWISE-by-batch]",),
+        (REPLAYS + "[V1-PIECEWISE-by-batch]",),
     ),
     Fault(
         "graphs-of-two-sizes-exchanged",
         "The FULL graph of a size holds the plan of another.",
         "flexquant/serving/model.py",
         "        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)\n",
-        "        other = 2 if self._observer.is_capture else 1\n"
+        "        other = 1 if self._observer.is_serving else 2\n"
         "        plan = self.routes.lookup(forward_pass.phase, other * forward_pass.tokens)\n",
-        (REPLAYS + "[FULL_DECODE_ONLY-by-batch]",),
+        (REPLAYS + "[V1-FULL_DECODE_ONLY-by-batch]",),
     ),
     Fault(
         "device-read-in-forward",
@@ -142,7 +142,7 @@ SERVING = (
         "flexquant/serving/model.py",
         "        tokens = positions.shape[-1]\n",
         "        tokens = positions.shape[-1] + 0 * int(positions.sum())\n",
-        (REPLAYS + "[FULL_DECODE_ONLY-by-batch]",),
+        (REPLAYS + "[V1-FULL_DECODE_ONLY-by-batch]",),
     ),
     Fault(
         "layers-shifted-in-a-plan",

@@ -4,7 +4,8 @@
 
     pytest tests/gpu
 
-On an NVIDIA GPU of compute capability 8.0 or newer; without one, on software graphs.
+On an NVIDIA GPU of compute capability 8.0 or newer; without one, on software graphs, for vLLM's V2 runner in
+a process of its own: ``TRITON_INTERPRET=1 pytest tests/gpu``.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from typing import Any
 import pytest
 
 from flexquant.measuring import engine as in_process
+from tests.gpu import interpreter
 
 in_process.prepare_environment()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if interpreter.IS_CHOSEN:
+    interpreter.offer()
 
 import torch  # noqa: E402 - vLLM reads the environment above
 from vllm import envs  # noqa: E402
@@ -36,16 +40,18 @@ SEQUENCES = 20
 """Between two sizes: a decode pass of 17 to 20 sequences is padded beyond the largest FULL decode graph."""
 KV_CACHE_BYTES = 1 << 30
 RUNNERS = {"V1": "0", "V2": "1"}
+RUNNERS_HERE = list(RUNNERS) if ON_GPU else ["V2" if interpreter.IS_CHOSEN else "V1"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in here if not ON_GPU else []:
         parameters = getattr(item, "callspec", None)
+        runner = parameters.params.get("runner", RUNNERS_HERE[0]) if parameters else RUNNERS_HERE[0]
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        elif parameters is not None and parameters.params.get("runner") == "V2":
-            item.add_marker(pytest.mark.skip(reason="vLLM's V2 runner needs an NVIDIA GPU"))
+        elif runner not in RUNNERS_HERE:
+            item.add_marker(pytest.mark.skip(reason=f"{runner} runs in another process: see tests/README.md"))
 
 
 @pytest.fixture(scope="module", autouse=True)

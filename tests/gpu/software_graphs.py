@@ -29,6 +29,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.workspace import init_workspace_manager
 
+from tests.gpu import interpreter
+
 Operator = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 DEVICE_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 """Operators whose result the host waits for: no CUDA graph can hold them."""
@@ -86,7 +88,7 @@ def capture(graph: SoftwareGraph, *_: Any, **__: Any) -> Iterator[None]:
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Let vLLM's V1 runner capture and replay software graphs on a CPU, in this process."""
+    """Let vLLM's runners capture and replay software graphs on a CPU, in this process."""
     patch.setattr(torch.cuda, "CUDAGraph", SoftwareGraph)
     patch.setattr(torch.cuda, "graph", capture)
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: SoftwareGraph.capturing is not None)
@@ -104,6 +106,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     _keep_compilation(patch)
     _wrap_the_model(patch)
     _capture_at_start(patch)
+    if interpreter.IS_CHOSEN:
+        _keep_the_context(patch)
 
 
 def _keep_compilation(patch: pytest.MonkeyPatch) -> None:
@@ -150,3 +154,31 @@ def _capture_at_start(patch: pytest.MonkeyPatch) -> None:
         return times
 
     patch.setattr(CPUWorker, "compile_or_warm_up_model", compile_or_warm_up_model)
+
+
+def _keep_the_context(patch: pytest.MonkeyPatch) -> None:
+    """The V2 runner replays FULL graphs outside of any forward context, in which a CPU's attention looks.
+
+    A GPU's kernels find what they need in the buffers that were captured.
+    """
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    prepare, run = DefaultModelState.prepare_attn, CudaGraphManager.run_fullgraph
+    last: dict[str, Any] = {}
+
+    def prepare_attn(
+        self: Any, batch: Any, mode: Any, tables: Any, slots: Any, groups: Any, kv: Any, **o: Any
+    ) -> Any:
+        last["attn_metadata"] = prepare(self, batch, mode, tables, slots, groups, kv, **o)
+        last["slot_mapping"] = build_slot_mappings_by_layer(slots, kv)
+        return last["attn_metadata"]
+
+    def run_fullgraph(self: CudaGraphManager, descriptor: Any) -> Any:
+        with set_forward_context(vllm_config=self.vllm_config, num_tokens=descriptor.num_tokens, **last):
+            return run(self, descriptor)
+
+    patch.setattr(DefaultModelState, "prepare_attn", prepare_attn)
+    patch.setattr(CudaGraphManager, "run_fullgraph", run_fullgraph)

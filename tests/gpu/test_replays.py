@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from vllm.compilation.counter import compilation_counter
 
-from tests.gpu.conftest import ON_GPU, SIZES, graph_engine
+from tests.gpu.conftest import ON_GPU, RUNNERS, SIZES, graph_engine
 from tests.gpu.test_plans_in_graphs import BY_BATCH, BY_SIZE
 from tests.integration.conftest import answers
 
@@ -49,14 +49,15 @@ def variants_in(graph: Any, owners: dict[int, str]) -> set[str]:
         pytest.param("FULL", BY_SIZE, id="FULL-by-size"),
     ],
 )
-def test_every_replay_is_of_the_plan_that_the_trace_names(mode, policy, checkpoints, tmp_path):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_every_replay_is_of_the_plan_that_the_trace_names(runner, mode, policy, checkpoints, tmp_path):
     from tests.gpu.software_graphs import SoftwareGraph
 
     (tmp_path / "p.yaml").write_text(policy)
     trace = tmp_path / "trace.jsonl"
     steps: list[tuple[list[set[str]], int]] = []
     with graph_engine(
-        checkpoints / "apart", "V1", mode, str(tmp_path / "p.yaml"), flexquant={"trace": str(trace)}
+        checkpoints / "apart", runner, mode, str(tmp_path / "p.yaml"), flexquant={"trace": str(trace)}
     ) as llm:
         (owners,) = llm.apply_model(own_weights)
         calls = count_calls(llm)

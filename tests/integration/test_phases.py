@@ -130,6 +130,7 @@ def test_every_backend_tells_all_phases(backend: str, vllm_config: VllmConfig) -
 
 def test_a_step_for_which_the_model_is_not_called_was_replayed(vllm_config: VllmConfig) -> None:
     observed = Observed(vllm_config)
+    observed.observer.read(observed.step([5, 5, 5]), 16)
     observed.step([1, 1, 1])
     observed.observer.settle()
     assert observed.replayed == [Pass("decode", 3, 3, 1)]
@@ -142,14 +143,18 @@ def test_a_step_for_which_the_model_is_not_called_was_replayed(vllm_config: Vllm
     assert len(observed.replayed) == 2
 
 
-def test_captures_are_neither_served_nor_replayed(vllm_config: VllmConfig) -> None:
+def test_passes_before_the_first_prompt_and_captures_are_vllms_own(vllm_config: VllmConfig) -> None:
     observed = Observed(vllm_config)
-    captured = observed.step([1, 1], capture=True)
+    for capture in (True, False):
+        own = observed.step([1, 1], capture=capture)
+        observed.observer.settle()
+        assert observed.observer.read(own, 2) == Pass("decode", 2, 2, 1)
+    assert not observed.observer.is_serving
+    observed.observer.read(observed.step([5]), 8)
+    assert observed.observer.is_serving
+    observed.step([1, 1], capture=True)
     observed.observer.settle()
-    assert observed.observer.read(captured, 2) == Pass("decode", 2, 2, 1)
-    assert observed.observer.is_capture and observed.replayed == []
-    observed.observer.read(observed.step([1, 1]), 2)
-    assert not observed.observer.is_capture
+    assert observed.replayed == []
 
 
 def test_profiling_runs_have_no_pass(vllm_config: VllmConfig) -> None:
