@@ -40,10 +40,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in done]
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     # With pytest-xdist the workers see their reports too, and the main process sees all.
-    if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.outcome == PASSED):
-        return
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Writer())
+
+
+class Writer:
+    """Appends what is known of a test."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != PASSED:
+            write(report)
+
+
+def write(report: pytest.TestReport) -> None:
     line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 1)}
     if report.outcome == SKIPPED and isinstance(report.longrepr, tuple):
         line["reason"] = report.longrepr[-1].removeprefix("Skipped: ")
