@@ -120,7 +120,8 @@ class PassObserver:
     def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> Pass:
         # A FULL graph is replayed with metadata of its padded size; other passes learn theirs in read().
         found = describe_pass(common.query_start_loc_cpu, common.num_actual_tokens, self._tokens_per_sequence)
-        self.is_serving = self.is_serving or bool(common.is_prefilling.any())
+        prefilling = common.is_prefilling
+        self.is_serving = self.is_serving or (prefilling is not None and bool(prefilling.any()))
         if self._first_layer in layer_names and self.is_serving and not self._in_capture:
             self.settle()
             self._left_over = found

@@ -32,7 +32,14 @@ from vllm.v1.worker.workspace import init_workspace_manager
 from tests.gpu import interpreter
 
 Operator = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
-DEVICE_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+aten = torch.ops.aten
+DEVICE_READS = {
+    aten._local_scalar_dense.default,
+    aten.item.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.nonzero.default,
+}
 """Operators whose result the host waits for: no CUDA graph can hold them."""
 
 
