@@ -44,7 +44,7 @@ OLDEST_TESTS := tests/unit/test_cpu_int8.py $(addprefix tests/integration/test_,
 # Test files side by side, each process on its own cores; engines on one GPU would take each other's memory.
 JOBS ?= $(if $(HAS_CUDA),0,2)
 TESTS := -m "not full"
-TENSOR_PARALLEL := tests/integration/test_tensor_parallel.py
+TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py)
 PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile
 
 .PHONY: demo test test-full test-quantize test-serve test-oldest test-faults lint check-vllm setup clean
@@ -63,12 +63,12 @@ test-full: lint .venv/lm-eval/.done .venv/oldest/.done
 test-quantize: .venv/quantize/.done
 	$(QUANTIZE)/python $(PYTEST) $(TESTS) tests/quantize
 
-# Two tensor-parallel ranks need two cores, so that they come by themselves. On a CPU vLLM's V2 runner takes
+# Two ranks need two cores, so that their tests come by themselves. On a CPU vLLM's V2 runner takes
 # Triton's interpreter, which has to be chosen for a whole process.
 test-serve: .venv/serve/.done .work/merged/$(TEST_NAME)/config.json
-	$(SERVE)/python $(PYTEST) $(TESTS) --ignore tests/quantize --ignore $(TENSOR_PARALLEL)
+	$(SERVE)/python $(PYTEST) $(TESTS) --ignore tests/quantize $(addprefix --ignore=,$(TWO_RANKS))
 	$(if $(HAS_CUDA),,TRITON_INTERPRET=1 $(SERVE)/python $(PYTEST) $(TESTS) tests/gpu)
-	$(SERVE)/python -m pytest $(TESTS) $(TENSOR_PARALLEL)
+	$(SERVE)/python -m pytest $(TESTS) $(TWO_RANKS)
 
 test-oldest: .venv/oldest/.done .work/merged/$(TEST_NAME)/config.json
 	CUDA_VISIBLE_DEVICES= $(OLDEST)/python $(PYTEST) -m oldest $(OLDEST_TESTS)

@@ -30,7 +30,6 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
     several_plans_a_size = not routes.ignores_phase()
     refusals: list[tuple[bool, str]] = [
         (vllm_config.lora_config is not None, "LoRA (drop --enable-lora)"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism (use --tensor-parallel-size)"),
         (getattr(parallel, "enable_dbo", False), "dual-batch overlap (drop --enable-dbo)"),
         (
             speculative is not None and speculative.method != "ngram",
@@ -67,6 +66,27 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
     for refused, what in refusals:
         if refused:
             raise FlexQuantError(f"FlexQuant does not support {what}")
+    check_pipeline(vllm_config, merged)
+
+
+def check_pipeline(vllm_config: VllmConfig, merged: MergedConfig) -> None:
+    """Refuse pipeline parallelism for a base model without it, and ranks that would hold no decoder layer."""
+    from flexquant.serving.vllm_api import get_pp_indices
+
+    model, ranks = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
+    if ranks == 1:
+        return
+    if not model.registry.is_pp_supported_model([merged.base_architecture], model):
+        raise FlexQuantError(
+            f"vLLM has no pipeline parallelism for {merged.base_architecture} (use --tensor-parallel-size)"
+        )
+    layers = model.hf_text_config.num_hidden_layers
+    empty = [rank for rank in range(ranks) if len(range(*get_pp_indices(layers, rank, ranks))) == 0]
+    if empty:
+        raise FlexQuantError(
+            f"pipeline parallelism over {ranks} ranks leaves rank {empty[0]} none of the model's {layers} decoder "
+            f"layers (use --pipeline-parallel-size 1 to {layers}, and no zeros in VLLM_PP_LAYER_PARTITION)"
+        )
 
 
 def tokens_per_sequence(vllm_config: VllmConfig) -> int:

@@ -31,6 +31,7 @@ from flexquant.serving.vllm_api import (
     BatchDescriptor,
     CUDAGraphWrapper,
     ForwardContext,
+    IntermediateTensors,
     monitor,
     override_forward_context,
 )
@@ -84,7 +85,7 @@ class PlanGraphs:
 
     def replay(
         self, name: str, plan: nn.Module, context: ForwardContext, inputs: tuple[Any, ...]
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | IntermediateTensors:
         """In a PIECEWISE pass: run a plan, its pieces from their graphs if it has some of this size."""
         if self._has_graphs(name, context.batch_descriptor):
             return plan(*inputs)

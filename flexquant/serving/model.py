@@ -22,19 +22,19 @@ from flexquant.serving.options import resolved_policy
 from flexquant.serving.plan_views import build_plan
 from flexquant.serving.trace import Trace, trace_file
 from flexquant.serving.variants import build_variants
-from flexquant.serving.vllm_api import (
-    IntermediateTensors,
-    get_forward_context,
-    get_tensor_model_parallel_rank,
-)
+from flexquant.serving.vllm_api import IntermediateTensors, SupportsPP, get_forward_context
 from flexquant.serving.weight_memory import WeightMemory
 from flexquant.serving.weights import VariantLoader
 
 logger = init_logger("vllm.flexquant.model")
 
 
-class FlexQuantForCausalLM(nn.Module):
-    """Several variants of one causal LM over one KV cache; every forward pass takes one plan."""
+class FlexQuantForCausalLM(nn.Module, SupportsPP):
+    """Several variants of one causal LM over one KV cache; every forward pass takes one plan.
+
+    With pipeline parallelism each rank holds its own decoder layers of every variant. All ranks find the same
+    route, since vLLM describes a pass to all of them alike.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -58,9 +58,12 @@ class FlexQuantForCausalLM(nn.Module):
             plan.name: build_plan(variants, plan, self.merged, self.routes.derived)
             for plan in self.routes.plans
         }
+        # What pipeline-parallel ranks hand on has the same shape in all variants.
+        if make_empty := getattr(next(iter(variants.values())), "make_empty_intermediate_tensors", None):
+            self.make_empty_intermediate_tensors = make_empty
         self._last_plan = self.routes.plans[0].name
         self._graphs = PlanGraphs(last_graph(vllm_config))
-        trace = trace_file(vllm_config, get_tensor_model_parallel_rank())
+        trace = trace_file(vllm_config)
         self._trace = Trace(trace) if trace is not None else None
         self._memory: WeightMemory | None = WeightMemory(variants)
         # For vLLM 0.26, which does not call the model's process_weights_after_loading.
@@ -120,8 +123,11 @@ class FlexQuantForCausalLM(nn.Module):
         positions: torch.Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Run the plan that the policy gives to this pass; return hidden states [tokens, hidden]."""
+    ) -> torch.Tensor | IntermediateTensors:
+        """Run the plan that the policy gives to this pass; return hidden states [tokens, hidden].
+
+        All pipeline-parallel ranks but the last return what the next one takes as ``intermediate_tensors``.
+        """
         inputs = (input_ids, positions, intermediate_tensors, inputs_embeds)
         tokens = positions.shape[-1]
         context = get_forward_context()
@@ -148,7 +154,7 @@ class FlexQuantForCausalLM(nn.Module):
         if self._trace is not None:
             self._trace.record(forward_pass, self.routes.lookup(forward_pass.phase, forward_pass.tokens).name)
 
-    def _run_all(self, inputs: tuple[Any, ...]) -> torch.Tensor:
+    def _run_all(self, inputs: tuple[Any, ...]) -> torch.Tensor | IntermediateTensors:
         """A profiling run: every plan is compiled, and its memory counted, before the KV cache is sized."""
         for name, plan in self._plans.items():
             with self._graphs.compiling(name):

@@ -15,16 +15,16 @@ from flexquant.serving.forward_pass import Pass
 from flexquant.serving.options import ServingOptions
 
 
-def trace_file(vllm_config: VllmConfig, rank: int) -> str | None:
+def trace_file(vllm_config: VllmConfig) -> str | None:
     """Return the file of this worker's trace; None if none is asked for.
 
-    ``rank`` is the worker's tensor-parallel rank. Every worker has a file of its own: the first the one that
-    the user named, the others with ``.dp1`` (the data-parallel replica) or ``.rank1`` (the rank) behind it.
+    Every worker has a file of its own: the first the one that the user named, the others with ``.dp1`` (the
+    data-parallel replica) or ``.rank1`` (the rank within it, tensor and pipeline parallel) behind it.
     """
     file = ServingOptions.from_vllm(vllm_config).trace
     if file is None:
         return None
-    replica = vllm_config.parallel_config.data_parallel_index
+    replica, rank = vllm_config.parallel_config.data_parallel_index, vllm_config.parallel_config.rank
     return file + (f".dp{replica}" if replica else "") + (f".rank{rank}" if rank else "")
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as TorchCompileWithNoGuardsWrapper
     from vllm.config import set_current_vllm_config as set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory as cleanup_dist_env_and_memory
-    from vllm.distributed import get_tensor_model_parallel_rank as get_tensor_model_parallel_rank
+    from vllm.distributed.utils import get_pp_indices as get_pp_indices
     from vllm.forward_context import BatchDescriptor as BatchDescriptor
     from vllm.forward_context import ForwardContext as ForwardContext
     from vllm.forward_context import get_forward_context as get_forward_context
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.model_loader.utils import initialize_model as initialize_model
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP as MODELS_CONFIG_MAP
     from vllm.model_executor.models.config import VerifyAndUpdateConfig as VerifyAndUpdateConfig
+    from vllm.model_executor.models.interfaces import SupportsPP as SupportsPP
     from vllm.scalar_type import scalar_types as scalar_types
     from vllm.sequence import IntermediateTensors as IntermediateTensors
     from vllm.v1.attention.backend import AttentionBackend as AttentionBackend

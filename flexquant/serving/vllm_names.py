@@ -103,6 +103,7 @@ NAMES = (
         "vllm.model_executor.models.registry",
         _PART_OF_VLLM,
         {
+            "_ModelRegistry.is_pp_supported_model(architectures, model_config)": "asked about the base model",
             "_ModelRegistry.register_model(model_arch, model_cls)": "ModelRegistry's: the model class",
             "_ModelRegistry.resolve_model_cls(architectures, *, model_config)": "the base model's class",
         },
@@ -126,6 +127,7 @@ NAMES = (
             "ModelConfig.hf_config": "the checkpoint's config.json; exchanged in each variant's copy",
             "ModelConfig.hf_text_config": "the number of layers",
             "ModelConfig.is_moe": "refused",
+            "ModelConfig.registry": "asked whether the base model may be split among ranks",
             "ModelConfig.quantization": "exchanged in each variant's copy",
             "ModelConfig.runner_type": "all but 'generate' refused",
             "CompilationConfig.cudagraph_capture_sizes": "which passes are padded, and the last one captured",
@@ -135,7 +137,8 @@ NAMES = (
             "CUDAGraphMode.has_piecewise_cudagraphs()": "breakable graphs are refused",
             "ParallelConfig.data_parallel_index": "each replica writes a trace of its own",
             "ParallelConfig.enable_dbo": "refused",
-            "ParallelConfig.pipeline_parallel_size": "more than 1 refused",
+            "ParallelConfig.pipeline_parallel_size": "each rank needs a decoder layer",
+            "ParallelConfig.rank": "each worker writes a trace of its own",
             "SchedulerConfig.max_num_batched_tokens": "the route table's largest pass",
             "SchedulerConfig.max_num_seqs": "the route table's largest decode pass",
             "SpeculativeConfig.method": "all but 'ngram' refused",
@@ -248,11 +251,21 @@ NAMES = (
         mentions={"model.process_weights_after_loading": "handed on to the variants; then bytes are counted"},
         since=(0, 27),
     ),
-    Names("vllm.sequence", _PART_OF_VLLM, {"IntermediateTensors": "a parameter's type in a model's forward"}),
     Names(
-        "vllm.distributed",
+        "vllm.sequence",
         _PART_OF_VLLM,
-        {"get_tensor_model_parallel_rank()": "each rank writes a trace of its own"},
+        {"IntermediateTensors": "what a pipeline-parallel rank takes and returns"},
+    ),
+    Names(
+        "vllm.model_executor.models.interfaces",
+        _PART_OF_VLLM,
+        {"SupportsPP": "base class of a model whose layers may lie on several ranks"},
+        mentions={"make_empty_intermediate_tensors": "taken from a variant"},
+    ),
+    Names(
+        "vllm.distributed.utils",
+        _PART_OF_VLLM,
+        {"get_pp_indices(num_hidden_layers, pp_rank, pp_size)": "a rank without layers is refused"},
     ),
     # In a worker, for every pass.
     Names(

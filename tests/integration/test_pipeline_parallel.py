@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Two pipeline-parallel ranks: each holds half of the layers of every variant, and takes the same routes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.conftest import engine
+from tests.integration.test_compile import PLAN, PROMPTS, SEVERAL, SIZES, TOKENS, answers_by_number
+from tests.integration.two_ranks import CORES, needs_two_cores, run_several
+
+pytestmark = needs_two_cores
+RANKS = {"pipeline_parallel_size": 2}
+
+
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.full)])
+def folder(request, tiny_merged):
+    return tiny_merged(request.param, num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def several(folder, tmp_path_factory):
+    return run_several(folder / "merged", RANKS, tmp_path_factory.mktemp("several"))
+
+
+def test_both_ranks_take_the_policys_routes(several):
+    """The layered plan has its INT8 layer on the first rank, and its INT4 layer on the second."""
+    (first_header, *first), (second_header, *second) = several.traces
+    assert first == second
+    assert {(r["sequences"], r["phase"]): r["plan"] for r in first} == PLAN
+    assert len(first) == len(PROMPTS) * TOKENS
+    assert first_header["plans"] == second_header["plans"]
+
+
+def test_answers_equal_those_of_one_rank(folder, several, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(CORES[0]))
+    (tmp_path / "policy.yaml").write_text(SEVERAL)
+    with engine(folder / "merged", str(tmp_path / "policy.yaml"), **SIZES) as llm:
+        assert several.answers == answers_by_number(llm)
+
+
+def test_each_rank_holds_its_own_layers_of_every_variant(several):
+    (first, *_), (second, *_) = several.traces
+    for variant in ("w8a8", "w4a16"):
+        assert 0 < first["weight_bytes"][variant] == second["weight_bytes"][variant]
