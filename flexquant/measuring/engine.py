@@ -46,11 +46,13 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    llm = LLM(str(folder), **{"enforce_eager": current_platform.is_cpu(), "seed": 0, **options})
+    llm = None
     try:
+        llm = LLM(str(folder), **{"enforce_eager": current_platform.is_cpu(), "seed": 0, **options})
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
         gc.collect()

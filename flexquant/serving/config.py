@@ -12,28 +12,51 @@ from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Derivation, Policy
 
 if TYPE_CHECKING:
-    from vllm.config import CUDAGraphMode, VllmConfig
+    from vllm.config import VllmConfig
+
+SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3")
+DRAFTS_FROM_TARGET = ("eagle", "eagle3")
+"""Methods whose draft models may take embedding and lm_head from the model that they draft for."""
 
 
 def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:
     """Raise :class:`FlexQuantError` if a vLLM feature is asked for that a merged checkpoint cannot have."""
+    from torch.nn import ModuleDict
     from vllm.config import CompilationMode, CUDAGraphMode
 
     from flexquant.serving.vllm_api import is_breakable_cudagraph_enabled
 
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
-    speculative = vllm_config.speculative_config
+    method = vllm_config.speculative_config and vllm_config.speculative_config.method
     graphs = compilation.cudagraph_mode or CUDAGraphMode.NONE
-    used = {routes.source(variant) for plan in routes.plans for variant in plan.layers}
-    one_head = len(used) == 1 or "lm_head" in merged.shared_modules
-    one_embedding = len(used) == 1 or any(m.endswith("embed_tokens") for m in merged.shared_modules)
+    one_head, one_embedding = has_one_head(merged, routes), has_one_embedding(merged, routes)
     several_plans_a_size = not routes.ignores_phase()
     refusals: list[tuple[bool, str]] = [
-        (vllm_config.lora_config is not None, "LoRA (drop --enable-lora)"),
-        (getattr(parallel, "enable_dbo", False), "dual-batch overlap (drop --enable-dbo)"),
         (
-            speculative is not None and speculative.method != "ngram",
-            f"speculative method '{getattr(speculative, 'method', None)}' (use 'ngram' or none)",
+            any(hasattr(ModuleDict, name) for name in merged.variants),
+            f"variants named like an attribute of torch.nn.ModuleDict, among {', '.join(merged.variants)} "
+            "(merge them under other names)",
+        ),
+        (vllm_config.lora_config is not None, "LoRA (drop --enable-lora)"),
+        (parallel.use_ubatching, "microbatches (drop --enable-dbo and --ubatch-size)"),
+        (
+            parallel.prefill_context_parallel_size > 1,
+            "prefill context parallelism, whose ranks see unlike passes (use --tensor-parallel-size)",
+        ),
+        (
+            method not in (None, *SPECULATIVE_METHODS),
+            f"speculative method '{method}' (use {', '.join(SPECULATIVE_METHODS)} or none): others read "
+            "their draft model from the target's checkpoint, or states that only their own target classes have",
+        ),
+        (
+            method in DRAFTS_FROM_TARGET and not (one_head and one_embedding),
+            f"speculative method '{method}' for variants with different embeddings or lm_heads, of which the "
+            "draft model shares one (use 'draft_model' or 'ngram')",
+        ),
+        (
+            vllm_config.offload_config.offload_backend == "prefetch"
+            or vllm_config.offload_config.prefetch.offload_group_size > 0,
+            "prefetching offload, which takes one model (use --cpu-offload-gb)",
         ),
         (
             vllm_config.model_config.runner_type != "generate",
@@ -69,6 +92,17 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
     check_pipeline(vllm_config, merged)
 
 
+def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:
+    """In the front end: where the user leaves the mode to vLLM, prevent FULL graphs for several lm_heads.
+
+    After a FULL replay, for which the model is not called, it would not know whose logits to compute.
+    """
+    from vllm.config import CUDAGraphMode
+
+    if vllm_config.compilation_config.cudagraph_mode is None and not has_one_head(merged, routes):
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
 def check_pipeline(vllm_config: VllmConfig, merged: MergedConfig) -> None:
     """Refuse pipeline parallelism for a base model without it, and ranks that would hold no decoder layer."""
     from flexquant.serving.vllm_api import get_pp_indices
@@ -84,9 +118,29 @@ def check_pipeline(vllm_config: VllmConfig, merged: MergedConfig) -> None:
     empty = [rank for rank in range(ranks) if len(range(*get_pp_indices(layers, rank, ranks))) == 0]
     if empty:
         raise FlexQuantError(
-            f"pipeline parallelism over {ranks} ranks leaves rank {empty[0]} none of the model's {layers} decoder "
-            f"layers (use --pipeline-parallel-size 1 to {layers}, and no zeros in VLLM_PP_LAYER_PARTITION)"
+            f"pipeline parallelism over {ranks} ranks leaves rank {empty[0]} none of the model's {layers} "
+            f"decoder layers (use --pipeline-parallel-size 1 to {layers}, and no zeros in "
+            "VLLM_PP_LAYER_PARTITION)"
         )
+
+
+def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:
+    """Whether all plans end in the same lm_head; a derived variant has its own if that may be quantised."""
+    last = {plan.layers[-1] for plan in routes.plans}
+    if len(last) == 1:
+        return True
+    sources = {routes.source(variant) for variant in last}
+    if len(sources) > 1 and "lm_head" not in merged.shared_modules:
+        return False
+    configs = [merged.variants[source].quantization_config for source in sources]
+    is_16_bit = all(any("lm_head" in name for name in config.get("ignore") or ()) for config in configs)
+    return is_16_bit or not last & routes.derived.keys()
+
+
+def has_one_embedding(merged: MergedConfig, routes: RouteTable) -> bool:
+    """Whether all plans begin with the same embedding."""
+    sources = {routes.source(plan.layers[-1]) for plan in routes.plans}
+    return len(sources) == 1 or any(module.endswith("embed_tokens") for module in merged.shared_modules)
 
 
 def tokens_per_sequence(vllm_config: VllmConfig) -> int:
@@ -96,24 +150,16 @@ def tokens_per_sequence(vllm_config: VllmConfig) -> int:
 
 
 def max_decode_tokens(vllm_config: VllmConfig) -> int:
-    """Most tokens that a decode pass can hold, padding to the size of a CUDA graph included."""
-    most = vllm_config.scheduler_config.max_num_seqs * tokens_per_sequence(vllm_config)
-    sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
-    return min((size for size in sizes if size >= most), default=most)
+    """Most tokens that a decode pass can hold, padding to the size of a CUDA graph included.
 
-
-def last_graph(vllm_config: VllmConfig) -> tuple[CUDAGraphMode, int] | None:
-    """Mode and tokens of the CUDA graph that vLLM captures last: the smallest, FULL ones after the others."""
-    from vllm.config import CUDAGraphMode
-
-    compilation = vllm_config.compilation_config
-    mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
-    if not mode or not sizes:
-        return None
-    if not mode.has_full_cudagraphs():
-        return CUDAGraphMode.PIECEWISE, min(sizes)
+    Where decoding sequences have several tokens, vLLM's V1 runner rounds the sizes up to a multiple of those.
+    """
     one = tokens_per_sequence(vllm_config)
-    return CUDAGraphMode.FULL, -(-min(sizes) // one) * one
+    most = vllm_config.scheduler_config.max_num_seqs * one
+    sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
+    as_given = min((size for size in sizes if size >= most), default=most)
+    rounded = min((-(-size // one) * one for size in sizes if -(-size // one) * one >= most), default=most)
+    return max(as_given, rounded)
 
 
 def build_routes(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) -> RouteTable:

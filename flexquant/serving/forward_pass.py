@@ -76,8 +76,10 @@ class PassObserver:
         self.is_serving = False
         """Whether the scheduler's passes have begun, the first of which holds a prompt.
 
-        Before, vLLM's own passes warm up and capture CUDA graphs, and it does not tell them from others.
+        Before, vLLM's own passes warm up and capture CUDA graphs.
         """
+        self.is_warming_up = False
+        """Whether the next pass has prompts that are vLLM's own (:mod:`flexquant.serving.model_state`)."""
 
     def observe(self, layers: Mapping[str, Any], *, phase_matters: bool) -> None:
         """Put observed backends into attention layers, by name; call before vLLM makes their KV cache.
@@ -107,7 +109,7 @@ class PassObserver:
         metadata: Any = context.attn_metadata
         if not metadata:
             return None
-        described = getattr(next(iter(metadata.values())), "flexquant_pass", UNKNOWN)
+        described = getattr(metadata.get(self._first_layer), "flexquant_pass", UNKNOWN)
         self._left_over = None
         return replace(described, tokens=tokens)
 
@@ -121,7 +123,8 @@ class PassObserver:
         # A FULL graph is replayed with metadata of its padded size; other passes learn theirs in read().
         found = describe_pass(common.query_start_loc_cpu, common.num_actual_tokens, self._tokens_per_sequence)
         prefilling = common.is_prefilling
-        self.is_serving = self.is_serving or (prefilling is not None and bool(prefilling.any()))
+        if prefilling is not None and bool(prefilling.any()) and not self.is_warming_up:
+            self.is_serving = True
         if self._first_layer in layer_names and self.is_serving and not self._in_capture:
             self.settle()
             self._left_over = found

@@ -42,11 +42,12 @@ logger = init_logger("vllm.flexquant.graphs")
 class PlanGraphs:
     """The CUDA graphs of a model's plans."""
 
-    def __init__(self, last: tuple[CUDAGraphMode, int] | None) -> None:
-        """``last``: mode and tokens of the graph that vLLM captures last; None: it captures none."""
+    def __init__(self, *, has_full: bool) -> None:
+        """``has_full``: whether vLLM captures FULL graphs."""
+        self._has_full = has_full
         self._wrappers: dict[str, list[CUDAGraphWrapper]] = {}
-        self._memory = GraphMemory()
-        self._last = last
+        self._memory: GraphMemory | None = GraphMemory()
+        self._missing: set[tuple[str, BatchDescriptor | None]] = set()
 
     @contextmanager
     def compiling(self, plan: str) -> Iterator[None]:
@@ -68,7 +69,7 @@ class PlanGraphs:
 
         ``reachable`` names those that the policy can take at that size.
         """
-        if not monitor.cudagraph_capturing_enabled:
+        if not monitor.cudagraph_capturing_enabled or self._memory is None:
             return
         for name in reachable:
             if self._has_graphs(name, context.batch_descriptor):
@@ -80,8 +81,6 @@ class PlanGraphs:
             plans[name](*inputs)
             self._memory.captured(name, CUDAGraphMode.PIECEWISE, tokens)
             self._memory.sample()
-        if self._last == (CUDAGraphMode.PIECEWISE, tokens):
-            self._finish()
 
     def replay(
         self, name: str, plan: nn.Module, context: ForwardContext, inputs: tuple[Any, ...]
@@ -89,11 +88,13 @@ class PlanGraphs:
         """In a PIECEWISE pass: run a plan, its pieces from their graphs if it has some of this size."""
         if self._has_graphs(name, context.batch_descriptor):
             return plan(*inputs)
-        logger.warning(
-            "plan %s has no CUDA graphs for %s, which is a bug of FlexQuant: this pass runs without",
-            name,
-            context.batch_descriptor,
-        )
+        if (name, context.batch_descriptor) not in self._missing:
+            self._missing.add((name, context.batch_descriptor))
+            logger.warning(
+                "plan %s has no CUDA graphs for %s, which is a bug of FlexQuant: such passes run without",
+                name,
+                context.batch_descriptor,
+            )
         with _without_graphs(context):
             return plan(*inputs)
 
@@ -112,18 +113,18 @@ class PlanGraphs:
 
     def watch_full_capture(self, plan: str, tokens: int) -> None:
         """Note that ``plan`` runs a pass of ``tokens`` padded tokens, in a FULL capture or its warm-up."""
-        if self._last is None or self._last[0] != CUDAGraphMode.FULL:
+        if self._memory is None or not self._has_full:
             return
-        if not torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
+            self._memory.captured(plan, CUDAGraphMode.FULL, tokens)
+        else:
             self._memory.sample()
-            return
-        self._memory.captured(plan, CUDAGraphMode.FULL, tokens)
-        if tokens == self._last[1]:
-            self._finish()
 
-    def _finish(self) -> None:
-        self._memory.log()
-        self._last = None
+    def finish(self) -> None:
+        """Serving begins: log what was captured, once, and capture nothing more."""
+        if self._memory is not None:
+            self._memory.log()
+            self._memory = None
 
 
 @contextmanager
@@ -149,7 +150,7 @@ class GraphMemory:
 
     def sample(self) -> None:
         """Outside of a capture: charge what was taken since the last sample to the capture in between."""
-        free = torch.cuda.mem_get_info()[0]
+        free = torch.accelerator.get_memory_info()[0]
         if self._pending is not None:
             self._bytes[self._pending] = self._free - free
             self._pending = None
@@ -161,6 +162,7 @@ class GraphMemory:
         self._bytes[self._pending] = 0
 
     def log(self) -> None:
+        """Log the bytes of each plan's graphs; if the last is a FULL one, the smallest, it counts nothing."""
         for mode, plan in sorted({key[:2] for key in self._bytes}):
             taken = {tokens: size for (*which, tokens), size in self._bytes.items() if which == [mode, plan]}
             logger.info(

@@ -14,22 +14,36 @@ from vllm.logger import init_logger
 
 from flexquant import __version__
 from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.serving.config import build_routes, check_supported, last_graph, tokens_per_sequence
+from flexquant.errors import FlexQuantError
+from flexquant.serving.config import build_routes, check_supported, tokens_per_sequence
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.forward_pass import Pass, PassObserver
 from flexquant.serving.graphs import PlanGraphs
+from flexquant.serving.model_state import observed_model_state
 from flexquant.serving.options import resolved_policy
 from flexquant.serving.plan_views import build_plan
+from flexquant.serving.ranks import check_ranks_agree
 from flexquant.serving.trace import Trace, trace_file
 from flexquant.serving.variants import build_variants
-from flexquant.serving.vllm_api import IntermediateTensors, SupportsPP, get_forward_context
+from flexquant.serving.vllm_api import (
+    IntermediateTensors,
+    SupportsEagle,
+    SupportsEagle3,
+    SupportsPP,
+    get_forward_context,
+    supports_eagle3,
+)
 from flexquant.serving.weight_memory import WeightMemory
 from flexquant.serving.weights import VariantLoader
 
 logger = init_logger("vllm.flexquant.model")
 
+Output = torch.Tensor | IntermediateTensors | tuple[torch.Tensor, list[torch.Tensor]]
+"""Of a forward pass: hidden states [tokens, hidden], with EAGLE-3 also those that its draft model reads; on
+all pipeline-parallel ranks but the last, what the next one takes as ``intermediate_tensors``."""
 
-class FlexQuantForCausalLM(nn.Module, SupportsPP):
+
+class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3):
     """Several variants of one causal LM over one KV cache; every forward pass takes one plan.
 
     With pipeline parallelism each rank holds its own decoder layers of every variant. All ranks find the same
@@ -44,6 +58,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP):
         self.policy_name, policy = resolved_policy(vllm_config)
         self.routes = build_routes(vllm_config, self.merged, policy)
         check_supported(vllm_config, self.merged, self.routes)
+        check_ranks_agree(self.routes, self.config.quantization_config)
 
         used = {variant for plan in self.routes.plans for variant in plan.layers}
         names = [name for name in (*self.merged.variants, *self.routes.derived) if name in used]
@@ -52,6 +67,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP):
         self._observer = PassObserver(tokens_per_sequence(vllm_config), self._served)
         attention_layers = vllm_config.compilation_config.static_forward_context
         self._observer.observe(attention_layers, phase_matters=not self.routes.ignores_phase())
+        self._vllm_config = vllm_config
         self._loader = VariantLoader(variants, self.merged, self.routes.derived)
         # A plain dict: plans are views, and must not show their weights to vLLM a second time.
         self._plans: dict[str, Any] = {
@@ -62,7 +78,8 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP):
         if make_empty := getattr(next(iter(variants.values())), "make_empty_intermediate_tensors", None):
             self.make_empty_intermediate_tensors = make_empty
         self._last_plan = self.routes.plans[0].name
-        self._graphs = PlanGraphs(last_graph(vllm_config))
+        mode = vllm_config.compilation_config.cudagraph_mode
+        self._graphs = PlanGraphs(has_full=mode is not None and mode.has_full_cudagraphs())
         trace = trace_file(vllm_config)
         self._trace = Trace(trace) if trace is not None else None
         self._memory: WeightMemory | None = WeightMemory(variants)
@@ -114,6 +131,29 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP):
                 }
             )
 
+    @property
+    def model(self) -> nn.Module:
+        """A plan's inner model, whose embedding draft models share: there is one for all plans."""
+        return self._plans[self.routes.plans[0].name].model
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """A plan's lm_head, which draft models share: there is one for all plans."""
+        return self._plans[self.routes.plans[0].name].lm_head
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Let every plan return the hidden states before these decoder layers, which EAGLE-3 drafts from."""
+        for plan in self._plans.values():
+            if not supports_eagle3(plan):
+                raise FlexQuantError(
+                    f"vLLM's {type(plan).__name__} does not support EAGLE-3; use another speculative method"
+                )
+            plan.set_aux_hidden_state_layers(layers)
+
+    def get_model_state_cls(self) -> type:
+        """vLLM's V2 runner asks for the class that prepares its passes."""
+        return observed_model_state(self._vllm_config, self._observer)
+
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self._plans[self._last_plan].embed_input_ids(input_ids)
 
@@ -123,11 +163,8 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP):
         positions: torch.Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor | IntermediateTensors:
-        """Run the plan that the policy gives to this pass; return hidden states [tokens, hidden].
-
-        All pipeline-parallel ranks but the last return what the next one takes as ``intermediate_tensors``.
-        """
+    ) -> Output:
+        """Run the plan that the policy gives to this pass."""
         inputs = (input_ids, positions, intermediate_tensors, inputs_embeds)
         tokens = positions.shape[-1]
         context = get_forward_context()
@@ -151,15 +188,16 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP):
 
     def _served(self, forward_pass: Pass) -> None:
         """Note a pass of vLLM's scheduler, whether the model was called for it or a FULL graph replayed."""
+        self._graphs.finish()
         if self._trace is not None:
             self._trace.record(forward_pass, self.routes.lookup(forward_pass.phase, forward_pass.tokens).name)
 
-    def _run_all(self, inputs: tuple[Any, ...]) -> torch.Tensor | IntermediateTensors:
+    def _run_all(self, inputs: tuple[Any, ...]) -> Output:
         """A profiling run: every plan is compiled, and its memory counted, before the KV cache is sized."""
         for name, plan in self._plans.items():
             with self._graphs.compiling(name):
-                hidden_states = plan(*inputs)
-        return hidden_states
+                output = plan(*inputs)
+        return output
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return logits [tokens, vocabulary] of the last pass, with its plan's lm_head."""

@@ -3,8 +3,9 @@
 """What is served, as vLLM's ``--additional-config`` carries it: the user's options and the resolved policy.
 
 The front end reads the policy once, checks it and puts the parsed document into the configuration beside the
-user's options. vLLM hands that configuration to every worker, on this machine or another, so that all ranks
-route by the same document: no worker opens a file.
+user's options. vLLM hands that configuration to every worker that the front end starts, so that their ranks
+route by the same document: no worker opens a file. Workers of several front ends, one on each of several
+machines, compare what they were given (:mod:`flexquant.serving.ranks`).
 """
 
 from __future__ import annotations
@@ -55,9 +56,14 @@ class ServingOptions:
 
 
 def additional_config(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return a copy of vLLM's ``additional_config``; empty where it is of another platform's own type."""
+    """Return a copy of vLLM's ``additional_config``; raise :class:`FlexQuantError` if it is no mapping."""
     additional = vllm_config.additional_config
-    return dict(additional) if isinstance(additional, dict) else {}
+    if not isinstance(additional, dict):
+        raise FlexQuantError(
+            f"additional-config is of the type {type(additional).__name__}, and FlexQuant puts the policy "
+            "into it; give a mapping, or none"
+        )
+    return dict(additional)
 
 
 def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> Policy:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as TorchCompileWithNoGuardsWrapper
     from vllm.config import set_current_vllm_config as set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory as cleanup_dist_env_and_memory
+    from vllm.distributed.parallel_state import get_world_group as get_world_group
     from vllm.distributed.utils import get_pp_indices as get_pp_indices
     from vllm.forward_context import BatchDescriptor as BatchDescriptor
     from vllm.forward_context import ForwardContext as ForwardContext
@@ -67,13 +68,20 @@ if TYPE_CHECKING:
     from vllm.model_executor.model_loader.utils import initialize_model as initialize_model
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP as MODELS_CONFIG_MAP
     from vllm.model_executor.models.config import VerifyAndUpdateConfig as VerifyAndUpdateConfig
+    from vllm.model_executor.models.interfaces import SupportsEagle as SupportsEagle
+    from vllm.model_executor.models.interfaces import SupportsEagle3 as SupportsEagle3
     from vllm.model_executor.models.interfaces import SupportsPP as SupportsPP
+    from vllm.model_executor.models.interfaces import supports_eagle3 as supports_eagle3
     from vllm.scalar_type import scalar_types as scalar_types
     from vllm.sequence import IntermediateTensors as IntermediateTensors
     from vllm.v1.attention.backend import AttentionBackend as AttentionBackend
     from vllm.v1.attention.backend import CommonAttentionMetadata as CommonAttentionMetadata
     from vllm.v1.attention.backend import subclass_attention_backend as subclass_attention_backend
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor as AdapterLogitsProcessor
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState as DefaultModelState
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import (
+        MambaHybridModelState as MambaHybridModelState,
+    )
 
 
 def __getattr__(name: str) -> Any:

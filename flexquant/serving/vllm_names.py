@@ -117,6 +117,7 @@ NAMES = (
             "VllmConfig.get_quantization_config(model_config, load_config)": "a variant's own config",
             "VllmConfig.load_config": "for a variant's own config",
             "VllmConfig.lora_config": "refused",
+            "VllmConfig.offload_config": "one that prefetches is refused",
             "VllmConfig.model_config": "exchanged in each variant's copy",
             "VllmConfig.parallel_config": "as below",
             "VllmConfig.quant_config": "exchanged in each variant's copy",
@@ -136,12 +137,13 @@ NAMES = (
             "CUDAGraphMode.has_full_cudagraphs()": "modes that need more than one plan a graph are refused",
             "CUDAGraphMode.has_piecewise_cudagraphs()": "breakable graphs are refused",
             "ParallelConfig.data_parallel_index": "each replica writes a trace of its own",
-            "ParallelConfig.enable_dbo": "refused",
             "ParallelConfig.pipeline_parallel_size": "each rank needs a decoder layer",
+            "ParallelConfig.prefill_context_parallel_size": "more than 1 refused",
             "ParallelConfig.rank": "each worker writes a trace of its own",
+            "ParallelConfig.use_ubatching": "refused",
             "SchedulerConfig.max_num_batched_tokens": "the route table's largest pass",
             "SchedulerConfig.max_num_seqs": "the route table's largest decode pass",
-            "SpeculativeConfig.method": "all but 'ngram' refused",
+            "SpeculativeConfig.method": "some are refused",
             "SpeculativeConfig.num_speculative_tokens": "tokens a sequence contributes to a decode pass",
         },
     ),
@@ -259,8 +261,23 @@ NAMES = (
     Names(
         "vllm.model_executor.models.interfaces",
         _PART_OF_VLLM,
-        {"SupportsPP": "base class of a model whose layers may lie on several ranks"},
+        {
+            "SupportsEagle": "base class of a model whose hidden states EAGLE drafts from",
+            "SupportsEagle3": "the same for EAGLE-3",
+            "SupportsEagle3.set_aux_hidden_state_layers(layers)": "handed on to every plan",
+            "SupportsPP": "base class of a model whose layers may lie on several ranks",
+            "supports_eagle3(model)": "whether the base model does",
+        },
         mentions={"make_empty_intermediate_tensors": "taken from a variant"},
+    ),
+    Names(
+        "vllm.distributed.parallel_state",
+        _PART_OF_VLLM,
+        {
+            "get_world_group()": "all ranks, which have to agree on the policy",
+            "GroupCoordinator.cpu_group": "how they tell each other",
+            "GroupCoordinator.world_size": "how many they are",
+        },
     ),
     Names(
         "vllm.distributed.utils",
@@ -298,6 +315,22 @@ NAMES = (
         "vllm.model_executor.layers.attention.attention",
         _PHASE,
         {"Attention.attn_backend": "exchanged for a subclass, before vLLM asks for it"},
+    ),
+    Names(
+        "vllm.v1.worker.gpu.model_states.default",
+        _PHASE,
+        {"DefaultModelState.prepare_attn": "overridden, to tell vLLM's own requests by name"},
+    ),
+    Names(
+        "vllm.v1.worker.gpu.model_states.mamba_hybrid",
+        _PHASE,
+        {"MambaHybridModelState": "the same, for models that are part Mamba"},
+    ),
+    Names("vllm.v1.worker.gpu.input_batch", _PHASE, {"InputBatch.req_ids": "the names of a pass's requests"}),
+    Names(
+        "vllm.v1.worker.gpu.model_states",
+        _PHASE,
+        mentions={"get_model_state_cls": "the V2 runner asks a model for that class"},
     ),
     # In a worker, for some schemes and devices: W4A8, and kernels for CPUs.
     Names(

@@ -47,7 +47,11 @@ class VariantLoader:
         return key.startswith((SHARED_PREFIX, *self._readers))
 
     def load(self, weights: Iterable[NamedTensor]) -> set[str]:
-        """Load all weights, in any order; return the names of the parameters, variant's name first.
+        """Load all weights; return the names of the parameters, variant's name first.
+
+        Every variant's own loader gets its tensors in the checkpoint's order and in several calls, of
+        :data:`RUN` at most. vLLM's loaders keep nothing from one call to the next: of what they fuse, such as
+        Q, K and V, each tensor is put into its part of the parameter by itself.
 
         Raises :class:`FlexQuantError` if a tensor is missing.
         """

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vllm import SamplingParams
 from vllm.compilation import cuda_graph
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -152,15 +153,28 @@ def _wrap_the_model(patch: pytest.MonkeyPatch) -> None:
 def _capture_at_start(patch: pytest.MonkeyPatch) -> None:
     """As gpu_worker.Worker.compile_or_warm_up_model does, and CPUWorker does not."""
     warm_up = CPUWorker.compile_or_warm_up_model
-
     def compile_or_warm_up_model(self: CPUWorker) -> Any:
         times = warm_up(self)
         init_workspace_manager(torch.device("cpu"))
+        if interpreter.IS_CHOSEN:
+            warm_up_v2(self)
         if self.model_runner.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             self.model_runner.capture_model()
         return times
 
     patch.setattr(CPUWorker, "compile_or_warm_up_model", compile_or_warm_up_model)
+
+
+def warm_up_v2(worker: CPUWorker) -> None:
+    """Run vLLM's own requests, prompts and decode steps, as a GPU's worker does before it captures.
+
+    They are sampled greedily, since Triton's interpreter does not run all of the sampler's kernels.
+    """
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SamplingParams, "for_sampler_warmup", lambda: SamplingParams(temperature=0))
+        warmup_kernels(worker.model_runner, worker.execute_model, lambda _: worker.sample_tokens(None))
 
 
 def _keep_the_context(patch: pytest.MonkeyPatch) -> None:

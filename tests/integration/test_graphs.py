@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
-from flexquant.serving.config import build_routes, check_supported, last_graph
+from flexquant.serving.config import build_routes, check_supported
 from flexquant.serving.graphs import PlanGraphs
 from flexquant.serving.options import resolved_policy
 
@@ -185,15 +185,6 @@ def test_no_graph_is_missing_and_the_plan_is_the_policys(runner, mode, configure
         assert replayed == graphs
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_last_graph_is_the_one_that_vllm_captures_last(runner, mode, configured):
-    """PIECEWISE ones first, and the larger first: the order of both runners' loops."""
-    config, _ = configured(ANY_PHASE, mode)
-    captured, _ = dispatcher(runner, config)
-    assert last_graph(config) == max(captured, key=lambda graph: (graph[0] == CUDAGraphMode.FULL, -graph[1]))
-
-
 def test_mode_full_is_refused_for_a_policy_that_tells_phases_apart(configured):
     with pytest.raises(
         FlexQuantError, match="cudagraph_mode FULL, .* tells phases apart .*FULL_AND_PIECEWISE"
@@ -247,7 +238,7 @@ class Plan(torch.nn.Module):
 def captured(configured, monkeypatch):
     """A plan of 30 pieces, the last with a graph for 8 tokens, after vLLM has ended capturing."""
     config, _ = configured(POLICY, "PIECEWISE")
-    graphs = PlanGraphs(last_graph(config))
+    graphs = PlanGraphs(has_full=False)
     with graphs.compiling("plan"):
         pieces = [CUDAGraphWrapper(Plan(), config, CUDAGraphMode.PIECEWISE) for _ in range(30)]
     size = BatchDescriptor(num_tokens=8)

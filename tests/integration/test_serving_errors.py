@@ -102,6 +102,13 @@ def test_mistaken_options(merged, options, found):
         ({"enable_lora": True}, "LoRA"),
         ({"runner": "pooling"}, "runner"),
         ({"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}}, "suffix"),
+        (
+            {"speculative_config": {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 2}},
+            "draft_model, eagle",
+        ),
+        ({"prefill_context_parallel_size": 2}, "context parallel"),
+        ({"offload_backend": "prefetch", "offload_group_size": 2}, "cpu-offload-gb"),
+        ({"pipeline_parallel_size": 8}, "rank 0 none of the model's 4 decoder layers"),
     ],
 )
 def test_unsupported_vllm_features(merged, options, named):
@@ -130,7 +137,8 @@ def test_every_worker_writes_a_trace_of_its_own(merged):
     names = []
     for replica in range(2):
         config.parallel_config.data_parallel_index = replica  # as vLLM's engine core does
-        names += [trace_file(config, rank) for rank in range(2)]
+        for config.parallel_config.rank in range(2):  # as vLLM's workers do
+            names.append(trace_file(config))
     assert names == ["trace.jsonl", "trace.jsonl.rank1", "trace.jsonl.dp1", "trace.jsonl.dp1.rank1"]
 
 

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Which passes of vLLM's V2 model runner are its own: before it serves, it warms up with requests of its own.
+
+They look like anybody's, prompts and all, but for the names of the requests. The V1 runner warms up without.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from flexquant.serving.forward_pass import PassObserver
+
+
+def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> type:
+    """Return the class that prepares the V2 runner's passes: vLLM's own, telling ``observer`` of warm-ups."""
+    base: Any
+    if vllm_config.model_config.is_hybrid:
+        from flexquant.serving.vllm_api import MambaHybridModelState as base
+    else:
+        from flexquant.serving.vllm_api import DefaultModelState as base
+
+    class ObservedModelState(base):
+        def prepare_attn(self, input_batch: Any, *args: Any, **options: Any) -> Any:
+            observer.is_warming_up = any(is_of_vllm(name) for name in input_batch.req_ids)
+            return super().prepare_attn(input_batch, *args, **options)
+
+    return ObservedModelState
+
+
+def is_of_vllm(request_id: str) -> bool:
+    """Whether vLLM's warm-up made a request; the names of users' requests begin with its kind or number."""
+    return request_id.startswith("_") and "warmup" in request_id

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""All ranks route alike: they have the same routes over the same quantisation, or none serves.
+
+On one machine that cannot be otherwise, since the front end reads the policy for all workers. Of several
+machines, started by a command on each, every one has a front end of its own, which reads its own files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy.routes import RouteTable
+from flexquant.policy.rules import PHASES
+from flexquant.serving.vllm_api import get_world_group
+
+
+def check_ranks_agree(routes: RouteTable, quantization_config: dict[str, Any]) -> None:
+    """Raise :class:`FlexQuantError`, on all ranks, if one has other routes or another merged checkpoint.
+
+    ``quantization_config``: the section of the merged checkpoint's config.json. Every rank has to call this.
+    """
+    world = get_world_group()
+    if world.world_size == 1:
+        return
+    intervals = {
+        phase: [(row.min_tokens, row.max_tokens, row.plan.layers) for row in routes.intervals(phase)]
+        for phase in PHASES
+    }
+    mine = {"routes": _digest(intervals), "quantization_config in config.json": _digest(quantization_config)}
+    everyones: list[dict[str, str]] = [{}] * world.world_size
+    torch.distributed.all_gather_object(everyones, mine, group=world.cpu_group)
+    for what in mine:
+        others = [rank for rank, digests in enumerate(everyones) if digests[what] != everyones[0][what]]
+        if others:
+            raise FlexQuantError(
+                f"rank {others[0]} has other {what} than rank 0; give every machine the same policy file, "
+                "merged checkpoint and options of vLLM"
+            )
+
+
+def _digest(document: Any) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Speculative decoding: whatever drafts, the tokens are those that the policy gives without."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import multiprocessing
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.platforms import current_platform
+
+from tests.checkpoints import base_config, make_checkpoint
+from tests.integration.conftest import answers, engine, every_plan_of, take_policy
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not current_platform.is_cpu(), reason="compares tokens of passes of unlike sizes"),
+]
+
+DRAFTED = 3
+TOKENS = 24
+PROMPTS = ["one one one one one", "The three laws of motion", "def fibonacci(n: int) -> int:"]
+BY_PHASE = """
+schema: flexquant.policy/v1
+rules:
+  - when: {{phase: decode}}
+    use: {use}
+  - use: w8a8
+"""
+POLICIES = {
+    "w4a16": BY_PHASE.format(use="w4a16"),
+    "w8a8+w4a16[1]": BY_PHASE.format(use="{default: w4a16, layers: {0: w8a8}}"),
+}
+"""By the plan of their decode passes. No rule asks for a batch size: that counts tokens, drafts included."""
+
+
+def make_head(folder: Path, architecture: str, **more: Any) -> Path:
+    """Write a random draft model of one layer that reads a target's hidden states, and return its folder."""
+    torch.manual_seed(0)
+    config = base_config(num_layers=1, **more)
+    hidden, rows = config.hidden_size, config.num_attention_heads * config.head_dim
+    kv, mlp, is_eagle3 = (
+        config.num_key_value_heads * config.head_dim,
+        config.intermediate_size,
+        "3" in architecture,
+    )
+    layer, read = ("midlayer", 2 * hidden) if is_eagle3 else ("layers.0", hidden)
+    shapes = {
+        "fc.weight": (hidden, 2 * hidden),
+        f"{layer}.self_attn.q_proj.weight": (rows, read),
+        f"{layer}.self_attn.k_proj.weight": (kv, read),
+        f"{layer}.self_attn.v_proj.weight": (kv, read),
+        f"{layer}.self_attn.o_proj.weight": (hidden, rows),
+        f"{layer}.mlp.gate_proj.weight": (mlp, hidden),
+        f"{layer}.mlp.up_proj.weight": (mlp, hidden),
+        f"{layer}.mlp.down_proj.weight": (hidden, mlp),
+        f"{layer}.post_attention_layernorm.weight": (hidden,),
+    }
+    if is_eagle3:
+        norms = (f"{layer}.input_layernorm.weight", f"{layer}.hidden_norm.weight", "norm.weight")
+        shapes |= dict.fromkeys(norms, (hidden,))
+    state = {name: 0.1 * torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": [architecture]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """vLLM's speculative_config, by method. The 16-bit model drafts well, the others at random."""
+    folder = tmp_path_factory.mktemp("drafts")
+    reads = {"eagle_aux_hidden_state_layer_ids": [0, 1], "num_aux_hidden_states": 2}
+    eagle3 = make_head(folder / "eagle3", "LlamaForCausalLMEagle3", draft_vocab_size=320, **reads)
+    return {
+        "ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
+        "draft_model": {"model": str(make_checkpoint(folder / "16-bit", scheme=None))},
+        "eagle": {"model": str(make_head(folder / "eagle", "LlamaForCausalLM"))},
+        "eagle3": {"model": str(eagle3)},
+    }
+
+
+class Step(NamedTuple):
+    """A step of the scheduler, as vLLM counts it."""
+
+    drafted: int
+    accepted: int
+
+
+class Run(NamedTuple):
+    """What is left of one policy."""
+
+    tokens: list[list[int]]
+    passes: list[dict[str, Any]]
+    steps: list[Step]
+
+
+def run(folder: Path, speculative: dict[str, Any] | None) -> dict[str, Run]:
+    """For each policy: answer one prompt, and then all side by side."""
+    steps: list[Step] = []
+    runs = {}
+    with tempfile.TemporaryDirectory() as work:
+        trace, union = Path(work, "trace.jsonl"), Path(work, "union.yaml")
+        union.write_text(every_plan_of(list(POLICIES.values())))
+        options = {"speculative_config": speculative, "max_model_len": 256, "disable_log_stats": False}
+        with engine(folder, str(union), flexquant={"trace": str(trace)}, **options) as llm:
+            core = llm.llm_engine.engine_core.engine_core
+            take_step = core.step_fn
+
+            def step() -> Any:
+                outputs, has_run = take_step()
+                if has_run:
+                    counted = outputs[0].scheduler_stats.spec_decoding_stats if outputs else None
+                    steps.append(
+                        Step(counted.num_draft_tokens, counted.num_accepted_tokens) if counted else Step(0, 0)
+                    )
+                return outputs, has_run
+
+            core.step_fn = step
+            for plan, policy in POLICIES.items():
+                take_policy(llm, policy)
+                lines, before = len(trace.read_text().splitlines()), len(steps)
+                tokens = [
+                    ids
+                    for batch in (PROMPTS[:1], PROMPTS)
+                    for ids, _ in answers(llm, batch, max_tokens=TOKENS, ignore_eos=True)
+                ]
+                passes = [json.loads(line) for line in trace.read_text().splitlines()[lines:]]
+                runs[plan] = Run(tokens, passes, steps[before:])
+    return runs
+
+
+def run_by_itself(folder: Path, speculative: dict[str, Any]) -> dict[str, Run]:
+    """In a process of its own: vLLM's n-gram method loads numba, after which no engine starts there again."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as process:
+        return process.submit(run, folder, speculative).result(timeout=300)
+
+
+@pytest.fixture(scope="module")
+def merged(tiny_merged) -> Path:
+    return tiny_merged(num_layers=2) / "merged"
+
+
+@pytest.fixture(scope="module")
+def without(merged) -> dict[str, Run]:
+    return run(merged, None)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3"])
+def test_tokens_equal_those_without_and_acceptance_is_known_by_plan(method, drafts, merged, without):
+    speculative = {"method": method, "num_speculative_tokens": DRAFTED, **drafts[method]}
+    with_drafts = (run_by_itself if method == "ngram" else run)(merged, speculative)
+    for plan, found in with_drafts.items():
+        assert found.tokens == without[plan].tokens
+        decode = [p for p in found.passes if p["phase"] == "decode"]
+        assert {p["plan"] for p in decode} == {plan}
+        assert all(p["max_query_len"] <= 1 + DRAFTED for p in decode)
+        assert len(found.passes) == len(found.steps)
+        drafted, accepted = sum(s.drafted for s in found.steps), sum(s.accepted for s in found.steps)
+        assert 0 <= accepted <= drafted > 0
+        if method == "draft_model":
+            assert accepted > drafted / 4
+            assert len(found.passes) < len(without[plan].passes)
+    tokens = [found.tokens for found in with_drafts.values()]
+    assert tokens[0] != tokens[1], "otherwise the plans were not told apart"
