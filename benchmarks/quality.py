@@ -33,7 +33,7 @@ def run(*command: str | Path) -> None:
 
 
 def evaluate(flexquant: Path, checkpoint: Path, output: Path, policies: list[str], *options: str) -> None:
-    """Measure policies of a checkpoint into ``output``/quality.{json,md,png} (.svg: git ignores it)."""
+    """Measure policies of a checkpoint into ``output``/quality.{json,md,png}."""
     rows = [argument for name, value in ROWS.items() for argument in (f"--{name}", str(value))]
     text = checkpoint.with_name("held-out.txt")
     command = [flexquant, "eval", checkpoint, "--text", text, "--reference", MODEL]

@@ -17,13 +17,17 @@ from typing import Any
 
 from benchmarks.speed.comparing import (
     EQUAL,
+    FEWEST_ROUNDS,
     HIGHER,
     LOWER,
+    UNKNOWN,
     Comparison,
     Summary,
+    best_static,
     compare,
     paired_ratios,
     routed,
+    second_server,
     summarise,
 )
 from benchmarks.speed.results import read_cells, read_header
@@ -40,9 +44,8 @@ from benchmarks.speed.tables import (
 from benchmarks.table import markdown
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "benchmarks" / "README.md"] + [
-    ROOT / "flexquant" / room / "README.md" for room in ("evaluation", "quantization")
-]
+FOLDERS = ("benchmarks", "merge", "flexquant/evaluation", "flexquant/quantization")
+PAGES = [ROOT / folder / "README.md" for folder in FOLDERS]
 RESULTS = ROOT / "benchmarks/results"
 BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -136,6 +139,15 @@ def merging() -> str:
     )
 
 
+def merging_memory() -> str:
+    found = read("merge.json")
+    return (
+        f"Merging {found['input_bytes'] / 1e9:.1f} GB took at most "
+        f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory, PyTorch included "
+        "([measured](../benchmarks/README.md#merging)); a larger model takes no more."
+    )
+
+
 SPEED = RESULTS / "smollm2-135m-cpu"
 SPEED_ON_GPU = RESULTS / "llama-3.1-8b-h100"
 STATICS = ("w8a8", "w4a16")
@@ -213,16 +225,30 @@ def tuned() -> str:
     """The tuned policy against whichever static variant was the fastest."""
     rows: list[list[str]] = []
     together: list[Comparison] = []
+    equal: list[Comparison] = []
+    pairs: list[tuple[Comparison, Comparison]] = []
     for folder in ("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"):
         measured = by_workload(read_cells(RESULTS / folder), "serving")
         ((policy,),) = {tuple(routed(subjects)) for subjects in measured.values()}
         link = f"[{read_header(RESULTS / folder)['model']}](results/{folder}/report.md)"
         rows += [[link, *row] for row in summary_rows(measured, policy)]
-        together += [summarise(measured, policy, METRICS[metric][0]).together for metric in LATENCIES]
+        for metric in (METRICS[name][0] for name in LATENCIES):
+            together.append(summarise(measured, policy, metric).together)
+            for subjects in measured.values():
+                again = {static: second_server(subjects, static, metric) for static in STATICS}
+                equal += map(compare, again.values())
+                best = best_static(subjects, metric)
+                ratios = paired_ratios(subjects[policy], subjects[best], metric)
+                pairs.append((compare(ratios), compare(ratios, again[best])))
+    equal = [comparison for comparison in equal if comparison.verdict != UNKNOWN]
+    apart = sum(comparison.verdict != EQUAL for comparison in equal)
+    changed = sum(narrow.verdict != wide.verdict for narrow, wide in pairs)
     low, high = min(found.low for found in together), max(found.high for found in together)
     return (
         f"{markdown(['model', *SUMMARY], rows)}\n\nAll rounds together leave open ratios from {low:.2f} to "
-        f"{high:.2f}."
+        f"{high:.2f}. Of {len(equal)} comparisons of two servers of one variant over {FEWEST_ROUNDS} rounds, "
+        f"{apart} leave 1 out, as 6 % should by chance; of the {len(pairs)} verdicts above "
+        f"{changed or 'none'} would be another one, had the intervals not been widened by such differences."
     )
 
 
@@ -241,7 +267,7 @@ def simulated() -> str:
 
 
 def main() -> int:
-    functions = (policies, methods, smoothing, merging, speed, speed_ratios, tuned, simulated)
+    functions = (policies, methods, smoothing, merging, merging_memory, speed, speed_ratios, tuned, simulated)
     blocks = {f.__name__: f for f in (*functions, gpu_speed, gpu_ratios, gpu_kernels)}
     wrong = False
     for page in PAGES:

@@ -24,11 +24,12 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, verify_checkpoint
 from flexquant.policy.choose import choose_policy
 from flexquant.policy.rules import load_policy
-from flexquant.quantization.quantizing import QuantizedVariant, Stage, no_stage, quantize_variants
+from flexquant.quantization.quantized_variant import QuantizedVariant
+from flexquant.quantization.quantizing import Stage, no_stage, quantize_variants
 from flexquant.quantization.recipe import Recipe
 
 STAGES_AFTER_QUANTISING = 2
-"""Merging and verifying."""
+"""How many stages :func:`build_checkpoint` enters after those of quantising: merging and verifying."""
 
 
 @dataclass(frozen=True)

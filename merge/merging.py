@@ -11,7 +11,7 @@ from flexquant.checkpoint.contents import Report, make_report
 from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig, Variant
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
-from flexquant.checkpoint.provenance import PROVENANCE_FILE, describe_origin
+from flexquant.checkpoint.provenance import PROVENANCE_FILE, make_provenance
 from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import (
     DEFAULT_SHARD_SIZE,
@@ -83,7 +83,7 @@ def _write(
         copy_file(path, stage / name)
     digests = write_shards(stage, shards, progress)
     write_json(stage / "config.json", _merged_config(plan.sources[0].config, merged))
-    provenance = describe_origin(plan.sources, digests, stage, ["config.json", *plan.files])
+    provenance = make_provenance(plan.sources, digests, stage, ["config.json", *plan.files])
     write_json(stage / PROVENANCE_FILE, provenance)
     report = make_report(merged, plan.num_layers, plan.tensors)
     (stage / "README.md").write_text(make_card(report, provenance, plan.files), encoding="utf-8")

@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from typing import Any
 
 import pytest
+
+from tests.cores import take_cores
 
 STARTS = pytest.StashKey[Counter[str]]()
 """By kind: engines in this process, and programs."""
@@ -28,12 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
             starts["programs"] += 1
 
     sys.addaudithook(count)
-
-
-def take_cores(number: int, workers: int) -> None:
-    """Keep this worker of pytest-xdist, and what it starts, to its share of the cores."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[number::workers] or cores)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

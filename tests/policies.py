@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A policy that several tests write into a file."""
+"""Policies that several tests write into a file."""
 
 THRESHOLD = """
 schema: flexquant.policy/v1
@@ -8,4 +8,13 @@ rules:
   - when: {phase: decode, batch_size: {max: 4}}
     use: w4a16
   - use: w8a8
+"""
+SWITCHING = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: [prefill, mixed]}
+    use: w8a8
+  - when: {phase: decode, batch_size: {max: 1}}
+    use: w4a16
+  - use: {default: w4a16, layers: {"0": w8a8}}
 """

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.proof.outcomes import FAILED, PASSED, SKIPPED, Outcomes
@@ -33,7 +33,7 @@ TESTED = {
     "test_w4a8_marlin.py": "W4A8 is what vLLM's Marlin computes with 8-bit activations",
     "test_tune.py": "`flexquant tune` finds a policy for this machine",
 }
-"""By file of tests/gpu."""
+"""The claim that the tests of a file of tests/gpu show, by the file's name."""
 
 
 class Verdict(NamedTuple):
@@ -45,23 +45,31 @@ class Verdict(NamedTuple):
     evidence: str
 
 
-def judge(outcomes: Outcomes, unfinished: int, cells: Sequence[Cell]) -> list[Verdict]:
-    """Return a verdict for every claim; ``unfinished``: tests for which there was no time."""
+def judge(outcomes: Outcomes, unfinished: Collection[str] | int, cells: Sequence[Cell]) -> list[Verdict]:
+    """Return a verdict for every claim.
+
+    ``unfinished``: the tests for which there was no time; if only their number is known, it counts for every
+    claim of tests.
+    """
     return [*_tested(outcomes, unfinished), *_measured(cells)]
 
 
-def _tested(outcomes: Outcomes, unfinished: int) -> Iterator[Verdict]:
+def _tested(outcomes: Outcomes, unfinished: Collection[str] | int) -> Iterator[Verdict]:
     for file, claim in TESTED.items():
         found = Counter(o["outcome"] for test, o in outcomes.items() if f"/{file}::" in test)
+        if isinstance(unfinished, int):
+            missing, which = unfinished, "tests of all files"
+        else:
+            missing, which = sum(f"/{file}::" in test for test in unfinished), "tests"
         said = ", ".join(
             f"{found[outcome]} {outcome}" for outcome in (PASSED, FAILED, SKIPPED) if found[outcome]
         )
         verdict = NOT_SHOWN
         if found[FAILED]:
             verdict = CONTRADICTED
-        elif found[PASSED] and not unfinished:
+        elif found[PASSED] and not missing:
             verdict = SHOWN
-        rest = f"; {unfinished} tests of all files have no outcome" if unfinished else ""
+        rest = f"; {missing} {which} without an outcome" if missing else ""
         yield Verdict(claim, verdict, f"tests/gpu/{file}: {said or 'not run'}{rest}")
 
 

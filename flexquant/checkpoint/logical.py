@@ -16,8 +16,6 @@ PACKED_SUFFIX = "_packed"
 QUANTISATION_PARAMETER = re.compile(
     r"\.(weight|input|output|q|k|v|attn|prob)_(scale|zero_point|global_scale|g_idx|shape)$"
 )
-LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<index>\d+)\.")
-"""A decoder layer in the name of a module or tensor inside it."""
 
 
 def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...]]:

@@ -72,7 +72,10 @@ class MergedConfig:
 
     @property
     def layered_plans(self) -> bool:
-        """Whether layers of all variants may be mixed; all that releases without groups know."""
+        """Whether layers of all variants may be mixed in one plan.
+
+        Releases of FlexQuant that do not know ``mixable`` read this key instead.
+        """
         return len(self.mixable_groups) == 1
 
     def to_json(self) -> JsonObject:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""All or nothing: an output folder is written beside its final place and renamed when it is complete.
+"""All or nothing: an output is written beside its final place and renamed when it is complete.
 
-A writer locks the file ``.<name>.lock`` beside the output for as long as it has a stage, ``.<name>.tmp``.
+A folder's writer locks the file ``.<name>.lock`` beside it for as long as there is a stage, ``.<name>.tmp``.
 The system lets go of the lock when the process ends in whatever way, so who holds it knows that a stage
 found is that of a dead process, on whatever machine or in whatever container that process ran.
 """
@@ -92,6 +92,18 @@ def staged_folder(output: Path) -> Iterator[Path]:
                 sync(target.parent)
             finally:
                 shutil.rmtree(stage, ignore_errors=True)
+
+
+@contextmanager
+def staged_file(file: Path) -> Iterator[Path]:
+    """Give a path beside ``file`` to write to, which takes the place of ``file`` at the end.
+
+    A process that fails or dies before leaves ``file`` as it was. Nothing is locked: two processes must not
+    write one file at the same time.
+    """
+    partial = file.with_name(f"{file.name}.new")
+    yield partial
+    os.replace(partial, file)
 
 
 def sync(path: Path) -> None:

@@ -21,7 +21,7 @@ PROVENANCE_FILE = "flexquant_provenance.json"
 SCHEMA = "flexquant.provenance/v1"
 
 
-def describe_origin(
+def make_provenance(
     sources: Sequence[Source], tensor_digests: Mapping[str, str], folder: Path, files: Iterable[str]
 ) -> JsonObject:
     """Return the provenance document; ``files`` in ``folder`` are hashed, tensors come hashed."""

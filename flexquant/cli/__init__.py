@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The ``flexquant`` command: one file a subcommand.
 
-A subcommand is a module with ``NAME``, ``HELP``, ``configure(parser)`` and ``run(args) -> dict``; ``run``
+A subcommand is a module of its name with ``HELP``, ``configure(parser)`` and ``run(args) -> dict``; ``run``
 prints for people on stdout, progress goes to stderr, and the dict is the last line with ``--json``.
 """
 

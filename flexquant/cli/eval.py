@@ -67,9 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--questions", metavar="FILE", help="questions to answer, one a line (default: 24 that come along)"
     )
     questions.add_argument("--no-questions", action="store_true", help="do not compare answers")
-    parser.add_argument(
-        "--output", metavar="DIR", help="folder for quality.json, quality.md, quality.png and quality.svg"
-    )
+    parser.add_argument("--output", metavar="DIR", help="folder for quality.json, quality.md and quality.png")
     parser.add_argument("--plot", metavar="FILE", help="another place for the plot, .png or .svg")
 
 
@@ -110,7 +108,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     plots = [Path(args.plot)] if args.plot else []
     if args.output:
         write_results(document, args.output)
-        plots += [Path(args.output, "quality.png"), Path(args.output, "quality.svg")]
+        plots.append(Path(args.output, "quality.png"))
     if plots:
         try:
             save_plot(document, plots)

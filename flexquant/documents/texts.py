@@ -26,7 +26,7 @@ POOL = 8
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
 
 
-def read_documents(calibration: str | Path | None) -> Iterator[Text]:
+def read_documents(source: str | Path | None) -> Iterator[Text]:
     """Yield the documents of a text file, a ``.jsonl`` file, a folder of such files or a dataset id.
 
     A text file is one document; a JSONL line or dataset record is one, from its ``messages`` or its
@@ -34,14 +34,14 @@ def read_documents(calibration: str | Path | None) -> Iterator[Text]:
     gives the language reference that every CPython carries (``pydoc_data.topics``), so that a first try
     needs no download. Raises FlexQuantError for what cannot be read.
     """
-    if calibration is None:
+    if source is None:
         return iter(_python_reference())
-    path = Path(calibration).expanduser()
+    path = Path(source).expanduser()
     if path.is_dir():
         return _read_folder(path)
     if path.is_file():
         return _read_file(path)
-    return _read_dataset(str(calibration))
+    return _read_dataset(str(source))
 
 
 def draw_rows(
@@ -69,7 +69,7 @@ def draw_rows(
     needed = samples * body
     tokens: list[int] = []
     for document in documents:
-        ids = tokenizer(_as_text(document, tokenizer), add_special_tokens=False)["input_ids"]
+        ids = tokenizer(_as_text(document, tokenizer, name), add_special_tokens=False)["input_ids"]
         if tokens and ids and tokenizer.eos_token_id is not None:
             tokens.append(tokenizer.eos_token_id)
         tokens += ids
@@ -92,18 +92,17 @@ def _start_of_row(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids[:1] if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else []
 
 
-def _as_text(document: Text, tokenizer: PreTrainedTokenizerBase) -> str:
+def _as_text(document: Text, tokenizer: PreTrainedTokenizerBase, name: str) -> str:
     if isinstance(document, str):
         return document
     if not tokenizer.chat_template:
         raise FlexQuantError(
-            "the calibration data has 'messages', but the model's tokenizer has no chat template; "
-            "give records with 'text'"
+            f"{name} has 'messages', but the model's tokenizer has no chat template; give records with 'text'"
         )
     try:
         return str(tokenizer.apply_chat_template(document, tokenize=False))
     except Exception as e:  # a template is a program of the model's author
-        raise FlexQuantError(f"the model's chat template refuses the calibration messages ({e})") from e
+        raise FlexQuantError(f"the model's chat template refuses messages of {name} ({e})") from e
 
 
 def _python_reference() -> list[str]:
@@ -116,7 +115,7 @@ def _read_folder(folder: Path) -> Iterator[Text]:
     files = sorted(f for f in folder.iterdir() if f.suffix in TEXT_SUFFIXES and f.is_file())
     if not files:
         raise FlexQuantError(
-            f"the calibration folder {folder} has no {', '.join(TEXT_SUFFIXES)} file; put text into it, or "
+            f"the folder {folder} has no {', '.join(TEXT_SUFFIXES)} file; put text into it, or "
             "name a file or a dataset id"
         )
     return chain.from_iterable(map(_read_file, files))
@@ -138,7 +137,7 @@ def _read_lines(path: Path) -> Iterator[str]:
 
 
 def _explained_text(path: Path) -> AbstractContextManager[None]:
-    return explained(f"cannot read the calibration data {path} as UTF-8 text", "save it as UTF-8")
+    return explained(f"cannot read {path} as UTF-8 text", "save it as UTF-8")
 
 
 def _read_jsonl(path: Path) -> Iterator[Text]:
@@ -156,7 +155,7 @@ def _read_dataset(name: str) -> Iterator[Text]:
     from datasets import load_dataset
 
     with explained(
-        f"the calibration data '{name}' is neither a file nor a Hugging Face dataset that could be read",
+        f"'{name}' is neither a file nor a Hugging Face dataset that could be read",
         "give a text file, a .jsonl file, a folder of them or a dataset id",
     ):
         splits = load_dataset(name, streaming=True)

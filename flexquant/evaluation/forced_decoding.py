@@ -14,13 +14,14 @@ It is vLLM's interface of the V1 model runner (``vllm/v1/sample/logits_processor
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from vllm import SamplingParams
 
+from flexquant.checkpoint.output import staged_file
 from flexquant.evaluation.scores import kl_divergence, log_probabilities, same_top_token
 from flexquant.serving.vllm_api import AdapterLogitsProcessor
 
@@ -89,6 +90,5 @@ class ForcedRow:
         columns: Any = {
             name: torch.stack([step[name] for step in self._steps]).cpu().numpy() for name in self._steps[0]
         }
-        partial = self._scores + ".partial.npz"
-        np.savez(partial, **columns)
-        os.replace(partial, self._scores)
+        with staged_file(Path(self._scores)) as partial, partial.open("wb") as file:
+            np.savez(file, **columns)

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
+from flexquant.checkpoint.output import staged_file
 from flexquant.errors import FlexQuantError
 from flexquant.policy.pass_times import device_name
 
@@ -81,9 +81,8 @@ def write_results(document: dict[str, Any], folder: str | Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
-            partial = file.with_name(file.name + ".new")
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, file)
+            with staged_file(file) as partial:
+                partial.write_text(text, encoding="utf-8")
     except OSError as e:
         with NamedTemporaryFile(
             "w", prefix="quality-", suffix=".json", delete=False, encoding="utf-8"

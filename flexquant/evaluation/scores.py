@@ -42,20 +42,21 @@ class Quality:
     tokens: int
     rows: int
     perplexity: float
-    """Of the continuations."""
+    """Exponential of ``log_perplexity``."""
     log_perplexity: float
-    """Mean negative log-likelihood of a token."""
+    """Mean negative log-likelihood of a forced token, in nats."""
     log_perplexity_difference: float | None
-    """To the reference, on the same tokens."""
+    """Log-perplexity minus that of the reference on the same tokens, in nats."""
     log_perplexity_difference_error: float | None
-    """Standard error of the paired difference."""
+    """Standard error of that difference, in nats."""
     mean_kl: float | None
-    """Mean KL(reference || policy) of a token's distribution."""
+    """Mean over all tokens of KL(reference || policy) between the distributions of the token, in nats."""
     mean_kl_error: float | None
+    """Standard error of that mean, in nats."""
     p99_kl: float | None
-    """99 of 100 tokens have a smaller KL divergence."""
+    """The KL divergence, in nats, that 99 of 100 tokens stay below."""
     first_token_kl: float | None
-    """Mean over the first token of each row, which the prefill pass predicts."""
+    """Mean KL divergence, in nats, of the first token of each row, which the prefill pass predicts."""
     top1_agreement: float | None
     """Share of the tokens at which policy and reference have the same likeliest token."""
 

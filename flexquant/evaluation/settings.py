@@ -14,17 +14,17 @@ class Settings:
     """What an evaluation measures. Raises :class:`UsageError` for values that cannot be measured."""
 
     batch_sizes: tuple[int, ...] = (8, 48)
-    """Sequences in a decode pass; sorted, each once."""
+    """How many sequences a decode pass has: one number for each run, sorted, each once."""
     samples: int = 48
-    """Rows of text; a multiple of every batch size, so that each pass is full."""
+    """How many rows of text are measured; a multiple of every batch size, so that each pass is full."""
     prompt_tokens: int = 256
-    """Tokens of a row that are prefilled."""
+    """How many tokens of a row are prefilled."""
     tokens: int = 64
-    """Tokens of a row that are forced after the prompt, and scored."""
+    """How many tokens of a row are forced after the prompt, and scored."""
     seed: int = 0
-    """Draws the rows."""
+    """Seed of the random numbers by which rows are drawn from the text."""
     answer_tokens: int = 64
-    """Most tokens of an answer."""
+    """How many tokens an answer to a question may have."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "prompt_tokens", "tokens", "answer_tokens"):

@@ -14,8 +14,9 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from flexquant.checkpoint.logical import LAYER, logical_shapes
+from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.module_names import LAYER
 from flexquant.policy.routes import Plan, RouteTable
 
 

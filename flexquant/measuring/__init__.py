@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Engines that are started to be measured, and where and with what they were."""
+"""Starts engines and servers to measure them, times their passes, and describes the machine."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Where and with what something was measured."""
+"""A measurement's circumstances: the machine, the versions of the software, and the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the versions of what was measured with."""
+    """Return by name the versions of FlexQuant, Python, vLLM, torch and transformers, where installed."""
     import flexquant
 
     found = {"flexquant": flexquant.__version__, "python": platform.python_version()}

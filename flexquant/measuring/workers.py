@@ -14,7 +14,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +30,8 @@ START_TIMEOUT = 1800
 """Seconds that an engine may take to start: compiling and capturing a large model takes minutes."""
 CALL_TIMEOUT = 600
 """Seconds that one measurement may take."""
+END_TIMEOUT = 30
+"""Seconds that a process may take to end by itself once it has been told to."""
 LOG_LINES = 15
 """Lines from the end of an engine's log that the message of its failure holds."""
 
@@ -79,10 +81,13 @@ class Worker:
         self._connection.close()
 
     def join(self) -> None:
-        """Wait 30 s for the process to end, then kill it and the processes that it started."""
-        self._process.join(30)
+        """Wait END_TIMEOUT seconds for the process to end, then kill it and the processes that it started."""
+        self._process.join(END_TIMEOUT)
         if self._process.is_alive() and self._process.pid is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            # There is no such group if the process ends at this moment, or hangs before it has made one.
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.join()
 
     def _receive(self, timeout: float) -> Any:

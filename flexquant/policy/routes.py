@@ -3,7 +3,7 @@
 """The route table: a policy worked out for one model, so that choosing a plan is one look-up.
 
 The plan of a forward pass is a pure function of its phase and its padded token count, the same on every
-tensor-parallel rank and for every replay of a CUDA graph. Nothing here imports torch or vLLM.
+rank and for every replay of a CUDA graph. Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexquant.errors import FlexQuantError
-from flexquant.policy.rules import PHASES, Derivation, LayerRange, Phase, Policy, Rule
+from flexquant.policy.ranges import LayerRange
+from flexquant.policy.rules import PHASES, Derivation, Phase, Policy, Rule
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,6 @@ class Plan:
     def variants(self) -> tuple[str, ...]:
         """The variants it takes layers from, in order of their first layer."""
         return tuple(dict.fromkeys(self.layers))
-
-    @property
-    def is_pure(self) -> bool:
-        return len(self.variants) == 1
 
 
 class Interval(NamedTuple):

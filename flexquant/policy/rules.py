@@ -20,17 +20,15 @@ imports torch or vLLM.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal
 
-from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.documents.named_files import builtin_names, read_named
 from flexquant.documents.yaml_document import Document, KeyPath, from_data, from_yaml, show
-from flexquant.errors import FlexQuantError
 from flexquant.policy.pass_times import PassTimes, read_pass_times
+from flexquant.policy.ranges import Bounds, LayerRange, read_bounds, read_layers, read_variant
 
 SCHEMA = "flexquant.policy/v1"
 PACKAGE = "flexquant.policies"
@@ -40,32 +38,6 @@ PHASES: tuple[Phase, ...] = ("prefill", "decode", "mixed")
 
 ACTIVATIONS = ("int8", "fp8")
 """What a derived variant may quantise the activations of an INT4 variant to, per token, while it runs."""
-
-LAYERS = re.compile(r"(0|-?[1-9]\d*)(?:-(0|-?[1-9]\d*))?")
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """A range of whole numbers, both ends included; no ``max``: no upper end."""
-
-    min: int = 1
-    max: int | None = None
-
-    def __contains__(self, number: int) -> bool:
-        return self.min <= number and (self.max is None or number <= self.max)
-
-
-@dataclass(frozen=True)
-class LayerRange:
-    """The variant of layers ``first`` to ``last``, both included; negative ones count from the end."""
-
-    first: int
-    last: int
-    variant: str
-    text: str
-    """The range as written in the policy."""
-    place: str = field(compare=False)
-    """File, line and key, for messages."""
 
 
 @dataclass(frozen=True)
@@ -200,9 +172,9 @@ def _derivations(value: Any, document: Document) -> dict[str, Derivation]:
     derived = {}
     for name, entry in value.items():
         path = ("derive", name)
-        _variant(name, path, document)
+        read_variant(name, path, document)
         document.check_keys(entry, path, ("from", "activations"), ())
-        source = _variant(entry["from"], (*path, "from"), document)
+        source = read_variant(entry["from"], (*path, "from"), document)
         if source in value:
             document.fail((*path, "from"), f"is '{source}', itself derived; name a variant of the checkpoint")
         activations = entry["activations"]
@@ -224,9 +196,9 @@ def _rule(entry: dict[str, Any], path: KeyPath, document: Document) -> Rule:
         if "phase" in when:
             phases = _phases(when["phase"], (*when_path, "phase"), document)
         if "tokens" in when:
-            tokens = _bounds(when["tokens"], (*when_path, "tokens"), document)
+            tokens = read_bounds(when["tokens"], (*when_path, "tokens"), document)
         if "batch_size" in when:
-            batch_size = _bounds(when["batch_size"], (*when_path, "batch_size"), document)
+            batch_size = read_bounds(when["batch_size"], (*when_path, "batch_size"), document)
             if phases != ("decode",):
                 document.fail(
                     (*when_path, "batch_size"),
@@ -236,11 +208,11 @@ def _rule(entry: dict[str, Any], path: KeyPath, document: Document) -> Rule:
     use, use_path = entry["use"], (*path, "use")
     if not isinstance(use, dict):
         return Rule(
-            phases, tokens, batch_size, _variant(use, use_path, document), (), document.place(use_path)
+            phases, tokens, batch_size, read_variant(use, use_path, document), (), document.place(use_path)
         )
     document.check_keys(use, use_path, ("default", "layers"), ())
-    default = _variant(use["default"], (*use_path, "default"), document)
-    layers = _layers(use["layers"], (*use_path, "layers"), document)
+    default = read_variant(use["default"], (*use_path, "default"), document)
+    layers = read_layers(use["layers"], (*use_path, "layers"), document)
     return Rule(phases, tokens, batch_size, default, layers, document.place((*use_path, "default")))
 
 
@@ -249,50 +221,6 @@ def _phases(value: Any, path: KeyPath, document: Document) -> tuple[str, ...]:
     if not names or any(name not in PHASES for name in names):
         document.fail(path, f"is {show(value)}; give one of {', '.join(PHASES)}, or a list of them")
     return tuple(phase for phase in PHASES if phase in names)
-
-
-def _bounds(value: Any, path: KeyPath, document: Document) -> Bounds:
-    document.check_keys(value, path, (), ("min", "max"))
-    if not value:
-        document.fail(path, "is empty; give min, max or both")
-    for key, number in value.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            document.fail((*path, key), f"is {show(number)}; give a whole number of at least 1")
-    bounds = Bounds(**value)
-    if bounds.max is not None and bounds.min > bounds.max:
-        document.fail(path, f"has min {bounds.min} above max {bounds.max}; correct one of the two")
-    return bounds
-
-
-def _variant(value: Any, path: KeyPath, document: Document) -> str:
-    if not isinstance(value, str):
-        document.fail(path, f"is {show(value)}; give the name of a variant, e.g. w8a8")
-    try:
-        check_variant_name(value)
-    except FlexQuantError as e:
-        document.fail(path, f"is wrong: {e}")
-    return value
-
-
-def _layers(value: Any, path: KeyPath, document: Document) -> tuple[LayerRange, ...]:
-    if not isinstance(value, dict) or not value:
-        document.fail(path, f'is {show(value)}; give a mapping from layers to variants, e.g. "0-3": w8a8')
-    ranges = []
-    for text, variant in value.items():
-        key_path = (*path, text)
-        match = LAYERS.fullmatch(text)
-        if match is None:
-            document.fail(
-                key_path, 'does not name layers; write a number or a range such as "5", "0-3" or "-4--1"'
-            )
-        first = int(match[1])
-        last = first if match[2] is None else int(match[2])
-        if first > last and (first < 0) == (last < 0):
-            document.fail(key_path, f'runs backwards; write "{last}-{first}"')
-        ranges.append(
-            LayerRange(first, last, _variant(variant, key_path, document), text, document.place(key_path))
-        )
-    return tuple(ranges)
 
 
 def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:

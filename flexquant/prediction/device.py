@@ -33,24 +33,25 @@ from flexquant.errors import FlexQuantError
 SCHEMA = "flexquant.device/v1"
 PACKAGE = "flexquant.prediction.devices"
 RATES = {"bf16": "bf16", "w8a8": "int8", "fp8": "fp8", "w4a16": "bf16", "w8a16": "bf16", "w4a8": "int8"}
-"""The arithmetic of each scheme's kernel: its activations' type.
+"""By scheme, the type of the numbers that its kernel multiplies: a key of ``tflops``.
 
 Where w8a16 (8-bit weights, 16-bit activations) has no kernel of its own it takes that of w4a16, as in vLLM.
 """
 
+# The smallest and the largest number that a device file may give.
 BANDWIDTH = (1, 100_000)  # GB/s
 RATE = (0.001, 100_000)  # TFLOPS
-CACHE = 20
-"""Times the memory's bandwidth that a kernel whose weights stay in caches can have."""
 MEMORY = (0.1, 10_000)  # GiB
 FRACTION = (0.01, 1)
 OVERHEAD = (0, 1_000_000)  # microseconds
+CACHE = 20
+"""How many times faster than from the device's memory a kernel may read weights that stay in caches."""
 TILE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Output tile that a kernel takes up to ``tokens`` tokens."""
+    """What a kernel computes at a time of its output, ``rows`` x ``columns``, up to ``tokens`` tokens."""
 
     tokens: int
     rows: int
@@ -59,36 +60,45 @@ class Tile:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a linear of one scheme reaches."""
+    """How fast a linear of one scheme runs."""
 
     flops_per_s: float
+    """Operations a second, a multiplication and an addition being two."""
     bytes_per_s: float
+    """Bytes of weights, activations and outputs that it moves a second."""
     call_seconds: float
+    """What a call by itself takes on top: launch, ramp-up, tail."""
     call_in_pass_seconds: float
+    """What a call takes on top among the others of a forward pass."""
     tiles: tuple[Tile, ...]
     """Ascending in tokens; empty: the work is spread evenly over the processors (split-K, stream-K)."""
 
 
 @dataclass(frozen=True)
 class Device:
+    """What a device file says, in bytes and seconds."""
+
     name: str
+    """The name or path by which it was loaded."""
     description: str
     memory_bytes: float
+    """Size of the memory."""
     bytes_per_s: float
     """The data sheet's memory bandwidth."""
     tflops: Mapping[str, float]
-    """Dense rates, by type of the operands: bf16, and int8 and fp8 where there are any."""
+    """The data sheet's dense rates in TFLOPS, by the operands' type: bf16; int8 and fp8 if it has them."""
     processors: int
+    """How many streaming multiprocessors it has; 1: a CPU."""
     layer_seconds: float
-    """Of a decoder layer, whatever its size: norms, rotary embedding, activation, the attention's call."""
+    """What a decoder layer of any size takes beside its linears, e.g. for norms and to call the attention."""
     pass_seconds: float
-    """Of a forward pass: scheduling and sampling."""
+    """What a forward pass of any size takes beside its layers: scheduling and sampling."""
     reserve_bytes: float
-    """Left free for activations, CUDA graphs and the runtime."""
+    """Memory that is left free for activations, CUDA graphs and the runtime."""
     attention_flops_per_s: float
-    """Of attention to the tokens of a prompt."""
+    """Operations a second of the attention to the tokens of a prompt."""
     kernels: Mapping[str, Kernel]
-    """By scheme."""
+    """The kernel of each scheme that the device can run; bf16 is always one."""
 
     @property
     def is_gpu(self) -> bool:
@@ -96,7 +106,7 @@ class Device:
         return self.processors > 1
 
     def kernel(self, scheme: str) -> Kernel:
-        """Raise :class:`FlexQuantError` for a scheme that the device cannot run."""
+        """Return the kernel of a scheme; raise :class:`FlexQuantError` for one that the device cannot run."""
         if scheme == "w8a16" and scheme not in self.kernels:
             scheme = "w4a16"
         if scheme not in self.kernels:

@@ -10,18 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
-from compressed_tensors.utils.match import is_match, match_name
-from pydantic import ValidationError
+from compressed_tensors.quantization import QuantizationArgs
 
-from flexquant.checkpoint.logical import LAYER, logical_shapes
+from flexquant.checkpoint.logical import logical_shapes
+from flexquant.checkpoint.module_names import decoder_layer, fused_name
 from flexquant.checkpoint.safetensors_io import TensorRef
+from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.errors import FlexQuantError
 
-FUSED = ((re.compile(r"\.[qkv]_proj$"), ".qkv_proj"), (re.compile(r"\.(gate|up)_proj$"), ".gate_up_proj"))
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
-VISION = re.compile(r"(^|\.)(vision|visual)")
 SCHEMES = {("int", 8, "int", 8): "w8a8", ("float", 8, "float", 8): "fp8", ("int", 4, "int", 8): "w4a8"}
 """By type and bits of the weights, then of the activations."""
 
@@ -54,28 +51,17 @@ class LinearReader:
         self, tensors: Mapping[str, TensorRef], quantization_config: Mapping[str, Any], source: str
     ) -> None:
         self._source = source
-        try:
-            self._config = QuantizationConfig.model_validate(quantization_config)
-        except ValidationError as e:
-            raise FlexQuantError(
-                f"{source} has a quantization_config that compressed-tensors cannot read "
-                f"({e.errors()[0]['msg']}); quantise the model again with llmcompressor"
-            ) from e
+        self._schemes = LinearSchemes(quantization_config, source)
         self._shapes = logical_shapes(tensors)
         self._weights: dict[str, list[int]] = defaultdict(list)
         for key, ref in tensors.items():
             module, _, parameter = key.rpartition(".")
             if parameter.startswith("weight"):
                 self._weights[module].append(ref.nbytes)
-        self._linear_class = torch.nn.Linear(1, 1, device="meta")  # stands for any module of the class
 
     def decoder_linears(self, active_experts: int) -> Counter[Linear]:
         """Return the linears of all decoder layers, and how often each occurs."""
-        modules = [
-            module
-            for module in self._weights
-            if LAYER.search(module) and not VISION.search(module) and len(self._shape(module)) == 2
-        ]
+        modules = [m for m in self._weights if decoder_layer(m) and len(self._shape(m)) == 2]
         if not modules:
             raise FlexQuantError(
                 f"{self._source} has no linear weights in decoder layers, which the cost model is about; "
@@ -83,9 +69,7 @@ class LinearReader:
             )
         calls: dict[str, Linear] = {}  # by name after fusing, expert's number included
         for module in modules:
-            name, linear = module, self._read(module)
-            for pattern, fused in FUSED:
-                name = pattern.sub(fused, name)
+            name, linear = fused_name(module), self._read(module)
             if (part := calls.get(name)) is not None:
                 linear = replace(
                     linear,
@@ -118,11 +102,7 @@ class LinearReader:
         return Linear(outputs, inputs, sum(self._weights[module]), scheme)
 
     def _scheme(self, module: str) -> str:
-        groups: list[Any] = list(self._config.config_groups.values())
-        group = next((g for g in groups if any(match_name(module, t) for t in g.targets)), None)
-        group = group or next((g for g in groups if is_match(module, self._linear_class, g.targets)), None)
-        if is_match(module, self._linear_class, self._config.ignore or ()):
-            group = None
+        group = self._schemes.of(module)
         if group is None or group.weights is None:
             raise FlexQuantError(
                 f"{self._source}: '{module}' is stored quantised, but no config group quantises it; quantise "

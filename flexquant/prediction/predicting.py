@@ -12,9 +12,8 @@ from pathlib import Path
 from flexquant.errors import FlexQuantError
 from flexquant.policy.pass_times import Curve, PassTimes, Time
 from flexquant.prediction.device import Device, load_device
-from flexquant.prediction.linears import Linear
 from flexquant.prediction.model_shape import ModelShape, read_model_shape
-from flexquant.prediction.roofline import Cost, attention_cost, linear_cost, pass_cost
+from flexquant.prediction.roofline import Cost, attention_cost, pass_cost
 
 Errors = Mapping[str, Mapping[str, Mapping[int, float]]]
 """By phase, variant and size."""
@@ -111,14 +110,6 @@ def fastest(
         else:
             winners.append(Winner(best, size, size))
     return winners
-
-
-def gemm_crossover(a: Linear, b: Linear, device: Device) -> int | None:
-    """Return the fewest tokens at which ``b`` is faster than ``a``; None: not up to :data:`MAX_SIZE`."""
-    for tokens in range(1, MAX_SIZE + 1):
-        if linear_cost(b, tokens, device).seconds < linear_cost(a, tokens, device).seconds:
-            return tokens
-    return None
 
 
 def max_requests(

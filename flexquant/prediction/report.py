@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from flexquant.policy.pass_times import PassTimes, device_name
+from flexquant.policy.pass_times import Curve, PassTimes, device_name
 from flexquant.prediction.device import Device
 from flexquant.prediction.model_shape import ModelShape
 from flexquant.prediction.predicting import (
@@ -166,7 +166,7 @@ def collapse(winners: Sequence[Winner], variants: int = 2) -> list[Winner]:
     return spans
 
 
-def _time_table(curves: Mapping[str, Mapping[int, Any]]) -> list[str]:
+def _time_table(curves: Mapping[str, Curve]) -> list[str]:
     sizes = list(next(iter(curves.values())))
     rows = [f"{'':<10}" + "".join(f"{size:>9}" for size in sizes)]
     for variant, curve in curves.items():

@@ -113,7 +113,11 @@ def attention_cost(model: ModelShape, cached_tokens: int, device: Device) -> Cos
 
 
 def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -> float:
-    """Return how many of [rows, outputs] the processors' time would give, tiles and waves included."""
+    """Return for how many elements of its output [rows, outputs] a kernel takes time, padding included.
+
+    A kernel with tiles computes whole tiles for each of the ``experts`` experts in use. Its last wave takes
+    as long as if every processor had a tile in it.
+    """
     tiles = device.kernel(linear.scheme).tiles
     if not tiles:
         return rows * linear.outputs

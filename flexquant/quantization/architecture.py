@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flexquant.checkpoint.logical import LAYER
+from flexquant.checkpoint.module_names import LAYER, fused_name
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
@@ -27,12 +27,6 @@ MLP_NORM = {
     "gemma": "post_attention_layernorm",
     "gemma2": "pre_feedforward_layernorm",
     "gemma3_text": "pre_feedforward_layernorm",
-}
-
-# Linears that vLLM runs as one, and that therefore need one scheme.
-FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
 }
 
 ScaleMapping = list[Any]
@@ -61,8 +55,7 @@ def fused_units(linears: Sequence[str]) -> dict[str, list[str]]:
     """Group linears, given by name, into the units that vLLM runs as one: ``...qkv_proj`` to q, k and v."""
     units: dict[str, list[str]] = {}
     for name in linears:
-        parent, _, leaf = name.rpartition(".")
-        units.setdefault(f"{parent}.{FUSED.get(leaf, leaf)}", []).append(name)
+        units.setdefault(fused_name(name), []).append(name)
     return units
 
 

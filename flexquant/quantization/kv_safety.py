@@ -18,13 +18,6 @@ SHARED_CACHE = (
 )
 
 _LAYER = "model.layers.0."
-NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-"""Norms of a decoder layer, between the residual stream and its linears."""
 _UP, _DOWN = "mlp.up_proj", "mlp.down_proj"
 _CACHED = {
     "self_attn.v_proj": "scales V",

@@ -8,7 +8,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +20,7 @@ from flexquant.documents.texts import draw_rows, read_documents
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import empty_model
 from flexquant.quantization.modifiers import build_modifiers
+from flexquant.quantization.quantized_variant import QuantizedVariant, read_quantized
 from flexquant.quantization.quiet import quiet_libraries
 from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
 from flexquant.quantization.report import (
@@ -42,41 +43,19 @@ if TYPE_CHECKING:
 Rows = Sequence[Sequence[int]]
 ProgressLine = Callable[[str], None]
 Stage = Callable[..., AbstractContextManager[Progress | None]]
-"""Called with the title of a stage, and a unit if there is one, it gives a function of (done, in all)."""
+"""How a caller shows a stage, e.g. as a progress bar.
 
+It is called with the stage's title and, where progress can be counted, the ``unit`` of it. What it returns is
+entered for as long as the stage lasts, and gives a function of (units done, units in all), or None.
+"""
 
 STAGES_BEFORE_VARIANTS = 1
-"""Reading; then each variant is one."""
+"""How many stages :func:`quantize_variants` enters before those of the variants: one, in which it reads."""
 
 
 def no_stage(title: str, **unit: str) -> AbstractContextManager[None]:
     """Show nothing of a stage."""
     return nullcontext()
-
-
-@dataclass(frozen=True)
-class QuantizedVariant:
-    """One folder that :func:`quantize_variants` wrote, or found finished."""
-
-    name: str
-    folder: str
-    kept: bool
-    """Whether it was finished already, by an earlier run with ``resume``."""
-    seconds: float
-    """Calibrating and writing, without loading the calibration data; 0 when kept."""
-    num_bytes: int
-    """Size of the safetensors files."""
-    group_size: int | None
-    """Input features that share one weight scale; None: one scale per output channel or tensor."""
-    smoothed: int
-    """Mappings that SmoothQuant smoothed."""
-    mse_gain: float | None
-    """How many times smaller the summed output MSE of all mappings is than with one alpha of 0.5."""
-    spared: list[str]
-    """The units kept in another scheme or in 16 bit because they were found sensitive."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -150,7 +129,7 @@ def quantize_variants(
                 if not finished:
                     _quantize(job, source, recipe, settings, tokenizer, show)
             seconds = 0.0 if finished else time.monotonic() - started
-            results.append(_result(job, finished, seconds))
+            results.append(read_quantized(job.variant, job.folder, finished, seconds))
         return results
 
 
@@ -301,20 +280,3 @@ def _findings(
         if isinstance(modifier, SpareSensitiveLayers):
             findings["sensitivities"], spared = modifier.found, modifier.spared
     return findings, strengths, spared
-
-
-def _result(job: _Job, kept: bool, seconds: float) -> QuantizedVariant:
-    report = read_report(job.folder) or {}
-    smoothing, sensitivities = report.get("smoothing") or {}, report.get("sensitivities") or {}
-    gain = smoothing.get("ratios_to_per_mapping", {}).get("summed_mse", {})
-    return QuantizedVariant(
-        name=job.variant.recipe.name,
-        folder=str(job.folder),
-        kept=kept,
-        seconds=seconds,
-        num_bytes=sum(file.stat().st_size for file in job.folder.glob("*.safetensors")),
-        group_size=job.variant.group_size,
-        smoothed=sum(m["chosen"] is not None for m in smoothing.get("mappings", {}).values()),
-        mse_gain=next((ratio for way, ratio in gain.items() if way.startswith("all_")), None),
-        spared=[unit for unit, found in sensitivities.items() if found["spared"]],
-    )

@@ -24,6 +24,7 @@ from compressed_tensors.quantization.lifecycle.initialize import initialize_modu
 from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
 from compressed_tensors.utils import patch_attr
 from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.quantization.quantization import QuantizationMixin
 from llmcompressor.utils.dev import get_main_device
 from llmcompressor.utils.helpers import DisableQuantization
 from pydantic import ConfigDict, PrivateAttr
@@ -32,6 +33,8 @@ from flexquant.quantization.architecture import decoder_layers, fused_units
 from flexquant.quantization.rounding import round_input, round_weight
 
 MEASURED_TOKENS = 1024
+LayerOutput = torch.Tensor | tuple[torch.Tensor, ...]
+"""What a decoder layer returns: hidden states [1, tokens, features], in some models first of a tuple."""
 
 
 class SpareSensitiveLayers(Modifier):
@@ -45,7 +48,7 @@ class SpareSensitiveLayers(Modifier):
     """Most of the quantised parameters that may be spared."""
     scheme: QuantizationScheme | None
     """What spared linears get; None: they stay in 16 bit."""
-    quantizer: Any
+    quantizer: QuantizationMixin
     """The modifier that quantises, later; it is told what to leave alone."""
 
     _found: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
@@ -114,7 +117,7 @@ def measure_units(
     totals = dict.fromkeys(units, 0.0)
     for row in rows:
         ids = row.unsqueeze(0).to(get_main_device())
-        outputs: list[Any] = []
+        outputs: list[LayerOutput] = []
         with ExitStack() as hooks:
             for module in modules:
                 handle = module.register_forward_hook(_append_to(outputs))
@@ -148,11 +151,11 @@ def _log_probabilities(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tenso
     return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(dim=-1)
 
 
-def _append_to(outputs: list[Any]) -> Callable[..., None]:
+def _append_to(outputs: list[LayerOutput]) -> Callable[..., None]:
     return lambda module, args, output: outputs.append(output)
 
 
-def _always(output: Any) -> Callable[..., Any]:
+def _always(output: LayerOutput) -> Callable[..., LayerOutput]:
     return lambda *args, **kwargs: output
 
 

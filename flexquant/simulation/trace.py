@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from flexquant.documents.named_files import builtin_names, read_named
+from flexquant.documents.named_files import read_named
 from flexquant.documents.yaml_document import show
 from flexquant.errors import FlexQuantError
 
@@ -34,11 +34,6 @@ class Request(NamedTuple):
     """Tokens of the prompt."""
     output: int
     """Tokens of the answer."""
-
-
-def builtin_traces() -> list[str]:
-    """Names of the traces that come with FlexQuant, sorted."""
-    return builtin_names(PACKAGE, SUFFIX)
 
 
 def read_trace(name_or_path: str) -> list[Request]:

@@ -4,15 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from flexquant.policy.pass_times import PassTimes
 from flexquant.tuning.deciding import Decision
 
 
-def save_plot(times: PassTimes, decision: Decision, title: str, files: Sequence[Path]) -> None:
-    """Draw decode and prefill side by side, both axes logarithmic, into ``files`` (.png, .svg).
+def save_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> None:
+    """Draw decode and prefill side by side, both axes logarithmic, into ``file``.
 
     Raises ImportError without matplotlib.
     """
@@ -42,5 +41,4 @@ def save_plot(times: PassTimes, decision: Decision, title: str, files: Sequence[
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)
-    for file in files:
-        canvas.print_figure(file)
+    canvas.print_figure(file)

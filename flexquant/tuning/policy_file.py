@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The files that a tuning run writes: the policy as commented YAML, two plots, and samples meanwhile."""
+"""The files that a tuning run writes: the policy as commented YAML, a plot, and samples meanwhile."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexquant.checkpoint.output import staged_file
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
 from flexquant.policy.pass_times import PassTimes
@@ -24,21 +24,21 @@ class Output:
 
     policy: Path
     overwrite: bool = False
-    """Whether the policy and the plots may be there already."""
+    """Whether the policy and the plot may be there already."""
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for files that cannot or must not be written."""
         if self.policy.suffix not in (".yaml", ".yml"):
             raise UsageError(f"the output '{self.policy}' is no policy file; end its name in .yaml")
-        for file in (self.policy, *self.plots):
+        for file in (self.policy, self.plot):
             if file.exists() and not self.overwrite:
                 raise UsageError(f"{file} exists; give another --output, or --overwrite to replace it")
         if not self.policy.parent.is_dir():
             raise UsageError(f"the folder of {self.policy} does not exist; make it first")
 
     @property
-    def plots(self) -> list[Path]:
-        return [self.policy.with_suffix(ending) for ending in (".png", ".svg")]
+    def plot(self) -> Path:
+        return self.policy.with_suffix(".png")
 
     @property
     def samples(self) -> Path:
@@ -70,9 +70,8 @@ def write_policy(
     """Write the policy below ``notes`` and a table of the times; the file appears when it is complete."""
     comments = [*notes, "", *format_times(times, decision.variant)]
     text = "\n".join(f"# {line}".rstrip() for line in comments)
-    partial = file.with_name(file.name + ".new")
-    partial.write_text(f"{text}\n{to_yaml(document, compact=True)}", encoding="utf-8")
-    os.replace(partial, file)
+    with staged_file(file) as partial:
+        partial.write_text(f"{text}\n{to_yaml(document, compact=True)}", encoding="utf-8")
 
 
 def describe(decision: Decision) -> str:

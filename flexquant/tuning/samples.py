@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flexquant.checkpoint.output import staged_file
 from flexquant.errors import UsageError
 from flexquant.policy.pass_times import PassTimes, Time
 
@@ -86,10 +86,9 @@ class Samples:
 
     def save(self, file: Path, run: dict[str, Any]) -> None:
         """Write everything to ``file``, at once; ``run`` tells what the samples are of."""
-        partial = file.with_name(file.name + ".new")
         data = {"run": run, "seconds": self._seconds, "context_seconds": self.context_seconds}
-        partial.write_text(json.dumps(data), encoding="utf-8")
-        os.replace(partial, file)
+        with staged_file(file) as partial:
+            partial.write_text(json.dumps(data), encoding="utf-8")
 
     @classmethod
     def load(cls, file: Path, run: dict[str, Any]) -> Samples:

@@ -148,16 +148,14 @@ class Tuning:
         return Tuned(document, decision, times, notes)
 
     def write(self, tuned: Tuned) -> list[Path]:
-        """Write the policy and, if matplotlib is there, the plot as PNG and SVG; return their paths."""
+        """Write the policy and, if matplotlib is there, the plot; return their paths."""
         write_policy(self._output.policy, tuned.document, tuned.decision, tuned.times, tuned.notes)
         self._output.samples.unlink(missing_ok=True)
         try:
-            save_plot(
-                tuned.times, tuned.decision, f"{self._run['model']}: time of a pass", self._output.plots
-            )
+            save_plot(tuned.times, tuned.decision, f"{self._run['model']}: time of a pass", self._output.plot)
         except ImportError:
             return [self._output.policy]
-        return [self._output.policy, *self._output.plots]
+        return [self._output.policy, self._output.plot]
 
     @property
     def _names(self) -> list[str]:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from compressed_tensors.utils.match import is_match, match_name
+from compressed_tensors.quantization import QuantizationArgs
 
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
+from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 
@@ -44,18 +43,7 @@ class WeightReader:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._config = _parse(source)
-        self._linear = torch.nn.Linear(1, 1, device="meta")  # stands for any module of the class
-
-    def scheme(self, module: str) -> QuantizationScheme | None:
-        """Return how a Linear is quantised; None for one that is left in 16 bits."""
-        if is_match(module, self._linear, self._config.ignore or ()):
-            return None
-        groups: list[Any] = list(self._config.config_groups.values())
-        for group in groups:  # a name is more specific than a class
-            if any(match_name(module, target) for target in group.targets):
-                return group
-        return next((g for g in groups if is_match(module, self._linear, g.targets)), None)
+        self.schemes = LinearSchemes(source.quantization_config, f"variant '{source.name}'")
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return (out_features, in_features)."""
@@ -102,11 +90,11 @@ class WeightReader:
             raise self._error(module, "holds NaN or infinite weights or scales; quantise it again")
 
     def _weight_args(self, module: str, stored: TensorRef) -> QuantizationArgs:
-        scheme = self.scheme(module)
+        scheme = self.schemes.of(module)
         if scheme is None or scheme.weights is None:
             raise self._error(module, f"is stored as {stored.dtype}, but no config group quantises it")
         args = scheme.weights
-        name = str(getattr(scheme.format, "value", scheme.format) or self._config.format)
+        name = str(getattr(scheme.format, "value", scheme.format) or self.schemes.format)
         fp8 = args.type == "float" and args.num_bits == 8 and stored.dtype == "F8_E4M3"
         integer = args.type == "int" and args.num_bits in INTEGER_BITS
         if name not in READABLE_FORMATS or args.strategy not in READABLE_STRATEGIES or not (fp8 or integer):
@@ -181,25 +169,3 @@ def _ulp(values: torch.Tensor, mantissa_bits: int, min_exponent: int) -> torch.T
     """Return the distance between neighbouring floating-point numbers at each value."""
     exponent = torch.where(values == 0, min_exponent, torch.frexp(values).exponent - 1)
     return torch.ldexp(torch.ones_like(values), exponent.clamp_min(min_exponent) - mantissa_bits)
-
-
-def _parse(source: Source) -> QuantizationConfig:
-    section = dict(source.quantization_config)
-    groups = section.get("config_groups")
-    if isinstance(groups, dict):
-        # Where activation ordering matters it shows in weight_g_idx; newer releases refuse the word.
-        section["config_groups"] = {name: _without_actorder(group) for name, group in groups.items()}
-    try:
-        return QuantizationConfig.model_validate(section)
-    except (ValueError, TypeError, NotImplementedError) as e:
-        problem = " ".join(str(e).split())
-        raise FlexQuantError(
-            f"the quantization_config of variant '{source.name}' is not understood ({problem}); "
-            "quantise the model with a supported release of llmcompressor"
-        ) from e
-
-
-def _without_actorder(group: Any) -> Any:
-    if isinstance(group, dict) and isinstance(group.get("weights"), dict):
-        return {**group, "weights": {k: v for k, v in group["weights"].items() if k != "actorder"}}
-    return group

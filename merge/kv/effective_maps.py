@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flexquant.checkpoint.logical import LAYER
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
+from flexquant.checkpoint.module_names import decoder_layer
 from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
@@ -29,7 +29,6 @@ from flexquant.merge.kv.norms import Norms
 
 CHUNK_WEIGHTS = 1 << 20  # weights in memory at a time, per variant: 4 MiB as float32, kind to caches
 STACK = "layers."
-OTHER_TOWERS = re.compile(r"vision|visual|audio|image|mtp", re.IGNORECASE)
 DOWN_AND_UP = {"down_proj": ("up_proj", "gate_up_proj"), "w2": ("w3",)}
 WEIGHT = re.compile(r"\.weight(_packed)?$")
 
@@ -157,13 +156,9 @@ class EffectiveMaps:
 
 def _decoder_root(source: Source) -> str:
     """Return the prefix before ``layers.`` of the language model's decoder, e.g. ``model.``."""
-    inside = (LAYER.match(name) for name in source.tensors if ".self_attn." in name)
+    inside = (decoder_layer(name) for name in source.tensors if ".self_attn." in name)
     stacks = {match["stack"] for match in inside if match and match["index"] == "0"}
-    roots = {
-        stack.removesuffix(STACK)
-        for stack in stacks
-        if stack.endswith(STACK) and not OTHER_TOWERS.search(stack)
-    }
+    roots = {stack.removesuffix(STACK) for stack in stacks if stack.endswith(STACK)}
     if len(roots) != 1:
         found = f"found {', '.join(sorted(roots))}" if roots else "found none"
         raise FlexQuantError(

@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import Queue
 from pathlib import Path
 
+from tests.cores import take_cores
 from tests.faults.table import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
@@ -190,26 +191,26 @@ def try_fault(fault: Fault) -> Outcome:
     return Outcome(fault.name, "red", test, message, done.seconds)
 
 
-def take_cores(shares: Queue[list[int]]) -> None:
+def take_a_share_of_the_cores(numbers: Queue[int], jobs: int) -> None:
     """Give this worker, and what it starts, cores of its own."""
-    os.sched_setaffinity(0, shares.get())
+    take_cores(numbers.get(), jobs)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[fault.name for fault in FAULTS])
-    cores = sorted(os.sched_getaffinity(0))
     jobs_help = "faults side by side, each on cores of its own (default: one for each core, at most 2)"
-    parser.add_argument("--jobs", type=int, default=min(2, len(cores)), help=jobs_help)
+    parser.add_argument("--jobs", type=int, default=min(2, len(os.sched_getaffinity(0))), help=jobs_help)
     arguments = parser.parse_args()
     faults = [fault for fault in FAULTS if arguments.only is None or fault.name in arguments.only]
     start = time.monotonic()
 
     WORK.mkdir(parents=True, exist_ok=True)
-    shares: Queue[list[int]] = Queue()
+    numbers: Queue[int] = Queue()
     for job in range(arguments.jobs):
-        shares.put(cores[job :: arguments.jobs] or cores)
-    with ProcessPoolExecutor(arguments.jobs, initializer=take_cores, initargs=(shares,)) as pool:
+        numbers.put(job)
+    share = {"initializer": take_a_share_of_the_cores, "initargs": (numbers, arguments.jobs)}
+    with ProcessPoolExecutor(arguments.jobs, **share) as pool:
         environments = list(dict.fromkeys(fault.environment for fault in faults))
         chosen = [[f for f in faults if f.environment == environment] for environment in environments]
         problems = [problem for problem in pool.map(baseline, environments, chosen) if problem]

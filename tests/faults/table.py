@@ -49,7 +49,7 @@ POLICY = (
     Fault(
         "single-size-never-matches",
         "A rule for one size alone, with 'max' equal to 'min', takes no pass.",
-        "flexquant/policy/rules.py",
+        "flexquant/policy/ranges.py",
         "self.max is None or number <= self.max",
         "self.max is None or number < self.max",
         ("tests/unit/test_routes.py::test_a_rule_for_one_size_alone",),

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ import pytest
 from benchmarks.speed.results import read_cells
 from benchmarks.speed.shapes import SHAPES
 from flexquant.measuring.machine import describe_machine, describe_versions
-from tests.integration.test_examples import newcomers_environment
+from tests import programs
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
-ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789ab"
 SUBJECTS = ["w8a8", "flexquant:w8a8"]
 OPTIONS = [
@@ -38,17 +36,10 @@ class Run:
     stdout: str = ""
 
     def start(self) -> None:
-        folders = ["--output", str(self.output), "--work", str(self.work)]
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks", "run", *OPTIONS, *folders],
-            cwd=ROOT,
-            env=newcomers_environment(),
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        self.stdout = done.stdout
+        command = [sys.executable, "-m", "benchmarks", "run", *OPTIONS]
+        command += ["--output", self.output, "--work", self.work]
+        environment = programs.newcomers_environment()
+        self.stdout = programs.run(command, timeout=1200, environment=environment).stdout
 
     def cells(self, part: str) -> list[dict[str, Any]]:
         return [cell for cell in read_cells(self.output) if cell["part"] == part]

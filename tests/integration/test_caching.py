@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from tests.integration.conftest import Answers, answers, engine, every_plan_of, take_policy
+from tests.integration.conftest import answers, engine, every_plan_of, take_policy
+from tests.integration.logprobs import distance
 
 pytestmark = pytest.mark.engine
 
@@ -59,14 +60,3 @@ def test_what_a_plan_wrote_another_reads_as_if_it_had_just_been_written(asked):
     own, other = (distance(found["nothing"], found[held]) for held in ("own", "other"))
     print(f"Mean distance in nats from an empty cache's answer: own {own:.4f}, other {other:.4f}")
     assert own < other / 4
-
-
-def distance(one: Answers, other: Answers) -> float:
-    """Mean difference of the logprobs at every step as far as the tokens before it are the same."""
-    differences: list[float] = []
-    for (ids, steps), (other_ids, other_steps) in zip(one, other, strict=True):
-        for i, (step, other_step) in enumerate(zip(steps, other_steps, strict=True)):
-            if ids[:i] != other_ids[:i]:
-                break
-            differences += [abs(step[token] - other_step[token]) for token in step.keys() & other_step.keys()]
-    return sum(differences) / len(differences)

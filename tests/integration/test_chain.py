@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -15,11 +14,12 @@ from openai import OpenAI
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.settings import Settings
 from flexquant.measuring.server import vllm_serve
+from tests import programs
 from tests.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
-QUANTIZE = Path(__file__).parents[2] / ".venv/quantize/bin/flexquant"
+QUANTIZE = programs.ROOT / ".venv/quantize/bin/flexquant"
 SETTINGS = Settings(batch_sizes=(4,), samples=8, prompt_tokens=32, tokens=16)
 
 
@@ -31,7 +31,7 @@ def qwen2(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("qwen2")
     model = make_checkpoint(folder / "model", "qwen2", scheme=None)
     command = [QUANTIZE, "build", model, "--output", folder / "merged", "--samples", "8", "--length", "64"]
-    subprocess.run([str(part) for part in command], check=True, timeout=300)
+    programs.run(command, timeout=300)
     return {"model": model, "merged": folder / "merged"}
 
 

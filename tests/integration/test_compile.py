@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import Answers, answers, engine
+from tests.integration.logprobs import distance
 
 pytestmark = [
     pytest.mark.engine,
@@ -69,6 +70,8 @@ PLANS = set(PLAN.values())
 TAGS = {"flexquant-w4a16", "flexquant-w8a8", "flexquant-w8a8_w4a16_1_"}
 """Of the folders below which vLLM keeps what it compiled for a plan, without the digest at their end."""
 TOKENS = 8
+SECOND = slice(1, 2)
+"""The first step of decode, which reads what prefill has written."""
 SIZES = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 
 
@@ -234,16 +237,8 @@ def eager(folder, policies, tmp_path_factory):
 def test_a_plan_that_takes_over_reads_the_kv_cache_of_the_one_before(compiled, eager):
     switching, w8a8 = compiled.several.answers[4], compiled.w8a8.answers[4]
     assert [steps[0] for _, steps in switching] == [steps[0] for _, steps in w8a8], "prefill is w8a8's"
-    assert distance(switching, eager.answers[4]) < distance(switching, w8a8) / 2, "decode is not"
-
-
-def distance(one: Answers, other: Answers) -> float:
-    """Mean difference of the second step's logprobs, for the requests with the same first token."""
-    pairs = [
-        (a[1], b[1]) for (ids, a), (other_ids, b) in zip(one, other, strict=True) if ids[0] == other_ids[0]
-    ]
-    differences = [abs(a[token] - b[token]) for a, b in pairs for token in a.keys() & b.keys()]
-    return sum(differences) / len(differences)
+    to_eager, to_w8a8 = (distance(switching, other, SECOND) for other in (eager.answers[4], w8a8))
+    assert to_eager < to_w8a8 / 2, "decode is not"
 
 
 def test_every_plan_is_compiled_before_the_kv_cache_is_sized_and_none_later(compiled):
@@ -319,8 +314,9 @@ def test_dynamo_trace_once_has_every_plan_too(folder, policies, eager, tmp_path)
     w8a8 = run(folder / "w8a8", tmp_path / "w8a8")
     assert several.answers[3] == w8a8.answers[3]
     for number in (1, 2, 4):
-        assert distance(several.answers[number], eager.answers[number]) < (
-            distance(several.answers[number], w8a8.answers[number]) / 2
-        ), number
+        to_eager, to_w8a8 = (
+            distance(several.answers[number], other.answers[number], SECOND) for other in (eager, w8a8)
+        )
+        assert to_eager < to_w8a8 / 2, number
     assert several.before_kv_cache["num_aot_compiles"] == len(PLANS)
     assert not any(several.after_kv_cache.values()), several.after_kv_cache

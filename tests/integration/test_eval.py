@@ -169,7 +169,7 @@ def test_answers_are_compared_with_the_references(evaluation):
 def test_what_is_written(evaluation):
     document, output = evaluation
     written = {file.name for file in (output / "results").iterdir()}
-    assert written == {"quality.json", "quality.md", "quality.png", "quality.svg"}
+    assert written == {"quality.json", "quality.md", "quality.png"}
     assert "| phase " in (output / "results" / "quality.md").read_text()
     assert str(output) not in json.dumps(document)
     assert document["machine"]["cpu"] and document["versions"]["vllm"]

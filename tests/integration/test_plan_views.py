@@ -16,20 +16,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import fold_final_norm, make_checkpoint
 from tests.integration.conftest import answers, engine
+from tests.policies import SWITCHING
 
 pytestmark = pytest.mark.engine
 
 LAYERS = 3
 SMALL = {"max_model_len": 128, "max_num_seqs": 4}
-SWITCHING = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: [prefill, mixed]}
-    use: w8a8
-  - when: {phase: decode, batch_size: {max: 1}}
-    use: w4a16
-  - use: {default: w4a16, layers: {"0": w8a8}}
-"""
 
 
 @dataclass

@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 
 import pytest
 
+from tests import programs
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.oldest
@@ -19,16 +20,7 @@ ALL_PLUGINS_BUT_OURS = {"VLLM_PLUGINS": "lora_filesystem_resolver"}
 
 def python(code: str, **environment: str) -> str:
     """Run ``code`` in an interpreter of its own and return the last line that it prints."""
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = programs.run([sys.executable, "-c", code], timeout=300, environment={**os.environ, **environment})
     return done.stdout.strip().splitlines()[-1]
 
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,26 +12,17 @@ from vllm.platforms import current_platform
 
 from benchmarks.proof.outcomes import SKIPPED, read_outcomes
 from benchmarks.speed.results import read_cells
-from tests.integration.test_examples import newcomers_environment
+from tests import programs
 
 pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="on a GPU a proof takes half an hour")
 def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> None:
     output = tmp_path / "proof"
-    command = ["-m", "benchmarks", "prove", "tiny", "--output", str(output), "--work", str(tmp_path / "work")]
-    done = subprocess.run(
-        [sys.executable, *command, "--minutes", "20", "--commit", "0123456789ab"],
-        cwd=ROOT,
-        env=newcomers_environment(),
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    command = [sys.executable, "-m", "benchmarks", "prove", "tiny", "--minutes", "20"]
+    command += ["--commit", "0123456789ab", "--output", output, "--work", tmp_path / "work"]
+    done = programs.run(command, timeout=1500, environment=programs.newcomers_environment())
     outcomes = read_outcomes(output / "tests.jsonl")
     assert outcomes and {outcome["outcome"] for outcome in outcomes.values()} == {SKIPPED}
     assert {o["reason"] for o in outcomes.values()} == {"needs an NVIDIA GPU"}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -16,9 +15,8 @@ import pytest
 from benchmarks.speed.command_line import make_parser
 from flexquant.cli import build_parser, main
 from flexquant.measuring.server import vllm_serve
-from tests import readme
+from tests import programs, readme
 
-ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 FEW = {
     "eval": "--samples 4 --batch-sizes 4 --prompt-tokens 32 --tokens 8 --no-questions",
@@ -27,7 +25,7 @@ FEW = {
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory, real_model, real_variants, real_merged):
+def folder(tmp_path_factory, real_model, real_variants, real_merged):
     """A folder with what the README's commands expect: what `flexquant build` made, a policy, a text."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "my-variants").mkdir()
@@ -53,14 +51,13 @@ def test_the_readme_shows_no_other_commands():
 def test_what_make_runs_is_there_and_understood(command):
     """`make test` runs itself, test_examples runs what `make demo` starts; here: that it starts just that."""
     command = [*shlex.split(command), "--dry-run", "--always-make"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    lines = done.stdout.replace("\\\n", " ").splitlines()
+    lines = programs.run(command, timeout=120).stdout.replace("\\\n", " ").splitlines()
     assert lines
     for program, *arguments in filter(None, map(shlex.split, lines)):
         if program.endswith("/flexquant"):
             build_parser().parse_args(arguments)
-        for script in (argument for argument in arguments if argument.endswith(".py")):
-            assert (ROOT / script).is_file(), script
+        for script in (a.removeprefix("--ignore=") for a in arguments if a.endswith(".py")):
+            assert (programs.ROOT / script).is_file(), script
 
 
 @pytest.mark.parametrize("command", of("python"))
@@ -72,8 +69,8 @@ def test_benchmark_commands_are_understood(command):
 
 
 @pytest.mark.engine
-def test_flexquant_commands_in_order(workplace, monkeypatch):
-    monkeypatch.chdir(workplace)
+def test_flexquant_commands_in_order(folder, monkeypatch):
+    monkeypatch.chdir(folder)
     commands = [c for c in of("flexquant") if not c.startswith(("flexquant quantize", "flexquant build"))]
     assert len(commands) > 6
     for command in commands:
@@ -84,16 +81,15 @@ def test_flexquant_commands_in_order(workplace, monkeypatch):
 
 def test_the_program_flexquant_is_installed():
     """The test above enters where the program does."""
-    done = subprocess.run([str(BIN / "flexquant"), "policy", "list"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "phase-batch" in done.stdout
+    assert "phase-batch" in programs.run([BIN / "flexquant", "policy", "list"], timeout=120).stdout
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("command", of("vllm"))
 def test_vllm_commands(command, real_merged, tmp_path, monkeypatch):
     (tmp_path / "my-policy.yaml").write_text(readme.document("flexquant.policy/v1"))
-    shutil.copy(ROOT / "benchmarks" / "results" / "tuning" / "smollm2-135m.yaml", tmp_path / "my-tuned.yaml")
+    tuned = programs.ROOT / "benchmarks" / "results" / "tuning" / "smollm2-135m.yaml"
+    shutil.copy(tuned, tmp_path / "my-tuned.yaml")
     monkeypatch.chdir(tmp_path)
     program, subcommand, model, *arguments = shlex.split(command)
     assert (program, subcommand, model) == ("vllm", "serve", "my-model-merged")

@@ -5,15 +5,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from vllm.platforms import current_platform
 
+from tests import programs
 from tests.integration.conftest import answers, bytes_of_int4_group, engine
-from tests.integration.test_examples import newcomers_environment
 
 pytestmark = pytest.mark.engine
 
@@ -63,14 +61,8 @@ def large_layers() -> dict[str, tuple[int, int]]:
     """Of large layers, by scheme: the bytes that are counted, and those by which the process grew."""
     if not current_platform.is_cpu():
         pytest.skip("on a GPU, kernels pack weights into parameters")
-    done = subprocess.run(
-        [sys.executable, "-c", LARGE_LAYERS, str(OUTPUTS), str(INPUTS)],
-        cwd=Path(__file__).parents[2],
-        env=newcomers_environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = [sys.executable, "-c", LARGE_LAYERS, OUTPUTS, INPUTS]
+    done = programs.run(command, timeout=300, environment=programs.newcomers_environment())
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from flexquant.errors import FlexQuantError
+from tests import programs
 from tests.checkpoints import StateDict, make_checkpoint
 from tests.quantize.quantizing import RTN, W4A16, quantize, recipe
 
@@ -110,8 +110,7 @@ quantize(model, output + "/cold", recipe(w4a16=W4A16), samples=2, length=4096)
 def test_running_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, max_position_embeddings=4096)
     command = [sys.executable, "-c", LITTLE_MEMORY, str(model), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = programs.run(command, timeout=300, status=1)
     assert (
         "FlexQuantError: the memory ran out while quantising 'w4a16'; lower --samples or --length"
         in done.stderr

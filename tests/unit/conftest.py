@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Small checkpoints and a device, made once for the tests that only read them."""
+"""Small checkpoints and a device, made once for the tests that only read them; a container of a kind."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,23 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
     path = tmp_path_factory.mktemp("device") / "mine.yaml"
     path.write_text(DEVICE)
     return load_device(str(path))
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Variants with all files of a user's: w8a8 in two shards, w4a16 in one and by other transformers."""
+    folder = tmp_path_factory.mktemp("sources")
+    made = {
+        "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", num_shards=2),
+        "w4a16": make_checkpoint(folder / "w4a16", scheme="w4a16"),
+    }
+    config = json.loads((made["w4a16"] / "config.json").read_text())
+    (made["w4a16"] / "config.json").write_text(json.dumps({**config, "transformers_version": "5.0.0"}))
+    for name, path in made.items():
+        (path / "recipe.yaml").write_text(f"scheme: {name}\n")
+        (path / "generation_config.json").write_text('{"temperature": 0.6}')
+        (path / "chat_template.jinja").write_text("{{ messages }}")
+    return made
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +69,24 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         write_checkpoint(folder / scheme, SHAPES["tiny"], scheme)
     assert sorted(path.name for path in folder.iterdir()) == sorted(SCHEMES)
     return {scheme: folder / scheme for scheme in SCHEMES}
+
+
+@pytest.fixture(scope="session")
+def container() -> list[str]:
+    """The start of a command whose rest runs like a container: with process ids and mounts of its own.
+
+    Made without privileges, which a container's default seccomp profile refuses to what runs in it.
+    """
+    command = ["unshare", "--map-root-user", "--pid", "--mount", "--fork", "--kill-child"]
+    try:
+        probe = [*command, "mount", "-t", "tmpfs", "tmpfs", "/tmp"]
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=60)
+        problem = done.returncode and (done.stderr.strip() or f"it ends with {done.returncode}")
+    except FileNotFoundError:
+        problem = "there is no such program"
+    if problem:
+        pytest.skip(f"this machine does not let its users make namespaces with unshare: {problem}")
+    return command
 
 
 @pytest.fixture

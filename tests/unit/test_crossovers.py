@@ -13,7 +13,7 @@ from benchmarks.speed.results import ROOT, read_cells
 from benchmarks.speed.tables import kernel_results
 from flexquant.prediction.device import Device, load_device
 from flexquant.prediction.linears import Linear
-from flexquant.prediction.predicting import gemm_crossover
+from flexquant.prediction.predicting import MAX_SIZE
 from flexquant.prediction.roofline import linear_cost
 from tests.prediction import square
 
@@ -35,6 +35,15 @@ def ratio(device: Device, name: str, tokens: int, outputs: int = 8192, inputs: i
         for scheme in (w8a8_scheme(name), "w4a16")
     )
     return a / b
+
+
+def first_crossover(a: Linear, b: Linear, device: Device) -> int:
+    """The fewest tokens at which ``b`` is faster than ``a``."""
+    return next(
+        tokens
+        for tokens in range(1, MAX_SIZE + 1)
+        if linear_cost(b, tokens, device).seconds < linear_cost(a, tokens, device).seconds
+    )
 
 
 def with_efficiency(device: Device, w8a8: float, alone: bool) -> Device:
@@ -62,15 +71,10 @@ def test_crossovers_fall_within_the_published_brackets(efficiency: float, alone:
 
 def test_first_crossovers() -> None:
     found = {
-        name: gemm_crossover(square("w4a16"), square(w8a8_scheme(name)), load_device(name))
+        name: first_crossover(square("w4a16"), square(w8a8_scheme(name)), load_device(name))
         for name in CROSSOVERS
     }
     assert found == {"h20": 9, "h200": 28, "h100": 40, "a100": 119, "rtx-4090": 139}
-
-
-def test_crossover_is_none_where_one_kernel_always_wins() -> None:
-    device = load_device("a100")
-    assert gemm_crossover(square("w4a16"), square("w4a16"), device) is None
 
 
 @pytest.mark.parametrize("name", GAINS)

@@ -148,7 +148,7 @@ def test_fp8(tmp_path, strategy):
 def test_an_ignored_layer_is_read_as_stored(tmp_path, dtype, bits):
     w = gaussian()
     reader = one_layer(tmp_path, {"weight": w.to(dtype)}, {"strategy": "channel"}, ignore=[MODULE])
-    assert reader.scheme(MODULE) is None
+    assert reader.schemes.of(MODULE) is None
     assert torch.equal(reader.read(MODULE).weight, w.to(dtype).float())
     check(reader, w, 2.0**-bits)
 
@@ -163,8 +163,8 @@ def test_more_than_a_megabyte_is_read_in_order(tmp_path):
 @pytest.mark.parametrize("ignore", [["re:.*k_proj"], ["lm_head", MODULE]])
 def test_ignored_by_name_or_pattern(tmp_path, ignore):
     reader = one_layer(tmp_path, {"weight": gaussian()}, {"strategy": "channel"}, ignore=ignore)
-    assert reader.scheme(MODULE) is None
-    assert reader.scheme("model.layers.0.self_attn.v_proj") is not None
+    assert reader.schemes.of(MODULE) is None
+    assert reader.schemes.of("model.layers.0.self_attn.v_proj") is not None
 
 
 def test_a_name_is_more_specific_than_a_class(tmp_path):
@@ -176,8 +176,8 @@ def test_a_name_is_more_specific_than_a_class(tmp_path):
         json.dumps({"architectures": ["LlamaForCausalLM"], "quantization_config": section})
     )
     reader = WeightReader(Source.open("variant", tmp_path))
-    assert reader.scheme("model.layers.0.mlp.down_proj").weights.num_bits == 4
-    assert reader.scheme(MODULE).weights.num_bits == 8
+    assert reader.schemes.of("model.layers.0.mlp.down_proj").weights.num_bits == 4
+    assert reader.schemes.of(MODULE).weights.num_bits == 8
 
 
 def test_unreadable_schemes_are_named(tmp_path):
@@ -196,7 +196,7 @@ def test_a_quantised_layer_without_a_scheme_is_named(tmp_path):
 
 
 def test_a_senseless_section_is_named(tmp_path):
-    with pytest.raises(FlexQuantError, match="quantization_config of variant 'variant' is not understood"):
+    with pytest.raises(FlexQuantError, match="variant 'variant' has a quantization_config that is not"):
         one_layer(tmp_path, {"weight": gaussian()}, {"strategy": "sideways"})
 
 

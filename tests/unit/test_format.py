@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,10 +16,11 @@ from flexquant.checkpoint import merged_config
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.provenance import PROVENANCE_FILE
 from flexquant.merge import merge_checkpoints
+from tests import programs
 from tests.checkpoints import make_checkpoint
+from tests.readme import BLOCK
 
 PAGE = Path(merged_config.__file__).with_name("FORMAT.md").read_text()
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = dict(BLOCK.findall(PAGE))
 SAVE = """
 import sys
@@ -49,7 +49,7 @@ def merged(sources: dict[str, Path]) -> Path:
 def test_the_snippet_loads_a_variant_without_flexquant(sources, merged, tmp_path, name):
     (tmp_path / "snippet.py").write_text(BLOCKS["python"] + SAVE)
     command = [sys.executable, "snippet.py", str(merged), name, "loaded.safetensors"]
-    subprocess.run(command, check=True, cwd=tmp_path)
+    programs.run(command, timeout=120, folder=tmp_path)
     loaded, original = (
         load_file(tmp_path / "loaded.safetensors"),
         load_file(sources[name] / "model.safetensors"),

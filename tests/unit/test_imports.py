@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
+
+from tests import programs
 
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
@@ -25,6 +26,6 @@ print(json.dumps([len(names), heavy]))
 @pytest.mark.parametrize("package", ["checkpoint", "policy", "documents"])
 def test_no_module_imports_torch_or_vllm(package):
     command = [sys.executable, "-c", IMPORT_ALL, f"flexquant.{package}"]
-    modules, heavy = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    modules, heavy = json.loads(programs.run(command, timeout=120).stdout)
     assert modules > 2
     assert heavy == {}, "the first module that loads each"

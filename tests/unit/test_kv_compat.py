@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,25 +17,25 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from flexquant.merge.kv.norms import build_first_layer, measure_offset
 from tests.checkpoints import StateDict, make_checkpoint
-
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 4, 2, 32, 128, 256
-LAYERS = ("model.layers.0.", "model.layers.1.")
-READS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
-WRITES = ("self_attn.o_proj", "mlp.down_proj")
-Edit = Callable[[StateDict], None]
-
-
-def in_float32(edit: Edit) -> Callable[[StateDict], StateDict]:
-    def transform(state: StateDict) -> StateDict:
-        torch.manual_seed(7)
-        state = {name: tensor.float() for name, tensor in state.items()}
-        edit(state)
-        return {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
-
-    return transform
+from tests.unit.edits import (
+    HEAD_DIM,
+    HIDDEN,
+    LAYERS,
+    READS,
+    WRITES,
+    Edit,
+    edit_tensor,
+    factors,
+    in_float32,
+    orthogonal,
+    rotate_head_rows,
+    rotate_q_and_k,
+    rotate_residual,
+    rotate_v_and_o,
+    scale_up_to_down,
+    smooth_norms,
+    smooth_v_to_o,
+)
 
 
 def report(
@@ -51,89 +50,6 @@ def report(
     transform = None if edit is None else in_float32(edit)
     other = make_checkpoint(tmp_path / "b", architecture, schemes[1], transform=transform, **overrides)
     return check_kv_compatibility([Source.open("first", reference), Source.open("second", other)])
-
-
-def factors(n: int, low: float, high: float) -> torch.Tensor:
-    return torch.empty(n).uniform_(low, high)
-
-
-def orthogonal(n: int) -> torch.Tensor:
-    return torch.linalg.qr(torch.randn(n, n))[0]
-
-
-def smooth_norms(norm_offset: float = 0.0, norms=READS, compensate: bool = True, low=0.5, high=2.0) -> Edit:
-    def edit(state: StateDict) -> None:
-        for layer in LAYERS:
-            for norm, readers in norms.items():
-                scale = factors(HIDDEN, low, high)
-                weight = state[f"{layer}{norm}.weight"]
-                weight.copy_((weight + norm_offset) / scale - norm_offset)
-                for reader in readers if compensate else ():
-                    state[f"{layer}{reader}.weight"] *= scale
-
-    return edit
-
-
-def smooth_v_to_o(low: float, high: float) -> Edit:
-    def edit(state: StateDict) -> None:
-        for layer in LAYERS:
-            scale = factors(KV_HEADS * HEAD_DIM, low, high)
-            state[layer + "self_attn.v_proj.weight"] *= scale[:, None]
-            per_query_head = scale.view(KV_HEADS, HEAD_DIM).repeat_interleave(HEADS // KV_HEADS, 0)
-            state[layer + "self_attn.o_proj.weight"] /= per_query_head.reshape(-1)
-
-    return edit
-
-
-def rotate_v_and_o(state: StateDict) -> None:
-    for layer in LAYERS:
-        rotation = orthogonal(HEAD_DIM)
-        rotate_head_rows(state, layer + "self_attn.v_proj.weight", rotation)
-        o = layer + "self_attn.o_proj.weight"
-        state[o] = (state[o].view(HIDDEN, HEADS, HEAD_DIM) @ rotation.T).reshape(HIDDEN, -1)
-
-
-def rotate_q_and_k(state: StateDict) -> None:
-    for layer in LAYERS:
-        rotation = orthogonal(HEAD_DIM)
-        for projection in ("q_proj", "k_proj"):
-            rotate_head_rows(state, f"{layer}self_attn.{projection}.weight", rotation)
-
-
-def rotate_head_rows(state: StateDict, name: str, rotation: torch.Tensor) -> None:
-    weight = state[name]
-    state[name] = (rotation @ weight.view(-1, HEAD_DIM, weight.shape[1])).reshape(weight.shape)
-
-
-def rotate_residual(state: StateDict) -> None:
-    """QuaRot's first rotation: norms folded away, everything that touches the residual stream turned."""
-    rotation = orthogonal(HIDDEN)
-    state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"] @ rotation
-    for layer in LAYERS:
-        for norm, readers in READS.items():
-            for reader in readers:
-                name = f"{layer}{reader}.weight"
-                state[name] = (state[name] * state[f"{layer}{norm}.weight"]) @ rotation
-            state[f"{layer}{norm}.weight"].fill_(1)
-        for writer in WRITES:
-            state[f"{layer}{writer}.weight"] = rotation.T @ state[f"{layer}{writer}.weight"]
-
-
-def scale_up_to_down(state: StateDict) -> None:
-    for layer in LAYERS:
-        scale = factors(INTERMEDIATE, 0.5, 2)
-        state[layer + "mlp.up_proj.weight"] /= scale[:, None]
-        state[layer + "mlp.down_proj.weight"] *= scale
-
-
-def edit_tensor(pattern: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
-    def edit(state: StateDict) -> None:
-        names = [name for name in state if re.search(pattern, name)]
-        assert names
-        for name in names:
-            state[name] = change(state[name])
-
-    return edit
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])

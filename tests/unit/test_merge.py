@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -19,21 +18,8 @@ from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, verify_checkpoint
 from flexquant.policy.rules import load_policy
+from tests import programs
 from tests.checkpoints import fold_final_norm, make_checkpoint
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sources")
-    made = {
-        "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", num_shards=2),
-        "w4a16": make_checkpoint(folder / "w4a16", scheme="w4a16"),
-    }
-    for name, path in made.items():
-        (path / "recipe.yaml").write_text(f"scheme: {name}\n")
-        (path / "generation_config.json").write_text('{"temperature": 0.6}')
-        (path / "chat_template.jinja").write_text("{{ messages }}")
-    return made
 
 
 def contents(folder):
@@ -238,9 +224,9 @@ except FlexQuantError as e:
 """
 
 
-def merge_in_child(sources, output, mode, **options):
-    argv = [sys.executable, "-c", MERGE_IN_CHILD, sources["w8a8"], sources["w4a16"], output, mode]
-    return subprocess.run(argv, capture_output=True, text=True, **options)
+def merge_in_child(sources, output, mode):
+    """The command that does it."""
+    return [sys.executable, "-c", MERGE_IN_CHILD, sources["w8a8"], sources["w4a16"], output, mode]
 
 
 @pytest.mark.parametrize("output_exists", [False, True])
@@ -249,7 +235,7 @@ def test_killed_merge_leaves_the_old_output_or_none(sources, tmp_path, output_ex
     if output_exists:
         merge_checkpoints({"w8a8": sources["w8a8"]}, output)
     before = contents(output)
-    assert merge_in_child(sources, output, "kill").returncode == -signal.SIGKILL
+    programs.run(merge_in_child(sources, output, "kill"), timeout=120, status=-signal.SIGKILL)
     assert contents(output) == before
     left = {p.name for p in tmp_path.iterdir() if p != output}
     assert left == {".merged.lock", ".merged.tmp"} and not (tmp_path / ".merged.tmp/config.json").exists()
@@ -267,15 +253,6 @@ exit $code
 """
 
 
-def merge_on_small_disk(sources, disk, size, mode):
-    """Merge into a tmpfs of ``size`` that only the child sees; list what is left in it on stdout."""
-    disk.mkdir()
-    argv = [sys.executable, "-c", MERGE_IN_CHILD, sources["w8a8"], sources["w4a16"], disk / "merged", mode]
-    shell = ["unshare", "--map-root-user", "--mount", "sh", "-c", ON_SMALL_DISK, "sh", *argv]
-    environment = {**os.environ, "SIZE": size, "DISK": str(disk)}
-    return subprocess.run(shell, capture_output=True, text=True, env=environment)
-
-
 @pytest.mark.parametrize(
     ("size", "mode", "message"),
     [
@@ -283,9 +260,13 @@ def merge_on_small_disk(sources, disk, size, mode):
         ("8m", "fill", r"the disk ran full while writing .*; nothing is left of it, free some space"),
     ],
 )
-def test_disk_full(sources, tmp_path, size, mode, message):
-    result = merge_on_small_disk(sources, tmp_path / "disk", size, mode)
-    assert result.returncode == 1, result.stderr
+def test_disk_full(sources, tmp_path, container, size, mode, message):
+    """On a disk in memory, which only the child sees; what it leaves there is listed on stdout."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = [*container, "sh", "-c", ON_SMALL_DISK, "sh", *merge_in_child(sources, disk / "merged", mode)]
+    environment = {**os.environ, "SIZE": size, "DISK": str(disk)}
+    result = programs.run(command, timeout=120, status=1, environment=environment)
     assert re.search(message, result.stderr) and "Traceback" not in result.stderr
     assert result.stdout == ""
 

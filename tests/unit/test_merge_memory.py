@@ -3,18 +3,18 @@
 """Merging streams: its memory does not grow with the model."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "merge.py"
+from tests import programs
+
+BENCHMARK = programs.ROOT / "benchmarks" / "merge.py"
 MIB = 1 << 20
 
 
 def merge(mib: int, folder: Path) -> dict:
-    argv = [sys.executable, BENCHMARK, "--gib", str(mib / 1024), "--repeats", "1", "--folder", folder]
-    printed = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
-    return json.loads(printed.splitlines()[-1])
+    command = [sys.executable, BENCHMARK, "--gib", mib / 1024, "--repeats", 1, "--folder", folder]
+    return json.loads(programs.run(command, timeout=300).stdout.splitlines()[-1])
 
 
 def test_four_times_the_model_takes_the_same_memory(tmp_path):

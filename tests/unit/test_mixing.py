@@ -17,7 +17,7 @@ from flexquant.merge import merge_checkpoints
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import parse_policy
 from tests.checkpoints import make_checkpoint
-from tests.unit.test_kv_compat import in_float32, rotate_residual
+from tests.unit.edits import in_float32, rotate_residual
 
 VARIANTS = ("w8a8", "w4a16", "spin")
 

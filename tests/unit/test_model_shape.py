@@ -80,6 +80,14 @@ def test_experts_are_counted_as_one_call() -> None:
     }
 
 
+@pytest.mark.parametrize("tower", ["vision_tower.encoder", "visual", "audio_tower", "mtp"])
+def test_layers_of_other_towers_are_left_out(tower: str) -> None:
+    names = ["language_model.model.layers.0.mlp.up_proj.weight", f"{tower}.layers.0.mlp.up_proj.weight"]
+    section = {"quant_method": "compressed-tensors", "config_groups": {}}
+    reader = LinearReader(tensors(dict.fromkeys(names, (32, 16))), section, "here")
+    assert reader.decoder_linears(1) == {Linear(32, 16, 2 * 32 * 16, "bf16"): 1}
+
+
 def test_unknown_schemes_are_refused() -> None:
     shapes = {"layers.0.up_proj.weight": (32, 16), "layers.0.up_proj.weight_scale": (32, 1)}
     group = {"targets": ["Linear"], "weights": {"num_bits": 8}, "input_activations": {"num_bits": 4}}
@@ -90,7 +98,7 @@ def test_unknown_schemes_are_refused() -> None:
         LinearReader(tensors(shapes), section, "here").decoder_linears(1)
     with pytest.raises(FlexQuantError, match="is stored quantised, but no config group quantises it"):
         LinearReader(tensors(shapes), {**section, "ignore": ["re:.*"]}, "here").decoder_linears(1)
-    with pytest.raises(FlexQuantError, match="cannot read .*; quantise the model again"):
+    with pytest.raises(FlexQuantError, match="not understood .*; quantise the model again"):
         LinearReader(tensors(shapes), {"config_groups": 8}, "here")
     with pytest.raises(FlexQuantError, match="here has no linear weights in decoder layers"):
         LinearReader(tensors({"embed.weight": (4, 4)}), section, "here").decoder_linears(1)

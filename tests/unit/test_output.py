@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.checkpoint.output import prepare_output, staged_folder
+from flexquant.checkpoint.output import prepare_output, staged_file, staged_folder
 from flexquant.errors import FlexQuantError
+from tests import programs
 
 # Stays in the stage until a line comes in; the process id is told first.
 WRITE_SLOWLY = """
@@ -69,11 +70,9 @@ def whole(text: str) -> dict[str, str]:
     return {"config.json": text, "weights": text}
 
 
-def start_writer_in_its_own_pid_namespace(output: Path) -> subprocess.Popen[str]:
-    """Like a container: its process has the id 1."""
-    command = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child"]
+def start_writer(container: list[str], output: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*command, sys.executable, "-c", WRITE_SLOWLY, str(output)],
+        [*container, sys.executable, "-c", WRITE_SLOWLY, str(output)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -81,14 +80,14 @@ def start_writer_in_its_own_pid_namespace(output: Path) -> subprocess.Popen[str]
     )
 
 
-def test_a_second_container_with_the_same_pid_does_not_take_the_stage_of_the_first(tmp_path):
-    first = start_writer_in_its_own_pid_namespace(tmp_path / "merged")
+def test_a_second_container_with_the_same_pid_does_not_take_the_stage_of_the_first(container, tmp_path):
+    first = start_writer(container, tmp_path / "merged")
     assert first.stdout is not None and first.stdout.readline() == "1\n"
-    second = start_writer_in_its_own_pid_namespace(tmp_path / "merged")
-    _, complaint = second.communicate("\n")
+    second = start_writer(container, tmp_path / "merged")
+    _, complaint = second.communicate("\n", timeout=120)
     assert second.returncode == 1
     assert "merged is being written by another process" in complaint
-    _, problems = first.communicate("\n")
+    _, problems = first.communicate("\n", timeout=120)
     assert (first.returncode, problems) == (0, "")
     assert contents(tmp_path / "merged") == {"config.json": "{}"}
     assert list(tmp_path.iterdir()) == [tmp_path / "merged"]
@@ -128,7 +127,7 @@ def test_killed_before_any_operation_it_leaves_the_old_output_or_none(tmp_path, 
             write(folder / "merged", "old")
             old = whole("old")
         command = [sys.executable, "-c", DIE_EARLY, str(folder), str(fatal), exchange]
-        died = subprocess.run(command).returncode == -signal.SIGKILL
+        died = programs.run(command, timeout=120, status=None).returncode == -signal.SIGKILL
         prepare_output(folder / "merged", [], overwrite=True)  # the next run cleans up
         assert contents(folder / "merged") in ([old, whole("new")] if died else [whole("new")]), fatal
         write(folder / "merged", "newer")
@@ -141,3 +140,16 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FlexQuantError, match=r"cannot write .*merged: .*file"):
         write(tmp_path / "file" / "merged", "new")
+
+
+def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path):
+    file = tmp_path / "file.json"
+    file.write_text("old")
+    with pytest.raises(ValueError), staged_file(file) as partial:
+        partial.write_text("ne")
+        raise ValueError
+    assert file.read_text() == "old"
+    with staged_file(file) as partial:
+        partial.write_text("new")
+        assert file.read_text() == "old"
+    assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]

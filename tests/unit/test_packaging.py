@@ -4,17 +4,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import programs
 
 
 def test_wheel_contents(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path)]
-    subprocess.run([*command, str(ROOT)], check=True, cwd=tmp_path)
+    programs.run([*command, programs.ROOT], timeout=300, folder=tmp_path)
     (wheel,) = tmp_path.glob("flexquant-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -26,10 +24,10 @@ def test_wheel_contents(tmp_path):
         ("policies", "flexquant/policies"),
     ):
         kinds = ("*.py", "*.yaml", "*.txt", "*.jsonl")
-        files = [file for kind in kinds for file in (ROOT / folder).rglob(kind)]
+        files = [file for kind in kinds for file in (programs.ROOT / folder).rglob(kind)]
         assert len(files) > 3
         for file in files:
-            assert f"{package}/{file.relative_to(ROOT / folder)}" in names
+            assert f"{package}/{file.relative_to(programs.ROOT / folder)}" in names
     assert not [n for n in names if n.startswith(("tests", "benchmarks", "examples", "merge/"))]
     assert "[vllm.general_plugins]\nflexquant = flexquant:register" in entry_points
     assert "[console_scripts]\nflexquant = flexquant.cli:main" in entry_points

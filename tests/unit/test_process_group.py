@@ -17,6 +17,7 @@ import pytest
 
 from flexquant.measuring.process_group import ProcessGroup, end_of_log
 from flexquant.measuring.server import ServerError, VLLMServer, free_port
+from tests.programs import is_running
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); {SLEEP}"
@@ -62,14 +63,6 @@ def wait_for_end(group: ProcessGroup) -> int:
     while (code := group.exit_code()) is None:
         time.sleep(0.01)
     return code
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie that waits for its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("program, ended", [(SLEEP, False), ("pass", True)], ids=["running", "ended"])

@@ -24,7 +24,7 @@ GRAPHS = TESTED["test_graph_modes.py"]
 ONE, OTHER = "tests/gpu/test_graph_modes.py::test_a", "tests/gpu/test_graph_modes.py::test_b"
 
 
-def verdict(claim: str, outcomes: Outcomes | None = None, unfinished: int = 0, cells: Any = ()) -> Verdict:
+def verdict(claim: str, outcomes: Outcomes | None = None, unfinished: Any = (), cells: Any = ()) -> Verdict:
     (found,) = [v for v in judge(outcomes or {}, unfinished, cells) if claim in v.claim]
     return found
 
@@ -32,16 +32,19 @@ def verdict(claim: str, outcomes: Outcomes | None = None, unfinished: int = 0, c
 @pytest.mark.parametrize(
     ("outcomes", "unfinished", "expected"),
     [
-        ([], 0, NOT_SHOWN),
-        ([PASSED, PASSED], 0, SHOWN),
-        ([PASSED, SKIPPED], 0, SHOWN),
-        ([SKIPPED, SKIPPED], 0, NOT_SHOWN),
+        ([], [], NOT_SHOWN),
+        ([PASSED, PASSED], [], SHOWN),
+        ([PASSED, SKIPPED], [], SHOWN),
+        ([SKIPPED, SKIPPED], [], NOT_SHOWN),
+        ([PASSED], [OTHER], NOT_SHOWN),
+        ([FAILED], [OTHER], CONTRADICTED),
+        ([PASSED, PASSED], ["tests/gpu/test_tune.py::test_c"], SHOWN),
         ([PASSED, PASSED], 3, NOT_SHOWN),
         ([PASSED, FAILED], 3, CONTRADICTED),
     ],
 )
 def test_a_claim_of_tests_is_shown_by_all_and_contradicted_by_one(
-    outcomes: list[str], unfinished: int, expected: str
+    outcomes: list[str], unfinished: list[str] | int, expected: str
 ) -> None:
     found = {test: {"outcome": outcome} for test, outcome in zip((ONE, OTHER), outcomes, strict=False)}
     assert verdict(GRAPHS, found, unfinished).verdict == expected

@@ -17,20 +17,10 @@ from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
 
 
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("originals")
-    make_checkpoint(folder / "w8a8", scheme="w8a8", num_shards=2)
-    make_checkpoint(folder / "w4a16", scheme="w4a16")
-    return folder
-
-
 @pytest.fixture
-def sources(originals, tmp_path):
-    """Two checkpoint folders to break: w8a8 in two shards, w4a16 in one file."""
-    for name in ("w8a8", "w4a16"):
-        shutil.copytree(originals / name, tmp_path / name)
-    return {name: tmp_path / name for name in ("w8a8", "w4a16")}
+def sources(sources, tmp_path):
+    """Copies, to be broken."""
+    return {name: shutil.copytree(folder, tmp_path / name) for name, folder in sources.items()}
 
 
 def fails(sources, *fragments: str) -> None:

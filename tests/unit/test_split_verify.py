@@ -18,20 +18,6 @@ from tests.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sources")
-    made = {
-        "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", num_shards=2),
-        "w4a16": make_checkpoint(folder / "w4a16", scheme="w4a16"),
-    }
-    config = json.loads((made["w4a16"] / "config.json").read_text())
-    (made["w4a16"] / "config.json").write_text(json.dumps({**config, "transformers_version": "5.0.0"}))
-    for name, path in made.items():
-        (path / "recipe.yaml").write_text(f"scheme: {name}\n")
-    return made
-
-
-@pytest.fixture(scope="module")
 def merged_once(sources, tmp_path_factory):
     folder = tmp_path_factory.mktemp("merged") / "merged"
     merge_checkpoints(sources, folder)

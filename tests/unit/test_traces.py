@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulation import find_trace, sent_requests
+from flexquant.documents.named_files import builtin_names
 from flexquant.errors import FlexQuantError
 from flexquant.simulation.arrivals import BUILTIN, make_builtin
-from flexquant.simulation.trace import Request, builtin_traces, read_trace, write_trace
+from flexquant.simulation.trace import PACKAGE, SUFFIX, Request, read_trace, write_trace
 
 
 def test_builtin_traces_are_what_the_seed_makes() -> None:
-    assert builtin_traces() == sorted(BUILTIN)
+    assert builtin_names(PACKAGE, SUFFIX) == sorted(BUILTIN)
     for name in BUILTIN:
         assert read_trace(name) == make_builtin(name)
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Programs that tests start: in an environment of their choice, bounded in time, shown where they fail."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 30
+"""Seconds that a program which has been interrupted gets to end."""
+SHOWN = 3000
+"""Characters of each stream that a failure shows, the last ones."""
+
+
+def newcomers_environment() -> dict[str, str]:
+    """This process's environment without what the tests set for their own engines."""
+    ours = ("VLLM_", "OMP_", "HF_HUB_")
+    return {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+
+
+def run(
+    command: Sequence[object],
+    *,
+    timeout: float,
+    status: int | None = 0,
+    environment: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in ``folder``; fail, with what it printed, unless it ends in time and with ``status``.
+
+    ``timeout`` is in seconds, ``status`` an exit code or None for any, and ``environment`` all of the
+    program's or None for this process's.
+    """
+    __tracebackhide__ = True
+    arguments = [str(part) for part in command]
+    problem = ""
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(arguments, cwd=folder, env=environment, stdout=stdout, stderr=stderr)
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            problem = f"did not end within {timeout} s"
+            process.send_signal(signal.SIGINT)  # so that it can end the servers that it has started
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
+        finally:
+            process.kill()
+            process.wait()
+        printed = []
+        for stream in (stdout, stderr):
+            stream.seek(0)
+            printed.append(stream.read().decode(errors="replace"))
+    if not problem and status not in (None, process.returncode):
+        problem = f"ended with {process.returncode} instead of {status}"
+    if problem:
+        shown = "\n".join(
+            f"{name}:\n{text[-SHOWN:]}" for name, text in zip(("stdout", "stderr"), printed, strict=True)
+        )
+        pytest.fail(f"{shlex.join(arguments)} {problem}\n{shown}")
+    return subprocess.CompletedProcess(arguments, process.returncode, *printed)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie that waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
