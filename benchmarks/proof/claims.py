@@ -45,22 +45,15 @@ class Verdict(NamedTuple):
     evidence: str
 
 
-def judge(outcomes: Outcomes, unfinished: Collection[str] | int, cells: Sequence[Cell]) -> list[Verdict]:
-    """Return a verdict for every claim.
-
-    ``unfinished``: the tests for which there was no time; if only their number is known, it counts for every
-    claim of tests.
-    """
+def judge(outcomes: Outcomes, unfinished: Collection[str], cells: Sequence[Cell]) -> list[Verdict]:
+    """Return a verdict for every claim; ``unfinished`` are the tests for which there was no time."""
     return [*_tested(outcomes, unfinished), *_measured(cells)]
 
 
-def _tested(outcomes: Outcomes, unfinished: Collection[str] | int) -> Iterator[Verdict]:
+def _tested(outcomes: Outcomes, unfinished: Collection[str]) -> Iterator[Verdict]:
     for file, claim in TESTED.items():
         found = Counter(o["outcome"] for test, o in outcomes.items() if f"/{file}::" in test)
-        if isinstance(unfinished, int):
-            missing, which = unfinished, "tests of all files"
-        else:
-            missing, which = sum(f"/{file}::" in test for test in unfinished), "tests"
+        missing = sum(f"/{file}::" in test for test in unfinished)
         said = ", ".join(
             f"{found[outcome]} {outcome}" for outcome in (PASSED, FAILED, SKIPPED) if found[outcome]
         )
@@ -69,7 +62,7 @@ def _tested(outcomes: Outcomes, unfinished: Collection[str] | int) -> Iterator[V
             verdict = CONTRADICTED
         elif found[PASSED] and not missing:
             verdict = SHOWN
-        rest = f"; {missing} {which} without an outcome" if missing else ""
+        rest = f"; {missing} without an outcome" if missing else ""
         yield Verdict(claim, verdict, f"tests/gpu/{file}: {said or 'not run'}{rest}")
 
 

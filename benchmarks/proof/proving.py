@@ -85,8 +85,8 @@ def prove(args: argparse.Namespace) -> Path:
     return write_proof(output, judge(read_outcomes(output / TESTS), unfinished, read_cells(output)))
 
 
-def run_tests(file: Path, tests: list[str], processes: int, seconds: float) -> int:
-    """Run those of ``tests`` that have not passed yet; return how many have no outcome after that."""
+def run_tests(file: Path, tests: list[str], processes: int, seconds: float) -> set[str]:
+    """Run those of ``tests`` that have not passed yet; return those that have no outcome after that."""
     pytest = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "benchmarks.proof.outcomes"]
     environment = {**os.environ, VARIABLE: str(file.absolute())}
     listed = subprocess.run(
@@ -98,7 +98,7 @@ def run_tests(file: Path, tests: list[str], processes: int, seconds: float) -> i
     side_by_side = ["--numprocesses", str(processes), f"--ignore={ALONE}"] if processes else []
     for command in ([*pytest, *tests, *side_by_side], *([[*pytest, ALONE]] if processes else [])):
         _bounded(command, max(1.0, ends - time.monotonic()), environment, file.with_suffix(".log"))
-    return len(missing - read_outcomes(file).keys())
+    return missing - read_outcomes(file).keys()
 
 
 def serving_options(model: Model, on_gpu: bool) -> list[str]:

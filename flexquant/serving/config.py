@@ -46,7 +46,7 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
         (
             method not in (None, *SPECULATIVE_METHODS),
             f"speculative method '{method}' (use {', '.join(SPECULATIVE_METHODS)} or none): others read "
-            "their draft model from the target's checkpoint, or states that only their own target classes have",
+            "their draft model from the target's checkpoint, or states that few target classes have",
         ),
         (
             method in DRAFTS_FROM_TARGET and not (one_head and one_embedding),

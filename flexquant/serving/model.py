@@ -31,7 +31,6 @@ from flexquant.serving.vllm_api import (
     SupportsEagle3,
     SupportsPP,
     get_forward_context,
-    supports_eagle3,
 )
 from flexquant.serving.weight_memory import WeightMemory
 from flexquant.serving.weights import VariantLoader
@@ -143,8 +142,9 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Let every plan return the hidden states before these decoder layers, which EAGLE-3 drafts from."""
+        plan: Any
         for plan in self._plans.values():
-            if not supports_eagle3(plan):
+            if not isinstance(plan, SupportsEagle3):
                 raise FlexQuantError(
                     f"vLLM's {type(plan).__name__} does not support EAGLE-3; use another speculative method"
                 )

@@ -71,7 +71,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import SupportsEagle as SupportsEagle
     from vllm.model_executor.models.interfaces import SupportsEagle3 as SupportsEagle3
     from vllm.model_executor.models.interfaces import SupportsPP as SupportsPP
-    from vllm.model_executor.models.interfaces import supports_eagle3 as supports_eagle3
     from vllm.scalar_type import scalar_types as scalar_types
     from vllm.sequence import IntermediateTensors as IntermediateTensors
     from vllm.v1.attention.backend import AttentionBackend as AttentionBackend

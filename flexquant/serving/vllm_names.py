@@ -263,10 +263,9 @@ NAMES = (
         _PART_OF_VLLM,
         {
             "SupportsEagle": "base class of a model whose hidden states EAGLE drafts from",
-            "SupportsEagle3": "the same for EAGLE-3",
+            "SupportsEagle3": "the same for EAGLE-3; base models without it are refused",
             "SupportsEagle3.set_aux_hidden_state_layers(layers)": "handed on to every plan",
             "SupportsPP": "base class of a model whose layers may lie on several ranks",
-            "supports_eagle3(model)": "whether the base model does",
         },
         mentions={"make_empty_intermediate_tensors": "taken from a variant"},
     ),

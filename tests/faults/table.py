@@ -232,7 +232,7 @@ SERVING = (
         "padded-decode-batch-ignored",
         "The route table ends at the largest batch, though CUDA graphs pad it to a larger size.",
         "flexquant/serving/config.py",
-        "return min((size for size in sizes if size >= most), default=most)",
+        "return max(as_given, rounded)",
         "return most",
         ("tests/integration/test_graphs.py::test_no_graph_is_missing_and_the_plan_is_the_policys",),
     ),

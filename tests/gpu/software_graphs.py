@@ -153,6 +153,7 @@ def _wrap_the_model(patch: pytest.MonkeyPatch) -> None:
 def _capture_at_start(patch: pytest.MonkeyPatch) -> None:
     """As gpu_worker.Worker.compile_or_warm_up_model does, and CPUWorker does not."""
     warm_up = CPUWorker.compile_or_warm_up_model
+
     def compile_or_warm_up_model(self: CPUWorker) -> Any:
         times = warm_up(self)
         init_workspace_manager(torch.device("cpu"))
