@@ -24,6 +24,7 @@ SUBCOMMANDS = (
     "quantize",
     "merge",
     "inspect",
+    "doctor",
     "verify",
     "split",
     "policy",
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             print(json.dumps(result))
         sys.stdout.flush()
+        return int(bool(result.get("failed")))
     except FlexQuantError as e:
         print(f"flexquant {args.command}: error: {e}", file=sys.stderr)
         return 2 if isinstance(e, UsageError) else 1
@@ -78,7 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"flexquant {args.command}: interrupted", file=sys.stderr)
         return 1
-    return 0
 
 
 def _reader_is_gone() -> bool:

@@ -25,12 +25,22 @@ if TYPE_CHECKING:
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as TorchCompileWithNoGuardsWrapper
     from vllm.config import set_current_vllm_config as set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory as cleanup_dist_env_and_memory
+    from vllm.distributed import init_distributed_environment as init_distributed_environment
+    from vllm.distributed import initialize_model_parallel as initialize_model_parallel
+    from vllm.distributed.parallel_state import get_pp_group as get_pp_group
+    from vllm.distributed.parallel_state import get_tp_group as get_tp_group
     from vllm.distributed.parallel_state import get_world_group as get_world_group
     from vllm.distributed.utils import get_pp_indices as get_pp_indices
     from vllm.forward_context import BatchDescriptor as BatchDescriptor
     from vllm.forward_context import ForwardContext as ForwardContext
     from vllm.forward_context import get_forward_context as get_forward_context
     from vllm.forward_context import override_forward_context as override_forward_context
+    from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS as _POSSIBLE_FP8_KERNELS
+    from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS as _POSSIBLE_INT8_KERNELS
+    from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS as _POSSIBLE_KERNELS
+    from vllm.model_executor.kernels.linear import (
+        is_supported_and_can_implement_kernel as is_supported_and_can_implement_kernel,
+    )
     from vllm.model_executor.kernels.linear import register_linear_kernel as register_linear_kernel
     from vllm.model_executor.kernels.linear.mixed_precision.marlin import (
         MarlinLinearKernel as MarlinLinearKernel,
@@ -73,6 +83,8 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import SupportsPP as SupportsPP
     from vllm.scalar_type import scalar_types as scalar_types
     from vllm.sequence import IntermediateTensors as IntermediateTensors
+    from vllm.usage.usage_lib import UsageContext as UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser as FlexibleArgumentParser
     from vllm.v1.attention.backend import AttentionBackend as AttentionBackend
     from vllm.v1.attention.backend import CommonAttentionMetadata as CommonAttentionMetadata
     from vllm.v1.attention.backend import subclass_attention_backend as subclass_attention_backend

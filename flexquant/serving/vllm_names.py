@@ -44,7 +44,7 @@ class Names:
 
 
 PUBLIC: dict[str, tuple[str, ...]] = {
-    "vllm": ("LLM", "RequestOutput", "SamplingParams"),
+    "vllm": ("EngineArgs", "LLM", "RequestOutput", "SamplingParams"),
     "vllm.config": ("CompilationMode", "CUDAGraphMode", "ModelConfig", "VllmConfig"),
     "vllm.logger": ("init_logger",),
     "vllm.model_executor.models": ("ModelRegistry",),
@@ -63,6 +63,7 @@ _PHASE = "the forward context tells the phase of a pass and its number of sequen
 _W4A8 = "vLLM takes the activations of W4A8 from the model's config, not from the process"
 _CPU_KERNELS = "vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py)"
 _MEASURING = "vLLM times single passes on request, and frees an engine's memory on leaving it"
+_DOCTOR = "vLLM says without a start which kernels and how much memory a model will have"
 _BENCHMARKS = "the benchmark goes"
 
 NAMES = (
@@ -489,6 +490,76 @@ NAMES = (
             "VLLM_NO_USAGE_STATS": "written",
             "VLLM_USE_V2_MODEL_RUNNER": "written: evaluation's logits processor is the V1 runner's",
         },
+    ),
+    # In `flexquant doctor`.
+    Names(
+        "vllm.engine.arg_utils",
+        _DOCTOR,
+        {
+            "EngineArgs.add_cli_args(parser)": "the arguments of `vllm serve`, but for the server's",
+            "EngineArgs.create_engine_config(usage_context)": "what the front end makes of them",
+            "EngineArgs.from_cli_args(args)": "the same",
+        },
+    ),
+    Names("vllm.usage.usage_lib", _DOCTOR, {"UsageContext.OPENAI_API_SERVER": "`vllm serve`'s defaults"}),
+    Names(
+        "vllm.distributed",
+        _DOCTOR,
+        {
+            "init_distributed_environment(world_size, rank, distributed_init_method, local_rank, backend)": (
+                "one rank, which layers ask for their share"
+            ),
+            "initialize_model_parallel(tensor_model_parallel_size)": "the same",
+        },
+    ),
+    Names(
+        "vllm.distributed.parallel_state",
+        _DOCTOR,
+        {
+            "get_tp_group()": "set: how many ranks share a layer",
+            "get_pp_group()": "set: how many ranks share the layers",
+            "GroupCoordinator.ranks": "set",
+        },
+    ),
+    Names(
+        _KERNELS,
+        _DOCTOR,
+        {
+            "_POSSIBLE_FP8_KERNELS": "read: the kernels of a device, the preferred ones first",
+            "_POSSIBLE_INT8_KERNELS": "read: the same",
+            "_POSSIBLE_KERNELS": "read: the same, for weights of 4 bits",
+            "is_supported_and_can_implement_kernel(kernel, config, compute_capability)": "why not a kernel",
+        },
+    ),
+    Names(
+        f"{_KERNELS}.mixed_precision.MPLinearKernel",
+        _DOCTOR,
+        {
+            "MPLinearKernel.can_implement(c)": "why a kernel is not taken",
+            "MPLinearKernel.get_min_capability()": "the same",
+        },
+    ),
+    Names(
+        "vllm.config",
+        _DOCTOR,
+        {
+            "VllmConfig.cache_config": "as below",
+            "CacheConfig.gpu_memory_utilization": "what vLLM may take of the memory",
+            "CacheConfig.kv_cache_memory_bytes": "what the user gives the KV cache",
+            "ModelConfig.dtype": "what the model is built under",
+            "ModelConfig.max_model_len": "the longest request",
+            "ParallelConfig.tensor_parallel_size": "how many ranks share a layer",
+        },
+    ),
+    Names(
+        "vllm.model_executor.layers.attention_layer_base",
+        _DOCTOR,
+        {"AttentionLayerBase.get_kv_cache_spec(vllm_config)": "the bytes of a layer's KV cache"},
+    ),
+    Names(
+        "vllm.v1.kv_cache_interface",
+        _DOCTOR,
+        {"KVCacheSpec.block_size": "tokens of a block", "KVCacheSpec.page_size_bytes": "bytes of a block"},
     ),
     # In the benchmarks.
     Names(

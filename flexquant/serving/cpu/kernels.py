@@ -58,6 +58,10 @@ def _provide_cpu_int8_kernel() -> None:
         _replace_cpu_kernel("CPUInt8ScaledMMLinearKernel", AnyShapeCPUInt8LinearKernel, "int8")
 
 
+REPLACED: dict[str, type] = {}
+"""By name, the kernels of vLLM that are replaced in this process, with what replaces them."""
+
+
 def _replace_cpu_kernel(name: str, kernel: type, kind: str) -> None:
     from vllm.platforms import PlatformEnum
 
@@ -66,3 +70,4 @@ def _replace_cpu_kernel(name: str, kernel: type, kind: str) -> None:
     disabled = os.environ.get("VLLM_DISABLED_KERNELS", "")
     os.environ["VLLM_DISABLED_KERNELS"] = ",".join(filter(None, [disabled, name]))
     register_linear_kernel(kernel, PlatformEnum.CPU, kind)
+    REPLACED[name] = kernel

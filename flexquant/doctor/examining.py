@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Do what ``vllm serve`` does until it loads weights, and tell what comes of it.
+
+The configuration is vLLM's own, made of the same arguments, and the model is FlexQuant's own class, built on
+the meta device, where tensors have shapes and no memory: so whatever refuses to serve does so here as well.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.doctor.findings import Finding
+from flexquant.errors import FlexQuantError
+from flexquant.measuring.machine import describe_machine, describe_versions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
+    """Yield what is found about serving the merged checkpoint ``folder`` with these arguments of vllm serve.
+
+    Ends with the first problem after which nothing more can be found out.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    machine, versions = describe_machine(), describe_versions()
+    device = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield Finding("ok", "machine", f"{device}; {said}", {"machine": machine, "versions": versions})
+    try:
+        merged, _ = read_merged_config(Path(folder))
+        yield Finding("ok", "checkpoint", f"{merged.base_architecture} as {', '.join(merged.variants)}")
+        yield from _examine_with_vllm(folder, arguments)
+    except Exception as e:  # whatever stops vllm serve is what the user asks for
+        sentence = " ".join(str(e).split()) or type(e).__name__
+        kind = "" if isinstance(e, FlexQuantError) else f"{type(e).__name__}: "
+        yield Finding("problem", "refused", kind + sentence[:600])
+
+
+def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
+    from flexquant.doctor.kernels import find_kernels
+    from flexquant.doctor.memory import examine_memory
+
+    vllm_config = configure(folder, arguments)
+    with built_without_weights(vllm_config) as model:
+        yield _policy(model)
+        yield _backend(vllm_config)
+        yield _graphs(vllm_config, model)
+        for name, variant in model.variants.items():
+            yield from find_kernels(name, variant)
+        yield from examine_memory(vllm_config, model.variants)
+
+
+def configure(folder: str, arguments: Sequence[str]) -> VllmConfig:
+    """Return the configuration that ``vllm serve`` makes; raise FlexQuantError for an unknown argument."""
+    from vllm import EngineArgs
+
+    from flexquant.serving.vllm_api import FlexibleArgumentParser, UsageContext
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
+    args, unknown = parser.parse_known_args(["--model", folder, *arguments])
+    if unknown:
+        raise FlexQuantError(
+            f"'{' '.join(unknown)}' is no argument of vLLM's engine; leave out what is for the API server, "
+            "such as --port"
+        )
+    return EngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+@contextmanager
+def built_without_weights(vllm_config: VllmConfig) -> Iterator[Any]:
+    """Yield the model as the first rank builds it, on the meta device.
+
+    Of the other ranks vLLM's process groups get to know by their number only: nobody waits for them.
+    """
+    import torch
+
+    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+    from flexquant.serving.vllm_api import (
+        cleanup_dist_env_and_memory,
+        get_pp_group,
+        get_tp_group,
+        init_distributed_environment,
+        initialize_model,
+        initialize_model_parallel,
+        set_current_vllm_config,
+    )
+
+    provide_cpu_kernels()
+    parallel = vllm_config.parallel_config
+    with tempfile.TemporaryDirectory() as store, set_current_vllm_config(vllm_config):
+        try:
+            init_distributed_environment(1, 0, f"file://{store}/store", 0, "gloo")
+            initialize_model_parallel(1)
+            for group, size in (
+                (get_tp_group(), parallel.tensor_parallel_size),
+                (get_pp_group(), parallel.pipeline_parallel_size),
+            ):
+                group.world_size, group.ranks = size, list(range(size))
+            dtype = torch.get_default_dtype()
+            torch.set_default_dtype(vllm_config.model_config.dtype)
+            try:
+                with torch.device("meta"):
+                    model = initialize_model(vllm_config)
+            finally:
+                torch.set_default_dtype(dtype)
+            yield model
+        finally:
+            cleanup_dist_env_and_memory()
+
+
+def _policy(model: Any) -> Finding:
+    plans = [plan.name for plan in model.routes.plans]
+    return Finding("ok", "policy", f"{model.policy_name}: plans {', '.join(plans)}", {"plans": plans})
+
+
+def _backend(vllm_config: VllmConfig) -> Finding:
+    layers: Any = vllm_config.compilation_config.static_forward_context.values()
+    names = list(dict.fromkeys(layer.attn_backend.get_name() for layer in layers))
+    return Finding("ok", "attention", f"backend {', '.join(names)}", {"backends": names})
+
+
+def _graphs(vllm_config: VllmConfig, model: Any) -> Finding:
+    """How many CUDA graphs will be captured: in pieces one a size and plan, of whole passes one a size."""
+    compilation = vllm_config.compilation_config
+    mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes or []
+    if not mode or not sizes:
+        return Finding("ok", "graphs", "no CUDA graphs: by --enforce-eager, or the device has none")
+    pieces = (
+        sum(len(model.routes.reachable(size)) for size in sizes) if mode.has_piecewise_cudagraphs() else 0
+    )
+    whole = len(sizes) if mode.has_full_cudagraphs() else 0
+    text = (
+        f"{mode.name}, {len(sizes)} sizes of {min(sizes)} to {max(sizes)} tokens: {pieces} captures in "
+        f"pieces (sizes x plans) and up to {whole} of whole passes; their memory is logged at the start"
+    )
+    return Finding(
+        "ok", "graphs", text, {"mode": mode.name, "sizes": sizes, "pieces": pieces, "whole": whole}
+    )

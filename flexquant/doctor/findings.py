@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What the doctor has found, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Level = Literal["ok", "note", "problem"]
+"""``note``: it serves, but could do better, or not as one may think; ``problem``: it does not serve."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing found."""
+
+    level: Level
+    subject: str
+    text: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """The figures of the text and more, for programs."""
+
+    def line(self) -> str:
+        mark = {"ok": " ", "note": "!", "problem": "X"}[self.level]
+        return f"{mark} {self.subject:<10} {self.text}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Which of vLLM's kernels runs each shape of linear layer of a variant, and why not a better one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from flexquant.doctor.findings import Finding
+from flexquant.serving.cpu.kernels import REPLACED
+from flexquant.serving.vllm_api import (
+    _POSSIBLE_FP8_KERNELS,
+    _POSSIBLE_INT8_KERNELS,
+    _POSSIBLE_KERNELS,
+    LinearBase,
+    MPLinearKernel,
+    is_supported_and_can_implement_kernel,
+)
+
+
+@dataclass
+class Shape:
+    """Linear layers of one name, shape and kernel."""
+
+    name: str
+    inputs: int
+    outputs: int
+    """On one rank, as ``inputs``."""
+    kernel: str
+    better: dict[str, str]
+    """By name, the kernels that vLLM prefers to this one, each with the reason why it was not taken."""
+    layers: int = 0
+
+
+def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
+    """Yield a finding for each kernel of a variant that is built and not loaded."""
+    shapes: dict[tuple[str, int, int, str], Shape] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase):
+            linear: Any = layer
+            kernel = _kernel(linear)
+            chosen = type(kernel).__name__ if kernel else f"{type(linear.quant_method).__name__} (16 bit)"
+            key = (
+                name.rsplit(".", 1)[-1],
+                linear.input_size_per_partition,
+                linear.output_size_per_partition,
+                chosen,
+            )
+            if key not in shapes:
+                shapes[key] = Shape(*key, better=_better(kernel) if kernel else {})
+            shapes[key].layers += 1
+    for chosen in dict.fromkeys(shape.kernel for shape in shapes.values()):
+        with_it = [shape for shape in shapes.values() if shape.kernel == chosen]
+        which = ", ".join(f"{s.name} {s.inputs}x{s.outputs}" for s in with_it)
+        reasons = {name: why for shape in with_it for name, why in shape.better.items()}
+        rather = "".join(f"; not {name}: {why}" for name, why in reasons.items())
+        yield Finding(
+            "note" if reasons else "ok",
+            "kernel",
+            f"{variant}: {chosen} for {which}{rather}",
+            {"variant": variant, "kernel": chosen, "shapes": [vars(shape) for shape in with_it]},
+        )
+
+
+def _kernel(layer: Any) -> Any:
+    """The kernel of a quantised layer; None for a layer in 16 bit, or a scheme that has no kernel object."""
+    scheme = getattr(layer, "scheme", None)
+    kernels = (
+        [value for value in vars(scheme).values() if hasattr(type(value), "can_implement")] if scheme else []
+    )
+    return kernels[0] if kernels else None
+
+
+def _better(kernel: Any) -> dict[str, str]:
+    """The kernels that vLLM tries before this one on this device, and why it does not take them."""
+    from vllm.platforms import current_platform
+
+    for register in (_POSSIBLE_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_FP8_KERNELS):
+        candidates = register.get(current_platform._enum, [])
+        if type(kernel) in candidates:
+            before = candidates[: candidates.index(type(kernel))]
+            reasons = {candidate.__name__: _why_not(candidate, kernel.config) for candidate in before}
+            return {name: why for name, why in reasons.items() if why}
+    return {}
+
+
+def _why_not(kernel: Any, config: Any) -> str:
+    """Why vLLM does not take a kernel; empty if it could, and the user or the policy asked for another."""
+    from vllm.platforms import current_platform
+
+    if kernel.__name__ in REPLACED:
+        return "FlexQuant replaces it on this CPU, see flexquant/serving/cpu/kernels.py"
+    if not issubclass(kernel, MPLinearKernel):
+        said = is_supported_and_can_implement_kernel(kernel, config, None)[1]
+        return said.strip(" .").removeprefix(f"{kernel.__name__} ")
+    capability = current_platform.get_device_capability()
+    if capability is not None and kernel.get_min_capability() > capability.to_int():
+        return f"it needs compute capability {kernel.get_min_capability() / 10}"
+    return (kernel.can_implement(config)[1] or "").strip(" .")

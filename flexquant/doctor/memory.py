@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Whether weights and KV cache fit into what is free now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flexquant.doctor.findings import Finding
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MIB = 2**20
+
+
+def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -> Iterator[Finding]:
+    """Yield what the weights take on one rank, and what is left for the KV cache.
+
+    Weights count as the checkpoint has them; a kernel may lay them out a little larger. Nothing is known
+    before a start of activations and CUDA graphs.
+    """
+    sizes = weight_bytes(variants)
+    weights = sum(sizes.values())
+    by_name = ", ".join(f"{name} {size / MIB:.0f}" for name, size in sizes.items())
+    yield Finding("ok", "weights", f"{weights / MIB:.0f} MiB a rank: {by_name}", {"bytes": sizes})
+    per_token = cache_bytes_per_token(vllm_config)
+    asked, free = asked_for_cache(vllm_config, weights), free_bytes()
+    longest = vllm_config.model_config.max_model_len
+    tokens = max(0, asked) // per_token
+    text = (
+        f"{asked / MIB:.0f} MiB for the KV cache are {tokens} tokens ({per_token} bytes each), "
+        f"{tokens / longest:.1f} requests of {longest}; {free / MIB:.0f} MiB are free for it and the weights"
+    )
+    details = {"kv_cache_bytes": asked, "bytes_per_token": per_token, "tokens": tokens, "free_bytes": free}
+    level = "problem" if tokens < longest or weights + asked > free else "ok"
+    advice = ""
+    if level == "problem":
+        advice = (
+            ": too little; free memory, lower --max-model-len, or raise --gpu-memory-utilization "
+            "(VLLM_CPU_KVCACHE_SPACE on a CPU), or take a policy of fewer variants"
+        )
+    yield Finding(level, "memory", text + advice, details)
+
+
+def weight_bytes(variants: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Bytes of the parameters of each variant, and under ``shared`` of those that several variants hold."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, model in variants.items():
+        for parameter in set(model.parameters()):
+            owners.setdefault(parameter, []).append(name)
+    sizes = dict.fromkeys([*variants, "shared"], 0)
+    for parameter, names in owners.items():
+        sizes["shared" if len(names) > 1 else names[0]] += parameter.nbytes
+    return sizes
+
+
+def cache_bytes_per_token(vllm_config: VllmConfig) -> int:
+    """Bytes that a token takes in the KV cache of all layers of one rank."""
+    layers: Any = vllm_config.compilation_config.static_forward_context.values()
+    specs = [layer.get_kv_cache_spec(vllm_config) for layer in layers]
+    return sum(spec.page_size_bytes // spec.block_size for spec in specs if spec is not None)
+
+
+def asked_for_cache(vllm_config: VllmConfig, weights: int) -> int:
+    """Bytes for the KV cache: what was asked for, else what weights leave of vLLM's share of the memory."""
+    cache = vllm_config.cache_config
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+    else:
+        import psutil
+
+        total = psutil.virtual_memory().total
+    return int(cache.gpu_memory_utilization * total) - weights
+
+
+def free_bytes() -> int:
+    """Bytes that are free now on the GPU, else in the machine's memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    import psutil
+
+    return psutil.virtual_memory().available

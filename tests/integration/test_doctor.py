@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""``flexquant doctor``: what it says without loading weights is what an engine then does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from vllm.platforms import current_platform
+
+from flexquant.doctor.examining import examine
+from flexquant.doctor.findings import Finding
+from tests.integration.conftest import engine
+from tests.programs import run
+
+LENGTH = ["--max-model-len", "256"]
+
+
+@pytest.fixture
+def merged(tiny_merged) -> Path:
+    return tiny_merged() / "merged"
+
+
+def findings(folder: Path, *arguments: str) -> dict[str, list[Finding]]:
+    """By subject."""
+    found: dict[str, list[Finding]] = {}
+    for finding in examine(str(folder), [*LENGTH, *arguments]):
+        found.setdefault(finding.subject, []).append(finding)
+    return found
+
+
+def kernels_of(model: Any) -> dict[str, set[tuple[str, int, int, str]]]:
+    """By variant: name, inputs, outputs and kernel of every linear layer, as served."""
+    return {
+        name: {
+            (
+                layer_name.rsplit(".", 1)[-1],
+                layer.input_size_per_partition,
+                layer.output_size_per_partition,
+                type(layer.scheme.kernel).__name__,
+            )
+            for layer_name, layer in variant.named_modules()
+            if hasattr(layer, "scheme")
+        }
+        for name, variant in model.variants.items()
+    }
+
+
+@pytest.mark.engine
+def test_kernels_backend_and_kv_cache_are_those_of_the_engine(merged):
+    found = findings(merged)
+    with engine(merged, max_model_len=256) as llm:
+        (served,) = llm.apply_model(kernels_of)
+        blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        block_size = llm.llm_engine.vllm_config.cache_config.block_size
+    told: dict[str, set[tuple[str, int, int, str]]] = {}
+    for finding in found["kernel"]:
+        shapes = finding.details["shapes"]
+        told.setdefault(finding.details["variant"], set()).update(
+            (s["name"], s["inputs"], s["outputs"], s["kernel"]) for s in shapes
+        )
+        assert sum(s["layers"] for s in shapes) == 4 * 4, "four linear layers in each of four decoder layers"
+    assert told == served
+    if current_platform.is_cpu():
+        assert found["attention"][0].details["backends"] == ["CPU_ATTN"]
+        # A GPU needs memory for activations and graphs, too.
+        assert found["memory"][0].details["tokens"] // block_size == blocks
+    assert found["memory"][0].level == "ok"
+    assert "refused" not in found
+
+
+def test_what_vllm_prefers_is_named_with_the_reason(merged):
+    for finding in findings(merged)["kernel"]:
+        for shape in finding.details["shapes"]:
+            for name, why in shape["better"].items():
+                assert name in finding.text and why in finding.text and finding.level == "note"
+            assert shape["kernel"] not in shape["better"]
+
+
+def test_weights_are_those_of_the_checkpoint(merged):
+    (weights,) = findings(merged)["weights"]
+    sizes = {"w8a8": 0, "w4a16": 0, "shared": 0}
+    for shard in merged.glob("*.safetensors"):
+        for key, tensor in load_file(shard).items():
+            if not key.endswith("_shape"):
+                sizes[key.partition(".")[0]] += tensor.nbytes
+    for name, size in sizes.items():
+        assert weights.details["bytes"][name] == pytest.approx(size, rel=0.05), name
+
+
+def test_tensor_parallel_ranks_have_their_share_of_every_shape(merged):
+    whole, half = findings(merged), findings(merged, "--tensor-parallel-size", "2")
+    for one, two in zip(whole["kernel"], half["kernel"], strict=True):
+        for a, b in zip(one.details["shapes"], two.details["shapes"], strict=True):
+            assert a["inputs"] * a["outputs"] == 2 * b["inputs"] * b["outputs"], a["name"]
+    assert half["memory"][0].details["bytes_per_token"] * 2 == whole["memory"][0].details["bytes_per_token"]
+
+
+def test_the_first_pipeline_parallel_rank_holds_its_layers(merged):
+    half = findings(merged, "--pipeline-parallel-size", "2")
+    for finding in half["kernel"]:
+        assert sum(shape["layers"] for shape in finding.details["shapes"]) == 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--enable-lora"], "LoRA"),
+        (["--additional-config", '{"flexquant": {"policy": "fastest"}}'], "unknown policy 'fastest'"),
+        (["--pipeline-parallel-size", "8"], "none of the model's 4 decoder layers"),
+        (["--port", "1", "--fast"], "--port"),
+    ],
+)
+def test_what_would_be_refused(arguments, said, merged):
+    (refused,) = findings(merged, *arguments)["refused"]
+    assert refused.level == "problem" and said in refused.text
+
+
+def test_too_little_memory(merged, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4000")
+    (memory,) = findings(merged, *([] if current_platform.is_cpu() else ["--kv-cache-memory-bytes", "4e12"]))[
+        "memory"
+    ]
+    assert memory.level == "problem" and "--max-model-len" in memory.text
+
+
+def test_the_command_tells_a_folder_that_is_no_checkpoint(tmp_path, merged):
+    command = [str(Path(sys.executable).parent / "flexquant"), "doctor"]
+    broken = tmp_path / "broken"
+    shutil.copytree(merged, broken)
+    (broken / "config.json").write_text("{")
+    done = run([*command, str(broken), "--json"], timeout=120, status=1)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["failed"] and result["findings"][-1]["subject"] == "refused"
+    assert "config.json" in done.stdout
