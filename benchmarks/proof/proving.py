@@ -21,14 +21,16 @@ from benchmarks.speed.models import Model, open_model
 from benchmarks.speed.report import write_report
 from benchmarks.speed.results import ROOT, Results, read_cells, read_header
 from benchmarks.speed.shapes import Shape
+from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.workloads import Workload
 from benchmarks.table import markdown
 
 TESTS = "tests.jsonl"
+DOCTOR = "doctor.txt"
 PROOF = "proof.md"
 ALONE = "tests/gpu/test_tune.py"
 """It times engines."""
-TESTS_SHARE, SERVING_SHARE = 0.4, 0.45
+TESTS_SHARE, SERVING_SHARE, DOCTOR_SHARE = 0.4, 0.45, 0.1
 """Parts of the time; the kernels have what is left."""
 SERVING = [Workload(1, 128, 128), Workload(32, 512, 64), Workload(32, 512, 64, rate=16, spread=0.5)]
 OVERHEAD = [Workload(1, 128, 128)]
@@ -38,6 +40,7 @@ MINIATURE_KERNELS = ["--layers", "o_proj", "--tokens", "4", "--schemes", "bf16,w
 """On a CPU, where a proof only shows that proving works; these tests are skipped there."""
 SUBJECTS = {"w8a8": 1.0, "w4a16": 0.55, "flexquant:phase-batch": 1.55, "flexquant:w8a8": 1.0, "bf16": 2.0}
 """What is served side by side, the most valuable first, with bytes a weight."""
+DOCTORED = "flexquant:phase-batch"
 SERVER_GIB = 2.5
 """What a server takes beside weights and KV cache: activations, CUDA graphs, CUDA itself."""
 
@@ -79,6 +82,7 @@ def prove(args: argparse.Namespace) -> Path:
     options += ["--commit", args.commit] if args.commit else []
     serving = serving_options(model, on_gpu)
     step("servers", [*options, *serving], left(SERVING_SHARE))
+    run_doctor(model, output / DOCTOR, left(DOCTOR_SHARE))
     kernels = ["--parts", "kernels", "--seconds", "0.1", *([] if on_gpu else MINIATURE_KERNELS)]
     step("kernels", [*options, *kernels], left())
     write_report(output)
@@ -99,6 +103,14 @@ def run_tests(file: Path, tests: list[str], processes: int, seconds: float) -> s
     for command in ([*pytest, *tests, *side_by_side], *([[*pytest, ALONE]] if processes else [])):
         _bounded(command, max(1.0, ends - time.monotonic()), environment, file.with_suffix(".log"))
     return missing - read_outcomes(file).keys()
+
+
+def run_doctor(model: Model, file: Path, seconds: float) -> None:
+    """Write what ``flexquant doctor`` says of the merged checkpoint, which is made if the servers did not."""
+    folder = model.folder(parse_subject(DOCTORED))
+    print(f"doctor: {seconds:.0f} s", flush=True)
+    file.unlink(missing_ok=True)
+    _bounded([sys.executable, "-m", "flexquant", "doctor", str(folder)], seconds, dict(os.environ), file)
 
 
 def serving_options(model: Model, on_gpu: bool) -> list[str]:
@@ -178,6 +190,11 @@ def write_proof(output: Path, verdicts: list[Verdict]) -> Path:
     failures = [
         f"- `{test}`:\n\n```\n{o['reason']}\n```" for test, o in outcomes.items() if o["outcome"] == "failed"
     ]
+    doctor = "\n".join(
+        line
+        for line in (output / DOCTOR).read_text(encoding="utf-8").splitlines()
+        if line.startswith(("  ", "! ", "X "))
+    )
     passed = sum(outcome["outcome"] == PASSED for outcome in outcomes.values())
     sections = [
         f"# What was shown on {machine['gpu'] or machine['cpu']}: {header['model']}",
@@ -188,6 +205,7 @@ def write_proof(output: Path, verdicts: list[Verdict]) -> Path:
         "Speed: ratios of paired rounds with their 95 % intervals, from [report.md](report.md). "
         f"Tests: [{TESTS}]({TESTS}).",
         *(["## What failed", *failures] if failures else []),
+        f"## What `flexquant doctor` says of `{DOCTORED}`\n\n```\n{doctor}\n```",
     ]
     file = output / PROOF
     file.write_text("\n\n".join(sections) + "\n", encoding="utf-8")

@@ -39,9 +39,11 @@ class Pass:
     """Without padding; 0 if the attention backend cannot be observed."""
     max_query_len: int
     """Most tokens that one sequence contributes; 0 as above."""
+    scheduled_tokens: int
+    """Tokens without padding, those that vLLM's scheduler asked for; 0 as above."""
 
 
-UNKNOWN = Pass("prefill", 0, 0, 0)
+UNKNOWN = Pass("prefill", 0, 0, 0, 0)
 
 
 def describe_pass(query_start_loc: torch.Tensor, tokens: int, tokens_per_sequence: int) -> Pass:
@@ -59,7 +61,7 @@ def describe_pass(query_start_loc: torch.Tensor, tokens: int, tokens_per_sequenc
         phase = "decode"
     elif (lengths <= tokens_per_sequence).any():
         phase = "mixed"
-    return Pass(phase, tokens, len(lengths), longest)
+    return Pass(phase, tokens, len(lengths), longest, int(lengths.sum()))
 
 
 class PassObserver:

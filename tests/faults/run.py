@@ -89,9 +89,10 @@ def copy_repository(copy: Path) -> None:
             link.symlink_to(os.path.relpath(copy / folder, link.parent))
 
 
-def environment_of(copy: Path) -> dict[str, str]:
+def environment_of(copy: Path, environment: str) -> dict[str, str]:
     return {
         **os.environ,
+        **({"TRITON_INTERPRET": "1"} if environment == "interpreter" else {}),
         "PYTHONPATH": str(copy),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
@@ -99,16 +100,17 @@ def environment_of(copy: Path) -> dict[str, str]:
 
 
 def python_of(environment: str) -> str:
-    return str(ROOT / ".venv" / environment / "bin" / "python")
+    folder = "serve" if environment == "interpreter" else environment
+    return str(ROOT / ".venv" / folder / "bin" / "python")
 
 
-def check_imports(copy: Path, python: str) -> None:
-    """Raise RuntimeError unless the interpreter imports the copy, in whatever folder it is started."""
+def check_imports(copy: Path, environment: str) -> None:
+    """Raise RuntimeError unless Python imports the copy, in whatever folder it is started."""
     packages = ["flexquant", "flexquant.merge", "flexquant.policies"]
     found = subprocess.run(
-        [python, "-c", WHERE, *packages],
+        [python_of(environment), "-c", WHERE, *packages],
         cwd="/",
-        env=environment_of(copy),
+        env=environment_of(copy, environment),
         check=True,
         capture_output=True,
         text=True,
@@ -126,7 +128,12 @@ def run_pytest(copy: Path, environment: str, tests: Iterable[str], *options: str
     start = time.monotonic()
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            command, cwd=copy, env=environment_of(copy), stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=copy,
+            env=environment_of(copy, environment),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             status = process.wait(LIMIT)
@@ -158,7 +165,7 @@ def baseline(environment: str, faults: Sequence[Fault]) -> str:
     """Run all tests of an environment on an unbroken copy; return what is wrong, if anything."""
     copy = fresh_copy(f"unbroken-{environment}")
     try:
-        check_imports(copy, python_of(environment))
+        check_imports(copy, environment)
         tests = dict.fromkeys(test for fault in faults for test in fault.tests)
         done = run_pytest(copy, environment, tests)
     except (RuntimeError, OSError, subprocess.SubprocessError) as e:

@@ -23,7 +23,8 @@ class Fault:
     tests: tuple[str, ...]
     """pytest's node ids, of which at least one has to fail."""
     environment: str = "serve"
-    """``serve`` or ``quantize``: the virtual environment that the tests run in."""
+    """The virtual environment that the tests run in, ``serve`` or ``quantize``; ``interpreter`` is ``serve``
+    with Triton's interpreter, for vLLM's V2 runner."""
 
     def plant(self, root: Path) -> None:
         """Break the source below ``root``; raise ValueError unless ``old`` is there exactly once."""
@@ -93,6 +94,39 @@ SERVING = (
         "if longest <= tokens_per_sequence:",
         "if longest <= 1:",
         (PHASES,),
+    ),
+    Fault(
+        "warm-up-taken-for-serving",
+        "vLLM's own requests, before it captures CUDA graphs, count as the first that are served.",
+        "flexquant/serving/model_state.py",
+        "observer.is_warming_up = any(is_of_vllm(name) for name in input_batch.req_ids)",
+        "pass",
+        (REPLAYS + "[V2-PIECEWISE-by-batch]",),
+        "interpreter",
+    ),
+    Fault(
+        "aux-hidden-states-of-one-plan",
+        "EAGLE-3 gets the hidden states that it drafts from in the passes of one plan only.",
+        "flexquant/serving/model.py",
+        "for plan in self._plans.values():\n            if not isinstance(plan, SupportsEagle3):",
+        "for plan in list(self._plans.values())[:1]:\n            if not isinstance(plan, SupportsEagle3):",
+        ("tests/integration/test_speculative.py",),
+    ),
+    Fault(
+        "padding-counted-as-scheduled",
+        "The trace says that padding was scheduled.",
+        "flexquant/serving/forward_pass.py",
+        "longest, int(lengths.sum()))",
+        "longest, tokens)",
+        (PHASES,),
+    ),
+    Fault(
+        "shared-weights-counted-for-each-variant",
+        "The doctor says that weights which variants share are one variant's.",
+        "flexquant/doctor/memory.py",
+        'sizes["shared" if len(names) > 1 else names[0]] += parameter.nbytes',
+        "sizes[names[0]] += parameter.nbytes",
+        ("tests/integration/test_doctor.py::test_weights_are_those_of_the_checkpoint",),
     ),
     Fault(
         "replays-forgotten",

@@ -96,14 +96,9 @@ def graph_engine(
         options.pop("attention_backend", None)
     flexquant = options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
     limits = {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": 256, "max_model_len": 512}
+    options = {"enable_prefix_caching": False, **limits, **options}
     with in_process.engine(
-        folder,
-        flexquant=flexquant,
-        enforce_eager=mode is None,
-        dtype="bfloat16",
-        enable_prefix_caching=False,
-        **limits,
-        **options,
+        folder, flexquant=flexquant, enforce_eager=mode is None, dtype="bfloat16", **options
     ) as llm:
         yield llm
 

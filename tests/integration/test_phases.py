@@ -59,7 +59,7 @@ def starts_of(query_lengths: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("padding", [[], [0, 0]], ids=["", "padded"])
 def test_phases(query_lengths: list[int], tokens_per_sequence: int, phase: str, padding: list[int]) -> None:
     found = describe_pass(starts_of(query_lengths + padding), 96, tokens_per_sequence)
-    assert found == Pass(phase, 96, len(query_lengths), max(query_lengths))
+    assert found == Pass(phase, 96, len(query_lengths), max(query_lengths), sum(query_lengths))
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_every_backend_tells_all_phases(backend: str, vllm_config: VllmConfig) -
     assert observed.backend.get_name() == AttentionBackendEnum[backend].get_class().get_name()
     for query_lengths, phase in [([1, 1], "decode"), ([7, 5], "prefill"), ([1, 7], "mixed")]:
         found = observed.observer.read(observed.step(query_lengths), 16)
-        assert found == Pass(phase, 16, 2, max(query_lengths))
+        assert found == Pass(phase, 16, 2, max(query_lengths), sum(query_lengths))
     assert observed.replayed == []
 
 
@@ -133,11 +133,11 @@ def test_a_step_for_which_the_model_is_not_called_was_replayed(vllm_config: Vllm
     observed.observer.read(observed.step([5, 5, 5]), 16)
     observed.step([1, 1, 1])
     observed.observer.settle()
-    assert observed.replayed == [Pass("decode", 3, 3, 1)]
+    assert observed.replayed == [Pass("decode", 3, 3, 1, 3)]
     observed.observer.settle()
     observed.step([1, 1])
     called = observed.step([5])
-    assert observed.replayed[1:] == [Pass("decode", 2, 2, 1)]
+    assert observed.replayed[1:] == [Pass("decode", 2, 2, 1, 2)]
     observed.observer.read(called, 8)
     observed.observer.settle()
     assert len(observed.replayed) == 2
@@ -148,7 +148,7 @@ def test_passes_before_the_first_prompt_and_captures_are_vllms_own(vllm_config: 
     for capture in (True, False):
         own = observed.step([1, 1], capture=capture)
         observed.observer.settle()
-        assert observed.observer.read(own, 2) == Pass("decode", 2, 2, 1)
+        assert observed.observer.read(own, 2) == Pass("decode", 2, 2, 1, 2)
     assert not observed.observer.is_serving
     observed.observer.read(observed.step([5]), 8)
     assert observed.observer.is_serving
@@ -173,4 +173,4 @@ def test_a_layer_without_a_backend_is_refused_where_the_phase_matters() -> None:
         observer.observe(layers, phase_matters=True)
     observer.observe(layers, phase_matters=False)
     context = ForwardContext(no_compile_layers={}, attn_metadata={"x": Unknown()}, slot_mapping={})
-    assert observer.read(context, 8) == Pass("prefill", 8, 0, 0)
+    assert observer.read(context, 8) == Pass("prefill", 8, 0, 0, 0)

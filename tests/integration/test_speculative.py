@@ -90,6 +90,7 @@ def drafts(tmp_path_factory) -> dict[str, dict[str, Any]]:
 class Step(NamedTuple):
     """A step of the scheduler, as vLLM counts it."""
 
+    tokens: int
     drafted: int
     accepted: int
 
@@ -112,18 +113,23 @@ def run(folder: Path, speculative: dict[str, Any] | None) -> dict[str, Run]:
         options = {"speculative_config": speculative, "max_model_len": 256, "disable_log_stats": False}
         with engine(folder, str(union), flexquant={"trace": str(trace)}, **options) as llm:
             core = llm.llm_engine.engine_core.engine_core
-            take_step = core.step_fn
+            take_step, schedule = core.step_fn, core.scheduler.schedule
+            scheduled: list[int] = []
+
+            def counted(*args: Any, **options: Any) -> Any:
+                output = schedule(*args, **options)
+                scheduled.append(output.total_num_scheduled_tokens)
+                return output
 
             def step() -> Any:
                 outputs, has_run = take_step()
                 if has_run:
-                    counted = outputs[0].scheduler_stats.spec_decoding_stats if outputs else None
-                    steps.append(
-                        Step(counted.num_draft_tokens, counted.num_accepted_tokens) if counted else Step(0, 0)
-                    )
+                    found = outputs[0].scheduler_stats.spec_decoding_stats if outputs else None
+                    drafts = (found.num_draft_tokens, found.num_accepted_tokens) if found else (0, 0)
+                    steps.append(Step(scheduled[-1], *drafts))
                 return outputs, has_run
 
-            core.step_fn = step
+            core.step_fn, core.scheduler.schedule = step, counted
             for plan, policy in POLICIES.items():
                 take_policy(llm, policy)
                 lines, before = len(trace.read_text().splitlines()), len(steps)
@@ -163,7 +169,7 @@ def test_tokens_equal_those_without_and_acceptance_is_known_by_plan(method, draf
         decode = [p for p in found.passes if p["phase"] == "decode"]
         assert {p["plan"] for p in decode} == {plan}
         assert all(p["max_query_len"] <= 1 + DRAFTED for p in decode)
-        assert len(found.passes) == len(found.steps)
+        assert [p["scheduled_tokens"] for p in found.passes] == [step.tokens for step in found.steps]
         drafted, accepted = sum(s.drafted for s in found.steps), sum(s.accepted for s in found.steps)
         assert 0 <= accepted <= drafted > 0
         if method == "draft_model":

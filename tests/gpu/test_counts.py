@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The trace has every step of vLLM's scheduler with its tokens and sequences, and no other."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.gpu.conftest import RUNNERS, graph_engine
+from tests.gpu.test_plans_in_graphs import BY_BATCH
+from tests.integration.conftest import answers
+
+TOKENS = 12
+BLOCK, BLOCKS = 32, 10
+"""Nine blocks beside vLLM's own; the six requests below end with thirteen, of which they share one."""
+SHARED = "The same words at the beginning of every prompt. "
+PROMPTS = [SHARED + letter * 9 for letter in "abcdef"]
+LONG = "A prompt of more tokens than one pass may have, which takes several of them. " * 2
+
+
+@pytest.mark.parametrize("mode", [None, "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints, tmp_path):
+    """With chunked prefill, prefix caching and preemption, each of which has to happen."""
+    (tmp_path / "p.yaml").write_text(BY_BATCH)
+    trace = tmp_path / "trace.jsonl"
+    scheduled: list[tuple[int, int]] = []
+    happened: Counter[str] = Counter()
+    options: dict[str, Any] = {"enable_prefix_caching": True, "max_num_batched_tokens": 64}
+    options |= {"block_size": BLOCK, "num_gpu_blocks_override": BLOCKS, "max_model_len": 256}
+    with graph_engine(
+        checkpoints / "apart",
+        runner,
+        mode,
+        str(tmp_path / "p.yaml"),
+        flexquant={"trace": str(trace)},
+        **options,
+    ) as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        schedule, preempt = scheduler.schedule, scheduler._preempt_request
+
+        def counted(*args: Any, **options: Any) -> Any:
+            output = schedule(*args, **options)
+            tokens = output.num_scheduled_tokens
+            if tokens:
+                scheduled.append((sum(tokens.values()), len(tokens)))
+            happened["cached"] += sum(new.num_computed_tokens > 0 for new in output.scheduled_new_reqs)
+            happened["chunked"] += any(0 < n < len(LONG) and n > len(PROMPTS[0]) for n in tokens.values())
+            return output
+
+        def counted_preempt(*args: Any, **options: Any) -> Any:
+            happened["preempted"] += 1
+            return preempt(*args, **options)
+
+        scheduler.schedule, scheduler._preempt_request = counted, counted_preempt
+        for batch in ([LONG], PROMPTS[:1], PROMPTS):
+            answers(llm, batch, max_tokens=TOKENS, ignore_eos=True, logprobs=1)
+    _, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert [(p["scheduled_tokens"], p["sequences"]) for p in passes] == scheduled
+    assert all(p["tokens"] >= p["scheduled_tokens"] for p in passes)
+    assert happened["cached"] and happened["chunked"] and happened["preempted"], happened
