@@ -40,9 +40,12 @@ SEQUENCES = 20
 """Between two sizes: a decode pass of 17 to 20 sequences is padded beyond the largest FULL decode graph."""
 KV_CACHE_BYTES = 1 << 30
 RUNNERS = {"V1": "0", "V2": "1"}
+PARTS = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY")
+"""Graph modes of which FULL_AND_PIECEWISE, or an eager engine, runs everything: for ``make test-full``."""
 RUNNERS_HERE = list(RUNNERS) if ON_GPU else ["V2" if interpreter.IS_CHOSEN else "V1"]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in here if not ON_GPU else []:
@@ -50,7 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         runner = parameters.params.get("runner", RUNNERS_HERE[0]) if parameters else RUNNERS_HERE[0]
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        elif runner not in RUNNERS_HERE:
+        if parameters and parameters.params.get("mode") in PARTS:
+            item.add_marker(pytest.mark.full)
+        if runner not in RUNNERS_HERE:
             item.add_marker(pytest.mark.skip(reason=f"{runner} runs in another process: see tests/README.md"))
 
 
