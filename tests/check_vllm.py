@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from flexquant.serving.vllm_names import CHECKED, Names
+from flexquant.serving.vllm_names import CHECKED, NEEDED, Names
 from tests.vllm_source import (
     TABLES,
     Problem,
@@ -91,9 +91,12 @@ def page(sources: Mapping[str, Source], problems: Mapping[str, Sequence[Problem]
         "<!-- Written by `make check-vllm`. -->",
         "# vLLM's names that FlexQuant uses, by version",
         "",
-        "| vLLM | |",
-        "|---|---|",
-        *(f"| {version} | {describe(version, found)} |" for version, found in problems.items()),
+        "| vLLM | names | what it needed beside the versions before |",
+        "|---|---|---|",
+        *(
+            f"| {version} | {describe(version, found)} | {NEEDED.get(version, 'nothing')} |"
+            for version, found in problems.items()
+        ),
         "",
         "Names whose module or parameters differ between these versions; all others are the same in each.",
         "`vllm_names.py` says what they are for.",

@@ -19,6 +19,14 @@ from dataclasses import dataclass, field
 CHECKED = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 """Versions of vLLM on which all names were checked."""
 
+NEEDED = {
+    "0.27.1": "vLLM calls a model's process_weights_after_loading: handed on to the variants",
+    "0.30.0": "layers have no g_idx any more: W4A8 asks for it only where there is one",
+    "0.32.0": "vLLM asks which shards a model does not want, and names a plan's compiled code by its tag",
+    "0.33.0": "a W4A16 layer has no kernel in batch-invariant mode: a policy with W4A8 is refused there",
+}
+"""By version, what FlexQuant does for it that it did not do for older ones."""
+
 
 @dataclass(frozen=True)
 class Names:
