@@ -78,12 +78,14 @@ def configure(folder: str, arguments: Sequence[str]) -> VllmConfig:
 def built_without_weights(vllm_config: VllmConfig) -> Iterator[Any]:
     """Yield the model as the first rank builds it, on the meta device.
 
-    Of the other ranks vLLM's process groups get to know by their number only: nobody waits for them.
+    Of the other ranks vLLM's process groups get to know by their number only: nobody waits for them. What
+    vLLM keeps for the next model of the process, rotary embeddings, has no memory here and is forgotten.
     """
     import torch
 
     from flexquant.serving.cpu.kernels import provide_cpu_kernels
     from flexquant.serving.vllm_api import (
+        _ROPE_DICT,
         cleanup_dist_env_and_memory,
         get_pp_group,
         get_tp_group,
@@ -94,7 +96,8 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[Any]:
     )
 
     provide_cpu_kernels()
-    parallel = vllm_config.parallel_config
+    parallel, kept = vllm_config.parallel_config, dict(_ROPE_DICT)
+    _ROPE_DICT.clear()
     with tempfile.TemporaryDirectory() as store, set_current_vllm_config(vllm_config):
         try:
             init_distributed_environment(1, 0, f"file://{store}/store", 0, "gloo")
@@ -113,6 +116,8 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[Any]:
                 torch.set_default_dtype(dtype)
             yield model
         finally:
+            _ROPE_DICT.clear()
+            _ROPE_DICT.update(kept)
             cleanup_dist_env_and_memory()
 
 

@@ -509,6 +509,11 @@ NAMES = (
             "EngineArgs.from_cli_args(args)": "the same",
         },
     ),
+    Names(
+        "vllm.model_executor.layers.rotary_embedding",
+        _DOCTOR,
+        {"_ROPE_DICT": "emptied and restored: what vLLM keeps for the next model of a process"},
+    ),
     Names("vllm.usage.usage_lib", _DOCTOR, {"UsageContext.OPENAI_API_SERVER": "`vllm serve`'s defaults"}),
     Names(
         "vllm.distributed",

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from flexquant.doctor.examining import examine
 from flexquant.doctor.findings import Finding
-from tests.integration.conftest import engine
+from tests.integration.conftest import answers, engine
 from tests.programs import run
 
 LENGTH = ["--max-model-len", "256"]
@@ -59,6 +59,7 @@ def test_kernels_backend_and_kv_cache_are_those_of_the_engine(merged):
         (served,) = llm.apply_model(kernels_of)
         blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
         block_size = llm.llm_engine.vllm_config.cache_config.block_size
+        assert answers(llm, ["an engine after the doctor, in one process"], max_tokens=2)
     told: dict[str, set[tuple[str, int, int, str]]] = {}
     for finding in found["kernel"]:
         shapes = finding.details["shapes"]
