@@ -93,6 +93,7 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[Any]:
         initialize_model,
         initialize_model_parallel,
         set_current_vllm_config,
+        set_default_torch_dtype,
     )
 
     provide_cpu_kernels()
@@ -107,13 +108,9 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[Any]:
                 (get_pp_group(), parallel.pipeline_parallel_size),
             ):
                 group.world_size, group.ranks = size, list(range(size))
-            dtype = torch.get_default_dtype()
-            torch.set_default_dtype(vllm_config.model_config.dtype)
-            try:
-                with torch.device("meta"):
-                    model = initialize_model(vllm_config)
-            finally:
-                torch.set_default_dtype(dtype)
+            dtype: Any = vllm_config.model_config.dtype
+            with set_default_torch_dtype(dtype), torch.device("meta"):
+                model = initialize_model(vllm_config)
             yield model
         finally:
             _ROPE_DICT.clear()

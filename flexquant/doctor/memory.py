@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from flexquant.doctor.findings import Finding
+from flexquant.doctor.findings import Finding, Level
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,7 +37,7 @@ def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -
         f"{tokens / longest:.1f} requests of {longest}; {free / MIB:.0f} MiB are free for it and the weights"
     )
     details = {"kv_cache_bytes": asked, "bytes_per_token": per_token, "tokens": tokens, "free_bytes": free}
-    level = "problem" if tokens < longest or weights + asked > free else "ok"
+    level: Level = "problem" if tokens < longest or weights + asked > free else "ok"
     advice = ""
     if level == "problem":
         advice = (

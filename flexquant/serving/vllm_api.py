@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from vllm.sequence import IntermediateTensors as IntermediateTensors
     from vllm.usage.usage_lib import UsageContext as UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser as FlexibleArgumentParser
+    from vllm.utils.torch_utils import set_default_torch_dtype as set_default_torch_dtype
     from vllm.v1.attention.backend import AttentionBackend as AttentionBackend
     from vllm.v1.attention.backend import CommonAttentionMetadata as CommonAttentionMetadata
     from vllm.v1.attention.backend import subclass_attention_backend as subclass_attention_backend
