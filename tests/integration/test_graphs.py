@@ -217,6 +217,24 @@ def test_graph_sizes_are_tokens_also_where_a_sequence_decodes_several(runner, co
         assert routes.lookup(p.phase, size) in routes.reachable(size), p
 
 
+def test_sizes_that_vllm_rounds_up_for_speculation_are_in_the_table(configured):
+    """20 sequences of 3 tokens are padded to 61; the V1 runner, with FULL graphs, makes 63 of that later."""
+    config, routes = configured(
+        POLICY,
+        "FULL_AND_PIECEWISE",
+        sizes=[32, 61, 128],
+        budget=128,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+    )
+    config.compilation_config.adjust_cudagraph_sizes_for_spec_decode(3)
+    assert config.compilation_config.cudagraph_capture_sizes == [33, 63]
+    _, replay = dispatcher("V1", config)
+    for p in possible_passes("V1", budget=128, speculated=2):
+        kind, size = replay(p)
+        if kind == CUDAGraphMode.PIECEWISE:
+            assert routes.lookup(p.phase, size) in routes.reachable(size), p
+
+
 class Entries(dict):
     """A wrapper's graphs by size, that counts how often it is asked."""
 
