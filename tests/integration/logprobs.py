@@ -7,6 +7,8 @@ from __future__ import annotations
 from tests.integration.conftest import Answers
 
 EVERY = slice(None)
+TIE = 0.1
+"""Nats between two tokens, either of which a 16-bit engine may choose if it adds up in another order."""
 
 
 def distance(one: Answers, other: Answers, steps: slice = EVERY) -> float:
@@ -18,3 +20,20 @@ def distance(one: Answers, other: Answers, steps: slice = EVERY) -> float:
                 common = found[i].keys() & other_found[i].keys()
                 differences += [abs(found[i][token] - other_found[i][token]) for token in common]
     return sum(differences) / len(differences)
+
+
+def assert_equal_but_for_ties(found: Answers, expected: Answers) -> None:
+    """Assert that greedy answers are the same, half of them whole, the others up to a tie of ``expected``.
+
+    For engines that give the same passes other shapes: kernels of some CPUs then add up in another order.
+    """
+    whole = 0
+    for (ids, _), (others, logprobs) in zip(found, expected, strict=True):
+        assert len(ids) == len(others)
+        differ = next((i for i, (a, b) in enumerate(zip(ids, others, strict=True)) if a != b), None)
+        if differ is None:
+            whole += 1
+            continue
+        behind = logprobs[differ][others[differ]] - logprobs[differ].get(ids[differ], float("-inf"))
+        assert behind < TIE, f"token {differ} is {ids[differ]}, {behind:.2f} nats behind {others[differ]}"
+    assert whole >= len(expected) / 2

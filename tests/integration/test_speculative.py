@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from vllm.platforms import current_platform
 
 from tests.checkpoints import base_config, make_checkpoint
-from tests.integration.conftest import answers, engine, every_plan_of, take_policy
+from tests.integration.conftest import Answers, answers, engine, every_plan_of, take_policy
+from tests.integration.logprobs import assert_equal_but_for_ties
 
 pytestmark = [
     pytest.mark.engine,
@@ -98,7 +99,7 @@ class Step(NamedTuple):
 class Run(NamedTuple):
     """What is left of one policy."""
 
-    tokens: list[list[int]]
+    answers: Answers
     passes: list[dict[str, Any]]
     steps: list[Step]
 
@@ -124,8 +125,8 @@ def run(folder: Path, speculative: dict[str, Any] | None) -> dict[str, Run]:
             def step() -> Any:
                 outputs, has_run = take_step()
                 if has_run:
-                    found = outputs[0].scheduler_stats.spec_decoding_stats if outputs else None
-                    drafts = (found.num_draft_tokens, found.num_accepted_tokens) if found else (0, 0)
+                    stats = outputs[0].scheduler_stats.spec_decoding_stats if outputs else None
+                    drafts = (stats.num_draft_tokens, stats.num_accepted_tokens) if stats else (0, 0)
                     steps.append(Step(scheduled[-1], *drafts))
                 return outputs, has_run
 
@@ -133,13 +134,13 @@ def run(folder: Path, speculative: dict[str, Any] | None) -> dict[str, Run]:
             for plan, policy in POLICIES.items():
                 take_policy(llm, policy)
                 lines, before = len(trace.read_text().splitlines()), len(steps)
-                tokens = [
-                    ids
+                found = [
+                    answer
                     for batch in (PROMPTS[:1], PROMPTS)
-                    for ids, _ in answers(llm, batch, max_tokens=TOKENS, ignore_eos=True)
+                    for answer in answers(llm, batch, max_tokens=TOKENS, ignore_eos=True)
                 ]
                 passes = [json.loads(line) for line in trace.read_text().splitlines()[lines:]]
-                runs[plan] = Run(tokens, passes, steps[before:])
+                runs[plan] = Run(found, passes, steps[before:])
     return runs
 
 
@@ -165,7 +166,7 @@ def test_tokens_equal_those_without_and_acceptance_is_known_by_plan(method, draf
     speculative = {"method": method, "num_speculative_tokens": DRAFTED, **drafts[method]}
     with_drafts = (run_by_itself if method == "ngram" else run)(merged, speculative)
     for plan, found in with_drafts.items():
-        assert found.tokens == without[plan].tokens
+        assert_equal_but_for_ties(found.answers, without[plan].answers)
         decode = [p for p in found.passes if p["phase"] == "decode"]
         assert {p["plan"] for p in decode} == {plan}
         assert all(p["max_query_len"] <= 1 + DRAFTED for p in decode)
@@ -175,5 +176,5 @@ def test_tokens_equal_those_without_and_acceptance_is_known_by_plan(method, draf
         if method == "draft_model":
             assert accepted > drafted / 4
             assert len(found.passes) < len(without[plan].passes)
-    tokens = [found.tokens for found in with_drafts.values()]
-    assert tokens[0] != tokens[1], "otherwise the plans were not told apart"
+    one, other = ([ids for ids, _ in found.answers] for found in with_drafts.values())
+    assert one != other, "otherwise the plans were not told apart"
