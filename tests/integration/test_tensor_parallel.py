@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.test_compile import PLAN, PROMPTS, TOKENS
 from tests.integration.two_ranks import needs_two_cores, run, run_several
 
 pytestmark = needs_two_cores
@@ -24,10 +23,7 @@ def several(folder, tmp_path_factory):
 
 
 def test_both_ranks_take_the_policys_routes(several):
-    first, second = several.traces
-    assert first == second
-    assert {(r["sequences"], r["phase"]): r["plan"] for r in first[1:]} == PLAN
-    assert len(first[1:]) == len(PROMPTS) * TOKENS
+    several.check_routes()
 
 
 @pytest.mark.parametrize(("variant", "number"), [("w4a16", 1), ("w8a8", 3)])

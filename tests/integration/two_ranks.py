@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from tests.integration.conftest import Answers, engine
-from tests.integration.test_compile import SEVERAL, SIZES, answers_by_number
+from tests.integration.test_compile import PLAN, PROMPTS, SEVERAL, SIZES, TOKENS, answers_by_number
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
@@ -67,7 +67,15 @@ class Several(NamedTuple):
 
     answers: dict[int, Answers]
     traces: list[list[dict[str, Any]]]
-    """By rank."""
+    """By rank: first what is served, then every pass."""
+
+    def check_routes(self) -> None:
+        """Assert that both ranks took the policy's plan in every pass."""
+        (first_header, *first), (second_header, *second) = self.traces
+        assert first == second
+        assert {(r["sequences"], r["phase"]): r["plan"] for r in first} == PLAN
+        assert len(first) == len(PROMPTS) * TOKENS
+        assert first_header["plans"] == second_header["plans"]
 
 
 def run_several(folder: Path, ranks: dict[str, int], work: Path) -> Several:
