@@ -45,7 +45,8 @@ OLDEST_TESTS := tests/unit/test_cpu_int8.py $(addprefix tests/integration/test_,
 JOBS ?= $(if $(HAS_CUDA),0,2)
 TESTS := -m "not full"
 TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py two_machines.py)
-PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --durations 25
+# In the order of their names, so that the many short files of tests/unit fill the cores in the end.
+PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25
 
 .PHONY: demo test test-full test-quantize test-serve test-oldest test-faults lint check-vllm setup clean
 .SECONDARY:

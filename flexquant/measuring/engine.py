@@ -44,6 +44,8 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
         options["additional_config"] = {"flexquant": flexquant}
     # What the caller of an earlier engine still held when that was left is free only now.
     gc.collect()
+    # vLLM collects garbage at every stage of its start; in what has been imported there is none to find.
+    gc.freeze()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     llm = None
@@ -55,4 +57,3 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
             llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
-        gc.collect()

@@ -260,6 +260,7 @@ def test_a_second_start_loads_every_plan_and_answers_the_same(compiled):
     assert not any(again.after_kv_cache.values()), again.after_kv_cache
 
 
+@pytest.mark.full
 def test_without_aot_artefacts_each_plan_finds_its_own_pieces(compiled, folder, policies, tmp_path):
     """vLLM then keeps compiled pieces by folder and index, whatever they compute."""
     cold, warm = (

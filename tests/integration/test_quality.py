@@ -24,7 +24,7 @@ rules:
 """
 POLICIES = {"w8a8": "w8a8", "w4a16": "w4a16", "phase": "phase", "layered": LAYERED}
 BATCH = 8
-SETTINGS = Settings(batch_sizes=(BATCH,), samples=16, prompt_tokens=96, tokens=24)
+SETTINGS = Settings(batch_sizes=(BATCH,), samples=8, prompt_tokens=96, tokens=24)
 
 
 def test_mixed_policies_lie_between_the_pure_ones(real_model, real_merged, tmp_path):
