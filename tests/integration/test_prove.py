@@ -14,7 +14,7 @@ from benchmarks.proof.outcomes import SKIPPED, read_outcomes
 from benchmarks.speed.results import read_cells
 from tests import programs
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="on a GPU a proof takes half an hour")
