@@ -44,7 +44,7 @@ OLDEST_TESTS := tests/unit/test_cpu_int8.py $(addprefix tests/integration/test_,
 # Test files side by side, each process on its own cores; engines on one GPU would take each other's memory.
 JOBS ?= $(if $(HAS_CUDA),0,2)
 TESTS := -m "not full"
-TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py two_machines.py)
+TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py ray.py two_machines.py)
 # In the order of their names, so that the many short files of tests/unit fill the cores in the end.
 PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25
 
@@ -56,7 +56,7 @@ demo: .venv/serve/.done $(MERGED)/config.json
 
 test: lint test-quantize test-serve
 
-test-full: lint .venv/lm-eval/.done .venv/oldest/.done
+test-full: lint .venv/serve/.ray .venv/lm-eval/.done .venv/oldest/.done
 	$(MAKE) test-quantize TESTS=
 	PATH="$$PATH:$(CURDIR)/.venv/lm-eval/bin" $(MAKE) test-serve TESTS=
 	$(MAKE) test-oldest
@@ -121,6 +121,10 @@ clean:
 	$(OLDEST)/pip uninstall --quiet --yes triton cuda-bindings cuda-pathfinder cuda-toolkit \
 		nvidia-cuda-nvrtc nvidia-cusolver nvidia-nvtx
 	$(OLDEST)/python -m flexquant.vllm_cpu
+	touch $@
+
+.venv/serve/.ray: .venv/serve/.done
+	$(SERVE)/pip install --quiet ray==2.60.0
 	touch $@
 
 .venv/lm-eval/.done:

@@ -46,13 +46,17 @@ class WorkerOnTwoRanks:
 
 
 def run(
-    folder: Path, ranks: dict[str, int], policy: str | None = None, flexquant: dict[str, str] | None = None
+    folder: Path,
+    ranks: dict[str, int],
+    policy: str | None = None,
+    flexquant: dict[str, str] | None = None,
+    executor: str = "mp",
 ) -> dict[int, Answers]:
     """Answers on two ranks, by the number of prompts side by side.
 
-    ``ranks``: vLLM's option that asks for two.
+    ``ranks``: vLLM's option that asks for two; ``executor``: its name of who starts them.
     """
-    options: dict[str, Any] = {**SIZES, **ranks, "distributed_executor_backend": "mp"}
+    options: dict[str, Any] = {**SIZES, **ranks, "distributed_executor_backend": executor}
     options |= {"worker_extension_cls": f"{__name__}.{WorkerOnTwoRanks.__name__}"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES[:2])))
@@ -78,10 +82,10 @@ class Several(NamedTuple):
         assert first_header["plans"] == second_header["plans"]
 
 
-def run_several(folder: Path, ranks: dict[str, int], work: Path) -> Several:
+def run_several(folder: Path, ranks: dict[str, int], work: Path, executor: str = "mp") -> Several:
     """``folder``: merged checkpoint; ``work``: an empty folder."""
     (work / "policy.yaml").write_text(SEVERAL)
     trace = work / "routes.jsonl"
-    by_number = run(folder, ranks, str(work / "policy.yaml"), {"trace": str(trace)})
+    by_number = run(folder, ranks, str(work / "policy.yaml"), {"trace": str(trace)}, executor)
     files = [trace, trace.with_name("routes.jsonl.rank1")]
     return Several(by_number, [[json.loads(line) for line in f.read_text().splitlines()] for f in files])
