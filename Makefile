@@ -56,9 +56,10 @@ demo: .venv/serve/.done $(MERGED)/config.json
 
 test: lint test-quantize test-serve
 
-test-full: lint .venv/serve/.ray .venv/lm-eval/.done .venv/oldest/.done
+test-full: lint .venv/serve/.ray .venv/flashinfer/.done .venv/lm-eval/.done .venv/oldest/.done
 	$(MAKE) test-quantize TESTS=
 	PATH="$$PATH:$(CURDIR)/.venv/lm-eval/bin" $(MAKE) test-serve TESTS=
+	PYTHONPATH=.venv/flashinfer VLLM_HAS_FLASHINFER_CUBIN=1 $(SERVE)/python -m pytest tests/integration/test_flashinfer.py
 	$(MAKE) test-oldest
 
 test-quantize: .venv/quantize/.done
@@ -125,6 +126,11 @@ clean:
 
 .venv/serve/.ray: .venv/serve/.done
 	$(SERVE)/pip install --quiet ray==2.60.0
+	touch $@
+
+# FlashInfer without what only its kernels need. Where vLLM finds it, it looks for kernels: a folder of its own.
+.venv/flashinfer/.done: .venv/serve/.done
+	$(SERVE)/pip install --quiet --no-deps --target $(dir $@) flashinfer-python==0.7.2.post1 nvidia-ml-py
 	touch $@
 
 .venv/lm-eval/.done:

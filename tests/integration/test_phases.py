@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionImpl, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -22,6 +23,7 @@ from benchmarks.speed.shapes import SHAPES
 from flexquant.errors import FlexQuantError
 from flexquant.serving.forward_pass import Pass, PassObserver, describe_pass
 
+HEADS = 4
 NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
 BACKENDS = [
     "FLASH_ATTN",
@@ -62,9 +64,8 @@ def test_phases(query_lengths: list[int], tokens_per_sequence: int, phase: str, 
     assert found == Pass(phase, 96, len(query_lengths), max(query_lengths), sum(query_lengths))
 
 
-@pytest.fixture(scope="module")
-def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    folder: Path = tmp_path_factory.mktemp("model")
+def make_vllm_config(folder: Path) -> VllmConfig:
+    """vLLM's configuration of a small model, of which ``folder`` gets no more than the config.json."""
     (folder / "config.json").write_text(json.dumps(SHAPES["tiny"].config()))
     cache = CacheConfig(block_size=16)
     cache.num_gpu_blocks = 64
@@ -72,10 +73,21 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
     return VllmConfig(model_config=model, cache_config=cache)
 
 
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    return make_vllm_config(tmp_path_factory.mktemp("model"))
+
+
 class Observed:
     """Two attention layers of a backend, observed, and the builder that vLLM would make for them."""
 
-    def __init__(self, vllm_config: VllmConfig, backend: str = "CPU_ATTN") -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        backend: str = "CPU_ATTN",
+        implement: Callable[[], AttentionImpl] | None = None,
+    ) -> None:
+        """``implement`` makes what a layer of the backend computes with, for builders that ask it."""
         self.replayed: list[Pass] = []
         self.observer = PassObserver(1, self.replayed.append)
         layers = vllm_config.compilation_config.static_forward_context
@@ -83,9 +95,10 @@ class Observed:
         with set_current_vllm_config(vllm_config):
             for name in NAMES:
                 layer = Attention(
-                    4, 32, 1.0, num_kv_heads=2, prefix=name, cache_config=vllm_config.cache_config
+                    HEADS, 32, 1.0, num_kv_heads=2, prefix=name, cache_config=vllm_config.cache_config
                 )
                 layer.attn_backend = AttentionBackendEnum[backend].get_class()
+                layer.impl = implement() if implement else layer.impl
             self.observer.observe(layers, phase_matters=True)
             backends = {layers[name].get_attn_backend() for name in NAMES}
             (self.backend,) = backends  # else vLLM would build the metadata twice
