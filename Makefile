@@ -56,9 +56,9 @@ demo: .venv/serve/.done $(MERGED)/config.json
 
 test: lint test-quantize test-serve
 
-test-full: lint .venv/serve/.ray .venv/flashinfer/.done .venv/lm-eval/.done .venv/oldest/.done
-	$(MAKE) test-quantize TESTS=
-	PATH="$$PATH:$(CURDIR)/.venv/lm-eval/bin" $(MAKE) test-serve TESTS=
+test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/lm-eval/.done .venv/oldest/.done
+	$(MAKE) test-quantize TESTS="-m full"
+	PATH="$$PATH:$(CURDIR)/.venv/lm-eval/bin" $(MAKE) test-serve TESTS="-m full"
 	PYTHONPATH=.venv/flashinfer VLLM_HAS_FLASHINFER_CUBIN=1 $(SERVE)/python -m pytest tests/integration/test_flashinfer.py
 	$(MAKE) test-oldest
 

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from openai import OpenAI
 
 from flexquant.measuring.server import vllm_serve
@@ -49,6 +50,12 @@ def write(client: OpenAI, model: str, number: int, tokens: int, seed: int) -> di
     return {"messages": [request, {"role": "assistant", "content": answer}]}
 
 
+def dtype() -> str:
+    """Return what to compute in: on a CPU that emulates bfloat16, 32 bit takes a third of the time."""
+    emulates = not torch.cuda.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "float32" if emulates else "auto"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -62,7 +69,7 @@ def main() -> None:
 
     print(f"{args.model} writes {args.documents} texts to calibrate on ...", end="", flush=True)
     started = time.monotonic()
-    with vllm_serve(args.model, "--max-model-len", "2048", "--enforce-eager") as url:
+    with vllm_serve(args.model, "--max-model-len", "2048", "--enforce-eager", "--dtype", dtype()) as url:
         client = OpenAI(base_url=url, api_key="none")
         with ThreadPoolExecutor(args.documents) as pool:
             numbers = range(args.documents)
