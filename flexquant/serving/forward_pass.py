@@ -67,10 +67,19 @@ def describe_pass(query_start_loc: torch.Tensor, tokens: int, tokens_per_sequenc
 class PassObserver:
     """Follows the passes of one model through the metadata builders of its attention layers."""
 
-    def __init__(self, tokens_per_sequence: int, replayed: Callable[[Pass], None]) -> None:
-        """``replayed`` is called with every pass of the scheduler that ran without a call of the model."""
+    def __init__(
+        self,
+        tokens_per_sequence: int,
+        replayed: Callable[[Pass], None],
+        began: Callable[[], None] | None = None,
+    ) -> None:
+        """``replayed`` is called with every pass of the scheduler that ran without a call of the model.
+
+        ``began`` is called when one begins.
+        """
         self._tokens_per_sequence = tokens_per_sequence
         self._replayed = replayed
+        self._began = began
         self._backends: dict[type, type] = {}
         self._first_layer: str | None = None
         self._left_over: Pass | None = None
@@ -130,6 +139,8 @@ class PassObserver:
         if self._first_layer in layer_names and self.is_serving and not self._in_capture:
             self.settle()
             self._left_over = found
+            if self._began is not None:
+                self._began()
         return found
 
     @contextmanager

@@ -14,11 +14,13 @@ from vllm.logger import init_logger
 
 from flexquant import __version__
 from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.serving.config import build_routes, check_supported, tokens_per_sequence
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.forward_pass import Pass, PassObserver
 from flexquant.serving.graphs import PlanGraphs
+from flexquant.serving.metrics import metrics_of_worker
 from flexquant.serving.model_state import observed_model_state
 from flexquant.serving.options import resolved_policy
 from flexquant.serving.plan_views import build_plan
@@ -55,6 +57,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         self.config = vllm_config.model_config.hf_config
         self.merged = MergedConfig.from_json(self.config.quantization_config)
         self.policy_name, policy = resolved_policy(vllm_config)
+        self._policy_digest = digest_of(policy.document)
         self.routes = build_routes(vllm_config, self.merged, policy)
         check_supported(vllm_config, self.merged, self.routes)
         check_ranks_agree(self.routes, self.config.quantization_config)
@@ -63,7 +66,9 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         names = [name for name in (*self.merged.variants, *self.routes.derived) if name in used]
         variants = build_variants(vllm_config, self.merged, names, self.routes.derived, prefix)
         self.variants = nn.ModuleDict(variants)
-        self._observer = PassObserver(tokens_per_sequence(vllm_config), self._served)
+        self._metrics = metrics_of_worker(vllm_config)
+        began = self._metrics.begin_pass if self._metrics is not None else None
+        self._observer = PassObserver(tokens_per_sequence(vllm_config), self._replayed, began)
         attention_layers = vllm_config.compilation_config.static_forward_context
         self._observer.observe(attention_layers, phase_matters=not self.routes.ignores_phase())
         self._vllm_config = vllm_config
@@ -119,6 +124,8 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
             ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items()),
             100 * sum(sizes.values()) / in_16_bit,
         )
+        if self._metrics is not None:
+            self._metrics.announce(self.policy_name, self._policy_digest, sizes)
         if self._trace is not None:
             self._trace.begin(
                 {
@@ -180,17 +187,23 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         if not in_pieces:
             self._graphs.watch_full_capture(plan.name, tokens)
         if self._observer.is_serving:
-            self._served(forward_pass)
+            self._served(forward_pass, context.cudagraph_runtime_mode)
         self._last_plan = plan.name
         if in_pieces:
             return self._graphs.replay(plan.name, self._plans[plan.name], context, inputs)
         return self._plans[plan.name](*inputs)
 
-    def _served(self, forward_pass: Pass) -> None:
-        """Note a pass of vLLM's scheduler, whether the model was called for it or a FULL graph replayed."""
+    def _served(self, forward_pass: Pass, graph: CUDAGraphMode) -> None:
+        """Note a pass of vLLM's scheduler, and the mode of the CUDA graphs that it runs from."""
         self._graphs.finish()
+        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens).name
         if self._trace is not None:
-            self._trace.record(forward_pass, self.routes.lookup(forward_pass.phase, forward_pass.tokens).name)
+            self._trace.record(forward_pass, plan)
+        if self._metrics is not None:
+            self._metrics.count_pass(forward_pass, plan, graph)
+
+    def _replayed(self, forward_pass: Pass) -> None:
+        self._served(forward_pass, CUDAGraphMode.FULL)
 
     def _run_all(self, inputs: tuple[Any, ...]) -> Output:
         """A profiling run: every plan is compiled, and its memory counted, before the KV cache is sized."""
@@ -202,4 +215,6 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return logits [tokens, vocabulary] of the last pass, with its plan's lm_head."""
         self._observer.settle()
+        if self._metrics is not None:
+            self._metrics.end_pass()
         return self._plans[self._last_plan].compute_logits(hidden_states)

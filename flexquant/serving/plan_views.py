@@ -19,8 +19,6 @@ not part of the key: another policy, or another path of the same one, finds the 
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +28,7 @@ from vllm.config import VllmConfig
 
 from flexquant import __version__
 from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.documents.digest import digest_of
 from flexquant.policy.routes import Plan
 from flexquant.policy.rules import Derivation
 from flexquant.serving.options import OPTIONS_KEY, RESOLVED_KEY, additional_config
@@ -80,7 +79,7 @@ def plan_digest(plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivati
         "layers": plan.layers,
         "schemes": schemes,
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return digest_of(content)
 
 
 def give_own_compile_state(inner: Any, plan_name: str, digest: str, vllm_config: VllmConfig) -> None:

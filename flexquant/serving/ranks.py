@@ -8,12 +8,11 @@ machines, started by a command on each, every one has a front end of its own, wh
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 import torch
 
+from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.rules import PHASES
@@ -32,7 +31,10 @@ def check_ranks_agree(routes: RouteTable, quantization_config: dict[str, Any]) -
         phase: [(row.min_tokens, row.max_tokens, row.plan.layers) for row in routes.intervals(phase)]
         for phase in PHASES
     }
-    mine = {"routes": _digest(intervals), "quantization_config in config.json": _digest(quantization_config)}
+    mine = {
+        "routes": digest_of(intervals),
+        "quantization_config in config.json": digest_of(quantization_config),
+    }
     everyones: list[dict[str, str]] = [{}] * world.world_size
     torch.distributed.all_gather_object(everyones, mine, group=world.cpu_group)
     for what in mine:
@@ -42,7 +44,3 @@ def check_ranks_agree(routes: RouteTable, quantization_config: dict[str, Any]) -
                 f"rank {others[0]} has other {what} than rank 0; give every machine the same policy file, "
                 "merged checkpoint and options of vLLM"
             )
-
-
-def _digest(document: Any) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

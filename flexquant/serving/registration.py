@@ -70,12 +70,14 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         from flexquant.serving.config import build_routes, check_supported, choose_graph_mode
+        from flexquant.serving.metrics import offer_metrics
         from flexquant.serving.options import resolve_policy
 
         merged = MergedConfig.from_json(vllm_config.model_config.hf_config.quantization_config)
         routes = build_routes(vllm_config, merged, resolve_policy(vllm_config, merged))
         check_supported(vllm_config, merged, routes)
         choose_graph_mode(vllm_config, merged, routes)
+        offer_metrics()
         if base := MODELS_CONFIG_MAP.get(merged.base_architecture):
             base.verify_and_update_config(vllm_config)
 

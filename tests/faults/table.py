@@ -69,6 +69,7 @@ PHASES = "tests/integration/test_phases.py"
 VIEWS = "tests/integration/test_plan_views.py::"
 W4A8 = "tests/integration/test_w4a8.py::"
 REPLAYS = "tests/gpu/test_replays.py::test_every_replay_is_of_the_plan_that_the_trace_names"
+COUNTS = "tests/gpu/test_counts.py::test_steps_tokens_and_sequences_are_the_schedulers"
 
 SERVING = (
     Fault(
@@ -222,9 +223,18 @@ SERVING = (
         "trace-tells-the-plan-before",
         "The trace is written before the plan is chosen, and names that of the pass before.",
         "flexquant/serving/model.py",
-        "self._trace.record(forward_pass, self.routes.lookup(forward_pass.phase, forward_pass.tokens).name)",
+        "self._trace.record(forward_pass, plan)",
         "self._trace.record(forward_pass, self._last_plan)",
         (VIEWS + "test_the_trace_tells_the_plan_of_every_pass_in_order",),
+    ),
+    Fault(
+        "replays-not-counted",
+        "A pass that is replayed from a FULL graph is in no counter of /metrics.",
+        "flexquant/serving/model.py",
+        "        if self._metrics is not None:\n            self._metrics.count_pass(",
+        "        if self._metrics is not None and graph != CUDAGraphMode.FULL:\n"
+        "            self._metrics.count_pass(",
+        (COUNTS + "[V1-FULL_DECODE_ONLY]",),
     ),
     Fault(
         "two-kv-caches",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The trace has every step of vLLM's scheduler with its tokens and sequences, and no other."""
+"""Trace and metrics have every step of vLLM's scheduler with its tokens and sequences, and no other."""
 
 from __future__ import annotations
 
@@ -9,17 +9,28 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
+from flexquant.serving.metrics import FORWARD, REPLAYS, SECONDS, TOKENS
 from tests.gpu.conftest import RUNNERS, graph_engine
 from tests.gpu.test_plans_in_graphs import BY_BATCH
 from tests.integration.conftest import answers
 
-TOKENS = 12
+STEPS = 12
 BLOCK, BLOCKS = 32, 10
 """Nine blocks beside vLLM's own; the six requests below end with thirteen, of which they share one."""
 SHARED = "The same words at the beginning of every prompt. "
 PROMPTS = [SHARED + letter * 9 for letter in "abcdef"]
 LONG = "A prompt of more tokens than one pass may have, which takes several of them. " * 2
+
+
+def counted(metric: str) -> Counter[tuple[str, str]]:
+    """By plan and phase, of all engines of this process."""
+    found: Counter[tuple[str, str]] = Counter()
+    for family in REGISTRY.collect():
+        for sample in family.samples if family.name == metric else []:
+            found[sample.labels["plan"], sample.labels["phase"]] += sample.value
+    return found
 
 
 @pytest.mark.parametrize("mode", [None, "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
@@ -40,10 +51,11 @@ def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints
         flexquant={"trace": str(trace)},
         **options,
     ) as llm:
+        before = {metric: counted(metric) for metric in (FORWARD, TOKENS, SECONDS, REPLAYS)}
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         schedule, preempt = scheduler.schedule, scheduler._preempt_request
 
-        def counted(*args: Any, **options: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
             output = schedule(*args, **options)
             tokens = output.num_scheduled_tokens
             if tokens:
@@ -52,14 +64,25 @@ def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints
             happened["chunked"] += any(0 < n < len(LONG) and n > len(PROMPTS[0]) for n in tokens.values())
             return output
 
-        def counted_preempt(*args: Any, **options: Any) -> Any:
+        def noted_preempt(*args: Any, **options: Any) -> Any:
             happened["preempted"] += 1
             return preempt(*args, **options)
 
-        scheduler.schedule, scheduler._preempt_request = counted, counted_preempt
+        scheduler.schedule, scheduler._preempt_request = noted, noted_preempt
         for batch in ([LONG], PROMPTS[:1], PROMPTS):
-            answers(llm, batch, max_tokens=TOKENS, ignore_eos=True, logprobs=1)
+            answers(llm, batch, max_tokens=STEPS, ignore_eos=True, logprobs=1)
+    told = {metric: counted(metric) - earlier for metric, earlier in before.items()}
     _, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
     assert [(p["scheduled_tokens"], p["sequences"]) for p in passes] == scheduled
     assert all(p["tokens"] >= p["scheduled_tokens"] for p in passes)
     assert happened["cached"] and happened["chunked"] and happened["preempted"], happened
+
+    cells = Counter((p["plan"], p["phase"]) for p in passes)
+    assert told[FORWARD] == cells
+    assert sum(told[TOKENS].values()) == sum(tokens for tokens, _ in scheduled)
+    assert told[SECONDS].keys() == cells.keys()
+    replayed_phases = {phase for _, phase in told[REPLAYS]}
+    assert replayed_phases == {None: set(), "FULL_DECODE_ONLY": {"decode"}}.get(
+        mode, {phase for _, phase in cells}
+    )
+    assert told[REPLAYS] <= cells

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Passes, tokens and seconds of every plan and phase, on the ``/metrics`` of vLLM's API server.
+
+They are counted in a worker, where no pass is missed, also if vLLM replays it from a FULL graph. That is a
+process of its own, so it counts in files of prometheus_client's multiprocess mode, which hold the values in
+shared memory, and whoever answers ``/metrics`` reads them there: with one API server a collector beside
+vLLM's own metrics, with several vLLM itself, which then keeps its own metrics in such files too. Of the
+workers of an engine one counts, since all take the same passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from prometheus_client import REGISTRY
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
+from prometheus_client.multiprocess import MultiProcessCollector
+from vllm.config import CUDAGraphMode
+
+from flexquant.serving.forward_pass import Pass
+from flexquant.serving.pass_times import PassTimer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+FOLDER = "FLEXQUANT_METRICS_DIR"
+"""Environment variable with the folder of the files: set in the front end, inherited by the workers."""
+OF_SEVERAL_SERVERS = "PROMETHEUS_MULTIPROC_DIR"
+"""prometheus_client's own; vLLM sets it where it starts several API servers."""
+
+FORWARD = "flexquant:forward"
+TOKENS = "flexquant:tokens"
+PADDED_TOKENS = "flexquant:padded_tokens"
+SECONDS = "flexquant:forward_seconds"
+REPLAYS = "flexquant:graph_replays"
+WEIGHT_BYTES = "flexquant:weight_bytes"
+POLICY = "flexquant:policy_info"
+HELP = {
+    FORWARD: "Forward passes of vLLM's scheduler.",
+    TOKENS: "Tokens of these passes, those that the scheduler asked for.",
+    PADDED_TOKENS: "Tokens of these passes with padding.",
+    SECONDS: "Time of these passes, from the description of the batch to the logits.",
+    REPLAYS: "Of these passes those that ran from CUDA graphs.",
+    WEIGHT_BYTES: "Bytes of weights on a rank, as kernels keep them; 'shared' by several variants.",
+    POLICY: "The policy that routes, always 1.",
+}
+"""Of counters without the ``_total`` that Prometheus puts behind their names."""
+
+_own_folder: tempfile.TemporaryDirectory[str] | None = None
+
+
+def offer_metrics() -> None:
+    """In the front end: have the counters of the workers that it will start on its ``/metrics``."""
+    global _own_folder
+    if OF_SEVERAL_SERVERS in os.environ:
+        os.environ[FOLDER] = os.environ[OF_SEVERAL_SERVERS]
+    elif _own_folder is None and FOLDER not in os.environ:
+        _own_folder = tempfile.TemporaryDirectory(prefix="flexquant-metrics-")
+        os.environ[FOLDER] = _own_folder.name
+        MultiProcessCollector(REGISTRY, _own_folder.name)
+
+
+def metrics_of_worker(vllm_config: VllmConfig) -> PassMetrics | None:
+    """Return what this worker counts in; None if another counts for its engine, or nobody could read it.
+
+    The first rank of the last pipeline stage counts: it alone computes logits, with which a pass ends.
+    """
+    parallel = vllm_config.parallel_config
+    folder = Path(os.environ.get(FOLDER, ""))
+    if parallel.rank != parallel.world_size - parallel.tensor_parallel_size or not folder.is_absolute():
+        return None
+    if not folder.is_dir():
+        return None
+    labels = (
+        ("model_name", str(vllm_config.model_config.served_model_name)),
+        ("engine", str(parallel.data_parallel_index)),
+    )
+    return PassMetrics(folder, labels, vllm_config.device_config.device)
+
+
+Labels = tuple[tuple[str, str], ...]
+"""Names and values."""
+
+
+class PassMetrics:
+    """The counters of one engine, in shared memory."""
+
+    def __init__(self, folder: Path, labels: Labels, device: torch.device) -> None:
+        """``labels`` are those of every metric; ``device`` runs the passes."""
+        self._labels = labels
+        self._counters = MmapedDict(str(folder / f"counter_flexquant{os.getpid()}.db"))
+        # Of several engines that tell the same the largest value is shown.
+        self._gauges = MmapedDict(str(folder / f"gauge_max_flexquant{os.getpid()}.db"))
+        self._key = functools.cache(self._make_key)
+        self._timer = PassTimer(device, self._add_seconds)
+        self._last: Labels = ()
+        """Plan and phase of the pass that was counted last."""
+
+    def announce(self, policy: str, digest: str, weight_bytes: dict[str, int]) -> None:
+        """Tell what is served; ``digest`` is the policy document's, ``weight_bytes`` by variant."""
+        self._set(POLICY, 1, ("policy", policy), ("digest", digest))
+        for variant, size in weight_bytes.items():
+            self._set(WEIGHT_BYTES, size, ("variant", variant))
+
+    def begin_pass(self) -> None:
+        """A pass begins, of which more is known when it is counted."""
+        self._timer.begin()
+
+    def count_pass(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
+        """Count a pass; ``graph``: the mode of the CUDA graphs that it runs from."""
+        self._last = labels = (("plan", plan), ("phase", forward_pass.phase))
+        self._add(FORWARD, 1, *labels)
+        self._add(TOKENS, forward_pass.scheduled_tokens, *labels)
+        self._add(PADDED_TOKENS, forward_pass.tokens, *labels)
+        if graph != CUDAGraphMode.NONE:
+            self._add(REPLAYS, 1, *labels, ("mode", graph.name))
+
+    def end_pass(self) -> None:
+        """The pass that was counted last has ended."""
+        self._timer.end(self._last)
+
+    def _add_seconds(self, labels: Labels, seconds: float) -> None:
+        self._add(SECONDS, seconds, *labels)
+
+    def _add(self, metric: str, amount: float, *labels: tuple[str, str]) -> None:
+        key = self._key(metric, f"{metric}_total", labels)
+        value, _ = self._counters.read_value(key)
+        self._counters.write_value(key, value + amount, 0.0)
+
+    def _set(self, metric: str, value: float, *labels: tuple[str, str]) -> None:
+        self._gauges.write_value(self._key(metric, metric, labels), float(value), 0.0)
+
+    def _make_key(self, metric: str, sample: str, labels: Labels) -> str:
+        names, values = zip(*self._labels, *labels, strict=True)
+        return mmap_key(metric, sample, names, values, HELP[metric])
