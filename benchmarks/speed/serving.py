@@ -48,8 +48,10 @@ class ServingRun:
         self.on_gpu, self.deadline = on_gpu, deadline
         self.start_timeout, self.cell_timeout = start_timeout, cell_timeout
         self._warm: set[tuple[str, Workload]] = set()
-        self._servers: dict[str, Server | None] = {}
-        """By the names of all subjects that were to be started; None: cannot be."""
+        self._servers: dict[str, Server] = {}
+        """By the subject's name."""
+        self._left_out: set[str] = set()
+        """The names of the subjects that cannot run or did not start."""
         self._described: dict[str, dict[str, Any]] = {}
 
     def measure(self, plan: Plan) -> int:
@@ -76,34 +78,37 @@ class ServingRun:
         return [cell for cell in cells if self.results.find(cell.part, self._parameters(cell)) is None]
 
     def _rounds(self, plan: Plan, part: str, workload: Workload) -> dict[str, Rounds]:
-        """Return what is there of a workload, by the names of the subjects that have anything."""
+        """Return what is there of a workload, by the names of the subjects that can be measured."""
         found: dict[str, Rounds] = {}
         for number in range(plan.effort.max_rounds):
             for cell in plan.cells(part, workload, number):
-                if there := self.results.find(part, self._parameters(cell)):
+                there = self.results.find(part, self._parameters(cell))
+                if there and cell.subject.name not in self._left_out:
                     found.setdefault(cell.subject.name, {})[number] = there["result"]
         return found
 
     def _measure_all(self, cells: Sequence[Cell], pool: ServerPool, client: Worker) -> int:
         """Measure cells, on servers that are started when first needed; return how many are left."""
         subjects = {cell.subject.name: cell.subject for cell in cells}
-        new = [s for name, s in subjects.items() if name not in self._servers and self._can_run(s)]
-        if time.monotonic() > self.deadline:
-            return len(cells)
+        known = self._servers.keys() | self._left_out
+        new = [s for name, s in subjects.items() if name not in known and self._can_run(s)]
+        todo = [cell for cell in cells if cell.subject.name not in self._left_out]
+        if todo and time.monotonic() > self.deadline:
+            return len(todo)
         if new:
             self._start(pool, new)
-        todo = [(cell, server) for cell in cells if (server := self._servers[cell.subject.name])]
-        for done, (cell, server) in enumerate(todo):
+        todo = [cell for cell in todo if cell.subject.name in self._servers]
+        for done, cell in enumerate(todo):
             if time.monotonic() > self.deadline:
                 return len(todo) - done
             print(f"[{done + 1}/{len(todo)}] {_line(cell)}: ", end="", flush=True)
-            self._measure(cell, server, client)
+            self._measure(cell, self._servers[cell.subject.name], client)
         return 0
 
     def _can_run(self, subject: Subject) -> bool:
         if self.on_gpu or subject.cuda_only is None:
             return True
-        self._servers[subject.name] = None
+        self._left_out.add(subject.name)
         self.results.save(START, self._start_parameters(subject), 0, failure=subject.cuda_only)
         print(f"{subject.name}: left out, {subject.cuda_only}", flush=True)
         return False
@@ -122,13 +127,14 @@ class ServingRun:
         }
         print(f"starting {', '.join(makers)}", flush=True)
         for subject, (name, server, told) in zip(subjects, pool.start(makers), strict=True):
-            self._servers[name] = server
             parameters = self._start_parameters(subject)
             if server is None:
+                self._left_out.add(name)
                 self.results.save(START, parameters, self.start_timeout, failure=str(told))
                 print(f"{name} failed to start: {told}", flush=True)
                 continue
             assert not isinstance(told, ServerError)
+            self._servers[name] = server
             print(f"{name} answers after {told['start_seconds']:.0f} s", flush=True)
             if self.results.find(START, parameters) is None:
                 told["kv_cache_gib"] = self.options.kv_cache_gib
@@ -151,7 +157,7 @@ class ServingRun:
             self.results.save(cell.part, self._parameters(cell), time.monotonic() - started, failure=str(e))
             print(f"failed: {e}", flush=True)
             return
-        result["side_by_side"] = [name for name, running in self._servers.items() if running]
+        result["side_by_side"] = list(self._servers)
         self.results.save(cell.part, self._parameters(cell), time.monotonic() - started, result=result)
         print(
             f"TTFT {result['median_ttft_ms']:.1f} ms, TPOT {result['median_tpot_ms']:.2f} ms, "

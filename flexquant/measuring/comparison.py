@@ -10,8 +10,8 @@ two means of pairs of rounds (Walsh averages), whose median is the estimate by H
 Hollander, D. A. Wolfe, E. Chicken, Nonparametric Statistical Methods, 3.1 to 3.3.
 
 Of 10 rounds with normal noise this interval is 1.41 standard deviations wide: Student's is 1.38, the sign
-test's 1.97. Of 20 rounds of which every tenth is a stall it is 1.15 wide, Student's 1.61, the sign test's
-1.29.
+test's 1.97. Of 20 rounds of which every tenth is six times as far off it is 1.15 wide, Student's 1.61, the
+sign test's 1.29.
 
 Rounds are added until the interval is narrow, or a budget ends (:class:`Effort`); never until it leaves 1
 out, for noise does that sooner or later. To stop when it is narrow also prefers the rounds that happen to

@@ -95,19 +95,23 @@ def test_a_workload_gets_more_rounds_until_its_ratios_are_narrow_or_the_most_are
     assert rounds_of(Effort(2, 2), small=noisy, large=noisy) == {"small": 2, "large": 2}
 
 
-def left(folder: Path, effort: Effort, rounds: int, times: Callable[[int], float]) -> int:
-    """Return how many cells a run without time leaves that goes on from so many rounds."""
-    subjects = [parse_subject(name) for name in ("w8a8", "flexquant:w8a8")]
-    plan = Plan({"overhead": [SMALL]}, subjects, effort)
+def left(folder: Path, rounds: int, times: Callable[[int], float], part: str = "overhead", *more: str) -> int:
+    """Return how many cells a run without time leaves that goes on from so many rounds.
+
+    ``more``: subjects that have no rounds.
+    """
+    subjects = [parse_subject(name) for name in ("w8a8", "flexquant:w8a8", *more)]
+    plan = Plan({part: [SMALL]}, subjects, Effort(6, 8))
     model = Model("tiny", SHAPES["tiny"], None, folder / "work")
     options = ServerOptions(64, 8, eager=True, kv_cache_gib=1, memory_share=0.5)
     timeouts = {"deadline": 0.0, "start_timeout": 1.0, "cell_timeout": 1.0}
     results = Results(folder / "results", "tiny", "abc")
     run = ServingRun(model, results, options, folder, on_gpu=False, **timeouts)
     for number in range(rounds):
-        for cell in plan.cells("overhead", SMALL, number):
-            time = times if cell.subject.is_merged else steady
-            results.save("overhead", run._parameters(cell), 1, result=result(time(number)))
+        for cell in plan.cells(part, SMALL, number):
+            if cell.subject.name not in more:
+                time = times if cell.subject.is_merged else steady
+                results.save(part, run._parameters(cell), 1, result=result(time(number)))
     return run.measure(plan)
 
 
@@ -118,4 +122,9 @@ def left(folder: Path, effort: Effort, rounds: int, times: Callable[[int], float
 )
 def test_a_run_goes_on_with_the_rounds_that_are_there(tmp_path, rounds, times, cells):
     """The first six rounds in any case; then one at a time, two cells each, until there are eight."""
-    assert left(tmp_path, Effort(6, 8), rounds, times) == cells
+    assert left(tmp_path, rounds, times) == cells
+
+
+@pytest.mark.parametrize(("subject", "cells"), [("w4a8", 0), ("w4a16", 6)])
+def test_a_subject_that_cannot_run_here_is_not_waited_for(tmp_path, subject, cells):
+    assert left(tmp_path, 6, steady, "serving", subject) == cells
