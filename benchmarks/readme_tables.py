@@ -16,15 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.comparing import (
-    EQUAL,
-    FEWEST_ROUNDS,
-    HIGHER,
-    LOWER,
-    UNKNOWN,
-    Comparison,
     Summary,
     best_static,
-    compare,
+    compare_beside,
     paired_ratios,
     routed,
     second_server,
@@ -42,6 +36,15 @@ from benchmarks.speed.tables import (
     summary_rows,
 )
 from benchmarks.table import markdown
+from flexquant.measuring.comparison import (
+    EQUAL,
+    FEWEST_ROUNDS,
+    HIGHER,
+    LOWER,
+    UNKNOWN,
+    Comparison,
+    compare,
+)
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "merge", "flexquant/evaluation", "flexquant/quantization")
@@ -183,8 +186,8 @@ def speed_ratios() -> str:
     def against_best(found: Summary) -> str:
         ratios = [comparison.ratio for comparison in found.workloads]
         return (
-            f"{min(ratios):.2f} to {max(ratios):.2f} times (faster in {found.count(LOWER)}, slower in "
-            f"{found.count(HIGHER)}, not told apart in {found.count(EQUAL)} of {len(ratios)} rows)"
+            f"{min(ratios):.2f} to {max(ratios):.2f} times (of {len(ratios)} rows faster in "
+            f"{found.count(LOWER)}, slower in {found.count(HIGHER)}, equal in {found.equal()})"
         )
 
     return (
@@ -239,7 +242,7 @@ def tuned() -> str:
                 equal += map(compare, again.values())
                 best = best_static(subjects, metric)
                 ratios = paired_ratios(subjects[policy], subjects[best], metric)
-                pairs.append((compare(ratios), compare(ratios, again[best])))
+                pairs.append((compare(ratios), compare_beside(ratios, again[best])))
     equal = [comparison for comparison in equal if comparison.verdict != UNKNOWN]
     apart = sum(comparison.verdict != EQUAL for comparison in equal)
     changed = sum(narrow.verdict != wide.verdict for narrow, wide in pairs)

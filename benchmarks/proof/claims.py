@@ -9,18 +9,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.proof.outcomes import FAILED, PASSED, SKIPPED, Outcomes
-from benchmarks.speed.comparing import (
-    FEWEST_ROUNDS,
-    Comparison,
-    Measured,
-    Metric,
-    compare,
-    paired_ratios,
-    pairs,
-)
+from benchmarks.speed.comparing import Measured, Metric, paired_ratios, pairs
 from benchmarks.speed.results import Cell
 from benchmarks.speed.subjects import FLEXQUANT
 from benchmarks.speed.tables import METRICS, by_workload, decode_ms, prefill_ms
+from flexquant.measuring.comparison import FEWEST_ROUNDS, Comparison, compare
 
 SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown", "contradicted"
 CLOSE = 1.03
@@ -99,18 +92,21 @@ def _compare(measured: Measured, wanted: Iterable[tuple[str, str]], metric: Metr
 
 def _no_slower(claim: str, found: Ratios) -> Verdict:
     """For ratios of times, of which 1 is the claim."""
-    shown = all(c.high <= CLOSE for _, c in found)
-    return _verdict(claim, found, shown, any(c.low > CLOSE for _, c in found))
+    comparisons = [c for _, c in found]
+    shown, contradicted = all(c.high <= CLOSE for c in comparisons), any(c.low > CLOSE for c in comparisons)
+    return _verdict(claim, found, [c.words() for c in comparisons], shown, contradicted)
 
 
 def _faster(claim: str, found: Ratios) -> Verdict:
     """For ratios of rates."""
-    return _verdict(claim, found, all(c.low > 1 for _, c in found), any(c.high < 1 for _, c in found))
+    comparisons = [c for _, c in found]
+    shown, contradicted = all(c.low > 1 for c in comparisons), any(c.high < 1 for c in comparisons)
+    return _verdict(claim, found, [c.words("slower", "faster") for c in comparisons], shown, contradicted)
 
 
-def _verdict(claim: str, found: Ratios, shown: bool, contradicted: bool) -> Verdict:
-    evidence = "; ".join(f"{what}: {comparison.format()}" for what, comparison in found) or "not measured"
-    fewest = min((comparison.rounds for _, comparison in found), default=0)
-    if fewest < FEWEST_ROUNDS:
-        return Verdict(claim, NOT_SHOWN, evidence + (f"; only {fewest} rounds" if fewest else ""))
+def _verdict(claim: str, found: Ratios, words: list[str], shown: bool, contradicted: bool) -> Verdict:
+    said = (f"{what}: {comparison}, {text}" for (what, comparison), text in zip(found, words, strict=True))
+    evidence = "; ".join(said) or "not measured"
+    if any(comparison.rounds < FEWEST_ROUNDS for _, comparison in found) or not found:
+        return Verdict(claim, NOT_SHOWN, evidence)
     return Verdict(claim, CONTRADICTED if contradicted else SHOWN if shown else NOT_SHOWN, evidence)

@@ -3,6 +3,6 @@
 """Speed and memory against stock vLLM: `python -m benchmarks --help`.
 
 The way through: `settings` (how much) -> `shapes` and `synthetic` (or real checkpoints) -> `models` (folders)
--> `subjects` (what is compared) -> `kernels`, `serving` (measure) -> `results` (one line a cell) ->
-`comparing` (what noise leaves open) -> `tables`, `plots`, `report`.
+-> `subjects` (what is compared) -> `rounds` (which cells, and how often) -> `kernels`, `serving` (measure) ->
+`results` (one line a cell) -> `comparing` (what noise leaves open) -> `tables`, `plots`, `report`.
 """

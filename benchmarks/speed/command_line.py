@@ -15,12 +15,13 @@ from benchmarks.proof.proving import add_arguments
 from benchmarks.speed.kernel_cells import measure_kernels
 from benchmarks.speed.models import open_model
 from benchmarks.speed.results import Results
+from benchmarks.speed.rounds import Plan
 from benchmarks.speed.servers import ServerOptions
-from benchmarks.speed.serving import ServingRun, plan_cells
+from benchmarks.speed.serving import ServingRun
 from benchmarks.speed.settings import CPU, GPU, LAYERS, PARTS, QUICK, Settings
 from benchmarks.speed.subjects import STATIC, Subject, parse_subject
 from benchmarks.speed.workloads import Workload
-from flexquant.cli._arguments import parse_names
+from flexquant.cli._arguments import add_effort, parse_names
 from flexquant.errors import FlexQuantError
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--subjects", type=parse_names, help=f"of {','.join(STATIC)},flexquant:POLICY")
     add("--serving", nargs="+", metavar="REQUESTSxINPUT+OUTPUT[@RATE][~SPREAD]", help="workloads")
     add("--overhead", nargs="+", metavar="REQUESTSxINPUT+OUTPUT", help="workloads")
-    add("--rounds", type=int, help="of serving and overhead; of 5 on a verdict")
+    add_effort(add, "serving and overhead")
     add("--schemes", type=parse_names, help=f"kernels: of {','.join(SCHEMES)}")
     add("--layers", type=parse_names, help=f"kernels: of {','.join(LAYERS)}")
     add("--tokens", type=parse_names, help="kernels: numbers of tokens, e.g. 1,16,256")
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     args.output = args.output or Path("benchmarks/results") / ("quick" if args.quick else model.name)
     subjects = [parse_subject(name) for name in settings.subjects]
     parts = {part: getattr(settings, part) for part in ("serving", "overhead") if part in args.parts}
-    cells = list(plan_cells(parts, subjects, settings.rounds))
+    plan = Plan(parts, subjects, settings.effort)
     if model.folders is not None and set(args.parts) - {"kernels"}:
         for subject in subjects:
             model.folder(subject)
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             start_timeout=args.start_timeout,
             cell_timeout=args.cell_timeout,
         )
-        left += serving.measure(cells)
+        left += serving.measure(plan)
     return left
 
 
@@ -133,7 +134,7 @@ def choose_settings(args: argparse.Namespace, on_gpu: bool) -> Settings:
         "tokens": _each(args.tokens, _count),
         "serving": _each(args.serving, Workload.parse),
         "overhead": _each(args.overhead, Workload.parse),
-        "rounds": args.rounds,
+        "effort": settings.effort.changed(args.rounds, args.max_rounds, args.width),
         "seconds": args.seconds,
     }
     return replace(settings, **{name: value for name, value in given.items() if value is not None})

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Is one subject faster than another? Ratios of paired rounds, with the interval that noise leaves open.
+"""Which subjects are compared, by the ratios of paired rounds (flexquant.measuring.comparison).
 
-The rule is that of ``flexquant tune``: the median of the logarithms of the ratios, and its 95 % interval by
-the sign test (flexquant/tuning/samples.py). Rounds show only what differs from round to round. Two servers of
-the same checkpoint also differ for as long as they run, so where a second server was measured the interval is
-made wider, on both sides, by the median ratio between the two.
+Rounds show only what differs from round to round. Two servers of the same checkpoint also differ for as long
+as they run, so where a second server was measured the interval is made wider by the ratio between the two.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any
 
 from benchmarks.speed.subjects import AGAIN, FLEXQUANT, STATIC
 from benchmarks.speed.workloads import Workload
-from flexquant.tuning.samples import median_interval
+from flexquant.measuring.comparison import EQUAL, Comparison, compare, percent
 
 Metric = Callable[[dict[str, Any]], float]
 Rounds = dict[int, dict[str, Any]]
@@ -27,41 +25,11 @@ Rounds = dict[int, dict[str, Any]]
 Measured = Mapping[Workload, dict[str, Rounds]]
 """Workload -> subject -> rounds."""
 
-FEWEST_ROUNDS = 5
-"""Of these the interval is the smallest and the largest, at 94 % confidence; from six on it has 95 %."""
-LOWER, HIGHER, EQUAL, UNKNOWN = "lower", "higher", "not told apart", "too few rounds"
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """A subject over another: the median of the ratios of paired rounds, and its interval."""
-
-    ratio: float
-    low: float
-    high: float
-    rounds: int
-
-    @property
-    def verdict(self) -> str:
-        """LOWER or HIGHER if the interval leaves 1 out, EQUAL if not, UNKNOWN below FEWEST_ROUNDS."""
-        if self.rounds < FEWEST_ROUNDS:
-            return UNKNOWN
-        return LOWER if self.high < 1 else HIGHER if self.low > 1 else EQUAL
-
-    def format(self, digits: int = 3) -> str:
-        """Return the median ratio and, of several rounds, its interval."""
-        median, low, high = (f"{value:.{digits}f}" for value in (self.ratio, self.low, self.high))
-        return median if self.rounds == 1 else f"{median} ({low} – {high})"
-
-
-def compare(ratios: Sequence[float], again: Sequence[float] = ()) -> Comparison:
-    """Return the comparison of one or more ratios.
-
-    ``again``: the ratios of two servers of the same subject, by whose median the interval is made wider.
-    """
-    median, low, high = median_interval([math.log(ratio) for ratio in ratios])
-    wider = abs(statistics.median(map(math.log, again))) if again else 0.0
-    return Comparison(math.exp(median), math.exp(low - wider), math.exp(high + wider), len(ratios))
+def compare_beside(ratios: Sequence[float], again: Sequence[float]) -> Comparison:
+    """Return the comparison, wider by the ratios of two servers of the same subject, if there are any."""
+    found = compare(ratios)
+    return found.widened(compare(again).ratio) if again else found
 
 
 def paired_ratios(rounds: Rounds, reference: Rounds, metric: Metric) -> list[float]:
@@ -117,6 +85,12 @@ class Summary:
     def count(self, verdict: str) -> int:
         return Counter(comparison.verdict for comparison in self.workloads)[verdict]
 
+    def equal(self) -> str:
+        """Return how many comparisons say EQUAL and within what, e.g. ``4, within 5.1 % to 14 %``."""
+        within = sorted(c.within for c in self.workloads if c.verdict == EQUAL)
+        ends = dict.fromkeys(percent(share, math.ceil) for share in (*within[:1], *within[-1:]))
+        return ", within ".join([str(len(within)), *([" to ".join(ends)] if ends else [])])
+
 
 def summarise(measured: Measured, subject: str, metric: Metric) -> Summary:
     """Return the summary over the workloads that ``subject`` and a static subject were measured at."""
@@ -128,7 +102,8 @@ def summarise(measured: Measured, subject: str, metric: Metric) -> Summary:
         ratios = paired_ratios(subjects[subject], subjects[best], metric)
         again = second_server(subjects, best, metric)
         if ratios:
-            workloads.append(compare(ratios, again))
+            workloads.append(compare_beside(ratios, again))
             every += ratios
             every_again += again
-    return Summary(workloads, compare(every, every_again), compare(every_again) if every_again else None)
+    together = compare_beside(every, every_again)
+    return Summary(workloads, together, compare(every_again) if every_again else None)

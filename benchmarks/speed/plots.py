@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.speed.comparing import Measured, paired_ratios, pairs
 from benchmarks.speed.results import Cell
 from benchmarks.speed.tables import METRICS, by_workload, kernel_results
+from flexquant.measuring.comparison import compare
 
 MARKERS = "osD^vPX<>*"
 
@@ -78,11 +79,10 @@ def _serving(measured: Measured) -> Any:
     for (ax,), name in zip(axes, names, strict=True):
         get = METRICS[name][0]
         for number, (marker, subject) in enumerate(zip(cycle(MARKERS), subjects, strict=False)):
-            groups = [
-                (x, [get(r) for r in found[subject].values()])
-                for x, found in enumerate(measured.values())
-                if subject in found
-            ]
+            groups = []
+            for x, found in enumerate(measured.values()):
+                values = [get(r) for r in found.get(subject, {}).values()]
+                groups += [(x, statistics.median(values), min(values), max(values))] if values else []
             _points(ax, groups, _offset(number, len(subjects)), marker, subject)
         _log_scale(ax)
         ax.set_ylabel(name)
@@ -92,7 +92,7 @@ def _serving(measured: Measured) -> Any:
 
 
 def _overhead(measured: Measured) -> Any:
-    """FlexQuant over static, a line at 1, for TTFT and TPOT."""
+    """FlexQuant over static with the interval, a line at 1, for TTFT and TPOT."""
     figure, axes = _figure(2, 1, max(7.0, 1.3 * len(measured)), 2.4)
     subjects = dict.fromkeys(subject for found in measured.values() for subject in found)
     compared = pairs(list(subjects), constant=True)
@@ -101,7 +101,9 @@ def _overhead(measured: Measured) -> Any:
             groups = []
             for x, found in enumerate(measured.values()):
                 ratios = paired_ratios(found.get(subject, {}), found.get(reference, {}), METRICS[name][0])
-                groups += [(x, ratios)] if ratios else []
+                if ratios:
+                    comparison = compare(ratios)
+                    groups.append((x, comparison.ratio, comparison.low, comparison.high))
             _points(ax, groups, _offset(number, len(compared)), marker, f"{subject} / {reference}")
         ax.axhline(1, color="gray", linewidth=1)
         ax.set_ylabel(f"{name.removesuffix(' ms')} ratio")
@@ -111,13 +113,13 @@ def _overhead(measured: Measured) -> Any:
 
 
 def _points(
-    ax: Any, groups: Sequence[tuple[int, list[float]]], offset: float, marker: str, label: str
+    ax: Any, groups: Sequence[tuple[int, float, float, float]], offset: float, marker: str, label: str
 ) -> None:
-    middles = [statistics.median(values) for _, values in groups]
-    below = [middle - min(values) for middle, (_, values) in zip(middles, groups, strict=True)]
-    above = [max(values) - middle for middle, (_, values) in zip(middles, groups, strict=True)]
-    x = [position + offset for position, _ in groups]
-    ax.errorbar(x, middles, yerr=[below, above], fmt=marker, markersize=5, capsize=2, label=label)
+    """Draw, for each position, a value with the ends of its bar."""
+    x = [position + offset for position, *_ in groups]
+    errors = [[value - low for _, value, low, _ in groups], [high - value for _, value, _, high in groups]]
+    middles = [value for _, value, *_ in groups]
+    ax.errorbar(x, middles, yerr=errors, fmt=marker, markersize=5, capsize=2, label=label)
 
 
 def _log_scale(ax: Any) -> None:

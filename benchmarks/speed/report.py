@@ -32,17 +32,17 @@ READING = (
 )
 
 COMPARING = (
-    "Median ratios of paired rounds, with their 95 % interval (the sign test's; of 5 rounds the smallest and "
-    "the largest, at 94 %); below 1 is faster, for tokens/s above. The rounds of one server do not show how "
-    "far two servers of the same checkpoint differ, so where a second one was measured the interval is wider "
-    "by their median ratio on both sides. Faster or slower: the interval leaves 1 out. Not told apart: it "
-    "does not, so the two are equal or differ by anything within it."
+    "Ratios of paired rounds with their 95 % interval (by Wilcoxon's signed ranks; of 5 rounds the smallest "
+    "and the largest, at 94 %); below 1 is faster, for tokens/s above. The rounds of one server do not show "
+    "how far two servers of the same checkpoint differ, so where a second one was measured the interval is "
+    "wider by their ratio on both sides. Faster or slower by x %: the interval leaves 1 out. Equal within "
+    "x %: it does not, and x % is how far from 1 it reaches."
 )
 SUMMARISING = (
     "The same over all kinds of requests: how many comparisons say what (those of fewer than 5 rounds say "
-    "nothing), their median ratios, and the middle of their intervals. One comparison tells only differences "
-    "beyond its interval; all rounds together, taken as independent, tell smaller ones, on the average over "
-    "the kinds of requests. The best is chosen by its first server's medians, so chance favours that server: "
+    "nothing), their ratios, and the middle of their intervals. One comparison tells only differences beyond "
+    "its interval; all rounds together, taken as independent, tell smaller ones, on the average over the "
+    "kinds of requests. The best is chosen by its first server's medians, so chance favours that server: "
     "'the best again' tells by how much."
 )
 

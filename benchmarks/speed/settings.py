@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.speed.workloads import Workload
+from flexquant.measuring.comparison import Effort
 
 PARTS = ("kernels", "serving", "overhead")
 LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -23,8 +24,8 @@ class Settings:
     """Numbers of tokens (M) of the kernel measurements."""
     serving: tuple[Workload, ...]
     overhead: tuple[Workload, ...]
-    rounds: int
-    """Of serving and overhead; six are the fewest whose interval has 95 % (see `comparing`)."""
+    effort: Effort
+    """Of serving and overhead."""
     seconds: float
     """Time for each kernel cell."""
 
@@ -40,7 +41,7 @@ QUICK = Settings(
     tokens=(1, 16, 128),
     serving=(Workload(1, 64, 16), Workload(8, 64, 16), Workload(10, 64, 12, rate=8, spread=0.5)),
     overhead=(Workload(4, 32, 16),),
-    rounds=2,
+    effort=Effort(rounds=2, max_rounds=2),
     seconds=0.5,
 )
 CPU = Settings(
@@ -50,7 +51,7 @@ CPU = Settings(
     tokens=(1, 4, 16, 64, 256),
     serving=(*batches((1, 8), (64, 256), 32), Workload(24, 128, 32, rate=1, spread=0.5)),
     overhead=batches((1, 8), (64,), 32),
-    rounds=6,
+    effort=Effort(rounds=6, max_rounds=12),
     seconds=1.0,
 )
 GPU = Settings(
@@ -64,7 +65,7 @@ GPU = Settings(
         *batches((8, 64), (128, 4096), 128),
     ),
     overhead=batches((1, 32), (128,), 128),
-    rounds=6,
+    effort=Effort(rounds=6, max_rounds=20),
     seconds=0.3,
 )
 """Requests of a stream arrive for 15 s."""

@@ -9,15 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.speed.comparing import (
-    EQUAL,
-    HIGHER,
-    LOWER,
-    Comparison,
     Measured,
     Metric,
     Rounds,
     best_static,
-    compare,
+    compare_beside,
     paired_ratios,
     pairs,
     routed,
@@ -27,6 +23,7 @@ from benchmarks.speed.comparing import (
 from benchmarks.speed.results import Cell
 from benchmarks.speed.workloads import Workload
 from benchmarks.table import markdown
+from flexquant.measuring.comparison import HIGHER, LOWER, Comparison, compare
 
 
 def with_range(values: Sequence[float], form: str) -> str:
@@ -148,14 +145,11 @@ LATENCIES = ("TTFT ms", "TPOT ms")
 
 def said(comparison: Comparison, metric: str) -> str:
     """Return the verdict in words for a metric."""
-    words = {LOWER: "faster", HIGHER: "slower"}
-    if metric == "tokens/s":
-        words = {LOWER: "slower", HIGHER: "faster"}
-    return words.get(comparison.verdict, comparison.verdict)
+    return comparison.words("slower", "faster") if metric == "tokens/s" else comparison.words()
 
 
 def ratio_table(measured: Measured, constant: bool) -> str:
-    """Return FlexQuant over static, as the median of paired rounds.
+    """Return FlexQuant over static, by paired rounds.
 
     ``constant``: each constant policy against its own static checkpoint; else all other pairs.
     """
@@ -167,8 +161,8 @@ def ratio_table(measured: Measured, constant: bool) -> str:
                 get = METRICS[metric][0]
                 ratios = paired_ratios(subjects[subject], subjects[reference], get)
                 if ratios:
-                    found = compare(ratios, second_server(subjects, reference, get))
-                    cells.append(f"{found.format()} {said(found, metric)}")
+                    found = compare_beside(ratios, second_server(subjects, reference, get))
+                    cells.append(f"{found}, {said(found, metric)}")
             if cells:
                 rounds = str(len(subjects[subject].keys() & subjects[reference].keys()))
                 rows.append([workload.name, f"`{subject}` / `{reference}`", *cells, rounds])
@@ -176,7 +170,7 @@ def ratio_table(measured: Measured, constant: bool) -> str:
 
 
 def best_static_table(measured: Measured) -> str:
-    """Return FlexQuant over the best static variant for each metric, as the median of paired rounds."""
+    """Return FlexQuant over the best static variant for each metric, by paired rounds."""
     rows = []
     for workload, subjects in measured.items():
         for subject in routed(subjects):
@@ -186,11 +180,11 @@ def best_static_table(measured: Measured) -> str:
                 best = best_static(subjects, get)
                 ratios = paired_ratios(subjects[subject], subjects[best], get)
                 again = second_server(subjects, best, get)
-                found = compare(ratios, again) if ratios else None
+                found = compare_beside(ratios, again) if ratios else None
                 cells += [
                     f"`{best}`",
-                    f"{found.format()} {said(found, metric)}" if found else "–",
-                    compare(again).format() if again else "–",
+                    f"{found}, {said(found, metric)}" if found else "–",
+                    str(compare(again)) if again else "–",
                 ]
             rows.append([workload.name, f"`{subject}`", *cells])
     metrics = ([f"best {m}", f"{m} ratio", "the best again"] for m in ("TTFT", "TPOT"))
@@ -201,7 +195,7 @@ SUMMARY = [
     "metric",
     "comparisons",
     "faster",
-    "not told apart",
+    "equal",
     "slower",
     "their ratios",
     "their interval (median)",
@@ -230,11 +224,13 @@ def summary_rows(measured: Measured, subject: str) -> list[list[str]]:
             [
                 metric.removesuffix(" ms"),
                 str(len(found.workloads)),
-                *(str(found.count(verdict)) for verdict in (LOWER, EQUAL, HIGHER)),
+                str(found.count(LOWER)),
+                found.equal(),
+                str(found.count(HIGHER)),
                 f"{min(ratios):.2f} – {max(ratios):.2f}",
                 f"{low:.2f} – {high:.2f}",
-                f"{found.together.format()} {said(found.together, metric)}",
-                found.again.format() if found.again else "–",
+                f"{found.together}, {said(found.together, metric)}",
+                str(found.again) if found.again else "–",
             ]
         )
     return rows

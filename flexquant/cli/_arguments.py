@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What several subcommands share: ``name=DIR`` pairs, sizes, and the progress bar."""
+"""What several subcommands share: ``name=DIR`` pairs, sizes, rounds, and the progress bar."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from flexquant.errors import UsageError
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
+PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
 def parse_folders(pairs: Sequence[str]) -> list[tuple[str, str]]:
@@ -54,6 +55,31 @@ def parse_names(text: str) -> tuple[str, ...]:
 def parse_counts(text: str) -> tuple[int, ...]:
     """Return comma-separated whole numbers of at least 1 (an argparse type)."""
     return tuple(parse_count(part) for part in parse_names(text))
+
+
+def parse_percent(text: str) -> float:
+    """Return a share above 0 for e.g. ``3%`` or ``0.5 %`` (an argparse type)."""
+    match = PERCENT.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a percentage above 0 such as 3%")
+    return float(match[1]) / 100
+
+
+def add_effort(add: Callable[..., Any], measured: str) -> None:
+    """Add the options of :class:`flexquant.measuring.comparison.Effort` by a parser's ``add_argument``."""
+    add(
+        "--rounds",
+        type=parse_count,
+        metavar="N",
+        help=f"rounds of {measured} (default: by the machine); without --max-rounds no more than these",
+    )
+    add("--max-rounds", type=parse_count, metavar="N", help="most rounds, where noise asks for more")
+    add(
+        "--width",
+        type=parse_percent,
+        metavar="X%",
+        help="add rounds while the 95 %% interval of a ratio is wider than this (default: 3%%)",
+    )
 
 
 def add_shard_size(parser: argparse.ArgumentParser) -> None:

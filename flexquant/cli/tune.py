@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexquant.cli._arguments import parse_count, parse_names, progress_bar
+from flexquant.cli._arguments import add_effort, parse_count, parse_names, progress_bar
 from flexquant.errors import UsageError
 from flexquant.tuning.objectives import OBJECTIVES
 
@@ -82,7 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="prompt and answer of a request, for --objective throughput (default: %(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="few sizes and rounds, for a first look")
-    parser.add_argument("--rounds", type=parse_count, metavar="N", help="how often each size is measured")
+    add_effort(parser.add_argument, "every size")
     parser.add_argument("--max-batch", type=parse_count, metavar="N", help="sequences of the largest batch")
     parser.add_argument("--max-tokens", type=parse_count, metavar="N", help="tokens of the longest prompt")
     parser.add_argument("--tensor-parallel-size", type=parse_count, default=1, metavar="N", help="GPUs")
@@ -156,4 +156,4 @@ def _grid(args: argparse.Namespace) -> Grid:
     full, quick = (CPU, QUICK_CPU) if _on_cpu() else (GPU, QUICK_GPU)
     grid = quick if args.quick else full
     grid = grid.up_to(args.max_batch, args.max_tokens)
-    return grid if args.rounds is None else replace(grid, rounds=args.rounds)
+    return replace(grid, effort=grid.effort.changed(args.rounds, args.max_rounds, args.width))

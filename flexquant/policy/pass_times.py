@@ -8,7 +8,7 @@ A policy that was tuned carries them under its key ``measured``:
       origin: {machine: {...}, versions: {...}, date: 2026-11-21, command: [...]}
       context: 64                # tokens of every sequence in the KV cache, in the decode passes below
       context_ns: 12.5           # what one more token in the KV cache costs a pass, nanoseconds
-      decode_ms:                 # by sequences: median, and its 95 % confidence interval
+      decode_ms:                 # by sequences: median, smallest and largest over the rounds
         w8a8: {1: [60.1, 59.8, 60.9], 8: [159.0, 154.1, 161.2]}
       prefill_ms:                # by tokens, of one prompt with an empty KV cache
         w8a8: {64: [290.9, 280.8, 300.2]}
@@ -31,7 +31,7 @@ DIGITS = 4
 
 
 class Time(NamedTuple):
-    """The median of measured times and the ends of its confidence interval, in seconds."""
+    """The median of measured times, the smallest and the largest, in seconds."""
 
     median: float
     low: float

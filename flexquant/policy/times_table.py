@@ -32,6 +32,6 @@ def format_times(times: PassTimes, plan: Callable[[str, int], str]) -> list[str]
 
 
 def format_time(time: Time) -> str:
-    """Return e.g. ``60.1 (59.8-60.9)``: the median and its interval, in milliseconds."""
+    """Return e.g. ``60.1 (59.8-60.9)``: median, smallest and largest, in milliseconds."""
     median, low, high = (f"{1e3 * seconds:.3g}" for seconds in time)
     return median if low == median == high else f"{median} ({low}-{high})"

@@ -15,12 +15,13 @@ from flexquant.tuning.samples import PHASES, Samples
 MARGIN = 0.02
 """A variant counts as fast as the fastest if its time is not surely longer by this share.
 
-Surely: with the whole confidence interval. A further range of sizes is made only if it gains this share too.
+Surely: with the whole interval of their ratio. A further range of sizes is made only if it gains this share
+too.
 """
 CLOSE = 0.05
-"""A variant counts as fast as the fastest only if its median time is longer by at most this share.
+"""A variant counts as fast as the fastest only if the estimate of its time is longer by at most this share.
 
-So noise that makes the confidence interval wide cannot hide a larger difference.
+So noise that makes the interval wide cannot hide a larger difference.
 """
 DOUBTFUL = 0.15
 """A size is undecided if a variant may be as fast as the fastest there, and may be slower by this share."""
@@ -68,21 +69,16 @@ class Decision:
 def fastest(samples: Samples, variants: Sequence[str]) -> Cost:
     """Return the cost of not being the fastest of ``variants``, which begin with the most precise.
 
-    Of those that are as fast within noise, by MARGIN and CLOSE, the most precise costs nothing, the others
+    Of those that are as fast, by MARGIN and CLOSE, the most precise costs nothing, the others
     MARGIN.
     """
 
     def cost(phase: str, variant: str, size: int) -> float:
-        best = min(variants, key=lambda v: samples.time(v, phase, size).median)
-        ratios = {v: samples.log_ratio(v, best, phase, size) for v in variants}
-        as_fast = [
-            v
-            for v in variants
-            if ratios[v].low <= math.log1p(MARGIN) and ratios[v].median <= math.log1p(CLOSE)
-        ]
+        found = samples.to_fastest(variants, phase, size)
+        as_fast = [v for v, c in found.items() if c.low <= 1 + MARGIN and c.ratio <= 1 + CLOSE]
         if variant == as_fast[0]:
             return 0.0
-        return MARGIN if variant in as_fast else max(MARGIN, ratios[variant].median)
+        return MARGIN if variant in as_fast else max(MARGIN, math.log(found[variant].ratio))
 
     return cost
 
@@ -102,29 +98,41 @@ def decide(
 
 def relative_speed(samples: Samples) -> Callable[[str, str, str, int], float]:
     """Return the crossing of plain speed: the logarithm of the time of ``a`` over that of ``b``."""
-    return lambda phase, a, b, size: samples.log_ratio(a, b, phase, size).median
+    return lambda phase, a, b, size: math.log(samples.compare(a, b, phase, size).ratio)
 
 
-def undecided(samples: Samples, variants: Sequence[str], phase: str) -> list[int]:
-    """Return the sizes at which some variant may be as fast as the fastest, or much slower."""
+def wide(samples: Samples, variants: Sequence[str], phase: str, width: float) -> list[int]:
+    """Return the sizes at which the interval of some variant over the fastest is not narrower than that."""
+    return [
+        size
+        for size in samples.sizes(phase)
+        if not all(c.is_narrow(width) for c in samples.to_fastest(variants, phase, size).values())
+    ]
 
-    def is_doubtful(size: int) -> bool:
-        best = min(variants, key=lambda v: samples.time(v, phase, size).median)
-        ratios = (samples.log_ratio(v, best, phase, size) for v in variants if v != best)
-        return any(r.low <= math.log1p(MARGIN) and r.high > math.log1p(DOUBTFUL) for r in ratios)
 
-    return [size for size in samples.sizes(phase) if is_doubtful(size)]
+def undecided(samples: Samples, variants: Sequence[str], phase: str) -> dict[int, float]:
+    """Return, of the sizes where a variant may be as fast as the fastest, by what share it may be slower.
+
+    Only those at which it may be by more than DOUBTFUL.
+    """
+    shares = {
+        size: max(
+            c.high - 1 for c in samples.to_fastest(variants, phase, size).values() if c.low <= 1 + MARGIN
+        )
+        for size in samples.sizes(phase)
+    }
+    return {size: share for size, share in shares.items() if share > DOUBTFUL}
 
 
 def check_decidable(samples: Samples, variants: Sequence[str]) -> dict[str, list[int]]:
     """Return the undecided sizes by phase; raise TooNoisyError if they are more than MOST_DOUBTFUL."""
-    doubtful = {phase: undecided(samples, variants, phase) for phase in PHASES}
+    doubtful = {phase: list(undecided(samples, variants, phase)) for phase in PHASES}
     count, total = (sum(map(len, d.values())) for d in (doubtful, {p: samples.sizes(p) for p in PHASES}))
     if count > MOST_DOUBTFUL * total:
         raise TooNoisyError(
             f"this machine is too noisy to decide: at {count} of {total} sizes the times of the variants "
             f"overlap and scatter by more than {DOUBTFUL:.0%}; stop what else runs on it and start again, "
-            "which measures these sizes anew, or raise --rounds",
+            "which measures these sizes anew, or raise --max-rounds",
             doubtful,
         )
     return doubtful

@@ -9,14 +9,13 @@ from itertools import pairwise
 from typing import Any
 
 from flexquant.checkpoint.output import format_bytes
+from flexquant.measuring.comparison import EQUAL, FEWEST_ROUNDS, percent
 from flexquant.policy.pass_times import device_name
 from flexquant.policy.times_table import UNITS
 from flexquant.tuning.deciding import Decision, undecided
 from flexquant.tuning.memory import Memory
 from flexquant.tuning.objectives import PHASE_OF, Goal, Slo, largest_within
 from flexquant.tuning.samples import Samples
-
-FEWEST_ROUNDS = 3
 
 
 def origin_notes(origin: Mapping[str, Any], goal: Goal) -> list[str]:
@@ -25,29 +24,28 @@ def origin_notes(origin: Mapping[str, Any], goal: Goal) -> list[str]:
         f"Tuned on {origin['date']} for {goal}, on {device_name(origin)}.",
         " ".join(f"{name} {version}" for name, version in origin["versions"].items()),
         origin["command"],
-        f"Medians of {origin['rounds']} rounds or more, with 95 % intervals (below 6: smallest to largest)."
+        f"Medians of {origin['rounds']} rounds or more, with the smallest and the largest."
         if origin["rounds"] >= FEWEST_ROUNDS
-        else f"Fewer than {FEWEST_ROUNDS} rounds: nothing is known of the noise.",
+        else f"Fewer than {FEWEST_ROUNDS} rounds: too few to compare the variants.",
     ]
 
 
 def crossover_notes(samples: Samples, variants: Sequence[str], decision: Decision) -> list[str]:
-    """Tell where a variant takes over from another, and which sizes noise has left undecided."""
+    """Tell where a variant takes over from another, and which sizes are left undecided."""
     notes = []
     for phase, ranges in decision.ranges.items():
         for r, following in pairwise(ranges):
             assert r.between is not None
             low, high = r.between
             text = f"takes over between the measured {low} and {high}"
-            if tied := _tied(samples, r.variant, following.variant, phase):
-                text += f"; no difference beyond noise at {', '.join(map(str, tied))}"
+            if equal := _equal(samples, r.variant, following.variant, phase):
+                text += f"; {', '.join(equal)}"
             notes.append(
                 f"{phase}: {r.variant} up to {r.last} {UNITS[phase]}, then {following.variant} ({text})."
             )
         if doubtful := undecided(samples, variants, phase):
-            notes.append(
-                f"{phase}: undecided within noise at {', '.join(map(str, doubtful))} {UNITS[phase]}."
-            )
+            sizes = ", ".join(f"{size} (up to {percent(share)} apart)" for size, share in doubtful.items())
+            notes.append(f"{phase}: undecided at these {UNITS[phase]}: {sizes}.")
     return notes
 
 
@@ -80,10 +78,10 @@ def batch_notes(samples: Samples, goal: Goal, requests: int) -> list[str]:
     ]
 
 
-def _tied(samples: Samples, a: str, b: str, phase: str) -> list[int]:
-    """Return the sizes at which the interval of the ratio holds 1."""
-    ratios = {size: samples.log_ratio(a, b, phase, size) for size in samples.sizes(phase)}
-    return [size for size, ratio in ratios.items() if ratio.low <= 0 <= ratio.high]
+def _equal(samples: Samples, a: str, b: str, phase: str) -> list[str]:
+    """Return, for the sizes at which the interval of the ratio holds 1, how near to equal they are."""
+    found = {size: samples.compare(a, b, phase, size) for size in samples.sizes(phase)}
+    return [f"{c.words()} at {size}" for size, c in found.items() if c.verdict == EQUAL]
 
 
 def unused_notes(memory: Memory, decision: Decision) -> list[str]:

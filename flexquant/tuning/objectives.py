@@ -115,7 +115,7 @@ def meet(samples: Samples, variants: Sequence[str], slo: Slo) -> Decision:
     def crossing(phase: str, a: str, b: str, size: int) -> float:
         bound = slo.bound(phase)
         if bound is None:
-            return samples.log_ratio(a, b, phase, size).median
+            return math.log(samples.compare(a, b, phase, size).ratio)
         return math.log(samples.time(a, phase, size).median / bound)
 
     return decide(samples, variants, cost, crossing)
@@ -153,7 +153,7 @@ def _loss_without(samples: Samples, variants: Sequence[str], left_out: str) -> f
     """Return the logarithm of how much slower the worst size is without a variant."""
     others = [v for v in variants if v != left_out]
     return max(
-        min(samples.log_ratio(v, left_out, phase, size).median for v in others)
+        min(math.log(samples.compare(v, left_out, phase, size).ratio) for v in others)
         for phase in PHASES
         for size in samples.sizes(phase)
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from flexquant.errors import UsageError
+from flexquant.measuring.comparison import Effort
 from flexquant.measuring.pass_timer import MAX_STEPS
 from flexquant.tuning.samples import Samples
 
@@ -36,7 +37,7 @@ class Grid:
     """Tokens of every sequence in the KV cache when decoding begins."""
     long_context: int
     """The same, of the passes from which the cost of a longer context is taken."""
-    rounds: int
+    effort: Effort
     seconds: float
     """Seconds for each pass in each round; a pass is repeated as often as that allows."""
     refine: bool
@@ -75,10 +76,10 @@ class Grid:
         }
 
 
-CPU = Grid(powers_of_two(1, 64), powers_of_two(8, 1024), 16, 512, rounds=5, seconds=0.3, refine=True)
-GPU = Grid(powers_of_two(1, 256), powers_of_two(8, 8192), 64, 4096, rounds=9, seconds=0.05, refine=True)
-QUICK_CPU = Grid((1, 5, 24), (12, 40, 128), 8, 128, rounds=3, seconds=0.1, refine=False)
-QUICK_GPU = Grid((1, 8, 32, 128), (16, 128, 1024, 4096), 64, 4096, rounds=5, seconds=0.05, refine=False)
+CPU = Grid(powers_of_two(1, 64), powers_of_two(8, 1024), 16, 512, Effort(6, 12), seconds=0.3, refine=True)
+GPU = Grid(powers_of_two(1, 256), powers_of_two(8, 8192), 64, 4096, Effort(9, 36), seconds=0.05, refine=True)
+QUICK_CPU = Grid((1, 5, 24), (12, 40, 128), 8, 128, Effort(6, 12), seconds=0.1, refine=False)
+QUICK_GPU = Grid((1, 8, 32, 128), (16, 128, 1024, 4096), 64, 4096, Effort(6, 12), seconds=0.05, refine=False)
 
 
 def between(smaller: int, larger: int) -> int | None:
@@ -145,6 +146,14 @@ class Rounds:
             if cells and len(self._samples.context_seconds) <= number:
                 self._samples.context_seconds.append(self._context_cost(names[0]))
                 self._save()
+
+    def add(self, wide: Callable[[str], Sequence[int]]) -> None:
+        """Measure the sizes that ``wide(phase)`` names, asked before every round, up to the most rounds."""
+        for rounds in range(self._grid.effort.rounds + 1, self._grid.effort.max_rounds + 1):
+            decode, prefill = wide("decode"), wide("prefill")
+            if not decode and not prefill:
+                return
+            self.measure(rounds, decode, prefill)
 
     @functools.cached_property
     def _workers(self) -> Mapping[str, Timer]:

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What was measured, round by round, and what can be said from it: medians, intervals, ratios.
+"""What was measured, round by round: times by variant, phase and size, and their ratios within the rounds.
 
-Machines drift and stall, so nothing here assumes a distribution: the interval of a median is between two of
-the samples themselves (the sign test's, e.g. W. J. Conover, Practical Nonparametric Statistics, 3.2), and
-variants are compared by the ratios within each round.
+Machines drift and stall: variants are compared by the ratios alone (flexquant.measuring.comparison).
 """
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,25 +15,10 @@ from typing import Any
 
 from flexquant.checkpoint.output import staged_file
 from flexquant.errors import UsageError
+from flexquant.measuring.comparison import Comparison, compare
 from flexquant.policy.pass_times import PassTimes, Time
 
-CONFIDENCE = 0.95
 PHASES = ("decode", "prefill")
-
-
-def median_interval(values: Sequence[float]) -> Time:
-    """Return the median and its interval at CONFIDENCE: the smallest and largest value of fewer than 6."""
-    ordered = sorted(values)
-    n = len(ordered)
-    outside = 0
-    below = 0.0
-    while outside < n // 2:
-        below += math.comb(n, outside) / 2**n
-        if 2 * below > 1 - CONFIDENCE:
-            break
-        outside += 1
-    outside = max(0, outside - 1)
-    return Time(statistics.median(ordered), ordered[outside], ordered[n - 1 - outside])
 
 
 class Samples:
@@ -65,15 +47,21 @@ class Samples:
         return sorted(set.intersection(*curves)) if curves else []
 
     def time(self, variant: str, phase: str, size: int) -> Time:
-        return median_interval(self._seconds[variant][phase][size])
+        seconds = self._seconds[variant][phase][size]
+        return Time(statistics.median(seconds), min(seconds), max(seconds))
 
-    def log_ratio(self, variant: str, other: str, phase: str, size: int) -> Time:
-        """Return the logarithm of the time of ``variant`` over that of ``other``, round by round."""
+    def compare(self, variant: str, other: str, phase: str, size: int) -> Comparison:
+        """Return the time of ``variant`` over that of ``other``, by the rounds that both have."""
         pairs = zip(self._seconds[variant][phase][size], self._seconds[other][phase][size], strict=False)
-        return median_interval([math.log(a / b) for a, b in pairs])
+        return compare([a / b for a, b in pairs])
+
+    def to_fastest(self, variants: Sequence[str], phase: str, size: int) -> dict[str, Comparison]:
+        """Return for each variant its time over that of the one with the smallest median."""
+        best = min(variants, key=lambda v: self.time(v, phase, size).median)
+        return {variant: self.compare(variant, best, phase, size) for variant in variants}
 
     def pass_times(self, context: int, origin: dict[str, Any]) -> PassTimes:
-        """Return the medians and intervals; ``context`` and ``origin`` are those of :class:`PassTimes`."""
+        """Return the times of all passes; ``context`` and ``origin`` are those of :class:`PassTimes`."""
         decode, prefill = (
             {
                 variant: {size: self.time(variant, phase, size) for size in self.sizes(phase)}

@@ -27,7 +27,7 @@ from flexquant.tuning.deciding import (
     decide,
     fastest,
     relative_speed,
-    undecided,
+    wide,
 )
 from flexquant.tuning.memory import Memory
 from flexquant.tuning.notes import batch_notes, bound_notes, crossover_notes, origin_notes, unused_notes
@@ -108,12 +108,12 @@ class Tuning:
 
             show = stack.enter_context(bar("measuring", unit="size"))
             rounds = Rounds(self._names, start, self._samples, self._grid, self._save, show)
-            rounds.measure(self._grid.rounds, self._grid.decode, self._grid.prefill)
+            effort = self._grid.effort
+            rounds.measure(effort.rounds, self._grid.decode, self._grid.prefill)
             if self._grid.refine:
                 finer = {phase: self._beside_crossovers(phase) for phase in PHASES}
-                rounds.measure(self._grid.rounds, finer["decode"], finer["prefill"])
-            doubtful = {phase: undecided(self._samples, self._names, phase) for phase in PHASES}
-            rounds.measure(2 * self._grid.rounds, doubtful["decode"], doubtful["prefill"])
+                rounds.measure(effort.rounds, finer["decode"], finer["prefill"])
+            rounds.add(lambda phase: wide(self._samples, self._names, phase, effort.width))
         try:
             check_decidable(self._samples, self._names)
         except TooNoisyError as e:
@@ -133,7 +133,7 @@ class Tuning:
             **{key: self._run[key] for key in ("model", "machine", "versions", "engine_arguments")},
             "date": datetime.date.today().isoformat(),
             "command": " ".join(["flexquant", *describe_command()[1:]]),
-            "rounds": self._grid.rounds,
+            "rounds": self._grid.effort.rounds,
         }
         times = self._samples.pass_times(self._grid.context, origin)
         document = policy_document(decision, self._variants, times, str(self._goal))

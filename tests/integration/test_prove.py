@@ -36,4 +36,4 @@ def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> 
     assert "\n! kernel     w4a16: " in proof or "\n  kernel     w4a16: " in proof
     claims = [line for line in proof.splitlines() if line.startswith("| ") and "**" in line]
     assert len(claims) == 10 and all("**not shown**" in claim for claim in claims)
-    assert sum("only 1 rounds" in claim for claim in claims) == 6
+    assert sum("too few rounds" in claim for claim in claims) == 6

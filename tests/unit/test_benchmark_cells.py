@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The speed benchmarks' workloads, subjects and order of cells, started servers and results."""
+"""The speed benchmarks' workloads and subjects, started servers and results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from benchmarks.speed.results import (
     read_header,
     read_lines,
 )
-from benchmarks.speed.serving import paired_subjects, plan_cells
 from benchmarks.speed.startup import announcement, kv_cache_size
 from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.workloads import Workload
@@ -83,7 +82,7 @@ def test_servers_have_room_for_the_longest_request_and_the_largest_batch():
     assert options.max_sequences == 200
 
 
-# subjects and the order of the cells
+# subjects
 
 
 def test_subjects_name_checkpoints_and_policies(tmp_path):
@@ -107,27 +106,6 @@ def test_an_edited_policy_is_another_cell(tmp_path):
     assert edited != THRESHOLD
     (tmp_path / "mine.yaml").write_text(edited)
     assert subject.describe() != before
-
-
-def test_rounds_go_forward_and_backward_and_overhead_takes_pairs():
-    subjects = [parse_subject(name) for name in ("bf16", "w8a8", "flexquant:phase-batch", "flexquant:w8a8")]
-    assert [s.name for s in paired_subjects(subjects)] == ["w8a8", "flexquant:w8a8"]
-    parts = {"serving": [Workload(1, 8, 4)], "overhead": [Workload(2, 8, 4)]}
-    cells = list(plan_cells(parts, subjects, rounds=2))
-    assert [(c.round, c.part, c.subject.name) for c in cells] == [
-        (0, "serving", "bf16"),
-        (0, "serving", "w8a8"),
-        (0, "serving", "flexquant:phase-batch"),
-        (0, "serving", "flexquant:w8a8"),
-        (0, "overhead", "w8a8"),
-        (0, "overhead", "flexquant:w8a8"),
-        (1, "serving", "flexquant:w8a8"),
-        (1, "serving", "flexquant:phase-batch"),
-        (1, "serving", "w8a8"),
-        (1, "serving", "bf16"),
-        (1, "overhead", "flexquant:w8a8"),
-        (1, "overhead", "w8a8"),
-    ]
 
 
 # what a started server tells

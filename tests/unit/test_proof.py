@@ -17,6 +17,7 @@ from benchmarks.proof.claims import CONTRADICTED, NOT_SHOWN, SHOWN, TESTED, Verd
 from benchmarks.proof.outcomes import FAILED, PASSED, SKIPPED, VARIABLE, Outcomes, read_outcomes
 from benchmarks.proof.proving import OVERHEAD, SERVING, kv_cache_gib
 from benchmarks.speed.shapes import SHAPES
+from flexquant.measuring.comparison import compare
 
 ROOT = Path(__file__).parents[2]
 ALONE, BATCH, _ = SERVING
@@ -84,6 +85,8 @@ def test_equality_is_shown_within_three_percent_by_five_rounds(times: list[float
     decode = cells("serving", ALONE, {"w4a16": static, "flexquant:phase-batch": times})
     assert verdict("at the pace of static W4A16", cells=decode).verdict == expected
     assert verdict("at the pace of static W4A16", cells=overhead).evidence == "not measured"
+    words = compare(times).words()
+    assert verdict("at the pace of static W4A16", cells=decode).evidence.endswith(f"), {words}")
     prefill = cells("serving", BATCH, {"w8a8": static, "flexquant:phase-batch": times})
     assert verdict("has its first tokens", cells=prefill).verdict == expected
 

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The speed benchmarks' order of cells, and the rounds that they add where noise asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.speed.models import Model
+from benchmarks.speed.results import Results
+from benchmarks.speed.rounds import Plan, paired_subjects
+from benchmarks.speed.servers import ServerOptions
+from benchmarks.speed.serving import ServingRun
+from benchmarks.speed.shapes import SHAPES
+from benchmarks.speed.subjects import parse_subject
+from benchmarks.speed.workloads import Workload
+from flexquant.measuring.comparison import Effort
+
+
+def test_rounds_go_forward_and_backward_and_overhead_takes_pairs():
+    subjects = [parse_subject(name) for name in ("bf16", "w8a8", "flexquant:phase-batch", "flexquant:w8a8")]
+    assert [s.name for s in paired_subjects(subjects)] == ["w8a8", "flexquant:w8a8"]
+    parts = {"serving": [Workload(1, 8, 4)], "overhead": [Workload(2, 8, 4)]}
+    plan = Plan(parts, subjects, Effort(2, 2))
+    assert [(c.round, c.part, c.subject.name) for c in plan.first] == [
+        (0, "serving", "bf16"),
+        (0, "serving", "w8a8"),
+        (0, "serving", "flexquant:phase-batch"),
+        (0, "serving", "flexquant:w8a8"),
+        (0, "overhead", "w8a8"),
+        (0, "overhead", "flexquant:w8a8"),
+        (1, "serving", "flexquant:w8a8"),
+        (1, "serving", "flexquant:phase-batch"),
+        (1, "serving", "w8a8"),
+        (1, "serving", "bf16"),
+        (1, "overhead", "flexquant:w8a8"),
+        (1, "overhead", "w8a8"),
+    ]
+
+
+SMALL, LARGE = Workload(1, 8, 4), Workload(8, 8, 4)
+
+
+def result(milliseconds: float) -> dict[str, float]:
+    """Of a server on which everything takes that long."""
+    names = ("median_ttft_ms", "median_tpot_ms")
+    return dict.fromkeys(names, milliseconds) | {"output_throughput": 1 / milliseconds}
+
+
+def steady(number: int) -> float:
+    return 1.0
+
+
+def stalled_once(number: int) -> float:
+    return 1.05 if number == 0 else 1.0
+
+
+def noisy(number: int) -> float:
+    return 1.1 if number % 2 else 0.9
+
+
+def rounds_of(effort: Effort, **times: Callable[[int], float]) -> dict[str, int]:
+    """Take the plan's cells, then those that it adds; return how many rounds of each workload there are.
+
+    ``times``: by workload, FlexQuant's times by round; those of static subjects are 1.
+    """
+    workloads = {"small": SMALL, "large": LARGE}
+    subjects = [parse_subject(name) for name in ("w8a8", "w4a16", "flexquant:phase-batch")]
+    plan = Plan({"serving": list(workloads.values())}, subjects, effort)
+    found: dict[Workload, dict[str, dict[int, dict[str, float]]]] = {w: {} for w in workloads.values()}
+    routed = {workloads[name]: time for name, time in times.items()}
+
+    def take(cells):
+        for cell in cells:
+            rounds = found[cell.workload].setdefault(cell.subject.name, {})
+            assert cell.round == len(rounds)
+            time = routed[cell.workload] if cell.subject.is_merged else steady
+            rounds[cell.round] = result(time(cell.round))
+
+    take(plan.first)
+    for cells in plan.added(lambda part, workload: found[workload]):
+        take(cells)
+    return {name: len(found[workload]["w8a8"]) for name, workload in workloads.items()}
+
+
+def test_a_workload_gets_more_rounds_until_its_ratios_are_narrow_or_the_most_are_measured():
+    assert rounds_of(Effort(6, 12), small=steady, large=steady) == {"small": 6, "large": 6}
+    assert rounds_of(Effort(6, 12), small=steady, large=noisy) == {"small": 6, "large": 12}
+    assert rounds_of(Effort(6, 12, width=0.5), small=steady, large=noisy) == {"small": 6, "large": 6}
+    # Of six rounds the interval is as wide as the stall, 5 %; of seven it ends at half of that.
+    assert rounds_of(Effort(6, 12), small=stalled_once, large=steady) == {"small": 7, "large": 6}
+    assert rounds_of(Effort(2, 2), small=noisy, large=noisy) == {"small": 2, "large": 2}
+
+
+def left(folder: Path, rounds: int, times: Callable[[int], float], part: str = "overhead", *more: str) -> int:
+    """Return how many cells a run without time leaves that goes on from so many rounds.
+
+    ``more``: subjects that have no rounds.
+    """
+    subjects = [parse_subject(name) for name in ("w8a8", "flexquant:w8a8", *more)]
+    plan = Plan({part: [SMALL]}, subjects, Effort(6, 8))
+    model = Model("tiny", SHAPES["tiny"], None, folder / "work")
+    options = ServerOptions(64, 8, eager=True, kv_cache_gib=1, memory_share=0.5)
+    timeouts = {"deadline": 0.0, "start_timeout": 1.0, "cell_timeout": 1.0}
+    results = Results(folder / "results", "tiny", "abc")
+    run = ServingRun(model, results, options, folder, on_gpu=False, **timeouts)
+    for number in range(rounds):
+        for cell in plan.cells(part, SMALL, number):
+            if cell.subject.name not in more:
+                time = times if cell.subject.is_merged else steady
+                results.save(part, run._parameters(cell), 1, result=result(time(number)))
+    return run.measure(plan)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "times", "cells"),
+    [(0, noisy, 12), (5, noisy, 2), (6, noisy, 2), (7, noisy, 2), (8, noisy, 0), (9, noisy, 0)]
+    + [(6, steady, 0), (6, stalled_once, 2), (7, stalled_once, 0)],
+)
+def test_a_run_goes_on_with_the_rounds_that_are_there(tmp_path, rounds, times, cells):
+    """The first six rounds in any case; then one at a time, two cells each, until there are eight."""
+    assert left(tmp_path, rounds, times) == cells
+
+
+@pytest.mark.parametrize(("subject", "cells"), [("w4a8", 0), ("w4a16", 6)])
+def test_a_subject_that_cannot_run_here_is_not_waited_for(tmp_path, subject, cells):
+    assert left(tmp_path, 6, steady, "serving", subject) == cells
