@@ -137,5 +137,5 @@ class PassMetrics:
         self._gauges.write_value(self._key(metric, metric, labels), float(value), 0.0)
 
     def _make_key(self, metric: str, sample: str, labels: Labels) -> str:
-        names, values = zip(*self._labels, *labels, strict=True)
-        return mmap_key(metric, sample, names, values, HELP[metric])
+        named = dict(self._labels + labels)
+        return mmap_key(metric, sample, list(named), list(named.values()), HELP[metric])
