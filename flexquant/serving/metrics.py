@@ -81,7 +81,7 @@ def metrics_of_worker(vllm_config: VllmConfig) -> PassMetrics | None:
         ("model_name", str(vllm_config.model_config.served_model_name)),
         ("engine", str(parallel.data_parallel_index)),
     )
-    return PassMetrics(folder, labels, vllm_config.device_config.device)
+    return PassMetrics(folder, labels, torch.device(vllm_config.device_config.device_type))
 
 
 Labels = tuple[tuple[str, str], ...]
