@@ -56,9 +56,9 @@ demo: .venv/serve/.done $(MERGED)/config.json
 
 test: lint test-quantize test-serve
 
-test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/lm-eval/.done .venv/oldest/.done
+test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/lm-eval/.done .venv/oldest/.done
 	$(MAKE) test-quantize TESTS="-m full"
-	PATH="$$PATH:$(CURDIR)/.venv/lm-eval/bin" $(MAKE) test-serve TESTS="-m full"
+	PATH="$$PATH:$(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin" $(MAKE) test-serve TESTS="-m full"
 	PYTHONPATH=.venv/flashinfer VLLM_HAS_FLASHINFER_CUBIN=1 $(SERVE)/python -m pytest tests/integration/test_flashinfer.py
 	$(MAKE) test-oldest
 
@@ -131,6 +131,12 @@ clean:
 # FlashInfer without what only its kernels need. Where vLLM finds it, it looks for kernels: a folder of its own.
 .venv/flashinfer/.done: .venv/serve/.done
 	$(SERVE)/pip install --quiet --no-deps --target $(dir $@) flashinfer-python==0.7.2.post1 nvidia-ml-py
+	touch $@
+
+# Debian's package, unpacked and not installed.
+.venv/prometheus/.done:
+	mkdir -p $(dir $@)
+	cd $(dir $@) && apt-get download --quiet prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
 	touch $@
 
 .venv/lm-eval/.done:

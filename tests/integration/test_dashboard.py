@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The Grafana dashboard: a real Prometheus that scrapes a live server answers the queries of every panel."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from flexquant.measuring.process_group import ProcessGroup
+from flexquant.measuring.server import free_port, vllm_serve
+from tests import programs
+
+PROMETHEUS = shutil.which("prometheus")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.full,
+    pytest.mark.skipif(PROMETHEUS is None, reason="`make test-full` fetches Prometheus"),
+]
+DASHBOARD = programs.ROOT / "examples" / "grafana" / "flexquant.json"
+PATIENCE = 120
+"""Seconds that data may take to arrive."""
+
+
+@contextmanager
+def prometheus(scraped: str, folder: Path) -> Iterator[str]:
+    """A Prometheus that asks ``scraped``, host and port, every second; yields its URL."""
+    (folder / "prometheus.yml").write_text(f"""
+global: {{scrape_interval: 1s}}
+scrape_configs:
+  - job_name: vllm
+    static_configs: [{{targets: ["{scraped}"]}}]
+""")
+    address = f"127.0.0.1:{free_port()}"
+    command = [str(PROMETHEUS), f"--config.file={folder / 'prometheus.yml'}"]
+    command += [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}"]
+    processes = ProcessGroup(command, folder / "prometheus.log", os.environ)
+    try:
+        yield f"http://{address}"
+    finally:
+        processes.stop()
+
+
+def ask(prometheus_url: str, expression: str) -> list[dict[str, Any]]:
+    """The series that a query finds now, those without a number left out."""
+    query = urllib.parse.urlencode({"query": expression})
+    try:
+        with urllib.request.urlopen(f"{prometheus_url}/api/v1/query?{query}", timeout=30) as reply:
+            series = json.load(reply)["data"]["result"]
+    except urllib.error.HTTPError as e:
+        pytest.fail(f"{expression}: {e.read().decode()}")
+    except urllib.error.URLError:
+        return []  # it has not started yet
+    return [found for found in series if not math.isnan(float(found["value"][1]))]
+
+
+def queries() -> dict[str, list[str]]:
+    """By panel: its queries, with Grafana's variables filled in."""
+    dashboard = json.loads(DASHBOARD.read_text())
+    filled = {"$model_name": ".*", "$__rate_interval": "10s"}
+    found = {}
+    for panel in dashboard["panels"]:
+        found[panel["title"]] = [target["expr"] for target in panel["targets"]]
+        for variable, value in filled.items():
+            found[panel["title"]] = [query.replace(variable, value) for query in found[panel["title"]]]
+        assert not any("$" in query for query in found[panel["title"]])
+    return found
+
+
+def test_every_query_of_every_panel_returns_data(tiny_merged: Any, tmp_path: Path) -> None:
+    merged = tiny_merged() / "merged"
+    options = json.dumps({"flexquant": {"policy": "phase"}})
+    arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
+    missing = [(panel, query) for panel, asked in queries().items() for query in asked]
+    assert len(missing) > 10
+    with (
+        vllm_serve(merged, *arguments) as url,
+        prometheus(urllib.parse.urlsplit(url).netloc, tmp_path) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client = OpenAI(base_url=url, api_key="none")
+
+        def complete() -> None:
+            client.completions.create(
+                model=str(merged), prompt=list(range(10, 30)), max_tokens=8, extra_body={"ignore_eos": True}
+            )
+
+        deadline = time.monotonic() + PATIENCE
+        while missing and time.monotonic() < deadline:
+            answered = pool.submit(complete)
+            missing = [(panel, query) for panel, query in missing if not ask(server, query)]
+            answered.result()
+    assert not missing
