@@ -12,6 +12,7 @@ from torch import nn
 
 from flexquant.doctor.findings import Finding
 from flexquant.serving.cpu.kernels import REPLACED
+from flexquant.serving.linear_kernels import find_kernel, kernel_name
 from flexquant.serving.vllm_api import (
     _POSSIBLE_FP8_KERNELS,
     _POSSIBLE_INT8_KERNELS,
@@ -42,8 +43,7 @@ def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
             linear: Any = layer
-            kernel = _kernel(linear)
-            chosen = type(kernel).__name__ if kernel else f"{type(linear.quant_method).__name__} (16 bit)"
+            kernel, chosen = find_kernel(linear), kernel_name(linear)
             key = (
                 name.rsplit(".", 1)[-1],
                 linear.input_size_per_partition,
@@ -64,15 +64,6 @@ def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
             f"{variant}: {chosen} for {which}{rather}",
             {"variant": variant, "kernel": chosen, "shapes": [vars(shape) for shape in with_it]},
         )
-
-
-def _kernel(layer: Any) -> Any:
-    """The kernel of a quantised layer; None for a layer in 16 bit, or a scheme that has no kernel object."""
-    scheme = getattr(layer, "scheme", None)
-    kernels = (
-        [value for value in vars(scheme).values() if hasattr(type(value), "can_implement")] if scheme else []
-    )
-    return kernels[0] if kernels else None
 
 
 def _better(kernel: Any) -> dict[str, str]:

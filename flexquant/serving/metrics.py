@@ -12,6 +12,7 @@ workers of an engine one counts, since all take the same passes.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -124,6 +125,18 @@ class PassMetrics:
     def end_pass(self) -> None:
         """The pass that was counted last has ended."""
         self._timer.end(self._last)
+
+    def counted(self) -> list[dict[str, str | float]]:
+        """Return a record for each plan and phase that has run: the counters by their names."""
+        cells: dict[tuple[str, str], dict[str, str | float]] = {}
+        for key, value, _ in self._counters.read_all_values():
+            metric, _, labels, _ = json.loads(key)
+            if all(labels[name] == own for name, own in self._labels):
+                where = labels["plan"], labels["phase"]
+                cell = cells.setdefault(where, {"plan": where[0], "phase": where[1]})
+                name = metric.removeprefix("flexquant:") + (f"_{labels['mode']}" if "mode" in labels else "")
+                cell[name] = value
+        return list(cells.values())
 
     def _add_seconds(self, labels: Labels, seconds: float) -> None:
         self._add(SECONDS, seconds, *labels)

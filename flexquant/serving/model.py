@@ -16,10 +16,12 @@ from flexquant import __version__
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import PHASES
 from flexquant.serving.config import build_routes, check_supported, tokens_per_sequence
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.forward_pass import Pass, PassObserver
 from flexquant.serving.graphs import PlanGraphs
+from flexquant.serving.linear_kernels import kernel_name
 from flexquant.serving.metrics import metrics_of_worker
 from flexquant.serving.model_state import observed_model_state
 from flexquant.serving.options import resolved_policy
@@ -29,6 +31,7 @@ from flexquant.serving.trace import Trace, trace_file
 from flexquant.serving.variants import build_variants
 from flexquant.serving.vllm_api import (
     IntermediateTensors,
+    LinearBase,
     SupportsEagle,
     SupportsEagle3,
     SupportsPP,
@@ -87,6 +90,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         trace = trace_file(vllm_config)
         self._trace = Trace(trace) if trace is not None else None
         self._memory: WeightMemory | None = WeightMemory(variants)
+        self._weight_bytes: dict[str, int] = {}
         # For vLLM 0.26, which does not call the model's process_weights_after_loading.
         self._until_first_pass = self.register_forward_pre_hook(lambda *_: self._announce())
 
@@ -110,7 +114,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         if self._memory is None:
             return
         self._until_first_pass.remove()
-        sizes = self._memory.nbytes()
+        sizes = self._weight_bytes = self._memory.nbytes()
         in_16_bit = self._memory.nbytes_in_16_bit(next(iter(self.variants)))
         self._memory = None
         logger.info(
@@ -136,6 +140,32 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
                     "weight_bytes_in_16_bit": in_16_bit,
                 }
             )
+
+    def status(self) -> dict[str, Any]:
+        """Return what this rank serves, and what it has counted: None where another rank counts.
+
+        Bytes and kernels by variant, routes by phase, all of it data that JSON can hold.
+        """
+        kernels = {
+            name: sorted({kernel_name(m) for m in variant.modules() if isinstance(m, LinearBase)})
+            for name, variant in self.variants.items()
+        }
+        return {
+            "flexquant": __version__,
+            "architecture": self.merged.base_architecture,
+            "policy": {"name": self.policy_name, "digest": self._policy_digest},
+            "plans": {plan.name: list(plan.layers) for plan in self.routes.plans},
+            "routes": {
+                phase: [
+                    {"min_tokens": row.min_tokens, "max_tokens": row.max_tokens, "plan": row.plan.name}
+                    for row in self.routes.intervals(phase)
+                ]
+                for phase in PHASES
+            },
+            "kernels": kernels,
+            "weight_bytes": self._weight_bytes,
+            "counted": self._metrics.counted() if self._metrics is not None else None,
+        }
 
     @property
     def model(self) -> nn.Module:

@@ -28,6 +28,8 @@ from flexquant.serving.vllm_api import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+WORKER_EXTENSION = "flexquant.serving.worker_extension.FlexQuantWorker"
+
 
 class FlexQuantConfig(QuantizationConfig):
     """The merged checkpoint's section, as vLLM's quantisation config.
@@ -78,6 +80,9 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         check_supported(vllm_config, merged, routes)
         choose_graph_mode(vllm_config, merged, routes)
         offer_metrics()
+        # vLLM's workers can be asked for what FlexQuant knows, unless the operator extends them otherwise.
+        parallel = vllm_config.parallel_config
+        parallel.worker_extension_cls = parallel.worker_extension_cls or WORKER_EXTENSION
         if base := MODELS_CONFIG_MAP.get(merged.base_architecture):
             base.verify_and_update_config(vllm_config)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Two pipeline-parallel ranks: each holds half of the layers of every variant, and takes the same routes."""
+"""Pipeline-parallel ranks: each holds half of the layers of every variant, and takes the same routes."""
 
 from __future__ import annotations
 
@@ -42,3 +42,12 @@ def test_each_rank_holds_its_own_layers_of_every_variant(several):
     (first, *_), (second, *_) = several.traces
     for variant in ("w8a8", "w4a16"):
         assert 0 < first["weight_bytes"][variant] == second["weight_bytes"][variant]
+
+
+@pytest.mark.full
+def test_with_tensor_parallel_ranks_too(folder, several, tmp_path):
+    """Four ranks on two cores."""
+    four = run_several(folder / "merged", RANKS | {"tensor_parallel_size": 2}, tmp_path)
+    four.check_routes()
+    for number, expected in several.answers.items():
+        assert_equal_but_for_ties(four.answers[number], expected)

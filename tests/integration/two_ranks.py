@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Engines on two ranks of a CPU, a core each: tensor parallel or pipeline parallel."""
+"""Engines on several ranks of a CPU, tensor parallel or pipeline parallel: two with a core each, or four."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,7 +40,7 @@ class WorkerOnTwoRanks:
         assertion in the first pass. Delete when an eager vLLM-CPU answers with pipeline_parallel_size=2.
         """
         runner: Any = self.model_runner
-        if self.rank > 0:
+        if self.rank >= self.parallel_config.tensor_parallel_size:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
@@ -52,18 +53,22 @@ def run(
     flexquant: dict[str, str] | None = None,
     executor: str = "mp",
 ) -> dict[int, Answers]:
-    """Answers on two ranks, by the number of prompts side by side.
+    """Answers on several ranks, by the number of prompts side by side.
 
-    ``ranks``: vLLM's option that asks for two; ``executor``: its name of who starts them.
+    ``ranks``: vLLM's options that ask for them; ``executor``: its name of who starts them.
     """
     options: dict[str, Any] = {**SIZES, **ranks, "distributed_executor_backend": executor}
     options |= {"worker_extension_cls": f"{__name__}.{WorkerOnTwoRanks.__name__}"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES[:2])))
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(CORES[i % 2]) for i in range(count(ranks))))
         with engine(folder, policy, flexquant=flexquant or {}, **options) as llm:
             if "pipeline_parallel_size" in ranks:
                 llm.collective_rpc("provide_intermediate_tensors")
             return answers_by_number(llm)
+
+
+def count(ranks: dict[str, int]) -> int:
+    return math.prod(ranks.values())
 
 
 class Several(NamedTuple):
@@ -74,12 +79,13 @@ class Several(NamedTuple):
     """By rank: first what is served, then every pass."""
 
     def check_routes(self) -> None:
-        """Assert that both ranks took the policy's plan in every pass."""
-        (first_header, *first), (second_header, *second) = self.traces
-        assert first == second
+        """Assert that all ranks took the policy's plan in every pass."""
+        (first_header, *first), *others = self.traces
         assert {(r["sequences"], r["phase"]): r["plan"] for r in first} == PLAN
         assert len(first) == len(PROMPTS) * TOKENS
-        assert first_header["plans"] == second_header["plans"]
+        for header, *passes in others:
+            assert passes == first
+            assert header["plans"] == first_header["plans"]
 
 
 def run_several(folder: Path, ranks: dict[str, int], work: Path, executor: str = "mp") -> Several:
@@ -87,5 +93,5 @@ def run_several(folder: Path, ranks: dict[str, int], work: Path, executor: str =
     (work / "policy.yaml").write_text(SEVERAL)
     trace = work / "routes.jsonl"
     by_number = run(folder, ranks, str(work / "policy.yaml"), {"trace": str(trace)}, executor)
-    files = [trace, trace.with_name("routes.jsonl.rank1")]
+    files = [trace, *(trace.with_name(f"routes.jsonl.rank{rank}") for rank in range(1, count(ranks)))]
     return Several(by_number, [[json.loads(line) for line in f.read_text().splitlines()] for f in files])

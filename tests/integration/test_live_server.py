@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a live server tells on vLLM's /metrics of its passes, against the trace of the same passes."""
+"""What a live server tells of its passes, on vLLM's /metrics and at /flexquant, against their trace."""
 
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +22,26 @@ from flexquant.measuring.server import vllm_serve
 from flexquant.serving.metrics import FORWARD, PADDED_TOKENS, POLICY, REPLAYS, SECONDS, TOKENS, WEIGHT_BYTES
 
 pytestmark = pytest.mark.engine
+KEY = "a key"
 
 
 class Served(NamedTuple):
     metrics: list[dict[tuple[str, frozenset[tuple[str, str]]], float]]
     """Of several requests: by sample and labels."""
+    status: dict[str, Any]
+    """From /flexquant, with the key."""
+    refused: list[int]
+    """HTTP status codes without the key, and with others."""
     header: dict[str, Any]
     passes: list[dict[str, Any]]
+
+
+@contextmanager
+def plugin_routes() -> Iterator[None]:
+    """Servers that start here have the routes of vLLM's plugins of this name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_PLUGINS", "flexquant")
+        yield
 
 
 def scrape(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -38,6 +54,16 @@ def scrape(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     }
 
 
+def get_status(url: str, authorization: str | None) -> tuple[int, Any]:
+    headers = {"Authorization": authorization} if authorization is not None else {}
+    request = urllib.request.Request(f"{url}/flexquant", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as e:
+        return e.code, None
+
+
 @pytest.fixture(
     scope="module", params=[1, pytest.param(2, marks=pytest.mark.full)], ids=["one server", "two servers"]
 )
@@ -47,8 +73,9 @@ def served(request: pytest.FixtureRequest, tiny_merged: Any, tmp_path_factory: A
     options = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace)}})
     arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
     arguments += ["--api-server-count", str(request.param), "--served-model-name", "tiny"]
-    with vllm_serve(merged, *arguments) as url:
-        client = OpenAI(base_url=url, api_key="none")
+    arguments += ["--api-key", KEY]
+    with plugin_routes(), vllm_serve(merged, *arguments) as url:
+        client = OpenAI(base_url=url, api_key=KEY)
 
         def complete(number: int) -> None:
             prompt = list(range(10, 20 + 9 * number))
@@ -58,9 +85,14 @@ def served(request: pytest.FixtureRequest, tiny_merged: Any, tmp_path_factory: A
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(complete, range(12)))
-        metrics = [scrape(url.removesuffix("/v1")) for _ in range(4 * request.param)]
+        root = url.removesuffix("/v1")
+        metrics = [scrape(root) for _ in range(4 * request.param)]
+        code, status = get_status(root, f"Bearer {KEY}")
+        assert code == 200
+        wrong = [None, "", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \u00fc"]
+        refused = [get_status(root, authorization)[0] for authorization in wrong]
         header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
-    return Served(metrics, header, passes)
+    return Served(metrics, status, refused, header, passes)
 
 
 def labelled(*labels: tuple[str, str]) -> frozenset[tuple[str, str]]:
@@ -104,3 +136,20 @@ def test_vllms_own_metrics_are_there_once(served: Served) -> None:
     for metrics in served.metrics:
         prompts = [v for (name, _), v in metrics.items() if name == "vllm:request_success_total"]
         assert sum(prompts) == 12
+
+
+def test_the_status_is_what_the_trace_says(served: Served) -> None:
+    status, header = served.status, served.header
+    assert status["policy"]["name"] == header["policy"] == "phase"
+    assert status["plans"] == header["plans"]
+    assert status["weight_bytes"] == header["weight_bytes"]
+    assert status["kernels"].keys() == header["plans"].keys()
+    assert all("Kernel" in kernel for (kernel,) in status["kernels"].values())
+    routes = {phase: [row["plan"] for row in rows] for phase, rows in status["routes"].items()}
+    assert routes == {"prefill": ["w8a8"], "decode": ["w4a16"], "mixed": ["w8a8"]}
+    counted = {(cell["plan"], cell["phase"]): cell["forward"] for cell in status["counted"]}
+    assert counted == Counter((p["plan"], p["phase"]) for p in served.passes)
+
+
+def test_the_status_asks_for_vllms_key(served: Served) -> None:
+    assert served.refused == [401] * 6
