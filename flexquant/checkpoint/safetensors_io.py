@@ -16,8 +16,9 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from flexquant.errors import FlexQuantError
 
@@ -155,7 +156,7 @@ def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Te
         shape = (sum(map(len, rows)), *ref.shape[1:])
         pieces = [(part.start * row_bytes, len(part) * row_bytes) for part in rows]
     data = torch.empty(sum(nbytes for _, nbytes in pieces), dtype=torch.uint8)
-    buffer, filled = memoryview(data.numpy()), 0
+    buffer, filled = data.numpy().data, 0
     with _opened(ref) as f:
         for offset, nbytes in pieces:
             f.seek(ref.begin + offset)
@@ -165,7 +166,7 @@ def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Te
 
 
 @contextmanager
-def _opened(ref: TensorRef) -> Iterator[BinaryIO]:
+def _opened(ref: TensorRef) -> Iterator[FileIO]:
     """Give a tensor's file at the tensor's first byte; raise FlexQuantError where it cannot be read."""
     try:
         with open(ref.file, "rb", buffering=0) as f:
@@ -175,7 +176,7 @@ def _opened(ref: TensorRef) -> Iterator[BinaryIO]:
         raise FlexQuantError(f"cannot read {ref.file}: {e.strerror}") from e
 
 
-def _fill(buffer: memoryview, f: BinaryIO, ref: TensorRef) -> None:
+def _fill(buffer: memoryview, f: FileIO, ref: TensorRef) -> None:
     """Read as many bytes as the buffer has; raise FlexQuantError where the file ends before."""
     filled = 0
     while filled < len(buffer):

@@ -125,7 +125,7 @@ def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None 
         for source in sources[1:]:
             maps = EffectiveMaps(source, norms)
             pair = Pair(maps, reference)
-            if difference := pair.cache_and_basis_difference():
+            if difference := pair.cache_and_basis_difference(pool):
                 report.message = pair.refusal(difference)
                 return report
             for layer, found in enumerate(pool.map(pair.compare_layer, layers)):
@@ -138,7 +138,7 @@ def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None 
             for other in different_streams:
                 if other is not reference:
                     pair = Pair(maps, other)
-                    pair.compare_bases()
+                    pair.compare_bases(pool)
                     for layer, found in enumerate(pool.map(pair.compare_residual, layers)):
                         _note(report, pair, layer, found)
                 if pair.mixable:

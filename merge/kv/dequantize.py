@@ -9,6 +9,7 @@ one unit in the last place of each value.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,11 +42,18 @@ class Dequantized:
     """Expected squared rounding error of every weight, float32 [rows, in]."""
 
 
+class _Memory(threading.local):
+    """What a thread's chunks lie in, one after the other: to get new memory takes longer than to fill it."""
+
+    floats = torch.empty(0)
+
+
 class WeightReader:
-    """Dequantises the Linear layers of one source; holds no tensors."""
+    """Dequantises the Linear layers of one source; holds no tensors but each thread's last chunk."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
+        self._memory = _Memory()
         self.schemes = LinearSchemes(source.quantization_config, f"variant '{source.name}'")
 
     def shape(self, module: str) -> tuple[int, int]:
@@ -69,6 +77,12 @@ class WeightReader:
         linear = self.open(module)
         read = linear.read([range(start, linear.shape[0] if stop is None else stop)])
         return Dequantized(read.matrix(), read.variances())
+
+    def as_floats(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return a matrix as float32, in memory that the same thread's next matrix takes."""
+        if self._memory.floats.numel() < raw.numel():
+            self._memory.floats = torch.empty(raw.numel())
+        return self._memory.floats[: raw.numel()].view(raw.shape).copy_(raw)
 
     def stored(self, module: str) -> TensorRef:
         ref = self.ref(module, "weight_packed") or self.ref(module, "weight")
@@ -109,19 +123,19 @@ class StoredLinear:
             self._g_idx = None
 
     def read(self, rows: Sequence[range]) -> ScaledRows:
-        """Return the rows in these ranges; only they are read.
+        """Return the rows in these ranges; only they are read. They last until the thread reads others.
 
         Raises FlexQuantError, naming the module, for NaN or infinite weights among them.
         """
         raw = load_tensor(self._stored, rows)
         ones = torch.ones(len(raw))
         if self._stored.dtype in FLOAT_DTYPES:
-            values = self._finite(raw.float())
+            values = self._finite(self._reader.as_floats(raw))
             return ScaledRows(values, _ulp(values, FLOAT_DTYPES[self._stored.dtype], -126) ** 2 / 12, ones)
         if self._stored.name.endswith("_packed"):
             raw = _unpack(raw, self._args.num_bits, self.shape[1])
         index = row_numbers(rows)
-        values, scale = raw.float(), self._of_rows(self._scale, index)
+        values, scale = self._reader.as_floats(raw), self._of_rows(self._scale, index)
         if self._zero_point is not None:
             zero_point = self._of_rows(self._zero_point, index)
             _in_groups(values, zero_point).sub_(zero_point[:, :, None])

@@ -31,7 +31,7 @@ from flexquant.merge.kv.norms import Norms
 from flexquant.merge.kv.sampling import BLOCK_ROWS, row_numbers, sample_rows
 from flexquant.merge.kv.scaled_rows import ScaledMatrix, ScaledRows
 
-CHUNK_WEIGHTS = 1 << 19  # weights in memory at a time, per variant: 1 MiB as float32, kind to caches
+CHUNK_WEIGHTS = 1 << 18  # weights in memory at a time, per variant: 1 MiB as float32, kind to caches
 STACK = "layers."
 DOWN_AND_UP = {"down_proj": ("up_proj", "gate_up_proj"), "w2": ("w3",)}
 WEIGHT = re.compile(r"\.weight(_packed)?$")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import torch
@@ -50,12 +51,12 @@ class Pair:
     def mixable(self) -> bool:
         return not self.residual_message
 
-    def cache_and_basis_difference(self) -> str:
+    def cache_and_basis_difference(self, pool: Executor) -> str:
         """Compare K's rotations, K and V scales and the residual stream's basis; empty for no difference."""
         for find_difference in (rotation_difference, scale_difference):
             if difference := find_difference(self.maps, self.reference):
                 return difference
-        self.compare_bases()
+        self.compare_bases(pool)
         if self.basis.related:
             return ""
         return (
@@ -63,8 +64,8 @@ class Pair:
             f"allowed {self.basis.allowed:.3g}, so they are not copies of one model"
         )
 
-    def compare_bases(self) -> None:
-        self.basis = basis = compare_bases(self.maps, self.reference)
+    def compare_bases(self, pool: Executor) -> None:
+        self.basis = basis = compare_bases(self.maps, self.reference, pool)
         if not basis.same:
             self.forbid_mixing(
                 f"their residual streams lie in different bases (embed_tokens differs by "

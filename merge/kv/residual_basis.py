@@ -11,6 +11,7 @@ four for each number that the rotation of a row has (`sampling`).
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import torch
@@ -46,15 +47,13 @@ class ResidualBasis:
         return self.same or self.rotated_error <= self.allowed
 
 
-def compare_bases(maps: EffectiveMaps, reference: EffectiveMaps) -> ResidualBasis:
-    """Compare the token embeddings of two variants; they are streamed, only hidden x hidden is held."""
-    aa = bb = noise = diff = 0.0
-    for a, b in zip(maps.embeddings().chunks, reference.embeddings().chunks, strict=True):
-        x, y = a.matrix(), b.matrix()
-        aa += _energy(x)
-        bb += _energy(y)
-        diff += _energy(x - y)
-        noise += float((a.variances() + b.variances()).sum(dtype=torch.float64))
+def compare_bases(maps: EffectiveMaps, reference: EffectiveMaps, pool: Executor) -> ResidualBasis:
+    """Compare the token embeddings of two variants; they are streamed, only hidden x hidden is held.
+
+    The embeddings as they are are compared in a thread of ``pool`` (`workers`), their rotation is found with
+    all cores.
+    """
+    aa, bb, diff, noise = pool.submit(_energies, maps, reference).result()
     size = max(bb, 1e-30)
     direct = (diff / size) ** 0.5
     allowed = max(EMBEDDING_TOLERANCE, NOISE_FACTOR * (noise / size) ** 0.5)
@@ -64,6 +63,18 @@ def compare_bases(maps: EffectiveMaps, reference: EffectiveMaps) -> ResidualBasi
     # |A - B Q|^2 = |A|^2 + |B|^2 - 2 <B^T A, Q>, and the best Q makes the last term the nuclear norm
     rotated = max(0.0, aa + bb - 2 * float(singular.sum(dtype=torch.float64)))
     return ResidualBasis(direct, (rotated / size) ** 0.5, allowed, left @ right)
+
+
+def _energies(maps: EffectiveMaps, reference: EffectiveMaps) -> tuple[float, float, float, float]:
+    """Return |A|^2, |B|^2, |A - B|^2 and the rounding noise expected in it, B the reference's embeddings."""
+    aa = bb = noise = diff = 0.0
+    for a, b in zip(maps.embeddings().chunks, reference.embeddings().chunks, strict=True):
+        x, y = a.matrix(), b.matrix()
+        aa += _energy(x)
+        bb += _energy(y)
+        diff += _energy(x - y)
+        noise += float((a.variances() + b.variances()).sum(dtype=torch.float64))
+    return aa, bb, diff, noise
 
 
 def _cross(maps: EffectiveMaps, reference: EffectiveMaps) -> torch.Tensor:

@@ -9,7 +9,7 @@ vectors that the values are multiplied with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,7 @@ class ScaledRows:
         return self.variance.repeat_interleave(width, dim=1) * self.rows[:, None] ** 2
 
     def noise_of_rows(self, column_squares: torch.Tensor) -> torch.Tensor:
-        """Return the variances times the squares of factors of the columns [in], summed over each row, [n]."""
+        """Return the sums over each row of the variances times squares of factors of columns [in], [n]."""
         in_groups = column_squares.view(self.variance.shape[1], -1).sum(1)
         return self.rows * self.rows * (self.variance @ in_groups)
 
@@ -66,10 +66,10 @@ class ScaledMatrix:
         return ScaledMatrix(self.chunks, self.columns * factors)
 
     def rotated(self, rotation: torch.Tensor) -> ScaledMatrix:
-        """Return the matrix times the transpose of ``rotation`` [in, in], which spreads a row's noise evenly."""
+        """Return the matrix times the transpose of ``rotation`` [in, in]; it spreads a row's noise evenly."""
         return ScaledMatrix(map(self._rotate(rotation), self.chunks), torch.ones_like(self.columns))
 
-    def _rotate(self, rotation: torch.Tensor):
+    def _rotate(self, rotation: torch.Tensor) -> Callable[[ScaledRows], ScaledRows]:
         turned = self.columns[:, None] * rotation.T
         squares = self.columns**2
 

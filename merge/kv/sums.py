@@ -63,8 +63,11 @@ def sum_products(a: ScaledMatrix, b: ScaledMatrix) -> MatrixSums:
     weights = (a_squares, a.columns * b.columns, b_squares, b_squares * a_squares, b_squares * b_squares)
     row_parts, noise_parts = [], []
     column_sums = torch.zeros(len(weights), len(a.columns), dtype=torch.float64)
+    memory = torch.empty(2, 0, 0)
     for x, y in zip(a.chunks, b.chunks, strict=True):
-        rows, columns = _sums_of_chunk(x, y, weights)
+        if len(x.values) > memory.shape[1]:
+            memory = torch.empty(2, *x.values.shape)
+        rows, columns = _sums_of_chunk(x, y, weights, memory[:, : len(x.values)])
         row_parts.append(rows)
         noise_parts.append(x.noise_of_rows(a_squares) + y.noise_of_rows(b_squares))
         column_sums += columns
@@ -76,11 +79,14 @@ def sum_products(a: ScaledMatrix, b: ScaledMatrix) -> MatrixSums:
 
 
 def _sums_of_chunk(
-    a: ScaledRows, b: ScaledRows, weights: tuple[torch.Tensor, ...]
+    a: ScaledRows, b: ScaledRows, weights: tuple[torch.Tensor, ...], memory: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums over rows [5, n], and those over columns [5, in] before the weights of the columns."""
+    """Return the sums over rows [5, n], and those over columns [5, in] before the weights of the columns.
+
+    ``memory`` [2, n, in] is written to: taking it anew for each chunk costs as much as a product.
+    """
     aa, ab, bb = a.rows * a.rows, a.rows * b.rows, b.rows * b.rows
-    product = torch.empty_like(b.values)
+    product, weighted = memory
     sums = []
     for x, y, factor, weight in (
         (a.values, a.values, aa, weights[0]),
@@ -90,12 +96,13 @@ def _sums_of_chunk(
         torch.mul(x, y, out=product)
         sums.append((factor * (product @ weight), factor @ product))
     squares = product
-    for x, factor, weight in ((a, bb * aa, weights[3]), (b, bb * bb, weights[4])):
-        if x.variance.shape[1] == 1:
-            factor, product = factor * x.variance[:, 0], squares
+    for noisy, factor, weight in ((a, bb * aa, weights[3]), (b, bb * bb, weights[4])):
+        if noisy.variance.shape[1] == 1:
+            factor, product = factor * noisy.variance[:, 0], squares
         else:
-            grouped = squares.view(len(squares), x.variance.shape[1], -1)
-            product = (grouped * x.variance[:, :, None]).view_as(squares)
+            groups = (len(squares), noisy.variance.shape[1], -1)
+            torch.mul(squares.view(groups), noisy.variance[:, :, None], out=weighted.view(groups))
+            product = weighted
         sums.append((factor * (product @ weight), factor @ product))
     rows, columns = zip(*sums, strict=True)
     return torch.stack(rows), torch.stack(columns)
