@@ -134,11 +134,17 @@ def smoothing() -> str:
 
 def merging() -> str:
     found = read("merge.json")
+    verifying = ""
+    if "verify_to_read" in found:
+        verifying = (
+            f". `flexquant verify` took {found['verify_to_read']:.1f} times as long as reading the files "
+            f"from the disk, and {found['verify_to_read_cached']:.1f} times where they were in memory"
+        )
     return (
         f"Merging {found['input_bytes'] / 1e9:.1f} GB on two CPU cores took {found['merge_to_cp']:.1f} times "
         "as long as `cp -r` of the same bytes, most of it for comparing the weights "
         f"({found['merge_without_comparing_to_cp']:.1f} times without), and at most "
-        f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory"
+        f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory{verifying}"
     )
 
 

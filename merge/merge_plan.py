@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.sidecars import plan_sidecars
 from flexquant.checkpoint.source import Source
+from flexquant.checkpoint.writer import MAX_THREADS
 from flexquant.errors import FlexQuantError
 from flexquant.merge.same_model import model_differences
 
@@ -139,11 +142,17 @@ def _find_shared(sources: Sequence[Source]) -> set[str]:
     first, *others = sources
     if not others:
         return set()
-    return {
-        name
-        for name, ref in first.tensors.items()
-        if all(name in s.tensors and same_bytes(ref, s.tensors[name]) for s in others)
-    }
+
+    def is_shared(name: str) -> bool:
+        ref = first.tensors[name]
+        return all(name in s.tensors and same_bytes(ref, s.tensors[name]) for s in others)
+
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        return {
+            name
+            for name, shared in zip(first.tensors, pool.map(is_shared, first.tensors), strict=True)
+            if shared
+        }
 
 
 def _module(tensor_name: str) -> str:

@@ -3,8 +3,8 @@
 """Write tensors into safetensors shards: plan the files, then stream byte ranges into them.
 
 A few threads each take one tensor at a time: read a chunk, write it at its place, add it to the hash.
-Python lets go of its lock in all three, so hashing costs little beside copying, and memory stays at a
-chunk a thread however large the model is.
+Python lets go of its lock in all three, and memory stays at a chunk a thread however large the model is.
+Another thread waits for the disk meanwhile, so that little is left to wait for at the end.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ Progress = Callable[[int, int], object]
 DEFAULT_SHARD_SIZE = 5_000_000_000
 HEADER_ALIGNMENT = 8
 MAX_THREADS = 8
+BYTES_BETWEEN_SYNCS = 64 << 20
 # What index and provenance take for each tensor, and config and card for all, at most.
 DOCUMENT_BYTES_PER_TENSOR = 1_000
 DOCUMENT_BYTES = 1_000_000
@@ -81,6 +82,7 @@ def write_shards(folder: Path, shards: Sequence[Shard], progress: Progress | Non
     digests: dict[str, str] = {}
     done, total = 0, sum(ref.nbytes for shard in shards for _, ref, _ in shard.tensors)
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+    disk = ThreadPoolExecutor(1)
     try:
         copies: list[list[Future[str]]] = []
         for shard in shards:
@@ -89,18 +91,24 @@ def write_shards(folder: Path, shards: Sequence[Shard], progress: Progress | Non
                 f.write(shard.header)
                 f.truncate(shard.nbytes)
             copies.append([pool.submit(_copy, ref, path, offset) for _, ref, offset in shard.tensors])
-        syncs = []
+        syncs: list[Future[None]] = []
         for shard, futures in zip(shards, copies, strict=True):
+            unsynced = 0
             for (key, ref, _), future in zip(shard.tensors, futures, strict=True):
                 digests[key] = future.result()
                 done += ref.nbytes
+                unsynced += ref.nbytes
+                if unsynced > BYTES_BETWEEN_SYNCS and all(previous.done() for previous in syncs):
+                    syncs.append(disk.submit(sync, folder / shard.file))
+                    unsynced = 0
                 if progress is not None:
                     progress(done, total)
-            syncs.append(pool.submit(sync, folder / shard.file))
+            syncs.append(disk.submit(sync, folder / shard.file))
         for finished in syncs:
             finished.result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        for threads in (pool, disk):
+            threads.shutdown(cancel_futures=True)
     if len(shards) > 1:
         _write_index(folder, shards)
     return dict(sorted(digests.items()))

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Do two matrices differ by quantisation noise only? The statistics, row chunk by row chunk.
+"""Do two matrices differ by quantisation noise only? The statistics and their bounds.
 
 Four numbers are compared with what quantisation explains; `compatibility` says why these four and how the
 bounds were found. They follow from the noise variance that `dequantize` predicts, so they widen for INT4
-and tighten for INT8.
+and tighten for INT8. All four come from `sums`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
+
+from flexquant.merge.kv.sums import MatrixSums, Sums
 
 NOISE_FACTOR = 4.0
 """K and V may err by this many times the norm of the predicted rounding noise."""
@@ -30,8 +31,6 @@ OUTPUT_NOISE_FACTOR = 6.0
 """o_proj and down_proj may err by this many times the noise; massive activations let GPTQ bend them more."""
 OUTPUT_ROW_GAIN = 0.25
 """The gain of any row of o_proj or down_proj may be off by this share, for the same reason."""
-STORAGE_NOISE = 2.0**-8
-"""A fold that is stored in bfloat16 before quantising errs by this share of each value."""
 TINY = 1e-30
 """Stands for the size of a matrix of zeros in divisions."""
 
@@ -67,104 +66,55 @@ class Agreement:
         return self.worst.ratio <= 1
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Sums over each row, or each column, of two matrices a and b; float64 [n], n rows or columns."""
+def judge(
+    sums: MatrixSums,
+    head_rows: int | None = None,
+    noise_factor: float = NOISE_FACTOR,
+    row_gain: float = ROW_GAIN,
+    row_numbers: torch.Tensor | None = None,
+) -> Agreement:
+    """Say how far two matrices are apart, and their heads of ``head_rows`` rows by themselves too.
 
-    aa: torch.Tensor
-    """Of a * a."""
-    ab: torch.Tensor
-    """Of a * b."""
-    bb: torch.Tensor
-    """Of b * b."""
-    noise: torch.Tensor
-    """Of the variance of a - b that rounding explains."""
-    bb_noise: torch.Tensor
-    """Of b * b times that variance: the variance of <b, noise>."""
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sums:
-        return Sums(*(function(getattr(self, f.name)) for f in fields(self)))
-
-    def plus(self, other: Sums) -> Sums:
-        return Sums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    @classmethod
-    def joined(cls, parts: Sequence[Sums]) -> Sums:
-        """Return the sums of all rows, given those of consecutive rows."""
-        return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)))
-
-    def gains(self) -> torch.Tensor:
-        """Return the gain g of every row or column in a = g * b + noise, [n].
-
-        Least squares of a on b underestimates the gain where b is noisy, and b on a overestimates it. The
-        true one lies between, and as quantisation is to be the explanation where it can, the one nearest 1
-        is returned: exactly 1 for rows that are drowned in noise.
-        """
-        low = self.ab / self.bb
-        high = torch.where(self.ab > 0, self.aa / self.ab, low)
-        gain = torch.ones_like(low).clamp(torch.minimum(low, high), torch.maximum(low, high))
-        return torch.where(self.bb > 0, gain, torch.where(self.aa > 0, torch.inf, 1.0))
-
-    def gain_sigma(self) -> torch.Tensor:
-        """Return the standard deviation that rounding noise gives a least-squares gain, [n]."""
-        return self.bb_noise.sqrt() / self.bb.clamp_min(TINY)
+    ``row_numbers`` are those of the rows, int64 [rows], where they do not count from 0.
+    """
+    rows, noise = sums.rows, sums.noise
+    whole = rows.map(lambda term: term.sum(0, keepdim=True))
+    error = _error(whole, noise.sum(0, keepdim=True), "relative error", noise_factor)
+    candidates = [error, _worst_gain(rows, row_gain, row_numbers), _typical_gain(sums.columns)]
+    if head_rows and len(rows.aa) > head_rows:
+        size = (-1, head_rows)
+        heads = rows.map(lambda term: term.unflatten(0, size).sum(1))
+        head_noise = noise.unflatten(0, size).sum(1)
+        candidates.append(_error(heads, head_noise, "relative error of head", noise_factor))
+    return Agreement(error, max(candidates, key=lambda e: e.ratio))
 
 
-class Comparison:
-    """Accumulates the statistics of ``a`` against ``b`` over chunks of rows of [rows, columns] float32."""
-
-    def __init__(
-        self, head_rows: int | None = None, noise_factor: float = NOISE_FACTOR, row_gain: float = ROW_GAIN
-    ) -> None:
-        self._head_rows, self._noise_factor, self._row_gain = head_rows, noise_factor, row_gain
-        self._rows: list[Sums] = []
-        self._columns: Sums | None = None
-
-    def add(self, a: torch.Tensor, a_var: torch.Tensor, b: torch.Tensor, b_var: torch.Tensor) -> None:
-        """Add matching rows; the variances broadcast to the weights."""
-        square = b * b
-        noise = a_var + b_var + square * (2 * STORAGE_NOISE**2 / 3)
-        terms = Sums(a * a, a * b, square, noise, square * noise)
-        self._rows.append(terms.map(lambda term: term.sum(1).double()))
-        columns = terms.map(lambda term: term.sum(0).double())
-        self._columns = columns if self._columns is None else self._columns.plus(columns)
-
-    def row_gains(self) -> torch.Tensor:
-        """Return the factor of every row of ``a`` on the same row of ``b``, float32 [rows]."""
-        return Sums.joined(self._rows).gains().float()
-
-    def result(self) -> Agreement:
-        assert self._columns is not None
-        rows = Sums.joined(self._rows)
-        error = _error(rows.map(lambda term: term.sum(0, keepdim=True)), "relative error", self._noise_factor)
-        candidates = [error, _worst_gain(rows, self._row_gain), _typical_gain(self._columns)]
-        if self._head_rows and len(rows.aa) > self._head_rows:
-            size = (-1, self._head_rows)
-            heads = rows.map(lambda term: term.unflatten(0, size).sum(1))
-            candidates.append(_error(heads, "relative error of head", self._noise_factor))
-        return Agreement(error, max(candidates, key=lambda e: e.ratio))
-
-
-def _error(sums: Sums, what: str, noise_factor: float) -> Excess:
+def _error(sums: Sums, noise: torch.Tensor, what: str, noise_factor: float) -> Excess:
     """|a - b| / |b| against ``noise_factor`` times the noise, of the row or head that is worst."""
     size = sums.bb.clamp_min(TINY)
     measured = ((sums.aa - 2 * sums.ab + sums.bb).clamp_min(0) / size).sqrt()
-    allowed = (noise_factor * (sums.noise / size).sqrt()).clamp(1e-12, ERROR_CAP)
+    allowed = (noise_factor * (noise / size).sqrt()).clamp(1e-12, ERROR_CAP)
     worst = int((measured / allowed).argmax())
     name = what if len(measured) == 1 else f"{what} {worst}"
     return Excess(name, float(measured[worst]), float(allowed[worst]))
 
 
-def _worst_gain(rows: Sums, band: float) -> Excess:
+def _worst_gain(rows: Sums, band: float, numbers: torch.Tensor | None) -> Excess:
     """|gain - 1| of the row whose gain is least explained by noise."""
     off = (rows.gains() - 1).abs()
-    allowed = (ROW_GAIN_SIGMAS * rows.gain_sigma()).clamp_min(band)
+    allowed = (ROW_GAIN_SIGMAS * _gain_sigma(rows)).clamp_min(band)
     worst = int((off / allowed).argmax())
-    return Excess(f"gain error of row {worst}", float(off[worst]), float(allowed[worst]))
+    number = worst if numbers is None else int(numbers[worst])
+    return Excess(f"gain error of row {number}", float(off[worst]), float(allowed[worst]))
 
 
 def _typical_gain(columns: Sums) -> Excess:
     """The median |gain - 1| of the columns."""
     off = (columns.gains() - 1).abs().median()
-    allowed = (COLUMN_GAIN_SIGMAS * columns.gain_sigma().median()).clamp_min(COLUMN_GAIN)
+    allowed = (COLUMN_GAIN_SIGMAS * _gain_sigma(columns).median()).clamp_min(COLUMN_GAIN)
     return Excess("median gain error of the columns", float(off), float(allowed))
+
+
+def _gain_sigma(sums: Sums) -> torch.Tensor:
+    """Return the standard deviation that rounding noise gives each least-squares gain, [n]."""
+    return sums.bb_noise.sqrt() / sums.bb.clamp_min(TINY)

@@ -9,7 +9,8 @@ one unit in the last place of each value.
 
 from __future__ import annotations
 
-import dataclasses
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
 from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.kv.sampling import row_numbers
+from flexquant.merge.kv.scaled_rows import ScaledRows
 
 READABLE_FORMATS = frozenset(
     {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
@@ -28,6 +31,7 @@ READABLE_STRATEGIES = frozenset({"tensor", "channel", "group", "block"})
 INTEGER_BITS = (2, 4, 8)  # other widths are packed differently by different compressed-tensors releases
 FLOAT_DTYPES = {"BF16": 7, "F16": 10, "F32": 23}  # stored bits of mantissa
 E4M3_MANTISSA, E4M3_MIN_EXPONENT = 3, -6
+FLOAT32_EXPONENT = 0x7F800000
 
 
 @dataclass(frozen=True)
@@ -35,137 +39,195 @@ class Dequantized:
     weight: torch.Tensor
     """float32 [rows, in]."""
     variance: torch.Tensor
-    """Expected squared rounding error of every weight, float32, broadcastable to the weight's shape."""
+    """Expected squared rounding error of every weight, float32 [rows, in]."""
+
+
+class _Memory(threading.local):
+    """What a thread's chunks lie in, one after the other: to get new memory takes longer than to fill it."""
+
+    floats = torch.empty(0)
 
 
 class WeightReader:
-    """Dequantises the Linear layers of one source; holds no tensors."""
+    """Dequantises the Linear layers of one source; holds no tensors but each thread's last chunk."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
+        self._memory = _Memory()
         self.schemes = LinearSchemes(source.quantization_config, f"variant '{source.name}'")
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return (out_features, in_features)."""
-        if (shape := self._ref(module, "weight_shape")) is not None:
+        if (shape := self.ref(module, "weight_shape")) is not None:
             out_features, in_features = load_tensor(shape).tolist()
         else:
-            out_features, in_features = self._stored(module).shape
+            out_features, in_features = self.stored(module).shape
         return out_features, in_features
+
+    def open(self, module: str) -> StoredLinear:
+        """Read what a Linear's rows are dequantised with; raise FlexQuantError as ``read`` does."""
+        return StoredLinear(self, module)
 
     def read(self, module: str, start: int = 0, stop: int | None = None) -> Dequantized:
         """Return rows ``start:stop`` of a Linear's weight; only these rows are read.
 
-        Raises FlexQuantError, naming the scheme, for one that is not understood.
+        Raises FlexQuantError, naming the scheme, for one that is not understood, and naming the module for
+        NaN or infinite weights among these rows or scales anywhere.
         """
-        out_features, in_features = self.shape(module)
-        stop = out_features if stop is None else stop
-        stored = self._stored(module)
-        if stored.dtype in FLOAT_DTYPES:
-            weight = load_tensor(row_range(stored, start, stop)).float()
-            self._check_finite(module, weight)
-            return Dequantized(weight, _ulp(weight, FLOAT_DTYPES[stored.dtype], -126) ** 2 / 12)
-        args = self._weight_args(module, stored)
-        raw = load_tensor(row_range(stored, start, stop))
-        if stored.name.endswith("_packed"):
-            raw = unpack_from_int32(raw, args.num_bits, torch.Size((stop - start, in_features)))
-        values = raw.float()
-        spread = self._spreader(module, args, (out_features, in_features), start, stop)
-        scale_ref = self._ref(module, "weight_scale")
+        linear = self.open(module)
+        read = linear.read([range(start, linear.shape[0] if stop is None else stop)])
+        return Dequantized(read.matrix(), read.variances())
+
+    def as_floats(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return a matrix as float32, in memory that the same thread's next matrix takes."""
+        if self._memory.floats.numel() < raw.numel():
+            self._memory.floats = torch.empty(raw.numel())
+        return self._memory.floats[: raw.numel()].view(raw.shape).copy_(raw)
+
+    def stored(self, module: str) -> TensorRef:
+        ref = self.ref(module, "weight_packed") or self.ref(module, "weight")
+        if ref is None:
+            raise self.error(module, "has neither weight nor weight_packed")
+        if len(ref.shape) != 2:
+            raise self.error(module, f"has a weight of shape {list(ref.shape)}, expected a matrix")
+        return ref
+
+    def ref(self, module: str, parameter: str) -> TensorRef | None:
+        return self.source.tensors.get(f"{module}.{parameter}")
+
+    def error(self, module: str, problem: str) -> FlexQuantError:
+        return FlexQuantError(f"layer '{module}' of variant '{self.source.name}' {problem}")
+
+
+class StoredLinear:
+    """One Linear: its scheme, its scales and zero points in memory, its weight on the disk."""
+
+    def __init__(self, reader: WeightReader, module: str) -> None:
+        self._reader, self._module = reader, module
+        self.shape = reader.shape(module)
+        """(out_features, in_features)."""
+        self._stored = reader.stored(module)
+        if self._stored.dtype in FLOAT_DTYPES:
+            return
+        self._args = self._weight_args()
+        scale_ref = reader.ref(module, "weight_scale")
         if scale_ref is None:
-            raise self._error(module, "has no weight_scale")
-        scale = spread(load_tensor(scale_ref).float())
-        if args.type == "float":
-            step = _ulp(values, E4M3_MANTISSA, E4M3_MIN_EXPONENT) * scale
+            raise reader.error(module, "has no weight_scale")
+        self._scale = load_tensor(scale_ref).float()
+        if not bool(self._scale.isfinite().all()):
+            raise self._not_finite()
+        self._zero_point = None if self._args.type == "float" else self._load_zero_point()
+        g_idx_ref = reader.ref(module, "weight_g_idx")
+        self._g_idx = None if g_idx_ref is None else load_tensor(g_idx_ref).long()
+        if self._g_idx is not None and bool((self._g_idx < 0).any()):  # never filled in
+            self._g_idx = None
+
+    def read(self, rows: Sequence[range]) -> ScaledRows:
+        """Return the rows in these ranges; only they are read. They last until the thread reads others.
+
+        Raises FlexQuantError, naming the module, for NaN or infinite weights among them.
+        """
+        raw = load_tensor(self._stored, rows)
+        ones = torch.ones(len(raw))
+        if self._stored.dtype in FLOAT_DTYPES:
+            values = self._finite(self._reader.as_floats(raw))
+            return ScaledRows(values, _ulp(values, FLOAT_DTYPES[self._stored.dtype], -126) ** 2 / 12, ones)
+        if self._stored.name.endswith("_packed"):
+            raw = _unpack(raw, self._args.num_bits, self.shape[1])
+        index = row_numbers(rows)
+        values, scale = self._reader.as_floats(raw), self._of_rows(self._scale, index)
+        if self._zero_point is not None:
+            zero_point = self._of_rows(self._zero_point, index)
+            _in_groups(values, zero_point).sub_(zero_point[:, :, None])
+        if self._args.type == "float":
+            variance = _ulp(self._finite(values), E4M3_MANTISSA, E4M3_MIN_EXPONENT) ** 2 / 12
         else:
-            step = scale
-            if (zero_point := self._zero_point(module, args, out_features)) is not None:
-                values -= spread(zero_point.float())
-        weight = values * scale
-        self._check_finite(module, weight)
-        return Dequantized(weight, step**2 / 12)
+            variance = torch.full((1, 1), 1 / 12)
+        if scale.shape[1] == 1:
+            return ScaledRows(values, variance, scale[:, 0] * ones)
+        _in_groups(values, scale).mul_(scale[:, :, None])
+        if variance.shape[1] == 1:
+            return ScaledRows(values, scale * scale * variance, ones)
+        _in_groups(variance, scale).mul_(scale[:, :, None] ** 2)
+        return ScaledRows(values, variance, ones)
 
-    def _check_finite(self, module: str, weight: torch.Tensor) -> None:
-        if not bool(weight.isfinite().all()):
-            raise self._error(module, "holds NaN or infinite weights or scales; quantise it again")
+    def _of_rows(self, per_group: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Return scales or zero points of the rows at ``index``, [rows or 1, groups of equal width]."""
+        if per_group.numel() == 1:
+            return per_group.reshape(1, 1)
+        if per_group.ndim == 1:
+            per_group = per_group[:, None]
+        if self._args.strategy == "block":
+            height, width = self._args.block_structure
+            return self._equal_groups(per_group[index // height], width)
+        per_group = per_group[index]
+        if per_group.shape[1] == 1:
+            return per_group
+        if self._g_idx is not None:
+            return per_group[:, self._g_idx]
+        return self._equal_groups(per_group, self._args.group_size or self.shape[1] // per_group.shape[1])
 
-    def _weight_args(self, module: str, stored: TensorRef) -> QuantizationArgs:
-        scheme = self.schemes.of(module)
+    def _equal_groups(self, per_group: torch.Tensor, width: int) -> torch.Tensor:
+        """Return a number for each group as it is, or for each column where the last group is cut short."""
+        if per_group.shape[1] * width == self.shape[1]:
+            return per_group
+        return per_group.repeat_interleave(width, dim=1)[:, : self.shape[1]]
+
+    def _finite(self, weight: torch.Tensor) -> torch.Tensor:
+        # The sum is fast, and finite unless a weight is not or the weights are huge.
+        if not bool(weight.sum().isfinite()) and not bool(weight.isfinite().all()):
+            raise self._not_finite()
+        return weight
+
+    def _not_finite(self) -> FlexQuantError:
+        return self._reader.error(self._module, "holds NaN or infinite weights or scales; quantise it again")
+
+    def _weight_args(self) -> QuantizationArgs:
+        stored, schemes = self._stored, self._reader.schemes
+        scheme = schemes.of(self._module)
         if scheme is None or scheme.weights is None:
-            raise self._error(module, f"is stored as {stored.dtype}, but no config group quantises it")
+            problem = f"is stored as {stored.dtype}, but no config group quantises it"
+            raise self._reader.error(self._module, problem)
         args = scheme.weights
-        name = str(getattr(scheme.format, "value", scheme.format) or self.schemes.format)
+        name = str(getattr(scheme.format, "value", scheme.format) or schemes.format)
         fp8 = args.type == "float" and args.num_bits == 8 and stored.dtype == "F8_E4M3"
         integer = args.type == "int" and args.num_bits in INTEGER_BITS
         if name not in READABLE_FORMATS or args.strategy not in READABLE_STRATEGIES or not (fp8 or integer):
-            raise self._error(
-                module,
+            raise self._reader.error(
+                self._module,
                 f"has the scheme {name} ({args.num_bits}-bit {args.type}, {args.strategy}), which cannot be "
                 "compared; use INT4, INT8 or FP8 weights",
             )
         return args
 
-    def _spreader(self, module: str, args: QuantizationArgs, shape: tuple[int, int], start: int, stop: int):
-        """Return a function that gives scales or zero points of the whole weight the shape of the rows."""
-        g_idx_ref = self._ref(module, "weight_g_idx")
-        g_idx = None if g_idx_ref is None else load_tensor(g_idx_ref).long()
-        if g_idx is not None and bool((g_idx < 0).any()):  # never filled in
-            g_idx = None
-
-        def spread(per_group: torch.Tensor) -> torch.Tensor:
-            if per_group.numel() == 1:
-                return per_group.reshape(1, 1)
-            if per_group.ndim == 1:
-                per_group = per_group[:, None]
-            if args.strategy == "block":
-                height, width = args.block_structure
-                rows = torch.arange(start, stop) // height
-                return per_group[rows].repeat_interleave(width, dim=1)[:, : shape[1]]
-            per_group = per_group[start:stop]
-            if per_group.shape[1] == 1:
-                return per_group
-            if g_idx is not None:
-                return per_group[:, g_idx]
-            width = args.group_size or shape[1] // per_group.shape[1]
-            return per_group.repeat_interleave(width, dim=1)[:, : shape[1]]
-
-        return spread
-
-    def _zero_point(self, module: str, args: QuantizationArgs, out_features: int) -> torch.Tensor | None:
-        ref = self._ref(module, "weight_zero_point")
+    def _load_zero_point(self) -> torch.Tensor | None:
+        ref = self._reader.ref(self._module, "weight_zero_point")
         if ref is None:
-            if args.symmetric:
+            if self._args.symmetric:
                 return None
-            raise self._error(module, "is asymmetric but has no weight_zero_point")
+            raise self._reader.error(self._module, "is asymmetric but has no weight_zero_point")
         zero_point = load_tensor(ref)
         if zero_point.dtype is torch.int32:  # packed along the rows
-            shape = torch.Size((out_features, zero_point.shape[1]))
-            zero_point = unpack_from_int32(zero_point, args.num_bits, shape, packed_dim=0)
-        return zero_point
-
-    def _stored(self, module: str) -> TensorRef:
-        ref = self._ref(module, "weight_packed") or self._ref(module, "weight")
-        if ref is None:
-            raise self._error(module, "has neither weight nor weight_packed")
-        if len(ref.shape) != 2:
-            raise self._error(module, f"has a weight of shape {list(ref.shape)}, expected a matrix")
-        return ref
-
-    def _ref(self, module: str, parameter: str) -> TensorRef | None:
-        return self.source.tensors.get(f"{module}.{parameter}")
-
-    def _error(self, module: str, problem: str) -> FlexQuantError:
-        return FlexQuantError(f"layer '{module}' of variant '{self.source.name}' {problem}")
+            shape = torch.Size((self.shape[0], zero_point.shape[1]))
+            zero_point = unpack_from_int32(zero_point, self._args.num_bits, shape, packed_dim=0)
+        return zero_point.float()
 
 
-def row_range(ref: TensorRef, start: int, stop: int) -> TensorRef:
-    """Return the reference of a tensor's rows ``start:stop``."""
-    row_bytes = ref.nbytes // ref.shape[0]
-    begin, end = ref.begin + start * row_bytes, ref.begin + stop * row_bytes
-    return dataclasses.replace(ref, shape=(stop - start, *ref.shape[1:]), begin=begin, end=end)
+def _in_groups(x: torch.Tensor, per_group: torch.Tensor) -> torch.Tensor:
+    """Return [rows, in] viewed as [rows, groups, columns of a group]."""
+    return x.view(len(x), per_group.shape[1], -1)
+
+
+def _unpack(packed: torch.Tensor, num_bits: int, in_features: int) -> torch.Tensor:
+    """Return the integers, int8 [rows, in], that int32 numbers hold from the lowest bits to the highest."""
+    if num_bits == 4:  # eight bits become sixteen, so that a byte of each number is one integer
+        pairs = packed.view(torch.uint8).to(torch.int16)
+        pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
+        return pairs.view(torch.int8).sub_(8)[:, :in_features]
+    return unpack_from_int32(packed, num_bits, torch.Size((len(packed), in_features)))
 
 
 def _ulp(values: torch.Tensor, mantissa_bits: int, min_exponent: int) -> torch.Tensor:
     """Return the distance between neighbouring floating-point numbers at each value."""
-    exponent = torch.where(values == 0, min_exponent, torch.frexp(values).exponent - 1)
-    return torch.ldexp(torch.ones_like(values), exponent.clamp_min(min_exponent) - mantissa_bits)
+    power = (values.view(torch.int32) & FLOAT32_EXPONENT).view(torch.float32)  # of two, at most the value
+    return power.clamp_min_(2.0**min_exponent).mul_(2.0**-mantissa_bits)

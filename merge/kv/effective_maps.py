@@ -14,20 +14,24 @@ else, so maps are compared with such factors multiplied out:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
-from flexquant.checkpoint.module_names import decoder_layer
+from flexquant.checkpoint.module_names import LAYER, decoder_layer
 from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
-from flexquant.merge.kv.dequantize import Dequantized, WeightReader
+from flexquant.merge.kv.dequantize import WeightReader
 from flexquant.merge.kv.norms import Norms
+from flexquant.merge.kv.sampling import BLOCK_ROWS, row_numbers, sample_rows
+from flexquant.merge.kv.scaled_rows import ScaledMatrix, ScaledRows
 
-CHUNK_WEIGHTS = 1 << 20  # weights in memory at a time, per variant: 4 MiB as float32, kind to caches
+CHUNK_WEIGHTS = 1 << 18  # weights in memory at a time, per variant: 1 MiB as float32, kind to caches
 STACK = "layers."
 DOWN_AND_UP = {"down_proj": ("up_proj", "gate_up_proj"), "w2": ("w3",)}
 WEIGHT = re.compile(r"\.weight(_packed)?$")
@@ -85,73 +89,107 @@ class EffectiveMaps:
         ref = self.source.tensors.get(f"{rows.module}.bias")
         return None if ref is None else load_tensor(ref).float()[rows.start : rows.stop]
 
-    def kv_chunks(self, layer: int, projection: str) -> Iterator[Dequantized]:
-        """Yield the effective K or V map, [rows, hidden], in chunks of rows."""
+    def kv(self, layer: int, projection: str) -> ScaledMatrix:
+        """Return the effective K or V map, [rows, hidden]."""
+        rows = self.kv_rows(layer, projection)
         columns = self.norm(layer, "input_layernorm")
-        return self._chunks(self.kv_rows(layer, projection), columns=columns)
+        return self._matrix(rows.module, [range(rows.start, rows.stop)], columns)
 
     def output_modules(self, layer: int) -> list[str]:
         """Return the Linears that write to the residual stream, below the layer: o_proj, every down_proj."""
-        prefix = f"{self.root}layers.{layer}."
-        modules = {
-            WEIGHT.sub("", name).removeprefix(prefix)
-            for name in self.source.tensors
-            if name.startswith(prefix) and WEIGHT.search(name)
-        }
-        return sorted(m for m in modules if m == "self_attn.o_proj" or m.rpartition(".")[2] in DOWN_AND_UP)
+        return self._output_modules.get(f"{self.root}layers.{layer}.", [])
 
-    def output_chunks(self, layer: int, module: str, columns: torch.Tensor | None) -> Iterator[Dequantized]:
-        """Yield what ``module`` adds to the residual stream, [rows of hidden, in], in chunks of rows."""
-        rows = None
+    @cached_property
+    def _output_modules(self) -> dict[str, list[str]]:
+        """By the prefix of the layer, in alphabetical order."""
+        found = defaultdict(set)
+        for name in self.source.tensors:
+            layer = LAYER.search(name)
+            if layer is not None and WEIGHT.search(name):
+                module = WEIGHT.sub("", name[layer.end() :])
+                if module == "self_attn.o_proj" or module.rpartition(".")[2] in DOWN_AND_UP:
+                    found[name[: layer.end()]].add(module)
+        return {prefix: sorted(modules) for prefix, modules in found.items()}
+
+    def sample_of_output(self, layer: int, module: str) -> list[range]:
+        """Return the rows to compare of what ``output_modules`` named."""
+        turn = layer + self.output_modules(layer).index(module)
+        return sample_rows(self.reader.shape(f"{self.root}layers.{layer}.{module}")[0], turn)
+
+    def output(self, layer: int, module: str, rows: Sequence[range]) -> ScaledMatrix:
+        """Return rows of what ``module`` adds to the residual stream, [rows, in]."""
+        behind = None
         if self.vector(layer, "post_feedforward_layernorm.weight") is not None:
             attention = module.startswith("self_attn.")
-            rows = self.norm(layer, f"post_{'attention' if attention else 'feedforward'}_layernorm")
-        name = f"{self.root}layers.{layer}.{module}"
-        return self._chunks(Rows(name, 0, self.reader.shape(name)[0]), columns, rows)
+            behind = self.norm(layer, f"post_{'attention' if attention else 'feedforward'}_layernorm")
+        return self._matrix(f"{self.root}layers.{layer}.{module}", rows, row_factors=behind)
 
-    def up_chunks(self, layer: int, module: str) -> Iterator[Dequantized] | None:
-        """Yield the effective up projection, [intermediate, hidden], that feeds a down projection.
+    def up_rows(self, layer: int, module: str) -> Rows | None:
+        """Return where the up projection that feeds a down projection is.
 
         None for `o_proj`, and for a down projection without one.
         """
         parent, _, kind = module.rpartition(".")
         for up in DOWN_AND_UP.get(kind, ()):
             name = f"{self.root}layers.{layer}.{parent}.{up}"
-            if not self._has(name):
-                continue
-            stop = self.reader.shape(name)[0]
-            rows = Rows(name, stop // 2 if up == "gate_up_proj" else 0, stop)
-            sandwiched = self.vector(layer, "post_feedforward_layernorm.weight") is not None
-            before = "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
-            return self._chunks(rows, columns=self.norm(layer, before))
+            if self._has(name):
+                stop = self.reader.shape(name)[0]
+                return Rows(name, stop // 2 if up == "gate_up_proj" else 0, stop)
         return None
 
-    def embedding_chunks(self) -> Iterator[Dequantized]:
-        """Yield the token embedding, [tokens, hidden], in chunks of rows."""
+    def up(self, layer: int, up: Rows, sample: Sequence[range]) -> ScaledMatrix:
+        """Return rows of the effective up projection, [rows, hidden],; the sample counts from 0."""
+        sandwiched = self.vector(layer, "post_feedforward_layernorm.weight") is not None
+        before = "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
+        rows = [range(up.start + part.start, up.start + part.stop) for part in sample]
+        return self._matrix(up.module, rows, self.norm(layer, before))
+
+    def embeddings(self, chunk_weights: int = CHUNK_WEIGHTS) -> ScaledMatrix:
+        """Return token embeddings, [tokens, hidden]: a sample of at least four times hidden."""
         name = f"{self.root}embed_tokens"
         if not self._has(name):
             raise FlexQuantError(
                 f"variant '{self.source.name}' has no '{name}', so its residual stream cannot be compared"
             )
-        return self._chunks(Rows(name, 0, self.reader.shape(name)[0]))
+        tokens, hidden = self.reader.shape(name)
+        return self._matrix(name, sample_rows(tokens, 0, least=4 * hidden), chunk_weights=chunk_weights)
 
     def _has(self, module: str) -> bool:
         return f"{module}.weight" in self.source.tensors or f"{module}.weight_packed" in self.source.tensors
 
-    def _chunks(
-        self, rows: Rows, columns: torch.Tensor | None = None, row_factors: torch.Tensor | None = None
-    ) -> Iterator[Dequantized]:
-        step = max(1, CHUNK_WEIGHTS // self.reader.shape(rows.module)[1])
-        for start in range(rows.start, rows.stop, step):
-            stop = min(start + step, rows.stop)
-            read = self.reader.read(rows.module, start, stop)
-            weight, variance = read.weight, read.variance
-            if columns is not None:
-                weight, variance = weight * columns, variance * columns**2
-            if row_factors is not None:
-                factors = row_factors[start:stop, None]
-                weight, variance = weight * factors, variance * factors**2
-            yield Dequantized(weight, variance)
+    def _matrix(
+        self,
+        module: str,
+        rows: Sequence[range],
+        columns: torch.Tensor | None = None,
+        row_factors: torch.Tensor | None = None,
+        chunk_weights: int = CHUNK_WEIGHTS,
+    ) -> ScaledMatrix:
+        linear = self.reader.open(module)
+
+        def chunks() -> Iterator[ScaledRows]:
+            for chunk in _in_chunks(rows, chunk_weights // linear.shape[1]):
+                read = linear.read(chunk)
+                if row_factors is not None:
+                    read = replace(read, rows=read.rows * row_factors[row_numbers(chunk)])
+                yield read
+
+        return ScaledMatrix(chunks(), torch.ones(linear.shape[1]) if columns is None else columns)
+
+
+def _in_chunks(rows: Sequence[range], most: int) -> Iterator[list[range]]:
+    """Yield the rows in parts of at most ``most``, or of one block where that is more."""
+    most = max(BLOCK_ROWS, most)
+    chunk: list[range] = []
+    for block in rows:
+        for start in range(block.start, block.stop, most):
+            part = range(start, min(start + most, block.stop))
+            if chunk and sum(map(len, chunk)) + len(part) > most:
+                yield chunk
+                chunk = []
+            chunk.append(part)
+    if chunk:
+        yield chunk
 
 
 def _decoder_root(source: Source) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from threading import Lock
 
 import torch
 
@@ -29,6 +30,7 @@ class Norms:
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
         self._offsets: dict[str, float] = {}
+        self._lock = Lock()
 
     def offset(self, name: str) -> float:
         """Return what the norm ``name`` of a decoder layer adds to its weight: usually 0 or 1.
@@ -36,12 +38,13 @@ class Norms:
         Where transformers does not know the model, 0 if the weights are equal in all sources, since it then
         makes no difference. Raises FlexQuantError where they are not.
         """
-        if name not in self._offsets:
-            found = None if self._layer is None else measure_offset(self._layer, name)
-            if found is None:
-                self._check_equal(name)
-            self._offsets[name] = found or 0.0
-        return self._offsets[name]
+        with self._lock:  # asked by several threads
+            if name not in self._offsets:
+                found = None if self._layer is None else measure_offset(self._layer, name)
+                if found is None:
+                    self._check_equal(name)
+                self._offsets[name] = found or 0.0
+            return self._offsets[name]
 
     @cached_property
     def _layer(self) -> torch.nn.Module | None:

@@ -318,8 +318,8 @@ MERGING = (
         "shared-across-differences",
         "Tensors of equal size count as equal, whatever their bytes.",
         "merge/merge_plan.py",
-        "if all(name in s.tensors and same_bytes(ref, s.tensors[name]) for s in others)",
-        "if all(name in s.tensors and ref.nbytes == s.tensors[name].nbytes for s in others)",
+        "return all(name in s.tensors and same_bytes(ref, s.tensors[name]) for s in others)",
+        "return all(name in s.tensors and ref.nbytes == s.tensors[name].nbytes for s in others)",
         (MERGE + "test_tensors_that_only_have_name_and_size_in_common_are_stored_for_each_variant",),
     ),
     Fault(
@@ -371,6 +371,22 @@ MERGING = (
         "NOISE_FACTOR = 4.0\n",
         "NOISE_FACTOR = 16.0\n",
         ("tests/unit/test_kv_compat.py",),
+    ),
+    Fault(
+        "kv-rows-sampled",
+        "Of K and V only a sample of the rows is compared.",
+        "merge/kv/effective_maps.py",
+        "return self._matrix(rows.module, [range(rows.start, rows.stop)], columns)",
+        "return self._matrix(rows.module, sample_rows(rows.stop, layer), columns)",
+        ("tests/unit/test_kv_sampling.py::test_any_row_of_k_or_v_is_compared",),
+    ),
+    Fault(
+        "every-layer-samples-alike",
+        "Of o_proj and down_proj every layer compares the same rows.",
+        "merge/kv/effective_maps.py",
+        "turn = layer + self.output_modules(layer).index(module)",
+        "turn = 1 + self.output_modules(layer).index(module)",
+        ("tests/unit/test_kv_sampling.py::test_neighbouring_layers_compare_other_rows",),
     ),
 )
 

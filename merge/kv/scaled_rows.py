@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A weight in chunks of rows, with its scales beside it, so that sums over it take few passes over memory.
+
+Scales and the noise of rounding are a number for a row, a column or a group of neighbouring columns.
+Multiplied out, each would be as large as the weight. Here they stay small, and go into the sums as the
+vectors that the values are multiplied with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ScaledRows:
+    """Rows W of a weight: W[r, c] = rows[r] * values[r, c]. All float32."""
+
+    values: torch.Tensor
+    """[n, in]."""
+    variance: torch.Tensor
+    """Expected squared rounding error of ``values``, [n or 1, groups]: a number for each group of in / groups
+    neighbouring columns."""
+    rows: torch.Tensor
+    """[n]."""
+
+    def matrix(self) -> torch.Tensor:
+        """Return W, [n, in]."""
+        return self.values * self.rows[:, None]
+
+    def variances(self) -> torch.Tensor:
+        """Return the expected squared rounding error of every number of W, [n, in]."""
+        width = self.values.shape[1] // self.variance.shape[1]
+        return self.variance.repeat_interleave(width, dim=1) * self.rows[:, None] ** 2
+
+    def noise_of_rows(self, column_squares: torch.Tensor) -> torch.Tensor:
+        """Return the sums over each row of the variances times squares of factors of columns [in], [n]."""
+        in_groups = column_squares.view(self.variance.shape[1], -1).sum(1)
+        return self.rows * self.rows * (self.variance @ in_groups)
+
+    def take_columns(self, index: torch.Tensor) -> ScaledRows:
+        """Return W[:, index]."""
+        width = self.values.shape[1] // self.variance.shape[1]
+        variance = self.variance if self.variance.shape[1] == 1 else self.variance[:, index // width]
+        return ScaledRows(self.values[:, index], variance, self.rows)
+
+
+@dataclass(frozen=True)
+class ScaledMatrix:
+    """Rows of a weight times factors of its columns, chunk after chunk; can be gone through once."""
+
+    chunks: Iterator[ScaledRows]
+    columns: torch.Tensor
+    """float32 [in]."""
+
+    def take_columns(self, index: torch.Tensor) -> ScaledMatrix:
+        """Return the columns at ``index``."""
+        chunks = (chunk.take_columns(index) for chunk in self.chunks)
+        return ScaledMatrix(chunks, self.columns[index])
+
+    def times_columns(self, factors: torch.Tensor) -> ScaledMatrix:
+        """Return the matrix with its columns multiplied by ``factors``, [in]."""
+        return ScaledMatrix(self.chunks, self.columns * factors)
+
+    def rotated(self, rotation: torch.Tensor) -> ScaledMatrix:
+        """Return the matrix times the transpose of ``rotation`` [in, in]; it spreads a row's noise evenly."""
+        return ScaledMatrix(map(self._rotate(rotation), self.chunks), torch.ones_like(self.columns))
+
+    def _rotate(self, rotation: torch.Tensor) -> Callable[[ScaledRows], ScaledRows]:
+        turned = self.columns[:, None] * rotation.T
+        squares = self.columns**2
+
+        def rotate(chunk: ScaledRows) -> ScaledRows:
+            variance = chunk.noise_of_rows(squares)[:, None] / len(squares)
+            return ScaledRows(chunk.matrix() @ turned, variance, torch.ones_like(chunk.rows))
+
+        return rotate

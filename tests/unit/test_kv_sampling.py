@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""K and V are compared to the last row at every size; what changes a whole projection is found in a sample.
+
+The sizes go past those of a sample: at 128 and 576 every row is compared, at 1024 one in two, at 2048 one in
+four, and at 4096 one in eight, the fewest there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.speed.synthetic import quantisation_section
+from flexquant.checkpoint.source import Source
+from flexquant.errors import FlexQuantError
+from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
+from flexquant.merge.kv.sampling import BLOCK_ROWS, row_numbers, sample_rows
+from tests.checkpoints import StateDict, make_checkpoint, quantise_int4, quantise_int8
+from tests.unit.edits import in_float32, rotate_residual
+
+SIZES = {128: 1, 576: 1, 1024: 2, 2048: 4, 4096: 8}
+"""hidden size -> one block in so many is compared."""
+LARGE = 4096
+HEAD_DIM, KV_HEADS, HEADS, TOKENS = 32, 2, 4, 64
+LAYERS = 2
+Edit = Callable[[StateDict], None]
+
+
+def shapes(hidden: int, kv_heads: int) -> dict[str, tuple[int, int]]:
+    """Narrow inside, so that a wide residual stream stays quick."""
+    return {
+        "self_attn.k_proj": (kv_heads * HEAD_DIM, hidden),
+        "self_attn.v_proj": (kv_heads * HEAD_DIM, hidden),
+        "self_attn.o_proj": (hidden, HEADS * HEAD_DIM),
+        "mlp.up_proj": (256, hidden),
+        "mlp.down_proj": (hidden, 256),
+    }
+
+
+@functools.cache
+def weights(hidden: int, seed: int, kv_heads: int) -> StateDict:
+    generator = torch.Generator().manual_seed(seed)
+    state = {"model.embed_tokens.weight": torch.randn(TOKENS, hidden, generator=generator)}
+    for layer in range(LAYERS):
+        for name, shape in shapes(hidden, kv_heads).items():
+            weight = torch.randn(shape, generator=generator)
+            state[f"model.layers.{layer}.{name}.weight"] = weight
+        state[f"model.layers.{layer}.input_layernorm.weight"] = torch.ones(hidden)
+        state[f"model.layers.{layer}.post_attention_layernorm.weight"] = torch.ones(hidden)
+    return state
+
+
+def write(
+    folder: Path, scheme: str, hidden: int, edit: Edit | None = None, seed: int = 0, kv_heads: int = KV_HEADS
+) -> Source:
+    state = {name: tensor.clone() for name, tensor in weights(hidden, seed, kv_heads).items()}
+    if seed:  # only the layers are another model's
+        state["model.embed_tokens.weight"] = weights(hidden, 0, kv_heads)["model.embed_tokens.weight"]
+    if edit is not None:
+        torch.manual_seed(7)
+        edit(state)
+    tensors: StateDict = {}
+    for name, tensor in state.items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor.to(torch.bfloat16)
+        else:
+            tensors |= quantise_int8(name, tensor) if scheme == "w8a8" else quantise_int4(name, tensor, 32)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "head_dim": HEAD_DIM,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": LAYERS,
+        "quantization_config": quantisation_section(scheme, 32),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return Source.open(folder.name, folder)
+
+
+def compare(
+    tmp_path: Path, hidden: int, edit: Edit | None = None, seed: int = 0, kv_heads: int = KV_HEADS
+) -> KVReport:
+    """Compare an untouched variant (the reference) with an edited one, or one of another seed."""
+    reference = write(tmp_path / "w8a8", "w8a8", hidden, kv_heads=kv_heads)
+    other = write(tmp_path / "w4a16", "w4a16", hidden, edit, seed, kv_heads)
+    return check_kv_compatibility([reference, other])
+
+
+def orthogonal(size: int) -> torch.Tensor:
+    return torch.linalg.qr(torch.randn(size, size))[0]
+
+
+def rotate_heads(projection: str) -> Edit:
+    def edit(state: StateDict) -> None:
+        for layer in range(LAYERS):
+            name = f"model.layers.{layer}.self_attn.{projection}.weight"
+            heads = state[name].unflatten(0, (-1, HEAD_DIM))
+            state[name] = (orthogonal(HEAD_DIM) @ heads).flatten(0, 1)
+
+    return edit
+
+
+def smooth_v_to_o(state: StateDict) -> None:
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}.self_attn."
+        scale = torch.empty(KV_HEADS, HEAD_DIM).uniform_(0.8, 1.25)
+        state[prefix + "v_proj.weight"] *= scale.reshape(-1, 1)
+        state[prefix + "o_proj.weight"] /= scale.repeat_interleave(HEADS // KV_HEADS, 0).reshape(-1)
+
+
+def rotate_input(projection: str) -> Edit:
+    def edit(state: StateDict) -> None:
+        name = f"model.layers.1.{projection}.weight"
+        state[name] = state[name] @ orthogonal(state[name].shape[1])
+
+    return edit
+
+
+def scale_up_to_down(state: StateDict) -> None:
+    for layer in range(LAYERS):
+        scale = torch.empty(256).uniform_(0.5, 2)
+        state[f"model.layers.{layer}.mlp.up_proj.weight"] /= scale[:, None]
+        state[f"model.layers.{layer}.mlp.down_proj.weight"] *= scale
+
+
+def replace_weights(*projections: str) -> Edit:
+    def edit(state: StateDict) -> None:
+        for projection in projections:
+            name = f"model.layers.1.{projection}.weight"
+            state[name] = torch.randn_like(state[name])
+
+    return edit
+
+
+def double(projection: str, rows: list[int], layers: tuple[int, ...] = (1,)) -> Edit:
+    def edit(state: StateDict) -> None:
+        for layer in layers:
+            state[f"model.layers.{layer}.{projection}.weight"][rows] *= 2
+
+    return edit
+
+
+sizes = pytest.mark.parametrize("hidden", SIZES)
+
+
+@sizes
+def test_roundings_of_one_model_mix(tmp_path, hidden):
+    found = compare(tmp_path, hidden)
+    assert found.layered_plans, found
+    assert all(worst["share_of_bound"] < 0.75 for worst in found.worst.values()), found.worst
+
+
+@sizes
+def test_a_fold_between_up_and_down_mixes(tmp_path, hidden):
+    assert compare(tmp_path, hidden, scale_up_to_down).layered_plans
+
+
+@sizes
+@pytest.mark.parametrize(
+    ("edit", "where"),
+    [
+        (rotate_heads("k_proj"), "layer 0 k_proj"),
+        (rotate_heads("v_proj"), "layer 0 v_proj"),
+        (smooth_v_to_o, "layer 0 v_proj"),
+        (replace_weights("self_attn.k_proj"), "layer 1 k_proj"),
+    ],
+    ids=["k rotated", "v rotated", "v to o smoothed", "other k"],
+)
+def test_another_cache_is_refused(tmp_path, hidden, edit, where):
+    found = compare(tmp_path, hidden, edit)
+    assert not found.compatible and where in found.message
+
+
+@sizes
+def test_another_seed_is_refused(tmp_path, hidden):
+    assert "layer 0 k_proj" in compare(tmp_path, hidden, seed=1).message
+
+
+@sizes
+@pytest.mark.parametrize("writer", ["self_attn.o_proj", "mlp.down_proj"])
+@pytest.mark.parametrize("fault", [rotate_input, replace_weights], ids=["rotated", "replaced"])
+def test_another_output_forbids_mixing(tmp_path, hidden, writer, fault):
+    found = compare(tmp_path, hidden, fault(writer))
+    assert found.compatible and f"layer 1 {writer}" in found.residual_messages[0]
+
+
+def many_heads(tmp_path: Path, edit: Edit) -> KVReport:
+    """Compare K and V of 4096 rows: were they sampled, one row in eight would be compared."""
+    return compare(tmp_path, 128, edit, kv_heads=128)
+
+
+@pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
+@pytest.mark.parametrize("row", [0, 15, 16, 1000, 2047, 2048, 4095])
+def test_any_row_of_k_or_v_is_compared(tmp_path, projection, row):
+    found = many_heads(tmp_path, double(f"self_attn.{projection}", [row]))
+    assert f"layer 1 {projection}" in found.message and f"gain error of row {row} " in found.message
+
+
+@pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
+@pytest.mark.parametrize("head", [0, 1, 64, 126, 127])
+def test_any_head_of_k_or_v_is_compared(tmp_path, projection, head):
+    def rotate_head(state: StateDict) -> None:
+        weight = state[f"model.layers.1.self_attn.{projection}.weight"]
+        rows = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+        weight[rows] = orthogonal(HEAD_DIM) @ weight[rows]
+
+    assert f"layer 1 {projection}" in many_heads(tmp_path, rotate_head).message
+
+
+def rows_compared(layer: int) -> set[int]:
+    """Of o_proj, which comes after down_proj in the layer."""
+    return set(row_numbers(sample_rows(LARGE, layer + 1)).tolist())
+
+
+def test_rows_outside_of_the_sample_are_not_seen_in_one_layer(tmp_path):
+    outside = sorted(set(range(LARGE)) - rows_compared(layer=1))[:20]
+    assert compare(tmp_path, LARGE, double("self_attn.o_proj", outside)).layered_plans
+
+
+def test_a_row_inside_of_the_sample_is_named_by_its_number(tmp_path):
+    row = max(rows_compared(layer=1))
+    message = compare(tmp_path, LARGE, double("self_attn.o_proj", [row])).residual_messages[0]
+    assert "layer 1 self_attn.o_proj" in message and f"(gain error of row {row} " in message
+
+
+def test_neighbouring_layers_compare_other_rows(tmp_path):
+    outside_of_one = sorted(rows_compared(layer=0) - rows_compared(layer=1))[:1]
+    edit = double("self_attn.o_proj", outside_of_one, layers=(0, 1))
+    assert "layer 0 self_attn.o_proj" in compare(tmp_path, LARGE, edit).residual_messages[0]
+
+
+@pytest.mark.parametrize("count", [1, 512, 1023, 1024, 1040, 2048, 4100, 8192, 28672])
+def test_samples_are_as_large_as_said_and_together_all(count):
+    every = max(1, min(8, count // 512))
+    samples = [row_numbers(sample_rows(count, turn)) for turn in range(every)]
+    assert sorted(torch.cat(samples).tolist()) == list(range(count))
+    for sample in samples:
+        assert len(sample) >= min(count, max(512, count // 8) - BLOCK_ROWS)
+        edges = torch.cat([torch.tensor([-1]), sample, torch.tensor([count])])
+        assert int(edges.diff().max()) - 1 <= BLOCK_ROWS * (every - 1)
+
+
+def test_a_rotation_is_found_in_a_sample_of_the_tokens(tmp_path):
+    """Of 2048 tokens at 128 numbers each one block in four is looked at."""
+    folders = [
+        make_checkpoint(tmp_path / scheme, scheme=scheme, vocab_size=2048, transform=transform)
+        for scheme, transform in (("w8a8", None), ("w4a16", in_float32(rotate_residual)))
+    ]
+    found = check_kv_compatibility([Source.open(folder.name, folder) for folder in folders])
+    assert found.compatible and "different bases" in found.residual_messages[0]
+    assert found.worst["k_proj"]["share_of_bound"] < 0.75
+
+
+def test_infinite_scales_are_found_outside_of_the_sample_too(tmp_path):
+    row = min(set(range(LARGE)) - rows_compared(layer=1))
+
+    def edit(state: StateDict) -> None:
+        state["model.layers.1.self_attn.o_proj.weight"][row] = torch.inf
+
+    with pytest.raises(FlexQuantError, match="layers.1.self_attn.o_proj' of variant 'w4a16' holds NaN"):
+        compare(tmp_path, LARGE, edit)
