@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import tempfile
 from pathlib import Path
@@ -54,17 +55,23 @@ HELP = {
 """Of counters without the ``_total`` that Prometheus puts behind their names."""
 
 _own_folder: tempfile.TemporaryDirectory[str] | None = None
+_collector: MultiProcessCollector | None = None
 
 
 def offer_metrics() -> None:
-    """In the front end: have the counters of the workers that it will start on its ``/metrics``."""
-    global _own_folder
+    """In the front end: have the counters of the workers that it will start on its ``/metrics``.
+
+    An API server that vLLM's front end starts as a child shares the folder that the front end made. A program
+    of its own makes its own, whatever it inherits from who started it.
+    """
+    global _own_folder, _collector
     if OF_SEVERAL_SERVERS in os.environ:
         os.environ[FOLDER] = os.environ[OF_SEVERAL_SERVERS]
-    elif _own_folder is None and FOLDER not in os.environ:
-        _own_folder = tempfile.TemporaryDirectory(prefix="flexquant-metrics-")
-        os.environ[FOLDER] = _own_folder.name
-        MultiProcessCollector(REGISTRY, _own_folder.name)
+    elif _collector is None:
+        if multiprocessing.parent_process() is None or FOLDER not in os.environ:
+            _own_folder = tempfile.TemporaryDirectory(prefix="flexquant-metrics-")
+            os.environ[FOLDER] = _own_folder.name
+        _collector = MultiProcessCollector(REGISTRY, os.environ[FOLDER])
 
 
 def metrics_of_worker(vllm_config: VllmConfig) -> PassMetrics | None:

@@ -19,7 +19,16 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexquant.measuring.server import vllm_serve
-from flexquant.serving.metrics import FORWARD, PADDED_TOKENS, POLICY, REPLAYS, SECONDS, TOKENS, WEIGHT_BYTES
+from flexquant.serving.metrics import (
+    FOLDER,
+    FORWARD,
+    PADDED_TOKENS,
+    POLICY,
+    REPLAYS,
+    SECONDS,
+    TOKENS,
+    WEIGHT_BYTES,
+)
 
 pytestmark = pytest.mark.engine
 KEY = "a key"
@@ -38,8 +47,12 @@ class Served(NamedTuple):
 
 @contextmanager
 def plugin_routes() -> Iterator[None]:
-    """Servers that start here have the routes of vLLM's plugins of this name."""
+    """Servers that start here have the routes of vLLM's plugins of this name.
+
+    Whatever they inherit: another engine of the process that starts them has its own metrics.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, "/nowhere")
         patch.setenv("VLLM_PLUGINS", "flexquant")
         yield
 
