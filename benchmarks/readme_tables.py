@@ -143,8 +143,8 @@ def merging() -> str:
     return (
         f"Merging {found['input_bytes'] / 1e9:.1f} GB on two CPU cores took {found['merge_to_cp']:.1f} times "
         "as long as `cp -r` of the same bytes "
-        f"({found['merge_without_comparing_to_cp']:.1f} times without comparing the weights; `cp -r` and `sync` together took "
-        f"{found['merge_to_cp'] / found['merge_to_cp_and_sync']:.1f} times as long as `cp -r`), and at most "
+        f"({found['merge_without_comparing_to_cp']:.1f} times without comparing the weights; `cp -r` and `sync` "
+        f"together took {found['merge_to_cp'] / found['merge_to_cp_and_sync']:.1f} times as long), and at most "
         f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory{verifying}"
     )
 
