@@ -140,11 +140,12 @@ def merging() -> str:
             f". `flexquant verify` took {found['verify_to_read']:.1f} times as long as reading the files "
             f"from the disk, and {found['verify_to_read_cached']:.1f} times where they were in memory"
         )
+    merge, alone = found["merge_to_cp"], found["merge_without_comparing_to_cp"]
+    synced = merge / found["merge_to_cp_and_sync"]
     return (
-        f"Merging {found['input_bytes'] / 1e9:.1f} GB on two CPU cores took {found['merge_to_cp']:.1f} times "
-        "as long as `cp -r` of the same bytes "
-        f"({found['merge_without_comparing_to_cp']:.1f} times without comparing the weights; `cp -r` and `sync` "
-        f"together took {found['merge_to_cp'] / found['merge_to_cp_and_sync']:.1f} times as long), and at most "
+        f"Merging {found['input_bytes'] / 1e9:.1f} GB on two CPU cores took {merge:.1f} times as long as `cp -r` "
+        f"of the same bytes ({alone:.1f} times without comparing the weights; `cp -r` and `sync` together took "
+        f"{synced:.1f} times as long), and at most "
         f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory{verifying}"
     )
 
