@@ -143,8 +143,9 @@ def merging() -> str:
     merge, alone = found["merge_to_cp"], found["merge_without_comparing_to_cp"]
     synced = merge / found["merge_to_cp_and_sync"]
     return (
-        f"Merging {found['input_bytes'] / 1e9:.1f} GB on two CPU cores took {merge:.1f} times as long as `cp -r` "
-        f"of the same bytes ({alone:.1f} times without comparing the weights; `cp -r` and `sync` together took "
+        f"Merging {found['input_bytes'] / 1e9:.1f} GB on two CPU cores took {merge:.1f} times as long as "
+        f"`cp -r` of the same bytes ({alone:.1f} times without comparing the weights; `cp -r` and `sync` "
+        "together took "
         f"{synced:.1f} times as long), and at most "
         f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory{verifying}"
     )
