@@ -45,7 +45,7 @@ class Dequantized:
 class _Memory(threading.local):
     """What a thread's chunks lie in, one after the other: to get new memory takes longer than to fill it."""
 
-    floats = torch.empty(0)
+    floats = torch.empty(0, dtype=torch.float32)
 
 
 class WeightReader:
@@ -81,7 +81,7 @@ class WeightReader:
     def as_floats(self, raw: torch.Tensor) -> torch.Tensor:
         """Return a matrix as float32, in memory that the same thread's next matrix takes."""
         if self._memory.floats.numel() < raw.numel():
-            self._memory.floats = torch.empty(raw.numel())
+            self._memory.floats = torch.empty(raw.numel(), dtype=torch.float32)
         return self._memory.floats[: raw.numel()].view(raw.shape).copy_(raw)
 
     def stored(self, module: str) -> TensorRef:
@@ -128,7 +128,7 @@ class StoredLinear:
         Raises FlexQuantError, naming the module, for NaN or infinite weights among them.
         """
         raw = load_tensor(self._stored, rows)
-        ones = torch.ones(len(raw))
+        ones = torch.ones(len(raw), dtype=torch.float32)
         if self._stored.dtype in FLOAT_DTYPES:
             values = self._finite(self._reader.as_floats(raw))
             return ScaledRows(values, _ulp(values, FLOAT_DTYPES[self._stored.dtype], -126) ** 2 / 12, ones)
@@ -142,7 +142,7 @@ class StoredLinear:
         if self._args.type == "float":
             variance = _ulp(self._finite(values), E4M3_MANTISSA, E4M3_MIN_EXPONENT) ** 2 / 12
         else:
-            variance = torch.full((1, 1), 1 / 12)
+            variance = torch.full((1, 1), 1 / 12, dtype=torch.float32)
         if scale.shape[1] == 1:
             return ScaledRows(values, variance, scale[:, 0] * ones)
         _in_groups(values, scale).mul_(scale[:, :, None])

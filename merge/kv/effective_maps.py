@@ -174,7 +174,9 @@ class EffectiveMaps:
                     read = replace(read, rows=read.rows * row_factors[row_numbers(chunk)])
                 yield read
 
-        return ScaledMatrix(chunks(), torch.ones(linear.shape[1]) if columns is None else columns)
+        if columns is None:
+            columns = torch.ones(linear.shape[1], dtype=torch.float32)
+        return ScaledMatrix(chunks(), columns)
 
 
 def _in_chunks(rows: Sequence[range], most: int) -> Iterator[list[range]]:

@@ -63,10 +63,10 @@ def sum_products(a: ScaledMatrix, b: ScaledMatrix) -> MatrixSums:
     weights = (a_squares, a.columns * b.columns, b_squares, b_squares * a_squares, b_squares * b_squares)
     row_parts, noise_parts = [], []
     column_sums = torch.zeros(len(weights), len(a.columns), dtype=torch.float64)
-    memory = torch.empty(2, 0, 0)
+    memory = torch.empty(2, 0, 0, dtype=torch.float32)
     for x, y in zip(a.chunks, b.chunks, strict=True):
         if len(x.values) > memory.shape[1]:
-            memory = torch.empty(2, *x.values.shape)
+            memory = torch.empty(2, *x.values.shape, dtype=torch.float32)
         rows, columns = _sums_of_chunk(x, y, weights, memory[:, : len(x.values)])
         row_parts.append(rows)
         noise_parts.append(x.noise_of_rows(a_squares) + y.noise_of_rows(b_squares))

@@ -270,3 +270,15 @@ def test_infinite_scales_are_found_outside_of_the_sample_too(tmp_path):
 
     with pytest.raises(FlexQuantError, match="layers.1.self_attn.o_proj' of variant 'w4a16' holds NaN"):
         compare(tmp_path, LARGE, edit)
+
+
+def test_pytorchs_default_dtype_changes_nothing(tmp_path):
+    """It is a process's; an engine of vLLM may leave it at 16 bit."""
+    sources = [write(tmp_path / scheme, scheme, 128) for scheme in ("w8a8", "w4a16")]
+    expected = check_kv_compatibility(sources).to_json()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = check_kv_compatibility(sources).to_json()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == expected
