@@ -7,6 +7,7 @@ vLLM adds routes of plugins only where the operator names the plugin: ``VLLM_PLU
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 
 if TYPE_CHECKING:
     from argparse import Namespace
-
-    from vllm.engine.protocol import EngineClient
 
 
 class FlexQuantEndpoints:
@@ -28,16 +27,14 @@ class FlexQuantEndpoints:
         """Add the route; vLLM calls this when it builds the server."""
         app.add_api_route("/flexquant", status, methods=["GET"], dependencies=[Depends(authorise)])
 
-    async def init_state(self, engine_client: EngineClient | None, state: Any, args: Namespace) -> None:
-        """Keep what the route asks; vLLM calls this when the engine is there."""
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Keep vLLM's client of the engine, which the route asks; vLLM calls this when the engine is there."""
         state.flexquant_engine = engine_client
 
 
 def authorise(request: Request) -> None:
     """Ask for vLLM's ``--api-key``, if there is one, as vLLM does on ``/v1``; raises HTTPException 401."""
-    from vllm import envs
-
-    keys = [key for key in (request.app.state.args.api_key or [envs.VLLM_API_KEY]) if key]
+    keys = [key for key in (request.app.state.args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     matches = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]
     if keys and not (scheme.lower() == "bearer" and any(matches)):
