@@ -28,7 +28,7 @@ class FlexQuantEndpoints:
         app.add_api_route("/flexquant", status, methods=["GET"], dependencies=[Depends(authorise)])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep vLLM's client of the engine, which the route asks; vLLM calls this when the engine is there."""
+        """Keep vLLM's client of the engine, which the route asks; vLLM calls this when it is there."""
         state.flexquant_engine = engine_client
 
 
