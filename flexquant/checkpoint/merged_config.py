@@ -15,6 +15,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, StrictStr, ValidationError
 
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json
 from flexquant.checkpoint.model_config import JsonObject, count_layers
@@ -104,7 +107,7 @@ class MergedConfig:
                 f"'{QUANT_METHOD}'; create one with 'flexquant merge'"
             )
         version = section.get("schema_version")
-        if not isinstance(version, int) or version < 1:
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise FlexQuantError(
                 f"the merged checkpoint's schema_version is {version!r}, expected a number from 1 to "
                 f"{SCHEMA_VERSION}; merge it again"
@@ -115,25 +118,37 @@ class MergedConfig:
                 f"version {SCHEMA_VERSION}; upgrade flexquant, or merge again with this version"
             )
         try:
-            variants = {
-                name: Variant(v["prefix"], v["quantization_config"])
-                for name, v in section["variants"].items()
-            }
-            architecture = section["base_architecture"]
-        except (KeyError, TypeError, AttributeError) as e:
+            read = _Section.model_validate(section)
+        except ValidationError as e:
+            error = e.errors()[0]
+            place = ".".join(map(str, error["loc"]))
             raise FlexQuantError(
-                f"the merged checkpoint's quantization_config is incomplete ({e!r}); merge it again"
+                f"the merged checkpoint's quantization_config has a wrong '{place}' ({error['msg']}); "
+                "merge it again"
             ) from e
-        if not variants:
-            raise FlexQuantError("the merged checkpoint names no variants; merge it again")
         return cls(
-            base_architecture=architecture,
-            variants=variants,
-            shared_modules=tuple(section.get("shared_modules", ())),
-            mixable=_read_mixable(section, variants),
-            policy=section.get("policy"),
-            kv_compatibility=section.get("kv_compatibility", {}),
+            base_architecture=read.base_architecture,
+            variants={name: Variant(v.prefix, v.quantization_config) for name, v in read.variants.items()},
+            shared_modules=tuple(read.shared_modules),
+            mixable=_read_mixable(section, read.variants),
+            policy=read.policy,
+            kv_compatibility=read.kv_compatibility,
         )
+
+
+class _Variant(BaseModel):
+    prefix: StrictStr
+    quantization_config: JsonObject
+
+
+class _Section(BaseModel):
+    """What is read of the section; other keys are left alone."""
+
+    base_architecture: StrictStr
+    variants: Annotated[dict[StrictStr, _Variant], Field(min_length=1)]
+    shared_modules: list[StrictStr] = []
+    policy: JsonObject | None = None
+    kv_compatibility: JsonObject = {}
 
 
 def _read_mixable(section: JsonObject, variants: Collection[str]) -> tuple[tuple[str, ...], ...]:

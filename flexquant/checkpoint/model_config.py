@@ -19,6 +19,8 @@ RENAMED = {"torch_dtype": "dtype", "sliding_window_pattern": "_sliding_window_pa
 # What transformers 5 keeps in `rope_parameters`, and 4 beside one another.
 ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 LOCAL_ROPE_BASE = "rope_local_base_freq"
+MAX_LAYERS = 10_000
+"""Of a model that is read: routes hold a variant for each layer, of which a config could name any number."""
 EXTENDED_ROPES = ("llama3", "yarn", "longrope")
 """Kinds of RoPE whose parameters hold the length that the model was trained with."""
 
@@ -32,8 +34,10 @@ def text_config(config: JsonObject) -> JsonObject:
 def count_layers(config: JsonObject) -> int:
     """Return the number of decoder layers that a config states; raise FlexQuantError when it states none."""
     layers = text_config(config).get("num_hidden_layers")
-    if not isinstance(layers, int) or layers < 1:
-        raise FlexQuantError(f"config.json has num_hidden_layers {layers!r}, expected a number from 1")
+    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MAX_LAYERS:
+        raise FlexQuantError(
+            f"config.json has num_hidden_layers {layers!r}, expected a number from 1 to {MAX_LAYERS}"
+        )
     return layers
 
 

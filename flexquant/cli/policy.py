@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""List policies, check one, and show which plan serving takes for each forward pass.
+"""List policies, check one, show which plan serving takes for each forward pass, and change a live server's.
 
 flexquant policy list
 flexquant policy validate my-policy.yaml
 flexquant policy show phase-batch
 flexquant policy show my-policy.yaml --model merged/ --max-tokens 8192
 flexquant policy show --model merged/        # the policy that serving merged/ takes by default
+flexquant policy apply http://127.0.0.1:8000 my-policy.yaml
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from flexquant.policy.pass_times import device_name
 from flexquant.policy.routes import build_route_table, matching_rules
 from flexquant.policy.rules import PHASES, builtin_policies, load_policy
 from flexquant.policy.times_table import format_times
+from flexquant.serving.client import ADMIN_KEY, apply_policy
 
-HELP = "list, validate and show policies"
+HELP = "list, validate, show and apply policies"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -64,10 +66,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     validate = add("validate", "check a policy file without a model")
     validate.add_argument("policy", metavar="FILE", help="policy file, or a built-in name")
+    apply = add("apply", f"have a live server take another policy (its key: {ADMIN_KEY} in the environment)")
+    apply.add_argument("url", metavar="URL", help="of vllm serve, e.g. http://127.0.0.1:8000")
+    apply.add_argument("policy", metavar="NAME|FILE", help="built-in name or policy file")
+    apply.add_argument("--dry-run", action="store_true", help="only say what would change")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    return {"list": _list, "show": _show, "validate": _validate}[args.action](args)
+    actions = {"list": _list, "show": _show, "validate": _validate, "apply": _apply}
+    return actions[args.action](args)
 
 
 def _list(args: argparse.Namespace) -> dict[str, Any]:
@@ -137,6 +144,22 @@ def _show(args: argparse.Namespace) -> dict[str, Any]:
         "measured": None if policy.measured is None else policy.measured.to_data(),
         **result,
     }
+
+
+def _apply(args: argparse.Namespace) -> dict[str, Any]:
+    answer = apply_policy(args.url, load_policy(args.policy), dry_run=args.dry_run)
+    before, after = answer["before"]["name"], answer["after"]["name"]
+    print(f"{after} {'would replace' if args.dry_run else 'has replaced'} {before}")
+    for change in answer["routes"]:
+        tokens = f"{change['min_tokens']} to {change['max_tokens']} tokens"
+        print(f"{change['phase']:<8}  {tokens:<22}  {change['before']} -> {change['after']}")
+    if not answer["routes"]:
+        print("every pass keeps its plan")
+    if answer["captures_graphs"]:
+        print(f"CUDA graphs {'would be' if args.dry_run else 'were'} captured, requests waiting meanwhile")
+    if not args.dry_run:
+        print(f"took {answer['seconds']:.1f} s; a restart serves the policy that the server was started with")
+    return answer
 
 
 def _plan(rows: Sequence[tuple[str, int, int, str]], phase: str, size: int) -> str:

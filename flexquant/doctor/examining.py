@@ -120,7 +120,7 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[Any]:
 
 def _policy(model: Any) -> Finding:
     plans = [plan.name for plan in model.routes.plans]
-    return Finding("ok", "policy", f"{model.policy_name}: plans {', '.join(plans)}", {"plans": plans})
+    return Finding("ok", "policy", f"{model.policy.name}: plans {', '.join(plans)}", {"plans": plans})
 
 
 def _backend(vllm_config: VllmConfig) -> Finding:

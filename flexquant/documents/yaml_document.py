@@ -13,6 +13,8 @@ import yaml
 
 from flexquant.errors import FlexQuantError
 
+MAX_VALUES = 100_000
+"""Of a document, each counted as often as aliases repeat it: a few lines of them could fill any memory."""
 KeyPath = tuple[str | int, ...]
 """Where a value is: keys of mappings and indices of lists, from the top."""
 
@@ -116,7 +118,15 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
     lines: dict[KeyPath, int] = {}
     document = Document(None, source, kind, lines)
 
+    values = 0
+
     def read(node: yaml.Node, path: KeyPath) -> Any:
+        nonlocal values
+        values += 1
+        if values > MAX_VALUES:
+            document.fail(
+                (), f"holds more than {MAX_VALUES} values, aliases written out; write a smaller one"
+            )
         lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.SequenceNode):
             return [read(item, (*path, i)) for i, item in enumerate(node.value)]

@@ -32,6 +32,7 @@ from flexquant.policy.ranges import Bounds, LayerRange, read_bounds, read_layers
 
 SCHEMA = "flexquant.policy/v1"
 PACKAGE = "flexquant.policies"
+MAX_RULES = 64
 Phase = Literal["prefill", "decode", "mixed"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "mixed")
 """Only prompt chunks; only sequences in generation; both."""
@@ -112,7 +113,16 @@ def load_policy(name_or_path: str) -> Policy:
     for an unknown name, an unreadable file, and a document that breaks the schema.
     """
     content, source = read_named(name_or_path, PACKAGE, "policy")
-    return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name_or_path)
+    return parse_policy_text(content, source, name_or_path)
+
+
+def parse_policy_text(content: bytes, source: str, name: str) -> Policy:
+    """Validate a policy given as YAML, or as JSON, which is YAML.
+
+    ``source`` and the line open the message of the :class:`FlexQuantError` that bad syntax or a document
+    breaking the schema raises; ``name`` becomes the policy's.
+    """
+    return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name)
 
 
 def parse_policy(document: dict[str, Any], source: str = "stored policy") -> Policy:
@@ -135,6 +145,8 @@ def _validate(document: Document, name: str) -> Policy:
     entries = data["rules"]
     if not isinstance(entries, list) or not entries:
         document.fail(("rules",), f"is {show(entries)}; give a list of at least one rule")
+    if len(entries) > MAX_RULES:
+        document.fail(("rules",), f"has {len(entries)} rules; write at most {MAX_RULES}")
     rules: list[Rule] = []
     for i, entry in enumerate(entries):
         path = ("rules", i)

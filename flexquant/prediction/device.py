@@ -130,7 +130,12 @@ def load_device(name_or_path: str) -> Device:
     for an unknown name, an unreadable file, and a missing or absurd number, with its file, line and key.
     """
     content, source = read_named(name_or_path, PACKAGE, "device")
-    return _validate(from_yaml(content, source, "device", ("schema", "memory_gb_per_s")), name_or_path)
+    return parse_device(content, source, name_or_path)
+
+
+def parse_device(content: bytes, source: str, name: str) -> Device:
+    """Validate a device's YAML; ``source`` opens the message of the FlexQuantError for a bad one."""
+    return _validate(from_yaml(content, source, "device", ("schema", "memory_gb_per_s")), name)
 
 
 def _validate(document: Document, name: str) -> Device:

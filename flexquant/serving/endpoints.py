@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""``GET /flexquant`` on vLLM's API server: what is served, by which routes, and what was counted.
+"""FlexQuant's routes on vLLM's API server: what is served, and, with an administrator's key, another policy.
 
-vLLM adds routes of plugins only where the operator names the plugin: ``VLLM_PLUGINS=flexquant``.
+``GET /flexquant`` tells policy, routes, kernels and counters, and ``GET /flexquant/ui`` is a page of these.
+``POST /flexquant/policy`` takes another policy, and exists only where the operator has set its key. vLLM
+adds routes of plugins only where the operator names the plugin: ``VLLM_PLUGINS=flexquant``.
 """
 
 from __future__ import annotations
 
+import importlib.resources
 import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import HTMLResponse
+
+from flexquant.serving.client import ADMIN_KEY
 
 if TYPE_CHECKING:
     from argparse import Namespace
+
+STATUS_TIMEOUT = 60.0
+"""Seconds for the workers' answer, for which they finish the step that they are in."""
 
 
 class FlexQuantEndpoints:
@@ -24,37 +33,106 @@ class FlexQuantEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the route; vLLM calls this when it builds the server."""
+        """Add the routes; vLLM calls this when it builds the server."""
         app.add_api_route("/flexquant", status, methods=["GET"], dependencies=[Depends(authorise)])
+        app.add_api_route("/flexquant/ui", page, methods=["GET"])
+        app.add_api_route(
+            "/flexquant/requests/{name}", plans_of_request, methods=["GET"], dependencies=[Depends(authorise)]
+        )
+        if os.environ.get(ADMIN_KEY):
+            from flexquant.serving.policy_endpoint import change_policy
+
+            app.add_api_route(
+                "/flexquant/policy", change_policy, methods=["POST"], dependencies=[Depends(authorise_admin)]
+            )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep vLLM's client of the engine, which the route asks; vLLM calls this when it is there."""
+        """Keep vLLM's client of the engine, which the routes ask; vLLM calls this when it is there."""
+        from flexquant.serving.options import ServingOptions
+
         state.flexquant_engine = engine_client
+        if serves_merged(engine_client) and ServingOptions.from_vllm(engine_client.vllm_config).requests:
+            await engine_client.collective_rpc("flexquant_follow_requests")
 
 
 def authorise(request: Request) -> None:
     """Ask for vLLM's ``--api-key``, if there is one, as vLLM does on ``/v1``; raises HTTPException 401."""
     keys = [key for key in (request.app.state.args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
+    if keys:
+        _require(request, keys)
+
+
+def authorise_admin(request: Request) -> None:
+    """Ask for the administrator's key; raises HTTPException 401."""
+    _require(request, [os.environ[ADMIN_KEY]])
+
+
+def _require(request: Request, keys: list[str]) -> None:
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     matches = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]
-    if keys and not (scheme.lower() == "bearer" and any(matches)):
+    if not (scheme.lower() == "bearer" and any(matches)):
         raise HTTPException(401, "Unauthorized", headers={"WWW-Authenticate": "Bearer"})
 
 
 async def status(request: Request) -> dict[str, Any]:
     """Return the first engine's status; raises HTTPException 404 where no merged checkpoint is served."""
-    from flexquant.checkpoint.merged_config import QUANT_METHOD
-    from flexquant.serving.registration import WORKER_EXTENSION
-
-    engine = request.app.state.flexquant_engine
-    config = engine.vllm_config
-    if config.model_config.quantization != QUANT_METHOD:
-        raise HTTPException(404, "this server serves no merged checkpoint")
-    if config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
-        raise HTTPException(
-            501, f"the workers have another extension, {config.parallel_config.worker_extension_cls}"
-        )
-    ranks = await engine.collective_rpc("flexquant_status", timeout=60)
+    ranks = await ask_ranks(request, "flexquant_status", timeout=STATUS_TIMEOUT)
     first, *_ = ranks
     counted = [rank["counted"] for rank in ranks if rank["counted"] is not None]
     return {**first, "counted": counted[0] if counted else None, "ranks": len(ranks)}
+
+
+async def plans_of_request(request: Request, name: str) -> dict[str, Any]:
+    """Return which plans computed the tokens of a request; ``name``: the ``id`` of vLLM's response.
+
+    One response may answer several prompts, or one prompt several times: each is a request. Raises
+    HTTPException 404 where the request is not among the last, or requests are not followed.
+    """
+    ranks = await ask_ranks(request, "flexquant_requests", name, timeout=STATUS_TIMEOUT)
+    found = next((rank for rank in ranks if rank), None)
+    if found is None:
+        raise HTTPException(
+            404,
+            f"no request {name} among the last; give the id of a response, of a server that follows requests "
+            "(additional-config 'flexquant.requests': true)",
+        )
+    return {"requests": found}
+
+
+async def page() -> HTMLResponse:
+    """Return the page for people, which holds nothing of the server: it asks for the status, with a key."""
+    nonce = secrets.token_urlsafe(16)
+    html = importlib.resources.files("flexquant.serving").joinpath("status_page.html").read_text("utf-8")
+    policy = f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
+    headers = {
+        "Content-Security-Policy": f"{policy}; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return HTMLResponse(html.replace("NONCE", nonce, 1), headers=headers)
+
+
+def serves_merged(engine: Any) -> bool:
+    """Whether an engine, vLLM's client of it, serves a merged checkpoint with FlexQuant's workers."""
+    from flexquant.checkpoint.merged_config import QUANT_METHOD
+    from flexquant.serving.registration import WORKER_EXTENSION
+
+    config = engine.vllm_config
+    is_merged = config.model_config.quantization == QUANT_METHOD
+    return is_merged and config.parallel_config.worker_extension_cls == WORKER_EXTENSION
+
+
+async def ask_ranks(request: Request, method: str, *args: Any, timeout: float) -> list[Any]:
+    """Return what every rank of the first engine answers to a method of FlexQuant's worker extension.
+
+    All engines are asked. ``timeout`` in seconds. Raises HTTPException 404 where no merged checkpoint is
+    served, or by workers with another extension.
+    """
+    engine = request.app.state.flexquant_engine
+    if not serves_merged(engine):
+        extension = engine.vllm_config.parallel_config.worker_extension_cls
+        raise HTTPException(
+            404, f"no merged checkpoint is served, or its workers' extension is '{extension}'"
+        )
+    ranks: list[Any] = await engine.collective_rpc(method, timeout, args)
+    return ranks

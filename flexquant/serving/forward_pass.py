@@ -13,7 +13,7 @@ is left over: whoever comes next, the step's logits or the next step, finds it a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -41,16 +41,21 @@ class Pass:
     """Most tokens that one sequence contributes; 0 as above."""
     scheduled_tokens: int
     """Tokens without padding, those that vLLM's scheduler asked for; 0 as above."""
+    requests: Mapping[str, int] | None = None
+    """By name, how many of these tokens are a request's; None if requests are not followed."""
 
 
 UNKNOWN = Pass("prefill", 0, 0, 0, 0)
 
 
-def describe_pass(query_start_loc: torch.Tensor, tokens: int, tokens_per_sequence: int) -> Pass:
+def describe_pass(
+    query_start_loc: torch.Tensor, tokens: int, tokens_per_sequence: int, names: Sequence[str] | None = None
+) -> Pass:
     """Describe a pass of ``tokens`` tokens by where the tokens of each sequence start.
 
     ``query_start_loc``: int32 [sequences + 1], on the host; padding sequences have no tokens.
-    ``tokens_per_sequence`` is what a decoding sequence contributes: 1, plus any speculated tokens.
+    ``tokens_per_sequence`` is what a decoding sequence contributes: 1, plus any speculated tokens. ``names``
+    are those of the requests, in the order of the sequences; None: they are not followed.
     """
     starts = query_start_loc.numpy()
     lengths = starts[1:] - starts[:-1]
@@ -61,7 +66,8 @@ def describe_pass(query_start_loc: torch.Tensor, tokens: int, tokens_per_sequenc
         phase = "decode"
     elif (lengths <= tokens_per_sequence).any():
         phase = "mixed"
-    return Pass(phase, tokens, len(lengths), longest, int(lengths.sum()))
+    requests = None if names is None else dict(zip(names, lengths.tolist(), strict=False))
+    return Pass(phase, tokens, len(lengths), longest, int(lengths.sum()), requests)
 
 
 class PassObserver:
@@ -82,6 +88,7 @@ class PassObserver:
         self._began = began
         self._backends: dict[type, type] = {}
         self._first_layer: str | None = None
+        self._unobserved: str | None = None
         self._left_over: Pass | None = None
         self._in_capture = False
         self.is_serving = False
@@ -91,12 +98,14 @@ class PassObserver:
         """
         self.is_warming_up = False
         """Whether the next pass has prompts that are vLLM's own (:mod:`flexquant.serving.model_state`)."""
+        self._is_interrupted = False
+        self.request_names: Callable[[], Sequence[str]] | None = None
+        """Tells the requests of the next pass in order, if they are followed."""
 
-    def observe(self, layers: Mapping[str, Any], *, phase_matters: bool) -> None:
+    def observe(self, layers: Mapping[str, Any]) -> None:
         """Put observed backends into attention layers, by name; call before vLLM makes their KV cache.
 
-        A layer that keeps its backend elsewhere cannot be observed. Raises :class:`FlexQuantError` if so and
-        ``phase_matters``: without that, routes depend on token counts alone.
+        A layer that keeps its backend elsewhere cannot be observed: :meth:`check_phases` tells.
         """
         for name, layer in layers.items():
             backend = getattr(layer, "attn_backend", None)
@@ -105,12 +114,16 @@ class PassObserver:
                     self._backends[backend] = self._observed(backend)
                 layer.attn_backend = self._backends[backend]
                 self._first_layer = self._first_layer or name
-            elif phase_matters:
-                raise FlexQuantError(
-                    f"layer '{name}' ({type(layer).__name__}) does not say which attention backend it "
-                    "uses, so that prefill and decode cannot be told apart; serve a policy whose rules name "
-                    "no phase and no batch size"
-                )
+            else:
+                self._unobserved = f"'{name}' ({type(layer).__name__})"
+
+    def check_phases(self) -> None:
+        """Raise :class:`FlexQuantError` if prefill and decode cannot be told apart."""
+        if self._unobserved is not None:
+            raise FlexQuantError(
+                f"layer {self._unobserved} does not say which attention backend it uses, so that prefill and "
+                "decode cannot be told apart; serve a policy whose rules name no phase and no batch size"
+            )
 
     def read(self, context: ForwardContext, tokens: int) -> Pass | None:
         """Return the pass, of ``tokens`` padded tokens, that the model is called for.
@@ -130,11 +143,25 @@ class PassObserver:
             replayed, self._left_over = self._left_over, None
             self._replayed(replayed)
 
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Passes inside are vLLM's own, also if they are described by the requests that wait meanwhile."""
+        self.settle()
+        was_serving, self.is_serving, self._is_interrupted = self.is_serving, False, True
+        try:
+            yield
+        finally:
+            self.is_serving, self._is_interrupted = was_serving, False
+
     def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> Pass:
         # A FULL graph is replayed with metadata of its padded size; other passes learn theirs in read().
-        found = describe_pass(common.query_start_loc_cpu, common.num_actual_tokens, self._tokens_per_sequence)
+        names = self.request_names() if self.request_names is not None else None
+        found = describe_pass(
+            common.query_start_loc_cpu, common.num_actual_tokens, self._tokens_per_sequence, names
+        )
         prefilling = common.is_prefilling
-        if prefilling is not None and bool(prefilling.any()) and not self.is_warming_up:
+        is_own = self.is_warming_up or self._is_interrupted
+        if prefilling is not None and bool(prefilling.any()) and not is_own:
             self.is_serving = True
         if self._first_layer in layer_names and self.is_serving and not self._in_capture:
             self.settle()

@@ -13,6 +13,9 @@ call (there may be none) shows at most one of them. So the first pass of a size 
 policy can take at that size. Whether a plan's graphs exist is read off vLLM's own wrappers, since vLLM
 captures twice: to estimate the memory, dropping those graphs, and then for good. The scheduler's passes
 capture nothing: should a graph be missing then, the pass runs without, with a warning.
+
+Another policy (:mod:`flexquant.serving.policy_change`) may ask for other graphs than there are: another plan
+in a FULL one, or the pieces of one more plan for a size. Then vLLM captures again, while no pass runs.
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 
+from flexquant.policy.routes import RouteTable
+from flexquant.policy.rules import Phase
+from flexquant.serving.graph_memory import GraphMemory
 from flexquant.serving.vllm_api import (
     BatchDescriptor,
     CUDAGraphWrapper,
@@ -34,6 +40,7 @@ from flexquant.serving.vllm_api import (
     IntermediateTensors,
     monitor,
     override_forward_context,
+    set_current_vllm_config,
 )
 
 logger = init_logger("vllm.flexquant.graphs")
@@ -46,6 +53,10 @@ class PlanGraphs:
         """``has_full``: whether vLLM captures FULL graphs."""
         self._has_full = has_full
         self._wrappers: dict[str, list[CUDAGraphWrapper]] = {}
+        self._pieces: set[BatchDescriptor] = set()
+        """The sizes of PIECEWISE graphs."""
+        self._full: dict[tuple[Phase, int], str] = {}
+        """By phase and padded tokens, the plan of the FULL graphs."""
         self._memory: GraphMemory | None = GraphMemory()
         self._missing: set[tuple[str, BatchDescriptor | None]] = set()
 
@@ -71,6 +82,8 @@ class PlanGraphs:
         """
         if not monitor.cudagraph_capturing_enabled or self._memory is None:
             return
+        if context.batch_descriptor is not None:
+            self._pieces.add(context.batch_descriptor)
         for name in reachable:
             if self._has_graphs(name, context.batch_descriptor):
                 continue
@@ -111,11 +124,12 @@ class PlanGraphs:
                 return True
         return not wrappers
 
-    def watch_full_capture(self, plan: str, tokens: int) -> None:
+    def watch_full_capture(self, plan: str, phase: Phase, tokens: int) -> None:
         """Note that ``plan`` runs a pass of ``tokens`` padded tokens, in a FULL capture or its warm-up."""
         if self._memory is None or not self._has_full:
             return
         if torch.cuda.is_current_stream_capturing():
+            self._full[phase, tokens] = plan
             self._memory.captured(plan, CUDAGraphMode.FULL, tokens)
         else:
             self._memory.sample()
@@ -126,6 +140,31 @@ class PlanGraphs:
             self._memory.log()
             self._memory = None
 
+    def fit(self, routes: RouteTable) -> bool:
+        """Whether the graphs that there are hold what ``routes`` give to the passes that will replay them."""
+        return all(routes.lookup(*cell).name == plan for cell, plan in self._full.items()) and all(
+            self._has_graphs(plan.name, size)
+            for size in self._pieces
+            for plan in routes.reachable(size.num_tokens)
+        )
+
+    def capture_again(self, runner: Any, vllm_config: VllmConfig) -> None:
+        """Have vLLM capture what :meth:`fit` misses, by the routes that the model takes now; no pass may run.
+
+        ``runner`` is vLLM's model runner. FULL graphs are all dropped first, since vLLM tells them apart by
+        size alone; PIECEWISE ones stay. A capture writes nothing into the KV cache.
+        """
+        self._memory = GraphMemory()
+        torch.accelerator.synchronize()
+        if (v2 := getattr(runner, "cudagraph_manager", None)) is not None:
+            v2.graphs.clear()
+        for wrapper in CUDAGraphWrapper._all_instances:
+            if wrapper.runtime_mode == CUDAGraphMode.FULL:
+                wrapper.concrete_cudagraph_entries.clear()
+        with set_current_vllm_config(vllm_config):
+            runner.capture_model()
+        self.finish()
+
 
 @contextmanager
 def _without_graphs(context: ForwardContext) -> Iterator[None]:
@@ -133,44 +172,3 @@ def _without_graphs(context: ForwardContext) -> Iterator[None]:
     eager.cudagraph_runtime_mode = CUDAGraphMode.NONE
     with override_forward_context(eager):
         yield
-
-
-class GraphMemory:
-    """Device memory taken by the graphs of each plan: what is free before and after a capture.
-
-    What a FULL capture took is known at the next sample only, since none can be taken while it lasts. A graph
-    that vLLM captures twice counts once.
-    """
-
-    def __init__(self) -> None:
-        self._bytes: dict[tuple[str, str, int], int] = {}
-        """By mode, plan and tokens."""
-        self._free = 0
-        self._pending: tuple[str, str, int] | None = None
-
-    def sample(self) -> None:
-        """Outside of a capture: charge what was taken since the last sample to the capture in between."""
-        free = torch.accelerator.get_memory_info()[0]
-        if self._pending is not None:
-            self._bytes[self._pending] = self._free - free
-            self._pending = None
-        self._free = free
-
-    def captured(self, plan: str, mode: CUDAGraphMode, tokens: int) -> None:
-        """Note a graph of ``plan`` for passes of ``tokens`` padded tokens."""
-        self._pending = (mode.name, plan, tokens)
-        self._bytes[self._pending] = 0
-
-    def log(self) -> None:
-        """Log the bytes of each plan's graphs; if the last is a FULL one, the smallest, it counts nothing."""
-        for mode, plan in sorted({key[:2] for key in self._bytes}):
-            taken = {tokens: size for (*which, tokens), size in self._bytes.items() if which == [mode, plan]}
-            logger.info(
-                "%s CUDA graphs of plan %s: %d sizes of %d to %d tokens, %.1f MiB",
-                mode,
-                plan,
-                len(taken),
-                min(taken),
-                max(taken),
-                sum(taken.values()) / 2**20,
-            )

@@ -50,7 +50,7 @@ HELP = {
     SECONDS: "Time of these passes, from the description of the batch to the logits.",
     REPLAYS: "Of these passes those that ran from CUDA graphs.",
     WEIGHT_BYTES: "Bytes of weights on a rank, as kernels keep them; 'shared' by several variants.",
-    POLICY: "The policy that routes, always 1.",
+    POLICY: "1 for the policy that routes, 0 for one that did before it.",
 }
 """Of counters without the ``_total`` that Prometheus puts behind their names."""
 
@@ -109,12 +109,19 @@ class PassMetrics:
         self._timer = PassTimer(device, self._add_seconds)
         self._last: Labels = ()
         """Plan and phase of the pass that was counted last."""
+        self._policy: Labels | None = None
 
-    def announce(self, policy: str, digest: str, weight_bytes: dict[str, int]) -> None:
-        """Tell what is served; ``digest`` is the policy document's, ``weight_bytes`` by variant."""
-        self._set(POLICY, 1, ("policy", policy), ("digest", digest))
-        for variant, size in weight_bytes.items():
+    def announce_weights(self, nbytes: dict[str, int]) -> None:
+        """Tell the bytes of weights by variant."""
+        for variant, size in nbytes.items():
             self._set(WEIGHT_BYTES, size, ("variant", variant))
+
+    def announce_policy(self, name: str, digest: str) -> None:
+        """Tell which policy routes from now on; ``digest`` is its document's."""
+        if self._policy is not None:
+            self._set(POLICY, 0, *self._policy)
+        self._policy = (("policy", name), ("digest", digest))
+        self._set(POLICY, 1, *self._policy)
 
     def begin_pass(self) -> None:
         """A pass begins, of which more is known when it is counted."""

@@ -14,24 +14,28 @@ from vllm.logger import init_logger
 
 from flexquant import __version__
 from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError
-from flexquant.policy.rules import PHASES
-from flexquant.serving.config import build_routes, check_supported, tokens_per_sequence
+from flexquant.policy.routes import Plan, RouteTable
+from flexquant.policy.rules import parse_policy
+from flexquant.serving.config import tokens_per_sequence
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.forward_pass import Pass, PassObserver
 from flexquant.serving.graphs import PlanGraphs
-from flexquant.serving.linear_kernels import kernel_name
-from flexquant.serving.metrics import metrics_of_worker
 from flexquant.serving.model_state import observed_model_state
 from flexquant.serving.options import resolved_policy
-from flexquant.serving.plan_views import build_plan
-from flexquant.serving.ranks import check_ranks_agree
-from flexquant.serving.trace import Trace, trace_file
+from flexquant.serving.pass_records import PassRecords
+from flexquant.serving.plan_views import build_plan, is_compiled
+from flexquant.serving.policy_change import (
+    ServedPolicy,
+    check_capture,
+    check_change,
+    describe_change,
+    served_policy,
+)
+from flexquant.serving.ranks import all_ranks, check_ranks_agree
 from flexquant.serving.variants import build_variants
 from flexquant.serving.vllm_api import (
     IntermediateTensors,
-    LinearBase,
     SupportsEagle,
     SupportsEagle3,
     SupportsPP,
@@ -59,40 +63,39 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         provide_cpu_kernels()
         self.config = vllm_config.model_config.hf_config
         self.merged = MergedConfig.from_json(self.config.quantization_config)
-        self.policy_name, policy = resolved_policy(vllm_config)
-        self._policy_digest = digest_of(policy.document)
-        self.routes = build_routes(vllm_config, self.merged, policy)
-        check_supported(vllm_config, self.merged, self.routes)
-        check_ranks_agree(self.routes, self.config.quantization_config)
+        self.policy = served_policy(vllm_config, self.merged, *resolved_policy(vllm_config))
+        routes = self.policy.routes
+        check_ranks_agree(routes, self.config.quantization_config)
 
-        used = {variant for plan in self.routes.plans for variant in plan.layers}
-        names = [name for name in (*self.merged.variants, *self.routes.derived) if name in used]
-        variants = build_variants(vllm_config, self.merged, names, self.routes.derived, prefix)
+        used = {variant for plan in routes.plans for variant in plan.layers}
+        names = [name for name in (*self.merged.variants, *routes.derived) if name in used]
+        variants = build_variants(vllm_config, self.merged, names, routes.derived, prefix)
         self.variants = nn.ModuleDict(variants)
-        self._metrics = metrics_of_worker(vllm_config)
-        began = self._metrics.begin_pass if self._metrics is not None else None
-        self._observer = PassObserver(tokens_per_sequence(vllm_config), self._replayed, began)
+        self.records = PassRecords(vllm_config)
+        self.observer = PassObserver(tokens_per_sequence(vllm_config), self._replayed, self.records.begin)
         attention_layers = vllm_config.compilation_config.static_forward_context
-        self._observer.observe(attention_layers, phase_matters=not self.routes.ignores_phase())
+        self.observer.observe(attention_layers)
+        if not routes.ignores_phase():
+            self.observer.check_phases()
         self._vllm_config = vllm_config
-        self._loader = VariantLoader(variants, self.merged, self.routes.derived)
+        self._derived = routes.derived
+        self._loader = VariantLoader(variants, self.merged, routes.derived)
         # A plain dict: plans are views, and must not show their weights to vLLM a second time.
-        self._plans: dict[str, Any] = {
-            plan.name: build_plan(variants, plan, self.merged, self.routes.derived)
-            for plan in self.routes.plans
-        }
+        self._plans: dict[str, Any] = {plan.name: self._build_plan(plan) for plan in routes.plans}
         # What pipeline-parallel ranks hand on has the same shape in all variants.
         if make_empty := getattr(next(iter(variants.values())), "make_empty_intermediate_tensors", None):
             self.make_empty_intermediate_tensors = make_empty
-        self._last_plan = self.routes.plans[0].name
+        self._last_plan = routes.plans[0].name
         mode = vllm_config.compilation_config.cudagraph_mode
         self._graphs = PlanGraphs(has_full=mode is not None and mode.has_full_cudagraphs())
-        trace = trace_file(vllm_config)
-        self._trace = Trace(trace) if trace is not None else None
         self._memory: WeightMemory | None = WeightMemory(variants)
-        self._weight_bytes: dict[str, int] = {}
+        self.weight_bytes: dict[str, int] = {}
+        """By variant, as kernels keep them; known when all are loaded."""
         # For vLLM 0.26, which does not call the model's process_weights_after_loading.
         self._until_first_pass = self.register_forward_pre_hook(lambda *_: self._announce())
+
+    def _build_plan(self, plan: Plan) -> Any:
+        return build_plan(dict(self.variants.items()), plan, self.merged, self._derived)
 
     def is_unused_checkpoint_weight(self, name: str) -> bool:
         """Tell vLLM's loader (0.32 on) which shards it need not open: those of variants not loaded."""
@@ -114,13 +117,13 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         if self._memory is None:
             return
         self._until_first_pass.remove()
-        sizes = self._weight_bytes = self._memory.nbytes()
+        sizes = self.weight_bytes = self._memory.nbytes()
         in_16_bit = self._memory.nbytes_in_16_bit(next(iter(self.variants)))
         self._memory = None
         logger.info(
             "FlexQuant %s: policy %s; plans %s; weights %s, in all %.0f %% of 16-bit",
             __version__,
-            self.policy_name,
+            self.policy.name,
             ", ".join(
                 f"{plan.name} ({', '.join(f'{plan.layers.count(v)} layers {v}' for v in plan.variants)})"
                 for plan in self.routes.plans
@@ -128,44 +131,62 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
             ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items()),
             100 * sum(sizes.values()) / in_16_bit,
         )
-        if self._metrics is not None:
-            self._metrics.announce(self.policy_name, self._policy_digest, sizes)
-        if self._trace is not None:
-            self._trace.begin(
-                {
-                    "flexquant": __version__,
-                    "policy": self.policy_name,
-                    "plans": {plan.name: list(plan.layers) for plan in self.routes.plans},
-                    "weight_bytes": sizes,
-                    "weight_bytes_in_16_bit": in_16_bit,
-                }
-            )
+        self.records.announce_weights(sizes)
+        self.records.announce_policy(self.policy, weight_bytes=sizes, weight_bytes_in_16_bit=in_16_bit)
 
-    def status(self) -> dict[str, Any]:
-        """Return what this rank serves, and what it has counted: None where another rank counts.
+    @property
+    def routes(self) -> RouteTable:
+        """The plan of every pass."""
+        return self.policy.routes
 
-        Bytes and kernels by variant, routes by phase, all of it data that JSON can hold.
+    def change_policy(self, name: str, document: dict[str, Any], runner: Any | None) -> dict[str, Any]:
+        """Route by another policy from the next pass on; return what that changes.
+
+        ``name`` is what users call it. No pass may be under way. Where CUDA graphs are missing, ``runner``,
+        vLLM's model runner, captures them; None: nothing is changed, and what would change is returned.
+        Raises :class:`FlexQuantError`, and changes nothing, if the model cannot take the policy.
         """
-        kernels = {
-            name: sorted({kernel_name(m) for m in variant.modules() if isinstance(m, LinearBase)})
-            for name, variant in self.variants.items()
-        }
-        return {
-            "flexquant": __version__,
-            "architecture": self.merged.base_architecture,
-            "policy": {"name": self.policy_name, "digest": self._policy_digest},
-            "plans": {plan.name: list(plan.layers) for plan in self.routes.plans},
-            "routes": {
-                phase: [
-                    {"min_tokens": row.min_tokens, "max_tokens": row.max_tokens, "plan": row.plan.name}
-                    for row in self.routes.intervals(phase)
-                ]
-                for phase in PHASES
-            },
-            "kernels": kernels,
-            "weight_bytes": self._weight_bytes,
-            "counted": self._metrics.counted() if self._metrics is not None else None,
-        }
+        before = self.policy
+        after = served_policy(self._vllm_config, self.merged, name, parse_policy(document, name))
+        if not after.routes.ignores_phase():
+            self.observer.check_phases()
+        compiles = any(is_compiled(plan.model) for plan in self._plans.values())
+        check_change(
+            after,
+            variants=list(self.variants),
+            derived=self._derived,
+            compiled_plans=list(self._plans) if compiles else None,
+        )
+        captures = check_capture(self._vllm_config, self._graphs, after)
+        if runner is not None:
+            self.observer.settle()
+            for plan in after.routes.plans:
+                if plan.name not in self._plans:
+                    self._plans[plan.name] = self._build_plan(plan)
+            self.policy = after
+            if captures:
+                self._capture_again(runner, before)
+            self.records.announce_policy(after)
+            logger.info("FlexQuant: policy %s instead of %s", after.name, before.name)
+        return describe_change(before, after, captures=captures)
+
+    def _capture_again(self, runner: Any, before: ServedPolicy) -> None:
+        """Capture CUDA graphs for the policy; if a rank cannot, all go back to the one ``before``."""
+        failure: Exception | None = None
+        with self.observer.interrupted():
+            try:
+                self._graphs.capture_again(runner, self._vllm_config)
+            except Exception as e:
+                logger.exception("the CUDA graphs of policy %s could not be captured", self.policy.name)
+                failure = e
+            if all_ranks(failure is None):
+                return
+            name, self.policy = self.policy.name, before
+            self._graphs.capture_again(runner, self._vllm_config)
+        raise FlexQuantError(
+            f"the CUDA graphs of {name} could not be captured on every rank ({failure or 'another rank'}); "
+            f"{before.name} is served as before"
+        ) from failure
 
     @property
     def model(self) -> nn.Module:
@@ -189,7 +210,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
 
     def get_model_state_cls(self) -> type:
         """vLLM's V2 runner asks for the class that prepares its passes."""
-        return observed_model_state(self._vllm_config, self._observer)
+        return observed_model_state(self._vllm_config, self.observer)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self._plans[self._last_plan].embed_input_ids(input_ids)
@@ -206,8 +227,8 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         tokens = positions.shape[-1]
         context = get_forward_context()
         in_pieces = context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
-        forward_pass = self._observer.read(context, tokens)
-        if in_pieces and not self._observer.is_serving:
+        forward_pass = self.observer.read(context, tokens)
+        if in_pieces and not self.observer.is_serving:
             reachable = [plan.name for plan in self.routes.reachable(tokens)]
             self._graphs.capture_missing(self._plans, reachable, context, inputs, tokens)
         if forward_pass is None:
@@ -215,8 +236,8 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
             return self._plans[any_plan](*inputs) if in_pieces else self._run_all(inputs)
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)
         if not in_pieces:
-            self._graphs.watch_full_capture(plan.name, tokens)
-        if self._observer.is_serving:
+            self._graphs.watch_full_capture(plan.name, forward_pass.phase, tokens)
+        if self.observer.is_serving:
             self._served(forward_pass, context.cudagraph_runtime_mode)
         self._last_plan = plan.name
         if in_pieces:
@@ -227,10 +248,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         """Note a pass of vLLM's scheduler, and the mode of the CUDA graphs that it runs from."""
         self._graphs.finish()
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens).name
-        if self._trace is not None:
-            self._trace.record(forward_pass, plan)
-        if self._metrics is not None:
-            self._metrics.count_pass(forward_pass, plan, graph)
+        self.records.serve(forward_pass, plan, graph)
 
     def _replayed(self, forward_pass: Pass) -> None:
         self._served(forward_pass, CUDAGraphMode.FULL)
@@ -244,7 +262,6 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return logits [tokens, vocabulary] of the last pass, with its plan's lm_head."""
-        self._observer.settle()
-        if self._metrics is not None:
-            self._metrics.end_pass()
+        self.observer.settle()
+        self.records.end()
         return self._plans[self._last_plan].compute_logits(hidden_states)

@@ -26,6 +26,8 @@ def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> typ
     class ObservedModelState(base):
         def prepare_attn(self, input_batch: Any, *args: Any, **options: Any) -> Any:
             observer.is_warming_up = any(is_of_vllm(name) for name in input_batch.req_ids)
+            if observer.request_names is not None:
+                observer.request_names = lambda: input_batch.req_ids
             return super().prepare_attn(input_batch, *args, **options)
 
     return ObservedModelState

@@ -35,10 +35,12 @@ class ServingOptions:
     """Name of a built-in policy or path of a YAML file; None: the checkpoint's, else the default."""
     trace: str | None = None
     """File that receives one JSON line per forward pass (phase, tokens, plan ...); None: no trace."""
+    requests: bool = False
+    """Whether `vllm serve` remembers which plans served each request."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> ServingOptions:
-        """Read the options; raise :class:`FlexQuantError` for an unknown key or a value that is no string."""
+        """Read the options; raise :class:`FlexQuantError` for an unknown key or a value of another type."""
         options = additional_config(vllm_config).get(OPTIONS_KEY, {})
         allowed = list(cls.__dataclass_fields__)
         if not isinstance(options, dict):
@@ -50,8 +52,9 @@ class ServingOptions:
                 raise FlexQuantError(
                     f"additional-config '{OPTIONS_KEY}' has the unknown key '{key}'; allowed: {allowed}"
                 )
-            if not isinstance(value, str):
-                raise FlexQuantError(f"additional-config '{OPTIONS_KEY}.{key}' is {value!r}; give a string")
+            expected, article = (bool, "true or false") if key == "requests" else (str, "a string")
+            if not isinstance(value, expected):
+                raise FlexQuantError(f"additional-config '{OPTIONS_KEY}.{key}' is {value!r}; give {article}")
         return cls(**options)
 
 

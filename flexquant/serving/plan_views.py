@@ -53,10 +53,15 @@ def build_plan(
     base = variants[plan.layers[-1]]
     layers = [variants[v].model.layers[i] for i, v in enumerate(plan.layers)]
     inner = shallow_copy(base.model, layers=nn.ModuleList(layers))
-    if isinstance(inner, TorchCompileWithNoGuardsWrapper) and not inner.do_not_compile:
+    if is_compiled(inner):
         digest = plan_digest(plan, merged, derived)
         give_own_compile_state(inner, plan.name, digest, base.model.vllm_config)
     return shallow_copy(base, model=inner)
+
+
+def is_compiled(inner: nn.Module) -> bool:
+    """Whether vLLM compiles a causal LM's inner model, the one that holds the decoder layers."""
+    return isinstance(inner, TorchCompileWithNoGuardsWrapper) and not inner.do_not_compile
 
 
 def plan_digest(plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivation]) -> str:

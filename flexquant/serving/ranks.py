@@ -44,3 +44,12 @@ def check_ranks_agree(routes: RouteTable, quantization_config: dict[str, Any]) -
                 f"rank {others[0]} has other {what} than rank 0; give every machine the same policy file, "
                 "merged checkpoint and options of vLLM"
             )
+
+
+def all_ranks(mine: bool) -> bool:
+    """Return whether something holds on every rank; ``mine`` is this one's. Every rank has to call this."""
+    world = get_world_group()
+    everyones = [mine] * world.world_size
+    if world.world_size > 1:
+        torch.distributed.all_gather_object(everyones, mine, group=world.cpu_group)
+    return all(everyones)

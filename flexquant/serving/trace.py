@@ -45,4 +45,7 @@ class Trace:
         self._file.write(json.dumps(record) + "\n")
 
     def record(self, forward_pass: Pass, plan: str) -> None:
-        self._write({**asdict(forward_pass), "plan": plan})
+        record = asdict(forward_pass)
+        if forward_pass.requests is None:
+            del record["requests"]
+        self._write({**record, "plan": plan})

@@ -67,6 +67,7 @@ _PART_OF_VLLM = "FlexQuant is a part of vLLM"
 _TWO_MODELS = "vLLM builds a second model over the attention layers of a first"
 _PLANS = "vLLM compiles several instances of one model class apart by itself"
 _PIECEWISE = "vLLM calls a model once for every PIECEWISE graph of every plan"
+_RECAPTURE = "vLLM captures graphs anew on request, as it pauses on request"
 _PHASE = "the forward context tells the phase of a pass and its number of sequences"
 _W4A8 = "vLLM takes the activations of W4A8 from the model's config, not from the process"
 _CPU_KERNELS = "vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py)"
@@ -213,6 +214,38 @@ NAMES = (
         {
             "CUDAGraphWrapper._all_instances": "which wrappers a plan's compilation has made",
             "CUDAGraphWrapper.concrete_cudagraph_entries": "whether a wrapper holds a graph of a size",
+            "CUDAGraphWrapper.runtime_mode": "FULL graphs go when another policy is taken",
+        },
+    ),
+    Names(
+        "vllm.v1.worker.gpu_model_runner",
+        _RECAPTURE,
+        {"GPUModelRunner.capture_model()": "captures what is missing of the graphs, or was dropped"},
+    ),
+    Names(
+        "vllm.v1.worker.gpu.model_runner",
+        _RECAPTURE,
+        {"GPUModelRunner.capture_model()": "the same, by the V2 runner"},
+        mentions={"self.cudagraph_manager": "which runner it is, and the graphs that follow"},
+    ),
+    Names(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        _RECAPTURE,
+        mentions={"self.graphs": "the V2 runner's FULL graphs, emptied before it captures again"},
+    ),
+    Names(
+        "vllm.v1.worker.worker_base",
+        _RECAPTURE,
+        mentions={"self.model_runner": "a worker extension's, with the model and its graphs"},
+    ),
+    Names(
+        "vllm.v1.engine.async_llm",
+        _RECAPTURE,
+        {
+            "AsyncLLM.collective_rpc(method, timeout, args)": "asks and tells the workers",
+            "AsyncLLM.is_paused()": "an operator's pause stays",
+            "AsyncLLM.pause_generation(*, mode, clear_cache)": "no pass runs while graphs are captured",
+            "AsyncLLM.resume_generation()": "serving goes on",
         },
     ),
     Names("vllm.compilation", _PIECEWISE, {"monitor": "a module that holds what follows"}),
@@ -335,6 +368,7 @@ NAMES = (
         {"MambaHybridModelState": "the same, for models that are part Mamba"},
     ),
     Names("vllm.v1.worker.gpu.input_batch", _PHASE, {"InputBatch.req_ids": "the names of a pass's requests"}),
+    Names("vllm.v1.worker.gpu_input_batch", _PHASE, {"InputBatch.req_ids": "the same, of the V1 runner"}),
     Names(
         "vllm.v1.worker.gpu.model_states",
         _PHASE,

@@ -6,10 +6,37 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexquant.errors import FlexQuantError
+from flexquant.serving.status import status_of
+
 
 class FlexQuantWorker:
     """vLLM makes it a base class of its worker (``--worker-extension-cls``)."""
 
     def flexquant_status(self: Any) -> dict[str, Any]:
-        """Return what this rank serves and has counted, as :meth:`FlexQuantForCausalLM.status` does."""
-        return self.get_model().status()
+        """Return what this rank serves and has counted (:func:`status_of`)."""
+        return status_of(self.get_model())
+
+    def flexquant_follow_requests(self: Any) -> None:
+        """From the next pass on, remember which plans serve each request.
+
+        The V1 runner keeps the requests of the pass that it prepares; of the V2 runner's,
+        :mod:`flexquant.serving.model_state` tells.
+        """
+        self.get_model().observer.request_names = lambda: self.model_runner.input_batch.req_ids
+
+    def flexquant_requests(self: Any, name: str) -> list[dict[str, Any]]:
+        """Return the requests whose names begin with ``name`` (:meth:`RequestPlans.find`)."""
+        return self.get_model().records.requests.find(name)
+
+    def flexquant_change_policy(
+        self: Any, name: str, document: dict[str, Any], dry_run: bool
+    ) -> dict[str, Any]:
+        """Take another policy, as :meth:`FlexQuantForCausalLM.change_policy` does; ``dry_run``: only tell.
+
+        A policy that cannot be taken is returned as ``{"refused": reason}``.
+        """
+        try:
+            return self.get_model().change_policy(name, document, None if dry_run else self.model_runner)
+        except FlexQuantError as e:
+            return {"refused": str(e)}

@@ -69,6 +69,7 @@ PHASES = "tests/integration/test_phases.py"
 VIEWS = "tests/integration/test_plan_views.py::"
 W4A8 = "tests/integration/test_w4a8.py::"
 REPLAYS = "tests/gpu/test_replays.py::test_every_replay_is_of_the_plan_that_the_trace_names"
+CHANGES = "tests/gpu/test_policy_change.py::"
 COUNTS = "tests/gpu/test_counts.py::test_steps_tokens_and_sequences_are_the_schedulers"
 
 SERVING = (
@@ -167,7 +168,7 @@ SERVING = (
         "The FULL graph of a size holds the plan of another.",
         "flexquant/serving/model.py",
         "        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)\n",
-        "        other = 1 if self._observer.is_serving else 2\n"
+        "        other = 1 if self.observer.is_serving else 2\n"
         "        plan = self.routes.lookup(forward_pass.phase, other * forward_pass.tokens)\n",
         (REPLAYS + "[V1-FULL_DECODE_ONLY-by-batch]",),
     ),
@@ -223,18 +224,42 @@ SERVING = (
         "trace-tells-the-plan-before",
         "The trace is written before the plan is chosen, and names that of the pass before.",
         "flexquant/serving/model.py",
-        "self._trace.record(forward_pass, plan)",
-        "self._trace.record(forward_pass, self._last_plan)",
+        "self._records.serve(forward_pass, plan, graph)",
+        "self._records.serve(forward_pass, self._last_plan, graph)",
         (VIEWS + "test_the_trace_tells_the_plan_of_every_pass_in_order",),
     ),
     Fault(
         "replays-not-counted",
         "A pass that is replayed from a FULL graph is in no counter of /metrics.",
-        "flexquant/serving/model.py",
+        "flexquant/serving/pass_records.py",
         "        if self._metrics is not None:\n            self._metrics.count_pass(",
         "        if self._metrics is not None and graph != CUDAGraphMode.FULL:\n"
         "            self._metrics.count_pass(",
         (COUNTS + "[V1-FULL_DECODE_ONLY]",),
+    ),
+    Fault(
+        "full-graphs-outlive-a-policy",
+        "Another policy is taken without other FULL graphs, whatever plans they hold.",
+        "flexquant/serving/graphs.py",
+        "return all(routes.lookup(*cell).name == plan for cell, plan in self._full.items()) and all(",
+        "return all(",
+        (CHANGES + "test_every_replay_is_of_the_plan_that_the_policy_gives[FULL_DECODE_ONLY-V1]",),
+    ),
+    Fault(
+        "pieces-not-captured-for-a-policy",
+        "Another policy is taken without the PIECEWISE graphs that only it needs.",
+        "flexquant/serving/graphs.py",
+        "            for plan in routes.reachable(size.num_tokens)\n",
+        "            for plan in routes.reachable(size.num_tokens)[:0]\n",
+        (CHANGES + "test_every_replay_is_of_the_plan_that_the_policy_gives[PIECEWISE-V1]",),
+    ),
+    Fault(
+        "last-replay-told-by-the-next-policy",
+        "A replay before a change of the policy is counted for the plan that it would have had after it.",
+        "flexquant/serving/model.py",
+        "            self.observer.settle()\n            for plan in after",
+        "            for plan in after",
+        (CHANGES + "test_a_replay_before_the_change_counts_for_the_policy_before[V1]",),
     ),
     Fault(
         "two-kv-caches",

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -51,42 +52,67 @@ def variants_in(graph: Any, owners: dict[int, str]) -> set[str]:
 )
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_every_replay_is_of_the_plan_that_the_trace_names(runner, mode, policy, checkpoints, tmp_path):
-    from tests.gpu.software_graphs import SoftwareGraph
-
     (tmp_path / "p.yaml").write_text(policy)
     trace = tmp_path / "trace.jsonl"
-    steps: list[tuple[list[set[str]], int]] = []
     with graph_engine(
         checkpoints / "apart", runner, mode, str(tmp_path / "p.yaml"), flexquant={"trace": str(trace)}
     ) as llm:
-        (owners,) = llm.apply_model(own_weights)
-        calls = count_calls(llm)
+        steps = watch_steps(llm)
         captured = compilation_counter.num_cudagraph_captured
-        core = llm.llm_engine.engine_core.engine_core
-        run_step = core.step_fn
-
-        def step() -> Any:
-            replays, called = len(SoftwareGraph.replays), calls["forward"]
-            done = run_step()
-            found = [variants_in(graph, owners) for graph in SoftwareGraph.replays[replays:]]
-            steps.append((found, calls["forward"] - called))
-            return done
-
-        core.step_fn = step
         for batch in BATCHES:
             answers(llm, batch, max_tokens=TOKENS, ignore_eos=True)
         assert compilation_counter.num_cudagraph_captured == captured > 0
-    _, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
-    steps = [(found, called) for found, called in steps if found or called]  # one is left when all have ended
+    passes = traced(trace)
+    check_steps(mode, passes, steps)
+    tokens = sum(forward_pass["sequences"] for forward_pass in passes if forward_pass["phase"] == "decode")
+    assert tokens == sum(map(len, BATCHES)) * (TOKENS - 1)
+    assert len({p["plan"] for p in passes}) == 2
+
+
+class Step(NamedTuple):
+    """What vLLM's engine did in a step."""
+
+    replayed: list[set[str]]
+    """For every graph, the variants whose weights are in it."""
+    calls: int
+    """Of the model."""
+
+
+def watch_steps(llm: Any) -> list[Step]:
+    """Return a list that gets every step of the engine from now on."""
+    from tests.gpu.software_graphs import SoftwareGraph
+
+    steps: list[Step] = []
+    (owners,) = llm.apply_model(own_weights)
+    calls = count_calls(llm)
+    core = llm.llm_engine.engine_core.engine_core
+    run_step = core.step_fn
+
+    def step() -> Any:
+        replays, called = len(SoftwareGraph.replays), calls["forward"]
+        done = run_step()
+        found = [variants_in(graph, owners) for graph in SoftwareGraph.replays[replays:]]
+        steps.append(Step(found, calls["forward"] - called))
+        return done
+
+    core.step_fn = step
+    return steps
+
+
+def traced(trace: Path) -> list[dict[str, Any]]:
+    """The passes in a trace, without what it says of policies."""
+    return [record for line in trace.read_text().splitlines() if "phase" in (record := json.loads(line))]
+
+
+def check_steps(mode: str, passes: list[dict[str, Any]], steps: list[Step]) -> None:
+    """What every step replayed is the plan that the trace names, in the graphs that the mode has for it."""
+    steps = [step for step in steps if step.replayed or step.calls]  # one is left when all have ended
     assert len(passes) == len(steps)
     for forward_pass, (found, called) in zip(passes, steps, strict=True):
         assert set().union(*found) <= {forward_pass["plan"]}, forward_pass
         is_full = len(found) == 1 and not called
         assert is_full == expects_full(mode, forward_pass), forward_pass
         assert bool(found) == expects_graph(mode, forward_pass), forward_pass
-    tokens = sum(forward_pass["sequences"] for forward_pass in passes if forward_pass["phase"] == "decode")
-    assert tokens == sum(map(len, BATCHES)) * (TOKENS - 1)
-    assert len({p["plan"] for p in passes}) == 2
 
 
 def count_calls(llm: Any) -> Counter[str]:

@@ -8,6 +8,7 @@ keeps the answers for the session and not the engine, or with ``take_policy``.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -114,7 +115,7 @@ def take_policy(llm: LLM, policy: str, empty_cache: bool = True) -> None:
     def swap(model: Any) -> None:
         routes = build_routes(llm.llm_engine.vllm_config, model.merged, read_policy(policy))
         assert {plan.name for plan in routes.plans} <= model._plans.keys(), "the engine lacks a plan"
-        model.routes = routes
+        model.policy = dataclasses.replace(model.policy, routes=routes)
 
     llm.apply_model(swap)
     if empty_cache:

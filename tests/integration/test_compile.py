@@ -306,6 +306,7 @@ def test_a_checkpoint_merged_again_with_another_scheme_runs_none_of_the_old_code
     assert again != old, "otherwise the line above would show nothing"
 
 
+@pytest.mark.full
 def test_dynamo_trace_once_has_every_plan_too(folder, policies, eager, tmp_path):
     """What vLLM makes of its default on a CPU: no cache on disk, and plans as in the mode above."""
     trace = tmp_path / "routes.jsonl"

@@ -58,6 +58,7 @@ def test_merge(real_variants, tmp_path):
     assert (tmp_path / "merged" / "config.json").is_file()
 
 
+@pytest.mark.full
 def test_offline(real_merged, beginnings):
     output = run("02_offline.py", real_merged)
     for prompt in PROMPTS:
@@ -65,11 +66,13 @@ def test_offline(real_merged, beginnings):
         assert printed and answer.startswith(beginnings[prompt]), answer[:200]
 
 
+@pytest.mark.full
 def test_serve(real_merged, beginnings):
     answer = run("03_serve.py", real_merged)
     assert answer.startswith(beginnings[QUESTION]), answer
 
 
+@pytest.mark.full
 def test_custom_policy(real_merged):
     lines = run("04_custom_policy.py", real_merged).splitlines()
     taken = {tuple(line.split()[:2]) for line in lines if line.endswith("passes")}

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a live server tells of its passes, on vLLM's /metrics and at /flexquant, against their trace."""
+"""What a live server tells of its passes, on vLLM's /metrics and at /flexquant, against their trace.
+
+And how its policy is changed while it answers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from flexquant import cli
+from flexquant.errors import FlexQuantError
 from flexquant.measuring.server import vllm_serve
+from flexquant.policy.rules import load_policy
+from flexquant.serving.client import ADMIN_KEY, apply_policy
 from flexquant.serving.metrics import (
     FOLDER,
     FORWARD,
@@ -32,6 +39,38 @@ from flexquant.serving.metrics import (
 
 pytestmark = pytest.mark.engine
 KEY = "a key"
+ADMIN = "an administrator's key"
+BOMB = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+)
+LAYERED = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: decode}
+    use: {default: w8a8, layers: {"0": w4a16}}
+  - use: w8a8
+"""
+
+
+class Changed(NamedTuple):
+    """What came of policies that were posted, in order."""
+
+    codes: dict[str, int]
+    """HTTP status codes of those that have to be refused."""
+    refused: str
+    """What ``flexquant policy apply`` said of one of them."""
+    after_refusals: dict[str, Any]
+    """The status after these and a dry run."""
+    dry_run: dict[str, Any]
+    taken: dict[str, Any]
+    """What the server said of one that it took, while it answered."""
+    answers: list[int]
+    """Tokens of the answers that it gave meanwhile."""
+    status: dict[str, Any]
+    metrics: list[dict[tuple[str, frozenset[tuple[str, str]]], float]]
+    passes: list[dict[str, Any]]
+    """Of the trace, what it says of the policy included."""
 
 
 class Served(NamedTuple):
@@ -43,6 +82,9 @@ class Served(NamedTuple):
     """HTTP status codes without the key, and with others."""
     header: dict[str, Any]
     passes: list[dict[str, Any]]
+    changed: Changed
+    answered: list[tuple[int, Any]]
+    """Of a response to two prompts, and of none: what /flexquant/requests says."""
 
 
 @contextmanager
@@ -54,6 +96,7 @@ def plugin_routes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, "/nowhere")
         patch.setenv("VLLM_PLUGINS", "flexquant")
+        patch.setenv(ADMIN_KEY, ADMIN)
         yield
 
 
@@ -68,8 +111,12 @@ def scrape(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 
 def get_status(url: str, authorization: str | None) -> tuple[int, Any]:
+    return ask(f"{url}/flexquant", authorization)
+
+
+def ask(url: str, authorization: str | None, body: bytes | None = None) -> tuple[int, Any]:
     headers = {"Authorization": authorization} if authorization is not None else {}
-    request = urllib.request.Request(f"{url}/flexquant", headers=headers)
+    request = urllib.request.Request(url, data=body, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as reply:
             return reply.status, json.load(reply)
@@ -83,7 +130,7 @@ def get_status(url: str, authorization: str | None) -> tuple[int, Any]:
 def served(request: pytest.FixtureRequest, tiny_merged: Any, tmp_path_factory: Any) -> Served:
     merged: Path = tiny_merged() / "merged"
     trace: Path = tmp_path_factory.mktemp("metrics") / "routes.jsonl"
-    options = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace)}})
+    options = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace), "requests": True}})
     arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
     arguments += ["--api-server-count", str(request.param), "--served-model-name", "tiny"]
     arguments += ["--api-key", KEY]
@@ -105,7 +152,63 @@ def served(request: pytest.FixtureRequest, tiny_merged: Any, tmp_path_factory: A
         wrong = [None, "", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \u00fc"]
         refused = [get_status(root, authorization)[0] for authorization in wrong]
         header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
-    return Served(metrics, status, refused, header, passes)
+        two = client.completions.create(
+            model="tiny", prompt=[[11] * 30, [12] * 40], max_tokens=6, extra_body={"ignore_eos": True}
+        )
+        names = (two.id, "cmpl-nobodys")
+        answered = [ask(f"{root}/flexquant/requests/{name}", f"Bearer {KEY}") for name in names]
+        refused.append(ask(f"{root}/flexquant/requests/{two.id}", None)[0])
+        changed = change_policies(root, client, trace, tmp_path_factory.mktemp("policies"), 4 * request.param)
+    return Served(metrics, status, refused, header, passes, changed, answered)
+
+
+def change_policies(root: str, client: OpenAI, trace: Path, folder: Path, scrapes: int) -> Changed:
+    """Post policies to a server that takes ``phase``, good ones and bad ones."""
+    own = (folder / "own.yaml").as_posix()
+    Path(own).write_text(LAYERED)
+    post = f"{root}/flexquant/policy"
+    good = b"{schema: flexquant.policy/v1, rules: [{use: w8a8}]}"
+    codes = {
+        "no key": ask(post, None, good)[0],
+        "vLLM's key": ask(post, f"Bearer {KEY}", good)[0],
+        "no policy": ask(post, f"Bearer {ADMIN}", b"")[0],
+        "not YAML": ask(post, f"Bearer {ADMIN}", b"{rules: [")[0],
+        "no rules": ask(post, f"Bearer {ADMIN}", b"{schema: flexquant.policy/v1, rules: []}")[0],
+        "aliases": ask(post, f"Bearer {ADMIN}", BOMB.encode())[0],
+        "large": ask(post, f"Bearer {ADMIN}", b"#" * (1 << 20) + good)[0],
+        "bad name": ask(f"{post}?name=a%0Ab", f"Bearer {ADMIN}", good)[0],
+        "not loaded": ask(post, f"Bearer {ADMIN}", good.replace(b"w8a8", b"fp8"))[0],
+    }
+    with pytest.raises(FlexQuantError) as refused:
+        apply_policy(root, load_policy("fp8-phase-batch"))
+    dry_run = apply_policy(f"{root}/v1", load_policy(own), dry_run=True)
+    after_refusals = get_status(root, f"Bearer {KEY}")[1]
+    before = len(trace.read_text().splitlines())
+
+    def complete(number: int) -> int:
+        reply = client.completions.create(
+            model="tiny",
+            prompt=list(range(10, 30 + number)),
+            max_tokens=60,
+            extra_body={"ignore_eos": True},
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        *_, last = reply
+        return last.usage.completion_tokens
+
+    with ThreadPoolExecutor(3) as pool:
+        under_way = [pool.submit(complete, number) for number in range(3)]
+        while len(trace.read_text().splitlines()) < before + 8:
+            assert not all(future.done() for future in under_way)
+        taken = apply_policy(root, load_policy(own))
+        answers = [future.result() for future in under_way]
+    status = get_status(root, f"Bearer {KEY}")[1]
+    metrics = [scrape(root) for _ in range(scrapes)]
+    passes = [json.loads(line) for line in trace.read_text().splitlines()][before:]
+    return Changed(
+        codes, str(refused.value), after_refusals, dry_run, taken, answers, status, metrics, passes
+    )
 
 
 def labelled(*labels: tuple[str, str]) -> frozenset[tuple[str, str]]:
@@ -165,4 +268,94 @@ def test_the_status_is_what_the_trace_says(served: Served) -> None:
 
 
 def test_the_status_asks_for_vllms_key(served: Served) -> None:
-    assert served.refused == [401] * 6
+    assert served.refused == [401] * 7
+
+
+def test_a_response_can_be_asked_which_plans_served_it(served: Served) -> None:
+    (found, of_two), (missing, _) = served.answered
+    assert (found, missing) == (200, 404)
+    plans = [[(run["plan"], run["tokens"]) for run in request["plans"]] for request in of_two["requests"]]
+    assert [sum(tokens for _, tokens in runs) for runs in plans] == [30 + 5, 40 + 5]
+    for runs, prompt in zip(plans, (30, 40), strict=True):
+        assert runs[0][0] == "w8a8" and runs[0][1] >= prompt
+        assert runs[-1][0] == "w4a16"
+
+
+def test_the_trace_names_the_requests_of_each_pass(served: Served) -> None:
+    for p in served.passes:
+        assert len(p["requests"]) == p["sequences"]
+        assert sum(p["requests"].values()) == p["scheduled_tokens"]
+    assert len({name for p in served.passes for name in p["requests"]}) == 12
+
+
+def test_who_has_not_the_administrators_key_changes_nothing(served: Served) -> None:
+    assert served.changed.codes["no key"] == served.changed.codes["vLLM's key"] == 401
+
+
+def test_what_is_no_policy_and_what_cannot_be_served_changes_nothing(served: Served) -> None:
+    changed = served.changed
+    codes = {what: code for what, code in changed.codes.items() if "key" not in what}
+    assert codes.pop("large") == 413
+    assert codes.pop("not loaded") == 409
+    assert set(codes.values()) == {422}
+    assert "refused with 409" in changed.refused
+    assert "the checkpoint has w4a16, w8a8" in changed.refused
+    assert changed.dry_run["dry_run"]
+    unchanged = ("policy", "plans", "routes")
+    assert {k: changed.after_refusals[k] for k in unchanged} == {k: served.status[k] for k in unchanged}
+
+
+def test_another_policy_is_taken_between_two_passes_of_the_requests_under_way(served: Served) -> None:
+    changed = served.changed
+    assert changed.answers == [60, 60, 60]
+    (place,) = [i for i, record in enumerate(changed.passes) if "policy" in record]
+    assert changed.passes[place]["plans"] == {
+        "w8a8": ["w8a8"] * 4,
+        "w8a8+w4a16[0]": ["w4a16", "w8a8", "w8a8", "w8a8"],
+    }
+    plans = [{p["plan"] for p in part if p["phase"] == "decode"} for part in split(changed.passes, place)]
+    assert plans == [{"w4a16"}, {"w8a8+w4a16[0]"}]
+    assert sum(p["scheduled_tokens"] for p in changed.passes if "phase" in p) == sum(
+        20 + n + 59 for n in range(3)
+    )
+
+
+def split(records: list[Any], place: int) -> tuple[list[Any], list[Any]]:
+    return records[:place], records[place + 1 :]
+
+
+def test_the_change_is_told(served: Served) -> None:
+    changed = served.changed
+    asked, told = changed.dry_run, changed.taken
+    assert {k: asked[k] for k in ("before", "after", "routes")} == {
+        k: told[k] for k in ("before", "after", "routes")
+    }
+    assert told["before"] == served.status["policy"]
+    assert told["after"] == changed.status["policy"]
+    assert not told["captures_graphs"]
+    assert [(row["phase"], row["before"], row["after"]) for row in told["routes"]] == [
+        ("decode", "w4a16", "w8a8+w4a16[0]")
+    ]
+    assert {row["plan"] for row in changed.status["routes"]["decode"]} == {"w8a8+w4a16[0]"}
+
+
+def test_metrics_tell_which_policy_routes(served: Served) -> None:
+    for metrics in served.changed.metrics:
+        policies = {
+            dict(labels)["policy"]: value for (name, labels), value in metrics.items() if name == POLICY
+        }
+        assert policies == {"phase": 0, served.changed.status["policy"]["name"]: 1}
+        decodes = [dict(labels)["plan"] for name, labels in metrics if name == f"{FORWARD}_total"]
+        assert "w8a8+w4a16[0]" in decodes
+
+
+def test_the_command_tells_what_a_change_would_do(served: Served, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(cli, "SUBCOMMANDS", ("policy",))
+    monkeypatch.delenv(ADMIN_KEY, raising=False)
+    assert cli.main(["policy", "apply", "http://127.0.0.1:9", "w8a8"]) == 1
+    assert f"the environment has no {ADMIN_KEY}" in capsys.readouterr().err
+    monkeypatch.setenv(ADMIN_KEY, ADMIN)
+    assert cli.main(["policy", "apply", "http://127.0.0.1:9", "w8a8"]) == 1
+    assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
+    assert cli.main(["policy", "apply", "127.0.0.1:8000", "w8a8"]) == 1
+    assert "no URL of a server" in capsys.readouterr().err

@@ -99,7 +99,7 @@ class Observed:
                 )
                 layer.attn_backend = AttentionBackendEnum[backend].get_class()
                 layer.impl = implement() if implement else layer.impl
-            self.observer.observe(layers, phase_matters=True)
+            self.observer.observe(layers)
             backends = {layers[name].get_attn_backend() for name in NAMES}
             (self.backend,) = backends  # else vLLM would build the metadata twice
             spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
@@ -182,8 +182,9 @@ class Unknown:
 def test_a_layer_without_a_backend_is_refused_where_the_phase_matters() -> None:
     observer = PassObserver(1, lambda _: None)
     layers: dict[str, Any] = {"model.layers.0.mixer": Unknown()}
+    observer.check_phases()
+    observer.observe(layers)
     with pytest.raises(FlexQuantError, match=r"layer 'model.layers.0.mixer' \(Unknown\).*names? no phase"):
-        observer.observe(layers, phase_matters=True)
-    observer.observe(layers, phase_matters=False)
+        observer.check_phases()
     context = ForwardContext(no_compile_layers={}, attn_metadata={"x": Unknown()}, slot_mapping={})
     assert observer.read(context, 8) == Pass("prefill", 8, 0, 0, 0)

@@ -71,6 +71,7 @@ print(len(records), records[0].getMessage())
 
 
 @pytest.mark.engine
+@pytest.mark.full
 def test_stock_models_are_served_as_without_the_plugin(tmp_path):
     folders = [str(make_checkpoint(tmp_path / str(scheme), "llama", scheme)) for scheme in (None, "w8a8")]
     code = f"""

@@ -134,6 +134,7 @@ def test_the_routes_that_a_server_takes_are_those_of_its_table(tuned, real_merge
     check_routes(tuned.policy, served_passes(real_merged, tuned.policy, tmp_path))
 
 
+@pytest.mark.full
 def test_a_server_takes_both_sides_of_the_committed_crossovers(real_merged, tmp_path):
     """What was tuned here may have no crossover; the committed policy has one at about 20 sequences."""
     passes = served_passes(real_merged, COMMITTED, tmp_path)

@@ -23,7 +23,7 @@ def test_wheel_contents(tmp_path):
         ("merge", "flexquant/merge"),
         ("policies", "flexquant/policies"),
     ):
-        kinds = ("*.py", "*.yaml", "*.txt", "*.jsonl")
+        kinds = ("*.py", "*.yaml", "*.txt", "*.jsonl", "*.html")
         files = [file for kind in kinds for file in (programs.ROOT / folder).rglob(kind)]
         assert len(files) > 3
         for file in files:

@@ -364,6 +364,24 @@ def test_bad_document_is_refused_without_a_line(document: dict, message: str) ->
     assert str(error.value).startswith(message)
 
 
+def test_a_few_lines_that_aliases_make_endless_are_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    (tmp_path / "bomb.yaml").write_text("\n".join([rules("- use: w8a8"), *lines]))
+    with pytest.raises(FlexQuantError, match="holds more than 100000 values, aliases written out"):
+        load_policy(str(tmp_path / "bomb.yaml"))
+
+
+def test_a_policy_of_very_many_rules_is_refused() -> None:
+    entries = [{"when": {"tokens": {"max": i}}, "use": "w8a8"} for i in range(1, 64)]
+    document = {"schema": "flexquant.policy/v1", "rules": [*entries, {"use": "w4a16"}]}
+    assert len(parse_policy(document).rules) == 64
+    with pytest.raises(FlexQuantError, match="has 65 rules; write at most 64"):
+        parse_policy(
+            document | {"rules": [{"when": {"tokens": {"max": 64}}, "use": "a"}, *entries, {"use": "a"}]}
+        )
+
+
 @pytest.mark.parametrize("path", ["missing.yaml", "missing.yml", "sub/missing"])
 def test_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)

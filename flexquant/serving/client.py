@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The other side of ``POST /flexquant/policy``: hand a policy to a live server."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import Policy
+
+ADMIN_KEY = "FLEXQUANT_ADMIN_KEY"
+"""Environment variable with the administrator's key, of the server and of who changes its policy."""
+TIMEOUT = 3600.0
+"""Seconds for a change, CUDA graphs included."""
+
+
+def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> dict[str, Any]:
+    """Have the server at ``url`` take a policy, and return its answer (:func:`change_policy` in the server).
+
+    ``url`` is that of the server or of its OpenAI API, ending in ``/v1``; ``dry_run`` only asks what would
+    change. Raises :class:`FlexQuantError` where there is no key, no such server, and where it refuses.
+    """
+    key = os.environ.get(ADMIN_KEY)
+    if not key:
+        raise FlexQuantError(f"the environment has no {ADMIN_KEY}; set it to the key that the server has")
+    if not url.startswith(("http://", "https://")):
+        raise FlexQuantError(f"'{url}' is no URL of a server; write e.g. http://127.0.0.1:8000")
+    query = urllib.parse.urlencode({"name": policy.name, "dry_run": str(dry_run).lower()})
+    request = urllib.request.Request(
+        f"{url.rstrip('/').removesuffix('/v1')}/flexquant/policy?{query}",
+        data=json.dumps(policy.document).encode(),
+        headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+        method="POST",
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
+            answer: dict[str, Any] = json.load(reply)
+            return answer
+    except urllib.error.HTTPError as e:
+        raise FlexQuantError(_refusal(e)) from e
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "reason", e)
+        raise FlexQuantError(f"no answer from {url} ({reason}); check that vllm serve runs there") from e
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    if error.code == 401:
+        return f"the server has another administrator's key; set {ADMIN_KEY} to that of the server"
+    if error.code in (404, 405):
+        return (
+            f"the server takes no other policy; start it with VLLM_PLUGINS=flexquant and {ADMIN_KEY} in its "
+            "environment"
+        )
+    try:
+        message = json.load(error)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = error.reason
+    return f"the server refused with {error.code}: {message}"

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What a worker writes down of its passes: in the trace, if one is asked for, and in the metrics."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from vllm.config import CUDAGraphMode, VllmConfig
+
+from flexquant import __version__
+from flexquant.serving.forward_pass import Pass
+from flexquant.serving.metrics import metrics_of_worker
+from flexquant.serving.policy_change import ServedPolicy
+from flexquant.serving.request_plans import RequestPlans
+from flexquant.serving.trace import Trace, trace_file
+
+
+class PassRecords:
+    """The trace and the metrics of one worker, each of which may be missing."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._metrics = metrics_of_worker(vllm_config)
+        file = trace_file(vllm_config)
+        self._trace = Trace(file) if file is not None else None
+        self._last: tuple[Pass, str] | None = None
+        self.requests = RequestPlans()
+
+    def announce_weights(self, nbytes: dict[str, int]) -> None:
+        """Tell the bytes of weights by variant."""
+        if self._metrics is not None:
+            self._metrics.announce_weights(nbytes)
+
+    def announce_policy(self, policy: ServedPolicy, **details: Any) -> None:
+        """Tell by which policy passes are routed from now on; ``details`` go into the trace."""
+        if self._metrics is not None:
+            self._metrics.announce_policy(policy.name, policy.digest)
+        if self._trace is not None:
+            plans = {plan.name: list(plan.layers) for plan in policy.routes.plans}
+            self._trace.begin({"flexquant": __version__, "policy": policy.name, "plans": plans, **details})
+
+    def begin(self) -> None:
+        """A pass begins, of which more is known when it is served."""
+        if self._metrics is not None:
+            self._metrics.begin_pass()
+
+    def serve(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
+        """Write down a pass of vLLM's scheduler; ``graph``: the mode of the CUDA graphs that it runs from."""
+        self._last = (forward_pass, plan)
+        if forward_pass.requests is not None:
+            self.requests.record(forward_pass.requests, plan)
+        if self._trace is not None:
+            self._trace.record(forward_pass, plan)
+        if self._metrics is not None:
+            self._metrics.count_pass(forward_pass, plan, graph)
+
+    def end(self) -> None:
+        """The pass that was served last has ended."""
+        if self._metrics is not None:
+            self._metrics.end_pass()
+
+    def counted(self) -> list[dict[str, str | float]] | None:
+        """Return a record for each plan and phase that has run; None where another worker counts."""
+        return self._metrics.counted() if self._metrics is not None else None
+
+    def last_pass(self) -> dict[str, Any] | None:
+        """Return what the last pass held and its plan, as the trace writes it; None before the first."""
+        if self._last is None:
+            return None
+        described = asdict(self._last[0])
+        del described["requests"]
+        return {**described, "plan": self._last[1]}

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Another policy for a model that serves already: can it be taken, and what would it change?
+
+It may use the variants that were loaded at the start, in other plans than before where nothing is compiled.
+Between two steps of the engine no pass is under way, so the new routes hold from one pass to the next. What
+is in the KV cache stays: all variants read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.documents.digest import digest_of
+from flexquant.errors import FlexQuantError
+from flexquant.policy.route_changes import route_changes
+from flexquant.serving.config import build_routes, check_supported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from flexquant.policy.routes import RouteTable
+    from flexquant.policy.rules import Derivation, Policy
+    from flexquant.serving.graphs import PlanGraphs
+
+
+@dataclass(frozen=True)
+class ServedPolicy:
+    """The policy by which a model routes."""
+
+    name: str
+    """What users call it: a built-in policy's name, a file's path, or what they gave."""
+    digest: str
+    """Of its document."""
+    routes: RouteTable
+
+    def described(self) -> dict[str, str]:
+        """Return what tells it from others, for people."""
+        return {"name": self.name, "digest": self.digest}
+
+
+def served_policy(vllm_config: VllmConfig, merged: MergedConfig, name: str, policy: Policy) -> ServedPolicy:
+    """Work a policy out for a server; raise :class:`FlexQuantError` if it cannot serve ``merged`` by it."""
+    routes = build_routes(vllm_config, merged, policy)
+    check_supported(vllm_config, merged, routes)
+    return ServedPolicy(name, digest_of(policy.document), routes)
+
+
+def check_change(
+    after: ServedPolicy,
+    *,
+    variants: Collection[str],
+    derived: Mapping[str, Derivation],
+    compiled_plans: Collection[str] | None,
+) -> None:
+    """Raise :class:`FlexQuantError` if a policy needs what a serving model does not have.
+
+    ``variants`` are those that it has loaded, ``derived`` those of them that it has computed;
+    ``compiled_plans`` names the plans that it has compiled, None if it compiles nothing.
+    """
+    needed = {variant for plan in after.routes.plans for variant in plan.layers}
+    if missing := sorted(needed - set(variants)):
+        raise FlexQuantError(
+            f"{after.name} uses {' and '.join(missing)}, but the server has loaded {', '.join(variants)}; "
+            "take a policy that uses these alone, or start a server with one that uses all of them"
+        )
+    for name, derivation in after.routes.derived.items():
+        if derivation != derived[name]:
+            raise FlexQuantError(
+                f"{after.name} derives {name} otherwise than the policy that the server was started with; "
+                "derive it in the same way, or start a server with this policy"
+            )
+    if compiled_plans is None:
+        return
+    unknown = [plan.name for plan in after.routes.plans if plan.name not in compiled_plans]
+    if unknown:
+        compiled = ", ".join(compiled_plans)
+        raise FlexQuantError(
+            f"{after.name} has the plan {unknown[0]}, but the server has compiled {compiled}, and "
+            "compiles no more; use these alone, or start a server with this policy"
+        )
+
+
+def check_capture(vllm_config: VllmConfig, graphs: PlanGraphs, after: ServedPolicy) -> bool:
+    """Return whether CUDA graphs have to be captured for a policy; FlexQuantError if that cannot be done."""
+    if graphs.fit(after.routes):
+        return False
+    for asked, what in (
+        (vllm_config.speculative_config, "speculative decoding"),
+        (vllm_config.kv_transfer_config, "a KV connector"),
+    ):
+        if asked is not None:
+            raise FlexQuantError(
+                f"{after.name} needs other CUDA graphs, and with {what} they are captured at the start only; "
+                "start a server with this policy"
+            )
+    return True
+
+
+def describe_change(before: ServedPolicy, after: ServedPolicy, *, captures: bool) -> dict[str, Any]:
+    """Return what a change does, as data that JSON can hold.
+
+    The policies; whether CUDA graphs are captured for it; and as ``routes`` the passes that get another plan.
+    """
+    return {
+        "before": before.described(),
+        "after": after.described(),
+        "captures_graphs": captures,
+        "routes": [change._asdict() for change in route_changes(before.routes, after.routes)],
+    }

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""``POST /flexquant/policy``: another policy for a server, between two steps of its engine.
+
+The body is a policy document, YAML or JSON. Of the query, ``name`` is what the policy is called from then
+on, and ``dry_run`` asks only what would change. All ranks are asked first whether they can take it. vLLM runs
+such a question in the loop of its engine, where no step is under way, and passes it on to the ranks in one
+order with the steps: so they all change between the same two steps, and no request notices. Where CUDA graphs
+have to be captured, vLLM's own pause holds all requests back meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import HTTPException, Query, Request
+from vllm.logger import init_logger
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import Policy, parse_policy_text
+from flexquant.serving.endpoints import STATUS_TIMEOUT, ask_ranks
+
+logger = init_logger("vllm.flexquant.policy")
+
+MAX_BYTES = 1 << 20
+"""Of a posted policy."""
+CAPTURE_TIMEOUT = 1800.0
+"""Seconds for a change that captures CUDA graphs."""
+
+_one_at_a_time = asyncio.Lock()
+
+
+async def change_policy(
+    request: Request,
+    name: Annotated[str, Query(min_length=1, max_length=200)] = "posted policy",
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Have the server take the policy in the body, and return what that changes.
+
+    Raises HTTPException 413 for a body of more than 1 MiB, 422 for one that is no policy, and 409 for a
+    policy that this server cannot take, each with the reason; nothing is changed then.
+    """
+    policy = read_policy(await read_body(request), name)
+    async with _one_at_a_time:
+        began = time.perf_counter()
+        found = await _change(request, policy, dry_run=True)
+        if not dry_run:
+            async with _paused(request) if found["captures_graphs"] else _running():
+                found = await _change(request, policy, dry_run=False)
+            logger.info("policy %s taken instead of %s", name, found["before"]["name"])
+        return {**found, "dry_run": dry_run, "seconds": time.perf_counter() - began}
+
+
+def read_policy(body: bytes, name: str) -> Policy:
+    """Return the policy in a body; raises HTTPException 422 if there is none."""
+    try:
+        if not name.isprintable():
+            raise FlexQuantError(f"the name {name!r} is not printable; give another one")
+        return parse_policy_text(body, name, name)
+    except FlexQuantError as e:
+        raise HTTPException(422, str(e)) from e
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body; raises HTTPException 413 as soon as it is too large."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BYTES:
+            raise HTTPException(413, f"a policy of more than {MAX_BYTES} bytes; give one that is smaller")
+    return body
+
+
+async def _change(request: Request, policy: Policy, *, dry_run: bool) -> dict[str, Any]:
+    document = {key: value for key, value in policy.document.items() if key != "measured"}
+    timeout = STATUS_TIMEOUT if dry_run else CAPTURE_TIMEOUT
+    ranks = await ask_ranks(
+        request, "flexquant_change_policy", policy.name, document, dry_run, timeout=timeout
+    )
+    for rank in ranks:
+        if "refused" in rank:
+            raise HTTPException(409, rank["refused"])
+    return ranks[0]
+
+
+@asynccontextmanager
+async def _running() -> AsyncIterator[None]:
+    yield
+
+
+@asynccontextmanager
+async def _paused(request: Request) -> AsyncIterator[None]:
+    """Hold requests back, and keep them; an operator's own pause stays."""
+    engine = request.app.state.flexquant_engine
+    was_paused = await engine.is_paused()
+    if not was_paused:
+        await engine.pause_generation(mode="keep", clear_cache=False)
+    try:
+        yield
+    finally:
+        if not was_paused:
+            await engine.resume_generation()

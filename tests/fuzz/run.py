@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Coverage-guided fuzzing of what reads files of others, by atheris (libFuzzer).
+
+    python -m tests.fuzz.run policy --runs 1000000
+
+begins with tests/fuzz/corpus/policy. A finding ends it with the exception and leaves the input in the present
+folder. Bounds: 5 seconds an input, and 2.5 GiB for the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import atheris
+
+from tests.fuzz.mutations import mutated
+
+CORPUS = Path(__file__).parent / "corpus"
+SECONDS, MIB, LONGEST = 5, 2560, 4096
+
+
+def main() -> None:
+    with atheris.instrument_imports(include=["flexquant", "yaml", "json"]):
+        from tests.fuzz.targets import TARGETS, try_out
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--runs", type=int, default=100_000, help="executions (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", action="store_true", help="add to the corpus what reaches new code")
+    args = parser.parse_args()
+    seeds = CORPUS / args.target
+    # libFuzzer leaves the process itself, so that what is found lies in a folder for good.
+    found = seeds if args.keep else Path(tempfile.mkdtemp(prefix="flexquant-corpus-"))
+    if found != seeds:
+        shutil.copytree(seeds, found, dirs_exist_ok=True)
+    target = TARGETS[args.target]
+
+    def mutate(data: bytes, longest: int, seed: int) -> bytes:
+        """Change a document's values as often as its bytes."""
+        changed = mutated(args.target, data, seed) if seed % 2 else None
+        return atheris.Mutate(data, longest) if changed is None or len(changed) > longest else changed
+
+    options = [f"-runs={args.runs}", f"-seed={args.seed}", f"-timeout={SECONDS}", f"-rss_limit_mb={MIB}"]
+    options += [f"-max_len={LONGEST}", "-print_final_stats=1", "-reduce_inputs=1"]
+    arguments = [sys.argv[0], *options, str(found)]
+    atheris.Setup(arguments, lambda data: try_out(target, data), custom_mutator=mutate)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What reads files of others: each either understands what it is given, or raises FlexQuantError."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_tensors
+from flexquant.checkpoint.merged_config import CONFIG_FILE, read_merged_config
+from flexquant.checkpoint.safetensors_io import read_header
+from flexquant.documents.yaml_document import from_yaml
+from flexquant.errors import FlexQuantError
+from flexquant.policy.routes import build_route_table
+from flexquant.policy.rules import parse_policy, parse_policy_text
+from flexquant.prediction.device import parse_device
+from flexquant.quantization.recipe import parse_recipe
+
+LAYERS, MAX_TOKENS = 6, 96
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def _folder() -> Path:
+    """Files are written to memory where the system has a folder for that."""
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="flexquant-fuzz-", dir=memory if os.access(memory, os.W_OK) else None)
+    return Path(folder)
+
+
+FOLDER = _folder()
+
+
+def _write(name: str, content: bytes) -> Path:
+    (FOLDER / name).write_bytes(content)
+    return FOLDER / name
+
+
+def policy(data: bytes) -> None:
+    """A policy file, and the routes that it gives."""
+    parsed = parse_policy_text(data, "fuzz.yaml", "fuzz")
+    assert parse_policy(json.loads(json.dumps(parsed.document))).rules == parsed.rules
+    table = build_route_table(parsed, [*parsed.variants], LAYERS, MAX_TOKENS)
+    for phase in ("prefill", "decode", "mixed"):
+        rows = table.intervals(phase)  # type: ignore[arg-type]
+        assert rows[0].min_tokens == 1 and rows[-1].max_tokens == MAX_TOKENS
+
+
+def recipe(data: bytes) -> None:
+    """A recipe file."""
+    parse_recipe(data, "fuzz.yaml", "fuzz")
+
+
+def device(data: bytes) -> None:
+    """A device file."""
+    parse_device(data, "fuzz.yaml", "fuzz")
+
+
+def merged_config(data: bytes) -> None:
+    """The config.json of a merged checkpoint, its stored policy included."""
+    _write(CONFIG_FILE, data)
+    config, layers = read_merged_config(FOLDER)
+    if config.policy is not None:
+        parsed = parse_policy(config.policy)
+        build_route_table(parsed, config.variants, layers, MAX_TOKENS, mixable=config.mixable_groups)
+
+
+def safetensors_header(data: bytes) -> None:
+    """A safetensors file."""
+    path = _write("fuzz.safetensors", data)
+    refs = read_header(path)
+    assert sum(ref.nbytes for ref in refs.values()) <= len(data)
+
+
+def safetensors_index(data: bytes) -> None:
+    """The index of a checkpoint in shards, beside two sound shards of it."""
+    if not (FOLDER / SHARD).exists():
+        header = json.dumps({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode()
+        _write(SHARD, len(header).to_bytes(8, "little") + header + b"\0\0")
+        outside = FOLDER.parent / f"{FOLDER.name}-outside"
+        outside.write_bytes((FOLDER / SHARD).read_bytes())
+    with suppress(FileNotFoundError):
+        (FOLDER / SINGLE_FILE).unlink()
+    _write(INDEX_FILE, data)
+    refs = read_tensors(FOLDER)
+    assert all(ref.file.resolve().is_relative_to(FOLDER.resolve()) for ref in refs.values())
+
+
+def yaml_document(data: bytes) -> None:
+    """Any YAML."""
+    from_yaml(data, "fuzz.yaml", "document", ("schema",))
+
+
+Target = Callable[[bytes], None]
+TARGETS: dict[str, Target] = {
+    target.__name__: target
+    for target in (
+        policy,
+        recipe,
+        device,
+        merged_config,
+        safetensors_header,
+        safetensors_index,
+        yaml_document,
+    )
+}
+
+
+def try_out(target: Target, data: bytes) -> Any:
+    """Run a target; an exception other than FlexQuantError is a finding."""
+    with suppress(FlexQuantError):
+        target(data)

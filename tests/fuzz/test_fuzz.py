@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Nothing but FlexQuantError comes of files that are wrong, within bounds of time and memory.
+
+The corpus is what a long run of tests/fuzz/run.py has kept; benchmarks/results/fuzzing.md tells of that run.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests import programs
+from tests.fuzz.mutations import mutated
+from tests.fuzz.targets import TARGETS, try_out
+
+CORPUS = Path(__file__).parent / "corpus"
+EXAMPLES = 300
+RUNS = 2000
+
+
+def inputs(target: str) -> list[bytes]:
+    return [path.read_bytes() for path in sorted((CORPUS / target).iterdir())]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_corpus_is_understood_or_refused(target: str) -> None:
+    found = inputs(target)
+    assert len(found) >= 2
+    for data in found:
+        try_out(TARGETS[target], data)
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "yaml_document"])
+def test_documents_that_are_nearly_right_are_understood_or_refused(target: str) -> None:
+    corpus = inputs(target)
+    refused = 0
+
+    @settings(
+        max_examples=EXAMPLES,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[*HealthCheck],
+    )
+    @given(st.sampled_from(corpus), st.integers(0, 2**32))
+    def check(data: bytes, number: int) -> None:
+        nonlocal refused
+        changed = mutated(target, data, number)
+        if changed is not None:
+            refused += 1
+            try_out(TARGETS[target], changed)
+
+    check()
+    assert refused > EXAMPLES / 10
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_short_run_guided_by_coverage_finds_nothing(target: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fuzz.run", target, "--runs", str(RUNS)]
+    done = programs.run(
+        command, timeout=300, environment={**programs.newcomers_environment(), "TMPDIR": str(tmp_path)}
+    )
+    assert f"Done {RUNS} runs" in done.stderr
+
+
+def test_a_document_of_many_values_takes_little_memory() -> None:
+    """In a process with a limit that the document, written out, would exceed by far."""
+    code = """
+import resource
+from tests.fuzz.targets import yaml_document, try_out
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+lines = ["a0: &a0 [" + ", ".join("x" * 10) + "]"]
+lines += ["a%d: &a%d [%s]" % (i, i, ", ".join(["*a%d" % (i - 1)] * 10)) for i in range(1, 12)]
+try_out(yaml_document, chr(10).join(lines).encode())
+"""
+    programs.run([sys.executable, "-c", code], timeout=120)

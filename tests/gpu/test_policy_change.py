@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Another policy while requests are under way: graphs hold its plans from the next step, or it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from vllm import SamplingParams
+from vllm.compilation.counter import compilation_counter
+
+from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
+from tests.gpu.test_plans_in_graphs import BY_BATCH, OPPOSITE_OF_BY_BATCH
+from tests.gpu.test_replays import MODES, check_steps, traced, watch_steps
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="CUDA's graphs do not tell what is in them")
+
+LAYERED = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: decode}
+    use: {default: w8a8, layers: {"0": w4a16}}
+  - use: w8a8
+"""
+
+
+def change(llm: Any, name: str, policy: str, dry_run: bool = False) -> dict[str, Any]:
+    (told,) = llm.collective_rpc("flexquant_change_policy", args=(name, yaml.safe_load(policy), dry_run))
+    return told
+
+
+def add(llm: Any, sequences: int, tokens: int) -> None:
+    parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    for i in range(sequences):
+        llm.llm_engine.add_request(f"{tokens}-{i}", f"{i} of several", parameters)
+
+
+def step(llm: Any, times: int | None = None) -> list[Any]:
+    """Let the engine take some steps, or all that are left; return the answers that were finished."""
+    finished = []
+    while llm.llm_engine.has_unfinished_requests() and times != 0:
+        finished += [output for output in llm.llm_engine.step() if output.finished]
+        times = None if times is None else times - 1
+    return finished
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> str:
+    (tmp_path / "p.yaml").write_text(BY_BATCH)
+    return str(tmp_path / "p.yaml")
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_replay_is_of_the_plan_that_the_policy_gives(runner, mode, checkpoints, policy, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
+        steps = watch_steps(llm)
+        captured = compilation_counter.num_cudagraph_captured
+        add(llm, 3, 12)
+        step(llm, 4)
+        before = len(traced(trace))
+        asked = change(llm, "opposite", OPPOSITE_OF_BY_BATCH, dry_run=True)
+        assert compilation_counter.num_cudagraph_captured == captured
+        told = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)
+        assert told == asked
+        assert told["captures_graphs"]
+        assert ("w4a16", "w8a8") in {(row["before"], row["after"]) for row in told["routes"]}
+        recaptured = compilation_counter.num_cudagraph_captured
+        assert recaptured > captured
+        finished = step(llm, 4)
+        add(llm, 6, 5)
+        finished += step(llm)
+        assert sorted(len(output.outputs[0].token_ids) for output in finished) == [5] * 6 + [12] * 3
+        back = change(llm, "by batch", BY_BATCH)
+        assert back["captures_graphs"] == (mode != "PIECEWISE"), "all pieces are there"
+        add(llm, 3, 4)
+        step(llm)
+    passes = traced(trace)
+    check_steps(mode, passes, steps)
+    decodes = [p["plan"] for p in passes[:before] if p["phase"] == "decode"]
+    assert set(decodes) == {"w4a16"}
+    assert passes[before]["plan"] == "w8a8", "from the next step on"
+    assert passes[-1]["plan"] == "w4a16"
+
+
+@pytest.mark.parametrize("runner", ["V1"])
+def test_a_policy_for_which_all_graphs_are_there_takes_no_capture(runner, checkpoints, policy, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    mode = "PIECEWISE"
+    narrower = BY_BATCH.replace("max: 4", "max: 3").replace("max: 8", "max: 9")
+    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
+        steps = watch_steps(llm)
+        captured = compilation_counter.num_cudagraph_captured
+        add(llm, 4, 6)
+        step(llm, 3)
+        assert not change(llm, "narrower", narrower)["captures_graphs"]
+        step(llm)
+        assert compilation_counter.num_cudagraph_captured == captured
+    check_steps(mode, traced(trace), steps)
+    assert [p["plan"] for p in traced(trace)] == ["w8a8", *["w4a16"] * 2, *["w8a8"] * 3]
+
+
+@pytest.mark.parametrize("runner", ["V1"])
+def test_a_replay_before_the_change_counts_for_the_policy_before(
+    runner, checkpoints, policy, tmp_path, monkeypatch
+):
+    trace = tmp_path / "trace.jsonl"
+    mode = "FULL_DECODE_ONLY"
+    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
+        model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+        # As on a pipeline-parallel rank that computes no logits, with which it would learn of a replay.
+        monkeypatch.setattr(model.observer, "settle", lambda: None)
+        add(llm, 1, 4)
+        step(llm, 2)
+        monkeypatch.undo()
+        assert len(traced(trace)) == 1
+        change(llm, "opposite", OPPOSITE_OF_BY_BATCH)
+        step(llm)
+    assert [p["plan"] for p in traced(trace)] == ["w8a8", "w4a16", "w8a8", "w8a8"]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_capture_that_fails_leaves_the_policy_before(runner, checkpoints, policy, tmp_path, monkeypatch):
+    trace = tmp_path / "trace.jsonl"
+    mode = "FULL_AND_PIECEWISE"
+    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
+        steps = watch_steps(llm)
+        add(llm, 3, 8)
+        step(llm, 3)
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        capture, failures = worker.model_runner.capture_model, [torch.OutOfMemoryError("out of memory")]
+
+        def capture_model() -> int:
+            taken = capture()
+            if failures:
+                raise failures.pop()
+            return taken
+
+        monkeypatch.setattr(worker.model_runner, "capture_model", capture_model)
+        told = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)
+        assert told.keys() == {"refused"}
+        assert "out of memory" in told["refused"]
+        (status,) = llm.collective_rpc("flexquant_status")
+        assert status["policy"]["name"] == policy
+        step(llm)
+    check_steps(mode, traced(trace), steps)
+    assert [p["plan"] for p in traced(trace)] == ["w8a8", *["w4a16"] * 7]
+
+
+@pytest.mark.parametrize("runner", ["V1"])
+def test_plans_that_are_not_compiled_and_speculation_are_refused(runner, checkpoints, policy):
+    with graph_engine(checkpoints / "merged", runner, "PIECEWISE", policy) as llm:
+        refused = change(llm, "layered", LAYERED)["refused"]
+        assert "layered has the plan w8a8+w4a16[0], but the server has compiled w8a8, w4a16" in refused
+        assert "fp8" in change(llm, "fp8", "{schema: flexquant.policy/v1, rules: [{use: fp8}]}")["refused"]

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The page for people, in a real browser without a screen, on a server that answers and changes its policy.
+
+Where FLEXQUANT_SCREENSHOTS names a folder, pictures of the page are left there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from flexquant.measuring.server import vllm_serve
+from flexquant.policy.rules import load_policy
+from flexquant.serving.client import apply_policy
+from tests.integration.test_live_server import KEY, plugin_routes
+
+DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.full,
+    pytest.mark.skipif(not (DRIVER and BROWSER), reason="`make test-full` fetches Chromium"),
+]
+PATIENCE = 60
+"""Seconds that the page may take to show something; it asks every other second."""
+MARKUP = "<img src=x onerror=alert(1)>.yaml"
+CONTRAST = 4.5
+"""Of text and what is behind it, at least (WCAG 2.2, AA)."""
+
+
+@pytest.fixture(scope="module")
+def server(tiny_merged: Any) -> Iterator[str]:
+    options = json.dumps({"flexquant": {"policy": "phase"}})
+    arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
+    arguments += ["--served-model-name", "tiny", "--api-key", KEY]
+    with plugin_routes(), vllm_serve(tiny_merged() / "merged", *arguments) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from selenium import webdriver
+
+    assert DRIVER and BROWSER
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    profile = tmp_path_factory.mktemp("profile")
+    # As root, which containers often have, Chromium's sandbox does not start.
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    libraries = Path(DRIVER).parents[1] / "lib"
+    found = [*libraries.glob("*-linux-gnu"), *libraries.glob("*-linux-gnu/pulseaudio")]
+    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, found))}
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER, env=environment))
+    yield driver
+    driver.quit()
+
+
+def wait(condition: Callable[[], Any]) -> Any:
+    """Return what a condition is as soon as it is true."""
+    ends = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < ends, "the page does not show it"
+        time.sleep(0.25)
+    return found
+
+
+def text(browser: Any, selector: str) -> str:
+    return browser.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map(e => e.innerText).join('\\n')", selector
+    )
+
+
+def ask(url: str, number: int, tokens: int = 24) -> None:
+    client = OpenAI(base_url=url, api_key=KEY)
+    client.completions.create(
+        model="tiny", prompt=list(range(10, 30 + number)), max_tokens=tokens, extra_body={"ignore_eos": True}
+    )
+
+
+@pytest.fixture(scope="module")
+def page(server: str, browser: Any) -> Any:
+    """The page, for who has given the key."""
+    browser.set_window_size(1100, 900)
+    browser.get(server.removesuffix("/v1") + "/flexquant/ui")
+    wait(lambda: "asks for its API key" in text(browser, "#state"))
+    assert not browser.find_element("id", "main").is_displayed()
+    browser.find_element("id", "key").send_keys(KEY)
+    browser.find_element("css selector", "#login button").click()
+    wait(lambda: browser.find_element("id", "main").is_displayed())
+    assert not browser.find_element("id", "login").is_displayed()
+    return browser
+
+
+def picture(browser: Any, name: str) -> None:
+    if folder := os.environ.get("FLEXQUANT_SCREENSHOTS"):
+        browser.save_screenshot(str(Path(folder, f"{name}.png")))
+
+
+def test_the_route_of_the_last_pass_is_lit(page: Any, server: str) -> None:
+    assert text(page, "#policy") == "phase"
+    phases = text(page, ".phase").split()
+    assert [word for word in phases if word in ("prefill", "mixed", "decode")] == [
+        "prefill",
+        "mixed",
+        "decode",
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda number: ask(server, number), range(3)))
+    lit = wait(lambda: text(page, "[aria-current]"))
+    assert lit.startswith("w4a16"), "a decode pass comes last"
+    ask(server, 0, tokens=1)
+    wait(lambda: text(page, "[aria-current]").startswith("w8a8"))
+
+
+def test_shares_times_latencies_and_weights_are_shown(page: Any, server: str) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda number: ask(server, number), range(3)))
+    shares = wait(lambda: re.findall(r"(passes|tokens|time): (.*)", text(page, "#shares")))
+    assert [title for title, _ in shares] == ["passes", "tokens", "time"]
+    wait(
+        lambda: all(
+            "w8a8" in s and "w4a16" in s for _, s in re.findall(r"(\w+): (.*%.*)", text(page, "#shares"))
+        )
+    )
+    for _, plans in shares:
+        assert sum(float(part) for part in re.findall(r"([\d.]+) %", plans)) == pytest.approx(100, abs=2)
+    totals = text(page, "#totals tbody").splitlines()
+    assert {line.split("\t")[0] for line in totals} >= {"w8a8, prefill", "w4a16, decode"}
+    latencies = wait(lambda: re.findall(r"[\d.]+ ms", text(page, "#latency b")))
+    assert len(latencies) == 2
+    weights = text(page, "#memory")
+    assert all(variant in weights for variant in ("w8a8", "w4a16", "shared"))
+    assert "Kernel" in weights
+    picture(page, "status-page")
+
+
+def test_another_policy_is_shown_by_its_name_as_text(page: Any, server: str, tmp_path: Path) -> None:
+    (tmp_path / MARKUP).write_text("{schema: flexquant.policy/v1, rules: [{use: w8a8}]}")
+    with plugin_routes():
+        apply_policy(server, load_policy(str(tmp_path / MARKUP)))
+    wait(lambda: text(page, "#policy") == str(tmp_path / MARKUP))
+    assert page.execute_script("return document.images.length") == 0
+    assert "w4a16" not in text(page, ".phase")
+    with plugin_routes():
+        apply_policy(server, load_policy("phase"))
+    wait(lambda: "w4a16" in text(page, ".phase"))
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_fails(page: Any, server: str) -> None:
+    wait(lambda: page.execute_script("return performance.getEntriesByType('resource').length"))
+    names = page.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+    root = server.removesuffix("/v1")
+    assert {name.removeprefix(root) for name in names} <= {"/flexquant", "/metrics", "/favicon.ico"}
+    errors = [
+        entry["message"]
+        for entry in page.get_log("browser")
+        if "favicon" not in entry["message"] and "401" not in entry["message"]
+    ]
+    assert errors == []
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_a_phone_shows_it_without_scrolling_sideways(page: Any, width: int) -> None:
+    metrics = {"width": width, "height": 800, "deviceScaleFactor": 2, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        assert page.execute_script("return innerWidth") == width
+        assert page.execute_script("return document.documentElement.scrollWidth") <= width
+        picture(page, f"status-page-{width}")
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_by_day_and_in_the_dark(page: Any, scheme: str) -> None:
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    try:
+        wait(lambda: text(page, "[aria-current]"))
+        found = page.execute_script("""
+            const behind = e => { for (; e; e = e.parentElement) {
+                const colour = getComputedStyle(e).backgroundColor;
+                if (colour !== 'rgba(0, 0, 0, 0)') return colour; } };
+            return [...document.querySelectorAll('body, .faint, .cell, .cell small, td, th, figcaption')]
+                .map(e => [e.innerText.slice(0, 30), getComputedStyle(e).color, behind(e)]);
+        """)
+        assert len(found) > 20
+        assert [row for row in found if contrast(row[1], row[2]) < CONTRAST] == []
+        is_dark = luminance(found[0][2]) < 0.5
+        assert is_dark == (scheme == "dark")
+        picture(page, f"status-page-{scheme}")
+    finally:
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of a CSS colour, as WCAG defines it."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
