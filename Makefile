@@ -13,8 +13,9 @@
 # tests/README.md says what is tested where, and how long it takes.
 #
 # Environments of their own, because what they hold pins different releases of the same packages: .venv/serve
-# runs vLLM, .venv/quantize llmcompressor, .venv/lm-eval the lm-evaluation-harness and .venv/oldest the oldest
-# supported vLLM (both for test-full alone; the last is 5 GB, see below).
+# runs vLLM and .venv/quantize llmcompressor. For test-full alone: .venv/lm-eval runs the lm-evaluation-harness,
+# .venv/oldest the oldest supported vLLM (5 GB, see below), .venv/linters what checks container and service files;
+# .venv/flashinfer, .venv/prometheus and .venv/chromium hold what their names say.
 # What the targets make lies in .work.
 
 PYTHON ?= python3
@@ -71,7 +72,7 @@ test-quantize: .venv/quantize/.done
 # Triton's interpreter, which has to be chosen for a whole process.
 test-serve: .venv/serve/.done .work/merged/$(TEST_NAME)/config.json
 	$(SERVE)/python $(PYTEST) $(TESTS) --ignore tests/quantize $(addprefix --ignore=,$(TWO_RANKS))
-	$(if $(HAS_CUDA),,TRITON_INTERPRET=1 $(SERVE)/python $(PYTEST) $(TESTS) tests/gpu)
+	$(if $(HAS_CUDA),,TRITON_INTERPRET=1 $(SERVE)/python $(PYTEST) --dist load $(TESTS) tests/gpu)
 	$(SERVE)/python -m pytest $(TESTS) $(TWO_RANKS)
 
 test-oldest: .venv/oldest/.done .work/merged/$(TEST_NAME)/config.json

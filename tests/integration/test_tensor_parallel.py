@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.two_ranks import needs_two_cores, run, run_several
+from tests.integration.two_ranks import check_policy_change, needs_two_cores, run, run_several
 
 pytestmark = needs_two_cores
 RANKS = {"tensor_parallel_size": 2}
@@ -31,3 +31,7 @@ def test_pure_plans_equal_the_static_checkpoints(variant, number, folder, severa
     static = run(folder / variant, RANKS)
     assert several.answers[number] == static[number]
     assert several.answers[2] != static[2], "which the layered plan answered"
+
+
+def test_both_ranks_take_another_policy_between_the_same_two_passes(tiny_merged, tmp_path):
+    check_policy_change(tiny_merged("llama", num_layers=2) / "merged", RANKS, tmp_path)

@@ -7,17 +7,23 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+from vllm import SamplingParams
 from vllm.platforms import current_platform
 
+from flexquant.policy.rules import load_policy
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
+from flexquant.serving.worker_extension import FlexQuantWorker
 from tests.integration.conftest import Answers, engine
 from tests.integration.test_compile import PLAN, PROMPTS, SEVERAL, SIZES, TOKENS, answers_by_number
 
 if TYPE_CHECKING:
+    from vllm import LLM
     from vllm.v1.worker.worker_base import WorkerBase
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -30,7 +36,7 @@ needs_two_cores = [
 provide_cpu_kernels()
 
 
-class WorkerOnTwoRanks:
+class WorkerOnTwoRanks(FlexQuantWorker):
     """Workers import the module of their extension: so those of stock vLLM get what they lack on this CPU."""
 
     def provide_intermediate_tensors(self: WorkerBase) -> None:
@@ -57,6 +63,19 @@ def run(
 
     ``ranks``: vLLM's options that ask for them; ``executor``: its name of who starts them.
     """
+    with engine_on(folder, ranks, policy, flexquant, executor) as llm:
+        return answers_by_number(llm)
+
+
+@contextmanager
+def engine_on(
+    folder: Path,
+    ranks: dict[str, int],
+    policy: str | None = None,
+    flexquant: dict[str, str] | None = None,
+    executor: str = "mp",
+) -> Iterator[LLM]:
+    """An engine on several ranks; arguments as of :func:`run`."""
     options: dict[str, Any] = {**SIZES, **ranks, "distributed_executor_backend": executor}
     options |= {"worker_extension_cls": f"{__name__}.{WorkerOnTwoRanks.__name__}"}
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +83,33 @@ def run(
         with engine(folder, policy, flexquant=flexquant or {}, **options) as llm:
             if "pipeline_parallel_size" in ranks:
                 llm.collective_rpc("provide_intermediate_tensors")
-            return answers_by_number(llm)
+            yield llm
+
+
+def check_policy_change(merged: Path, ranks: dict[str, int], work: Path) -> None:
+    """All ranks take another policy between the same two passes of requests that are under way."""
+    trace = work / "trace.jsonl"
+    document = load_policy("w8a8").document
+    with engine_on(merged, ranks, "phase", {"trace": str(trace)}) as llm:
+        core = llm.llm_engine
+        for number in range(2):
+            core.add_request(str(number), "a prompt", SamplingParams(max_tokens=8, ignore_eos=True))
+        for _ in range(4):
+            core.step()
+        told = llm.collective_rpc("flexquant_change_policy", args=("another", document, False))
+        while core.has_unfinished_requests():
+            core.step()
+    assert told == [told[0]] * count(ranks)
+    assert told[0]["routes"]
+    files = [trace, *(trace.with_name(f"trace.jsonl.rank{rank}") for rank in range(1, count(ranks)))]
+    first, *others = [file.read_text().splitlines()[1:] for file in files]
+    assert others == [first] * len(others)
+    plans = [json.loads(line).get("plan", "another policy") for line in first]
+    changed = plans.index("another policy")
+    assert plans[0] == "w8a8", "the prompts"
+    assert set(plans[1:changed]) == {"w4a16"}
+    assert set(plans[changed + 1 :]) == {"w8a8"}
+    assert len(plans) == 1 + 7 + 1
 
 
 def count(ranks: dict[str, int]) -> int:
