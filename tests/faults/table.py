@@ -118,8 +118,8 @@ SERVING = (
         "padding-counted-as-scheduled",
         "The trace says that padding was scheduled.",
         "flexquant/serving/forward_pass.py",
-        "longest, int(lengths.sum()))",
-        "longest, tokens)",
+        "longest, int(lengths.sum()), requests)",
+        "longest, tokens, requests)",
         (PHASES,),
     ),
     Fault(
