@@ -224,8 +224,8 @@ SERVING = (
         "trace-tells-the-plan-before",
         "The trace is written before the plan is chosen, and names that of the pass before.",
         "flexquant/serving/model.py",
-        "self._records.serve(forward_pass, plan, graph)",
-        "self._records.serve(forward_pass, self._last_plan, graph)",
+        "self.records.serve(forward_pass, plan, graph)",
+        "self.records.serve(forward_pass, self._last_plan, graph)",
         (VIEWS + "test_the_trace_tells_the_plan_of_every_pass_in_order",),
     ),
     Fault(
