@@ -18,3 +18,10 @@ rules:
     use: w4a16
   - use: {default: w4a16, layers: {"0": w8a8}}
 """
+LAYERED_DECODE = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: decode}
+    use: {default: w8a8, layers: {"0": w4a16}}
+  - use: w8a8
+"""

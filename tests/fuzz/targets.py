@@ -18,7 +18,7 @@ from flexquant.checkpoint.safetensors_io import read_header
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
-from flexquant.policy.rules import parse_policy, parse_policy_text
+from flexquant.policy.rules import PHASES, parse_policy, parse_policy_text
 from flexquant.prediction.device import parse_device
 from flexquant.quantization.recipe import parse_recipe
 
@@ -46,8 +46,8 @@ def policy(data: bytes) -> None:
     parsed = parse_policy_text(data, "fuzz.yaml", "fuzz")
     assert parse_policy(json.loads(json.dumps(parsed.document))).rules == parsed.rules
     table = build_route_table(parsed, [*parsed.variants], LAYERS, MAX_TOKENS)
-    for phase in ("prefill", "decode", "mixed"):
-        rows = table.intervals(phase)  # type: ignore[arg-type]
+    for phase in PHASES:
+        rows = table.intervals(phase)
         assert rows[0].min_tokens == 1 and rows[-1].max_tokens == MAX_TOKENS
 
 

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Nothing but FlexQuantError comes of files that are wrong, within bounds of time and memory.
 
-The corpus is what a long run of tests/fuzz/run.py has kept; benchmarks/results/fuzzing.md tells of that run.
+The corpus holds sound inputs, from which changed ones are made; it is no record of a long run.
 """
 
 from __future__ import annotations

@@ -16,16 +16,9 @@ from vllm.compilation.counter import compilation_counter
 from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
 from tests.gpu.test_plans_in_graphs import BY_BATCH, OPPOSITE_OF_BY_BATCH
 from tests.gpu.test_replays import MODES, check_steps, traced, watch_steps
+from tests.policies import LAYERED_DECODE
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="CUDA's graphs do not tell what is in them")
-
-LAYERED = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: decode}
-    use: {default: w8a8, layers: {"0": w4a16}}
-  - use: w8a8
-"""
 
 
 def change(llm: Any, name: str, policy: str, dry_run: bool = False) -> dict[str, Any]:
@@ -155,6 +148,6 @@ def test_a_capture_that_fails_leaves_the_policy_before(runner, checkpoints, poli
 @pytest.mark.parametrize("runner", ["V1"])
 def test_plans_that_are_not_compiled_and_speculation_are_refused(runner, checkpoints, policy):
     with graph_engine(checkpoints / "merged", runner, "PIECEWISE", policy) as llm:
-        refused = change(llm, "layered", LAYERED)["refused"]
+        refused = change(llm, "layered", LAYERED_DECODE)["refused"]
         assert "layered has the plan w8a8+w4a16[0], but the server has compiled w8a8, w4a16" in refused
         assert "fp8" in change(llm, "fp8", "{schema: flexquant.policy/v1, rules: [{use: fp8}]}")["refused"]

@@ -36,6 +36,7 @@ from flexquant.serving.metrics import (
     TOKENS,
     WEIGHT_BYTES,
 )
+from tests.policies import LAYERED_DECODE
 
 pytestmark = pytest.mark.engine
 KEY = "a key"
@@ -44,13 +45,6 @@ BOMB = "\n".join(
     ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
 )
-LAYERED = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: decode}
-    use: {default: w8a8, layers: {"0": w4a16}}
-  - use: w8a8
-"""
 
 
 class Changed(NamedTuple):
@@ -165,7 +159,7 @@ def served(request: pytest.FixtureRequest, tiny_merged: Any, tmp_path_factory: A
 def change_policies(root: str, client: OpenAI, trace: Path, folder: Path, scrapes: int) -> Changed:
     """Post policies to a server that takes ``phase``, good ones and bad ones."""
     own = (folder / "own.yaml").as_posix()
-    Path(own).write_text(LAYERED)
+    Path(own).write_text(LAYERED_DECODE)
     post = f"{root}/flexquant/policy"
     good = b"{schema: flexquant.policy/v1, rules: [{use: w8a8}]}"
     codes = {

@@ -14,16 +14,10 @@ import yaml
 
 from flexquant.policy.rules import load_policy
 from tests.integration.conftest import answers, engine, generate
+from tests.policies import LAYERED_DECODE
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["a prompt of some words", "another one"]
-LAYERED = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: decode}
-    use: {default: w8a8, layers: {"0": w4a16}}
-  - use: w8a8
-"""
 LAST_IN_INT4 = """
 schema: flexquant.policy/v1
 rules:
@@ -46,7 +40,7 @@ def change(llm: Any, name: str, document: dict[str, Any]) -> dict[str, Any]:
 
 def test_answers_are_those_of_an_engine_that_was_started_with_the_policy(tiny_merged):
     merged = tiny_merged() / "merged"
-    policies = {"w8a8": load_policy("w8a8").document, "layered": yaml.safe_load(LAYERED)}
+    policies = {"w8a8": load_policy("w8a8").document, "layered": yaml.safe_load(LAYERED_DECODE)}
     expected = {
         name: generate(merged, [yaml.safe_dump(document)], PROMPTS)[0].answers[0]
         for name, document in policies.items()
