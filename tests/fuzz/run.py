@@ -4,23 +4,23 @@
 
     python -m tests.fuzz.run policy --runs 1000000
 
-begins with tests/fuzz/corpus/policy. A finding ends it with the exception and leaves the input in the present
-folder. Bounds: 5 seconds an input, and 2.5 GiB for the process.
+begins with the corpus of that target. A finding ends it with the exception and leaves the input in the
+present folder. Bounds: 5 seconds an input, and 2.5 GiB for the process.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
+import hashlib
 import sys
 import tempfile
 from pathlib import Path
 
 import atheris
 
+from tests.fuzz.corpus import corpus
 from tests.fuzz.mutations import mutated
 
-CORPUS = Path(__file__).parent / "corpus"
 SECONDS, MIB, LONGEST = 5, 2560, 4096
 
 
@@ -33,13 +33,15 @@ def main() -> None:
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--runs", type=int, default=100_000, help="executions (%(default)s)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", action="store_true", help="add to the corpus what reaches new code")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for what reaches new code (default: nothing is kept)"
+    )
     args = parser.parse_args()
-    seeds = CORPUS / args.target
-    # libFuzzer leaves the process itself, so that what is found lies in a folder for good.
-    found = seeds if args.keep else Path(tempfile.mkdtemp(prefix="flexquant-corpus-"))
-    if found != seeds:
-        shutil.copytree(seeds, found, dirs_exist_ok=True)
+    # libFuzzer leaves the process itself, so that without --keep too a folder is left.
+    kept = args.keep or Path(tempfile.mkdtemp(prefix="flexquant-corpus-"))
+    kept.mkdir(parents=True, exist_ok=True)
+    for data in corpus(args.target):
+        (kept / hashlib.sha1(data).hexdigest()).write_bytes(data)
     target = TARGETS[args.target]
 
     def mutate(data: bytes, longest: int, seed: int) -> bytes:
@@ -49,7 +51,7 @@ def main() -> None:
 
     options = [f"-runs={args.runs}", f"-seed={args.seed}", f"-timeout={SECONDS}", f"-rss_limit_mb={MIB}"]
     options += [f"-max_len={LONGEST}", "-print_final_stats=1", "-reduce_inputs=1"]
-    arguments = [sys.argv[0], *options, str(found)]
+    arguments = [sys.argv[0], *options, str(kept)]
     atheris.Setup(arguments, lambda data: try_out(target, data), custom_mutator=mutate)
     atheris.Fuzz()
 
