@@ -29,6 +29,11 @@ class ProcessGroup:
             )
         self._lock = threading.Lock()
 
+    @property
+    def pid(self) -> int:
+        """Of the program."""
+        return self._process.pid
+
     def exit_code(self) -> int | None:
         """Return the program's exit code, negative for the signal that ended it; None while it runs."""
         with self._lock:

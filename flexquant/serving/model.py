@@ -71,8 +71,10 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         names = [name for name in (*self.merged.variants, *routes.derived) if name in used]
         variants = build_variants(vllm_config, self.merged, names, routes.derived, prefix)
         self.variants = nn.ModuleDict(variants)
-        self.records = PassRecords(vllm_config)
-        self.observer = PassObserver(tokens_per_sequence(vllm_config), self._replayed, self.records.begin)
+        self.records = PassRecords.of_worker(vllm_config)
+        self.observer = PassObserver(
+            tokens_per_sequence(vllm_config), self._replayed, lambda: self.records.begin()
+        )
         attention_layers = vllm_config.compilation_config.static_forward_context
         self.observer.observe(attention_layers)
         if not routes.ignores_phase():

@@ -11,7 +11,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 
 from flexquant import __version__
 from flexquant.serving.forward_pass import Pass
-from flexquant.serving.metrics import metrics_of_worker
+from flexquant.serving.metrics import PassMetrics, metrics_of_worker
 from flexquant.serving.policy_change import ServedPolicy
 from flexquant.serving.request_plans import RequestPlans
 from flexquant.serving.trace import Trace, trace_file
@@ -20,12 +20,17 @@ from flexquant.serving.trace import Trace, trace_file
 class PassRecords:
     """The trace and the metrics of one worker, each of which may be missing."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        self._metrics = metrics_of_worker(vllm_config)
-        file = trace_file(vllm_config)
-        self._trace = Trace(file) if file is not None else None
+    def __init__(self, metrics: PassMetrics | None, trace: Trace | None) -> None:
+        self._metrics = metrics
+        self._trace = trace
         self._last: tuple[Pass, str] | None = None
         self.requests = RequestPlans()
+
+    @classmethod
+    def of_worker(cls, vllm_config: VllmConfig) -> PassRecords:
+        """Return those that the configuration asks of this worker."""
+        file = trace_file(vllm_config)
+        return cls(metrics_of_worker(vllm_config), Trace(file) if file is not None else None)
 
     def announce_weights(self, nbytes: dict[str, int]) -> None:
         """Tell the bytes of weights by variant."""

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Answers that a server gave in batches, computed again one by one, each token by its recorded plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexquant.measuring.engine import engine
+from flexquant.policy.rules import SCHEMA
+
+LIKELIEST = 10
+"""Tokens among which that of the recorded answer is looked for, where the two leave each other."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered to a prompt."""
+
+    prompt: str
+    text: str
+    tokens: int
+    """Of the text."""
+    passes: list[tuple[str, int]]
+    """The plan of each pass that the request was in, in order, and how many of its tokens that computed."""
+
+
+def compare_answers(
+    model: Path, answers: Sequence[Answer], plans: dict[str, list[str]], max_length: int
+) -> dict[str, Any]:
+    """Compute answers again, and return how many are equal.
+
+    ``plans``: by name, the variant of each layer. ``gaps`` are nats, by which at the first difference the
+    token computed here is likelier than the recorded one; null if that is not among the ten likeliest.
+    Answers to prompts that were split between passes of different plans are left out.
+    """
+    gaps: list[float | None] = []
+    equal = 0
+    whole = [answer for answer in answers if prompt_plan(answer) is not None]
+    with engine(
+        model,
+        flexquant={"policy": "phase"},
+        max_model_len=max_length,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+        enforce_eager=True,
+    ) as llm:
+        documents = {name: {"schema": SCHEMA, "rules": [{"use": use(v)}]} for name, v in plans.items()}
+        for answer in whole:
+            gap = first_gap(llm, answer, documents)
+            equal += gap == 0
+            if gap != 0:
+                gaps.append(None if math.isinf(gap) else gap)
+    return {
+        "compared": len(whole),
+        "left_out": len(answers) - len(whole),
+        "equal": equal,
+        "gaps": sorted(gaps, key=lambda gap: math.inf if gap is None else gap),
+    }
+
+
+def use(layers: Sequence[str]) -> Any:
+    """Return what a rule's ``use`` has to be for a plan."""
+    default = layers[0]
+    others = {str(i): variant for i, variant in enumerate(layers) if variant != default}
+    return {"default": default, "layers": others} if others else default
+
+
+def prompt_plan(answer: Answer) -> str | None:
+    """Return the plan that computed the prompt; None if several did."""
+    plans = {plan for plan, _ in answer.passes[: len(answer.passes) - answer.tokens + 1]}
+    return next(iter(plans)) if len(plans) == 1 else None
+
+
+def first_gap(llm: Any, answer: Answer, documents: dict[str, dict[str, Any]]) -> float:
+    """Return 0 if an answer is computed again as it was, else the gap in nats, infinite if unexplained."""
+    from vllm import SamplingParams
+
+    decodes = answer.passes[len(answer.passes) - answer.tokens + 1 :]
+    plans = [prompt_plan(answer), *(plan for plan, _ in decodes)]
+    parameters = SamplingParams(
+        temperature=0, max_tokens=len(plans), ignore_eos=True, logprobs=LIKELIEST, detokenize=True
+    )
+    llm.llm_engine.add_request("again", answer.prompt, parameters)
+    before = None
+    output: Any = None
+    for plan in plans:
+        if plan != before:
+            llm.collective_rpc("flexquant_change_policy", args=(plan, documents[plan], False))
+            before = plan
+        (output,) = llm.llm_engine.step()
+    assert output.finished, "as many passes as tokens"
+    found = output.outputs[0]
+    if found.text == answer.text:
+        return 0.0
+    tokenizer = llm.get_tokenizer()
+    for step, likeliest in enumerate(found.logprobs):
+        if not answer.text.startswith(
+            tokenizer.decode(found.token_ids[: step + 1], skip_special_tokens=True)
+        ):
+            for token, entry in likeliest.items():
+                text = tokenizer.decode([*found.token_ids[:step], token], skip_special_tokens=True)
+                if token != found.token_ids[step] and answer.text.startswith(text):
+                    return likeliest[found.token_ids[step]].logprob - entry.logprob
+            return math.inf
+    return math.inf

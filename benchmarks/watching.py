@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What do the metrics, the trace and the status page cost those who are served?
+
+    python -m benchmarks.watching MERGED --output benchmarks/results/watching.json
+
+Two ratios over paired rounds, each of one process, so that no two processes differ by chance:
+
+- ``worker``: one engine, whose passes are counted, timed, traced and followed by request, or none of that.
+- ``server``: one ``vllm serve`` that does all of that, with a status page open (a request in two seconds) and
+  ``/metrics`` read in every fifth, or with nobody who looks.
+
+Both answer one request at a time: the shortest passes, on which a fixed cost weighs most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.speed.results import git_commit
+from flexquant.measuring.comparison import Effort, compare
+from flexquant.measuring.engine import engine
+from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from flexquant.measuring.server import vllm_serve
+
+PROMPT = list(range(100, 116))
+TOKENS = 32
+REQUESTS = 6
+"""In a row at a server, so that a page asks more than once meanwhile."""
+PAGE_SECONDS, SCRAPE_SECONDS = 2.0, 5.0
+
+Serve = Callable[[], None]
+
+
+def measure(serve: Serve, watched: Callable[[bool], None], effort: Effort) -> dict[str, Any]:
+    """Time ``serve`` with and without what ``watched`` switches on, in rounds; return the ratio of times."""
+    for on in (True, False):
+        watched(on)
+        serve()
+    rounds: list[dict[bool, float]] = []
+    ratios: list[float] = []
+    while len(rounds) < effort.rounds or (
+        len(rounds) < effort.max_rounds and not compare(ratios).is_narrow(effort.width)
+    ):
+        seconds = {}
+        for on in (True, False) if len(rounds) % 2 else (False, True):
+            watched(on)
+            began = time.perf_counter()
+            serve()
+            seconds[on] = time.perf_counter() - began
+        rounds.append(seconds)
+        ratios = [times[True] / times[False] for times in rounds]
+    found = compare(ratios)
+    return {
+        "ratio": found.ratio,
+        "low": found.low,
+        "high": found.high,
+        "words": found.words("less time", "more time"),
+        "watched_seconds": [round(times[True], 4) for times in rounds],
+        "unwatched_seconds": [round(times[False], 4) for times in rounds],
+    }
+
+
+def measure_worker(model: Path, effort: Effort) -> dict[str, Any]:
+    """Compare an engine that writes everything down with itself when it writes nothing."""
+    from vllm import SamplingParams
+
+    from flexquant.serving.pass_records import PassRecords
+
+    parameters = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"trace": str(Path(folder) / "trace.jsonl"), "requests": True}
+        with engine(model, flexquant=options, max_model_len=512, enable_prefix_caching=False) as llm:
+            llm.collective_rpc("flexquant_follow_requests")
+            (served,) = llm.apply_model(lambda model: model)
+            names, written, silent = served.observer.request_names, served.records, PassRecords(None, None)
+            if written.counted() is None:
+                raise RuntimeError("this engine does not count, so that there is nothing to compare")
+
+            def watched(on: bool) -> None:
+                served.records = written if on else silent
+                served.observer.request_names = names if on else None
+
+            def serve() -> None:
+                llm.generate({"prompt_token_ids": PROMPT}, parameters, use_tqdm=False)
+
+            return measure(serve, watched, effort)
+
+
+def read(url: str) -> None:
+    with urllib.request.urlopen(url, timeout=60) as reply:
+        reply.read()
+
+
+@contextmanager
+def watcher(root: str) -> Iterator[Callable[[bool], None]]:
+    """Yield a switch for what an open page and a Prometheus ask of the server."""
+    on, ended = threading.Event(), threading.Event()
+
+    def ask_again(url: str, every: float) -> None:
+        while not ended.is_set():
+            if on.wait(0.1):
+                read(url)
+                ended.wait(every)
+
+    asked = ((f"{root}/flexquant", PAGE_SECONDS), (f"{root}/metrics", SCRAPE_SECONDS))
+    with ThreadPoolExecutor(len(asked)) as pool:
+        under_way = [pool.submit(ask_again, *what) for what in asked]
+        try:
+            yield lambda wanted: on.set() if wanted else on.clear()
+        finally:
+            ended.set()
+            on.set()
+        for future in under_way:
+            future.result()
+
+
+def measure_server(model: Path, effort: Effort) -> dict[str, Any]:
+    """Compare a server that is watched with itself when nobody looks."""
+    os.environ["VLLM_PLUGINS"] = "flexquant"  # without which vLLM serves no plugin's routes
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"flexquant": {"trace": str(Path(folder) / "trace.jsonl"), "requests": True}}
+        arguments = ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "512"]
+        arguments += ["--served-model-name", "merged", "--additional-config", json.dumps(options)]
+        body = {"model": "merged", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
+        with vllm_serve(model, *arguments) as url:
+            request = urllib.request.Request(
+                f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+
+            def serve() -> None:
+                for _ in range(REQUESTS):
+                    with urllib.request.urlopen(request, timeout=600) as reply:
+                        reply.read()
+
+            with watcher(url.removesuffix("/v1")) as watched:
+                return measure(serve, watched, effort)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="merged checkpoint")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--rounds", type=int, default=20, help="at least (%(default)s)")
+    parser.add_argument("--max-rounds", type=int, default=200, help="at most (%(default)s)")
+    parser.add_argument("--width", type=float, default=0.01, help="of an interval, to stop (%(default)s)")
+    args = parser.parse_args()
+    effort = Effort(args.rounds, args.max_rounds, args.width)
+    result = {
+        "argv": ["python", "-m", "benchmarks.watching", *describe_command()[1:]],
+        "commit": git_commit(),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "worker": measure_worker(args.model, effort),
+        "server": measure_server(args.model, effort),
+    }
+    args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for part in ("worker", "server"):
+        print(f"{part}: {result[part]['words']}; ratio {result[part]['ratio']:.4f}")
+
+
+if __name__ == "__main__":
+    main()
