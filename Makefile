@@ -45,7 +45,7 @@ OLDEST_TESTS := tests/unit/test_cpu_int8.py $(addprefix tests/integration/test_,
 # Test files side by side, each process on its own cores; engines on one GPU would take each other's memory.
 JOBS ?= $(if $(HAS_CUDA),0,2)
 TESTS := -m "not full"
-TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py ray.py two_machines.py)
+TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py data_parallel.py ray.py two_machines.py)
 FULL_PROGRAMS := $(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/linters/bin:$(CURDIR)/.venv/chromium/usr/bin:$(CURDIR)/.venv/chromium/usr/lib/chromium
 # In the order of their names, so that the many short files of tests/unit fill the cores in the end.

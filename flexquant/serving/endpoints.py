@@ -9,9 +9,13 @@ adds routes of plugins only where the operator names the plugin: ``VLLM_PLUGINS=
 
 from __future__ import annotations
 
+import asyncio
 import importlib.resources
+import itertools
 import os
 import secrets
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
@@ -75,11 +79,24 @@ def _require(request: Request, keys: list[str]) -> None:
 
 
 async def status(request: Request) -> dict[str, Any]:
-    """Return the first engine's status; raises HTTPException 404 where no merged checkpoint is served."""
+    """Return the first rank's status with the counters of all engines in sum.
+
+    Raises HTTPException 404 where no merged checkpoint is served.
+    """
     ranks = await ask_ranks(request, "flexquant_status", timeout=STATUS_TIMEOUT)
-    first, *_ = ranks
     counted = [rank["counted"] for rank in ranks if rank["counted"] is not None]
-    return {**first, "counted": counted[0] if counted else None, "ranks": len(ranks)}
+    return {**ranks[0], "counted": add_up(counted) if counted else None, "ranks": len(ranks)}
+
+
+def add_up(counted: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Add the counters of several engines, by plan and phase."""
+    cells: dict[tuple[str, str], Counter[str]] = {}
+    for cell in itertools.chain.from_iterable(counted):
+        where = cell["plan"], cell["phase"]
+        cells.setdefault(where, Counter()).update(
+            {name: value for name, value in cell.items() if name not in ("plan", "phase")}
+        )
+    return [{"plan": plan, "phase": phase, **sums} for (plan, phase), sums in cells.items()]
 
 
 async def plans_of_request(request: Request, name: str) -> dict[str, Any]:
@@ -89,14 +106,14 @@ async def plans_of_request(request: Request, name: str) -> dict[str, Any]:
     HTTPException 404 where the request is not among the last, or requests are not followed.
     """
     ranks = await ask_ranks(request, "flexquant_requests", name, timeout=STATUS_TIMEOUT)
-    found = next((rank for rank in ranks if rank), None)
-    if found is None:
+    found = {record["request"]: record for record in itertools.chain.from_iterable(ranks)}
+    if not found:
         raise HTTPException(
             404,
             f"no request {name} among the last; give the id of a response, of a server that follows requests "
             "(additional-config 'flexquant.requests': true)",
         )
-    return {"requests": found}
+    return {"requests": list(found.values())}
 
 
 async def page() -> HTMLResponse:
@@ -123,10 +140,10 @@ def serves_merged(engine: Any) -> bool:
 
 
 async def ask_ranks(request: Request, method: str, *args: Any, timeout: float) -> list[Any]:
-    """Return what every rank of the first engine answers to a method of FlexQuant's worker extension.
+    """Return what every rank of every engine answers to a method of FlexQuant's worker extension.
 
-    All engines are asked. ``timeout`` in seconds. Raises HTTPException 404 where no merged checkpoint is
-    served, or by workers with another extension.
+    ``timeout`` in seconds. Data-parallel engines each answer between two of their own steps. Raises
+    HTTPException 404 where no merged checkpoint is served, or by workers with another extension.
     """
     engine = request.app.state.flexquant_engine
     if not serves_merged(engine):
@@ -134,5 +151,12 @@ async def ask_ranks(request: Request, method: str, *args: Any, timeout: float) -
         raise HTTPException(
             404, f"no merged checkpoint is served, or its workers' extension is '{extension}'"
         )
-    ranks: list[Any] = await engine.collective_rpc(method, timeout, args)
-    return ranks
+    # AsyncLLM.collective_rpc asks all engines too, but returns the answers of the first alone.
+    client = engine.engine_core
+    ranks: list[list[Any]] = await asyncio.gather(
+        *(
+            client._call_utility_async("collective_rpc", method, timeout, args, None, engine=core)
+            for core in client.core_engines
+        )
+    )
+    return [*itertools.chain.from_iterable(ranks)]

@@ -242,10 +242,19 @@ NAMES = (
         "vllm.v1.engine.async_llm",
         _RECAPTURE,
         {
-            "AsyncLLM.collective_rpc(method, timeout, args)": "asks and tells the workers",
+            "AsyncLLM.collective_rpc(method)": "tells the workers of all engines",
+            "AsyncLLM.engine_core": "the client of the engines, for what follows",
             "AsyncLLM.is_paused()": "an operator's pause stays",
             "AsyncLLM.pause_generation(*, mode, clear_cache)": "no pass runs while graphs are captured",
             "AsyncLLM.resume_generation()": "serving goes on",
+        },
+    ),
+    Names(
+        "vllm.v1.engine.core_client",
+        "AsyncLLM.collective_rpc returns the answers of all data-parallel engines",
+        {
+            "AsyncMPClient._call_utility_async(method, args, *, engine)": "asks and tells the workers of one",
+            "MPClient.core_engines": "all of them",
         },
     ),
     Names("vllm.compilation", _PIECEWISE, {"monitor": "a module that holds what follows"}),

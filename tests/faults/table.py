@@ -238,6 +238,14 @@ SERVING = (
         (COUNTS + "[V1-FULL_DECODE_ONLY]",),
     ),
     Fault(
+        "other-engines-not-asked",
+        "Of data-parallel engines the first alone is asked for its counters and told of another policy.",
+        "flexquant/serving/endpoints.py",
+        "for core in client.core_engines\n",
+        "for core in client.core_engines[:1]\n",
+        ("tests/integration/test_data_parallel.py::test_both_take_another_policy",),
+    ),
+    Fault(
         "full-graphs-outlive-a-policy",
         "Another policy is taken without other FULL graphs, whatever plans they hold.",
         "flexquant/serving/graphs.py",

@@ -47,6 +47,10 @@ BOMB = "\n".join(
 )
 
 
+Metrics = dict[tuple[str, frozenset[tuple[str, str]]], float]
+"""The samples of one scrape, by name and labels."""
+
+
 class Changed(NamedTuple):
     """What came of policies that were posted, in order."""
 
@@ -62,13 +66,13 @@ class Changed(NamedTuple):
     answers: list[int]
     """Tokens of the answers that it gave meanwhile."""
     status: dict[str, Any]
-    metrics: list[dict[tuple[str, frozenset[tuple[str, str]]], float]]
+    metrics: list[Metrics]
     passes: list[dict[str, Any]]
     """Of the trace, what it says of the policy included."""
 
 
 class Served(NamedTuple):
-    metrics: list[dict[tuple[str, frozenset[tuple[str, str]]], float]]
+    metrics: list[Metrics]
     """Of several requests: by sample and labels."""
     status: dict[str, Any]
     """From /flexquant, with the key."""
@@ -94,7 +98,7 @@ def plugin_routes() -> Iterator[None]:
         yield
 
 
-def scrape(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def scrape(url: str) -> Metrics:
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
         families = text_string_to_metric_families(reply.read().decode())
     return {

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Two data-parallel engines behind one server: both are counted, found and told of another policy."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from openai import OpenAI
+
+from flexquant.measuring.server import vllm_serve
+from flexquant.policy.rules import load_policy
+from flexquant.serving.client import apply_policy
+from flexquant.serving.metrics import FORWARD, POLICY, TOKENS
+from tests.integration.test_live_server import KEY, Metrics, ask, get_status, plugin_routes, scrape
+from tests.integration.two_ranks import needs_two_cores
+
+pytestmark = [*needs_two_cores, pytest.mark.full]
+REQUESTS, TOKENS_EACH = 8, 5
+
+
+class Served(NamedTuple):
+    metrics: Metrics
+    status: dict[str, Any]
+    found: list[Any]
+    """Of every request, and then of one with as many prompts, what /flexquant/requests says."""
+    traces: list[list[dict[str, Any]]]
+    """Of each engine, its passes."""
+    policies: list[list[str]]
+    """Of each engine, those that its trace names, in order."""
+    after: Metrics
+    """When the policy had been changed."""
+
+
+@pytest.fixture(scope="module")
+def served(tiny_merged: Any, tmp_path_factory: Any) -> Iterator[Served]:
+    merged: Path = tiny_merged() / "merged"
+    trace: Path = tmp_path_factory.mktemp("data-parallel") / "trace.jsonl"
+    files = [trace, trace.with_name(trace.name + ".dp1")]
+    options = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace), "requests": True}})
+    arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
+    arguments += ["--data-parallel-size", "2", "--served-model-name", "tiny", "--api-key", KEY]
+    with plugin_routes(), vllm_serve(merged, *arguments) as url:
+        root = url.removesuffix("/v1")
+        client = OpenAI(base_url=url, api_key=KEY)
+
+        def complete(number: int) -> str:
+            return client.completions.create(
+                model="tiny",
+                prompt=list(range(10, 20 + number)),
+                max_tokens=TOKENS_EACH,
+                extra_body={"ignore_eos": True},
+            ).id
+
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            names = list(pool.map(complete, range(REQUESTS)))
+        metrics = scrape(root)
+        _, status = get_status(root, f"Bearer {KEY}")
+        passes = [[record for record in read(file) if "phase" in record] for file in files]
+        several = client.completions.create(model="tiny", prompt=[[11] * 9] * REQUESTS, max_tokens=2)
+        found = [ask(f"{root}/flexquant/requests/{name}", f"Bearer {KEY}") for name in (*names, several.id)]
+        apply_policy(root, load_policy("w4a16"))
+        after = scrape(root)
+    policies = [[record["policy"] for record in read(file) if "policy" in record] for file in files]
+    yield Served(metrics, status, found, passes, policies, after)
+
+
+def read(trace: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in trace.read_text().splitlines()]
+
+
+def test_each_engine_counts_what_its_trace_tells(served: Served) -> None:
+    assert all(served.traces), "both engines have computed something"
+    for engine, passes in enumerate(served.traces):
+        expected: Counter[tuple[str, str]] = Counter()
+        tokens: Counter[tuple[str, str]] = Counter()
+        for record in passes:
+            expected[record["phase"], record["plan"]] += 1
+            tokens[record["phase"], record["plan"]] += record["scheduled_tokens"]
+        assert told(served.metrics, f"{FORWARD}_total", engine) == expected
+        assert told(served.metrics, f"{TOKENS}_total", engine) == tokens
+    computed = sum(10 + number + TOKENS_EACH - 1 for number in range(REQUESTS))
+    assert sum(record["scheduled_tokens"] for passes in served.traces for record in passes) == computed
+
+
+def told(metrics: Metrics, name: str, engine: int) -> dict[tuple[str, str], float]:
+    found = {}
+    for (sample, labels), value in metrics.items():
+        named = dict(labels)
+        if sample == name and named["engine"] == str(engine):
+            found[named["phase"], named["plan"]] = value
+    return found
+
+
+def test_the_status_is_the_sum_over_both(served: Served) -> None:
+    counted = {(cell["phase"], cell["plan"]): cell["tokens"] for cell in served.status["counted"]}
+    both = [Counter(told(served.metrics, f"{TOKENS}_total", engine)) for engine in range(2)]
+    assert counted == both[0] + both[1] and served.status["ranks"] == 2
+
+
+def test_a_request_is_found_at_the_engine_that_served_it(served: Served) -> None:
+    *single, (_, several) = served.found
+    for number, (code, answer) in enumerate(single):
+        assert code == 200
+        (request,) = answer["requests"]
+        assert sum(run["tokens"] for run in request["plans"]) == 10 + number + TOKENS_EACH - 1
+    assert len({request["request"] for request in several["requests"]}) == REQUESTS
+
+
+def test_both_take_another_policy(served: Served) -> None:
+    assert served.policies == [["phase", "w4a16"]] * 2
+    serving = [dict(labels) for (name, labels), value in served.after.items() if name == POLICY and value]
+    assert sorted((found["engine"], found["policy"]) for found in serving) == [("0", "w4a16"), ("1", "w4a16")]
