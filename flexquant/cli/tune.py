@@ -6,11 +6,16 @@ Starts an engine for each variant, as serving would, and times their forward pas
 turn. Where a variant overtakes another becomes a rule; the policy carries the times, a plot lies beside it.
 Stopped and started again with the same arguments, it goes on. Leave the machine to it alone.
 
+With --from-metrics nothing is measured here: the times of an earlier run are scaled to those that a live
+server takes for its traffic, and the policy that follows is written, with what it would save. It is not
+applied.
+
 examples:
   flexquant tune model-merged --output tuned.yaml
   flexquant tune model-merged --output tuned.yaml --variants w8a8,w4a16,w4a8 --objective latency
   flexquant tune model-merged --output tuned.yaml --slo ttft=300ms,tpot=30ms
   flexquant tune model-merged --output tuned.yaml --max-quality-loss 0.05 --quality results/quality.json
+  flexquant tune model-merged --output proposed.yaml --from-metrics http://127.0.0.1:8000 --times tuned.yaml
 """
 
 from __future__ import annotations
@@ -26,6 +31,9 @@ from flexquant.errors import UsageError
 from flexquant.tuning.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
+    from flexquant.policy.rules import Policy
+    from flexquant.tuning.objectives import Goal
+    from flexquant.tuning.policy_file import Output, Tuned
     from flexquant.tuning.rounds import Grid
 
 HELP = "measure the variants on this machine and write the policy that follows"
@@ -81,6 +89,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompt and answer of a request, for --objective throughput (default: %(default)s)",
     )
+    parser.add_argument(
+        "--from-metrics",
+        metavar="URL",
+        help="propose a policy for the traffic of this vllm serve, from its /metrics; of what follows, the "
+        "options that tell what is measured here mean nothing then",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="watch the server for so long; 0: take all that it has served since its start "
+        "(default: %(default)g)",
+    )
+    parser.add_argument(
+        "--times",
+        metavar="FILE",
+        help="policy of 'flexquant tune' with the times to scale (default: the one stored in the checkpoint)",
+    )
     parser.add_argument("--quick", action="store_true", help="few sizes and rounds, for a first look")
     add_effort(parser.add_argument, "every size")
     parser.add_argument("--max-batch", type=parse_count, metavar="N", help="sequences of the largest batch")
@@ -119,6 +146,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ]
         variants = kept
 
+    if args.from_metrics is not None:
+        return _propose(args, goal, output, variants)
+
     import_ahead()
     from flexquant.tuning.tuning import Tuning
 
@@ -134,9 +164,32 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     tuning.measure(lambda message: print(message, file=sys.stderr, flush=True), progress_bar)
     tuned = tuning.decide()
+    return _tell(tuned, tuning.write(tuned))
+
+
+def _propose(
+    args: argparse.Namespace, goal: Goal, output: Output, variants: dict[str, Policy]
+) -> dict[str, Any]:
+    from flexquant.checkpoint.merged_config import read_merged_config
+    from flexquant.policy.choose import find_measured
+    from flexquant.tuning.policy_file import write_files
+    from flexquant.tuning.retuning import Retuning
+    from flexquant.tuning.traffic import watch
+
+    if goal.objective == "throughput":
+        raise UsageError("--objective throughput needs the device; leave --from-metrics out")
+    merged, num_layers = read_merged_config(args.folder)
+    found = find_measured(args.times, merged.policy)
+    if found is None:
+        raise UsageError(f"{args.folder} stores no measured times; give a policy with some as --times")
+    retuning = Retuning(watch(args.from_metrics, args.seconds), found[0], variants, num_layers)
+    tuned = retuning.propose(goal, args.from_metrics)
+    return _tell(tuned, write_files(output, tuned, f"{args.folder.name}: time of a pass, scaled"))
+
+
+def _tell(tuned: Tuned, files: list[Path]) -> dict[str, Any]:
     for line in tuned.notes:
         print(line)
-    files = tuning.write(tuned)
     for file in files:
         print(f"wrote {file}")
     if len(files) == 1:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.errors import FlexQuantError
 from flexquant.policy.ranges import LayerRange
 from flexquant.policy.rules import PHASES, Derivation, Phase, Policy, Rule
@@ -37,6 +38,26 @@ class Plan:
             if variant != base
         ]
         return cls("+".join([base, *others]), layers)
+
+    @classmethod
+    def from_name(cls, name: str, num_layers: int) -> Plan:
+        """Return the plan of a name, for a model of ``num_layers`` decoder layers.
+
+        Raises FlexQuantError for a name that no plan of such a model has.
+        """
+        base, *others = name.split("+")
+        layers = [base] * num_layers
+        for variant, ranges in (part.removesuffix("]").split("[", 1) for part in others if "[" in part):
+            for first, _, last in (run.partition("-") for run in ranges.split(",")):
+                if first.isdecimal() and (last or first).isdecimal():
+                    run = range(int(first), int(last or first) + 1)
+                    layers[run.start : run.stop] = [variant] * len(run)
+        plan = cls.from_layers(tuple(layers)) if len(layers) == num_layers else None
+        if plan is None or plan.name != name:
+            raise FlexQuantError(f"'{name}' is no plan of a model with {num_layers} layers")
+        for variant in plan.variants:
+            check_variant_name(variant)
+        return plan
 
     @property
     def variants(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+from bisect import bisect_left
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,22 @@ import torch
 from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.utils import floatToGoString
 from vllm.config import CUDAGraphMode
 
 from flexquant.serving.forward_pass import Pass
+from flexquant.serving.metric_names import (
+    FORWARD,
+    HELP,
+    PADDED_TOKENS,
+    POLICY,
+    REPLAYS,
+    SECONDS,
+    SIZE,
+    SIZE_BUCKETS,
+    TOKENS,
+    WEIGHT_BYTES,
+)
 from flexquant.serving.pass_times import PassTimer
 
 if TYPE_CHECKING:
@@ -35,24 +49,6 @@ FOLDER = "FLEXQUANT_METRICS_DIR"
 """Environment variable with the folder of the files: set in the front end, inherited by the workers."""
 OF_SEVERAL_SERVERS = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client's own; vLLM sets it where it starts several API servers."""
-
-FORWARD = "flexquant:forward"
-TOKENS = "flexquant:tokens"
-PADDED_TOKENS = "flexquant:padded_tokens"
-SECONDS = "flexquant:forward_seconds"
-REPLAYS = "flexquant:graph_replays"
-WEIGHT_BYTES = "flexquant:weight_bytes"
-POLICY = "flexquant:policy_info"
-HELP = {
-    FORWARD: "Forward passes of vLLM's scheduler.",
-    TOKENS: "Tokens of these passes, those that the scheduler asked for.",
-    PADDED_TOKENS: "Tokens of these passes with padding.",
-    SECONDS: "Time of these passes, from the description of the batch to the logits.",
-    REPLAYS: "Of these passes those that ran from CUDA graphs.",
-    WEIGHT_BYTES: "Bytes of weights on a rank, as kernels keep them; 'shared' by several variants.",
-    POLICY: "1 for the policy that routes, 0 for one that did before it.",
-}
-"""Of counters without the ``_total`` that Prometheus puts behind their names."""
 
 _own_folder: tempfile.TemporaryDirectory[str] | None = None
 _collector: MultiProcessCollector | None = None
@@ -94,6 +90,7 @@ def metrics_of_worker(vllm_config: VllmConfig) -> PassMetrics | None:
 
 Labels = tuple[tuple[str, str], ...]
 """Names and values."""
+SIZE_ENDS = [floatToGoString(end) for end in (*SIZE_BUCKETS, float("inf"))]
 
 
 class PassMetrics:
@@ -103,9 +100,11 @@ class PassMetrics:
         """``labels`` are those of every metric; ``device`` runs the passes."""
         self._labels = labels
         self._counters = MmapedDict(str(folder / f"counter_flexquant{os.getpid()}.db"))
+        self._sizes = MmapedDict(str(folder / f"histogram_flexquant{os.getpid()}.db"))
         # Of several engines that tell the same the largest value is shown.
         self._gauges = MmapedDict(str(folder / f"gauge_max_flexquant{os.getpid()}.db"))
         self._key = functools.cache(self._make_key)
+        self._buckets = functools.cache(self._make_buckets)
         self._timer = PassTimer(device, self._add_seconds)
         self._last: Labels = ()
         """Plan and phase of the pass that was counted last."""
@@ -133,6 +132,7 @@ class PassMetrics:
         self._add(FORWARD, 1, *labels)
         self._add(TOKENS, forward_pass.scheduled_tokens, *labels)
         self._add(PADDED_TOKENS, forward_pass.tokens, *labels)
+        self._observe_size(forward_pass, labels)
         if graph != CUDAGraphMode.NONE:
             self._add(REPLAYS, 1, *labels, ("mode", graph.name))
 
@@ -155,10 +155,20 @@ class PassMetrics:
     def _add_seconds(self, labels: Labels, seconds: float) -> None:
         self._add(SECONDS, seconds, *labels)
 
+    def _observe_size(self, forward_pass: Pass, labels: Labels) -> None:
+        decodes = forward_pass.phase == "decode"
+        size = forward_pass.sequences if decodes else forward_pass.scheduled_tokens
+        add_to(self._sizes, self._buckets(labels)[bisect_left(SIZE_BUCKETS, size)], 1)
+        add_to(self._sizes, self._key(SIZE, f"{SIZE}_sum", labels), size)
+
+    def _make_buckets(self, labels: Labels) -> list[str]:
+        keys = [self._make_key(SIZE, f"{SIZE}_bucket", (*labels, ("le", end))) for end in SIZE_ENDS]
+        for key in keys:
+            add_to(self._sizes, key, 0)
+        return keys
+
     def _add(self, metric: str, amount: float, *labels: tuple[str, str]) -> None:
-        key = self._key(metric, f"{metric}_total", labels)
-        value, _ = self._counters.read_value(key)
-        self._counters.write_value(key, value + amount, 0.0)
+        add_to(self._counters, self._key(metric, f"{metric}_total", labels), amount)
 
     def _set(self, metric: str, value: float, *labels: tuple[str, str]) -> None:
         self._gauges.write_value(self._key(metric, metric, labels), float(value), 0.0)
@@ -166,3 +176,8 @@ class PassMetrics:
     def _make_key(self, metric: str, sample: str, labels: Labels) -> str:
         named = dict(self._labels + labels)
         return mmap_key(metric, sample, list(named), list(named.values()), HELP[metric])
+
+
+def add_to(values: MmapedDict, key: str, amount: float) -> None:
+    value, _ = values.read_value(key)
+    values.write_value(key, value + amount, 0.0)

@@ -10,5 +10,7 @@ deciding     from samples to the variant of every size, in ranges, with the cros
 objectives   what the decision optimises: latency, throughput, both in balance, or bounds on TTFT and TPOT
 memory       how many requests fit into the device's memory beside the weights of given variants
 notes        the sentences that tell what a policy rests on
+traffic      which passes a live server has, and how long they take
+retuning     the policy that follows from a live server's traffic and times that were measured before
 policy_file  the policy as commented YAML; plot draws the times
 """

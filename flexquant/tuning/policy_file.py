@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.rules import SCHEMA, Policy, parse_policy
 from flexquant.policy.times_table import UNITS, format_times
 from flexquant.tuning.deciding import Decision
+from flexquant.tuning.plot import save_plot
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,18 @@ class Output:
         return self.policy.with_name(self.policy.name + ".samples.json")
 
 
+@dataclass(frozen=True)
+class Tuned:
+    """What a run has decided."""
+
+    document: dict[str, Any]
+    """The policy."""
+    decision: Decision
+    times: PassTimes
+    notes: list[str]
+    """Sentences for the user: what was measured where, crossovers, what was left out and why."""
+
+
 def policy_document(
     decision: Decision, candidates: Mapping[str, Policy], times: PassTimes, goal: str
 ) -> dict[str, Any]:
@@ -64,14 +77,20 @@ def policy_document(
     return document
 
 
-def write_policy(
-    file: Path, document: dict[str, Any], decision: Decision, times: PassTimes, notes: Sequence[str]
-) -> None:
-    """Write the policy below ``notes`` and a table of the times; the file appears when it is complete."""
-    comments = [*notes, "", *format_times(times, decision.variant)]
+def write_files(output: Output, tuned: Tuned, title: str) -> list[Path]:
+    """Write the policy and, if matplotlib is there, the plot under ``title``; return their paths.
+
+    The policy comes below the notes and a table of the times; it appears when it is complete.
+    """
+    comments = [*tuned.notes, "", *format_times(tuned.times, tuned.decision.variant)]
     text = "\n".join(f"# {line}".rstrip() for line in comments)
-    with staged_file(file) as partial:
-        partial.write_text(f"{text}\n{to_yaml(document, compact=True)}", encoding="utf-8")
+    with staged_file(output.policy) as partial:
+        partial.write_text(f"{text}\n{to_yaml(tuned.document, compact=True)}", encoding="utf-8")
+    try:
+        save_plot(tuned.times, tuned.decision, title, output.plot)
+    except ImportError:
+        return [output.policy]
+    return [output.policy, output.plot]
 
 
 def describe(decision: Decision) -> str:

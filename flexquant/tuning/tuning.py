@@ -7,7 +7,6 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ from flexquant.checkpoint.provenance import folder_label
 from flexquant.errors import UsageError
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.measuring.workers import Worker, start_workers
-from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.rules import Policy
 from flexquant.prediction.model_shape import read_model_shape
 from flexquant.tuning.deciding import (
-    Decision,
     TooNoisyError,
     check_decidable,
     decide,
@@ -32,22 +29,11 @@ from flexquant.tuning.deciding import (
 from flexquant.tuning.memory import Memory
 from flexquant.tuning.notes import batch_notes, bound_notes, crossover_notes, origin_notes, unused_notes
 from flexquant.tuning.objectives import Goal, meet, optimise
-from flexquant.tuning.plot import save_plot
-from flexquant.tuning.policy_file import Output, policy_document, write_policy
+from flexquant.tuning.policy_file import Output, Tuned, policy_document, write_files
 from flexquant.tuning.rounds import Grid, Rounds, between
 from flexquant.tuning.samples import PHASES, Samples
 
 Bar = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
-
-
-@dataclass(frozen=True)
-class Tuned:
-    document: dict[str, Any]
-    """The policy."""
-    decision: Decision
-    times: PassTimes
-    notes: list[str]
-    """Sentences for the user: what was measured where, crossovers, what was left out and why."""
 
 
 class Tuning:
@@ -149,13 +135,9 @@ class Tuning:
 
     def write(self, tuned: Tuned) -> list[Path]:
         """Write the policy and, if matplotlib is there, the plot; return their paths."""
-        write_policy(self._output.policy, tuned.document, tuned.decision, tuned.times, tuned.notes)
+        files = write_files(self._output, tuned, f"{self._run['model']}: time of a pass")
         self._output.samples.unlink(missing_ok=True)
-        try:
-            save_plot(tuned.times, tuned.decision, f"{self._run['model']}: time of a pass", self._output.plot)
-        except ImportError:
-            return [self._output.policy]
-        return [self._output.policy, self._output.plot]
+        return files
 
     @property
     def _names(self) -> list[str]:

@@ -246,6 +246,14 @@ SERVING = (
         ("tests/integration/test_data_parallel.py::test_both_take_another_policy",),
     ),
     Fault(
+        "live-times-not-taken",
+        "A policy is proposed from the times that were measured, whatever the live server takes.",
+        "flexquant/tuning/retuning.py",
+        "*(seconds * ratios[variant, phase] for seconds in measured)",
+        "*(seconds for seconds in measured)",
+        ("tests/unit/test_retuning.py::test_a_live_time_that_differs_moves_the_crossover",),
+    ),
+    Fault(
         "full-graphs-outlive-a-policy",
         "Another policy is taken without other FULL graphs, whatever plans they hold.",
         "flexquant/serving/graphs.py",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from flexquant.serving.metrics import FORWARD, REPLAYS, SECONDS, TOKENS
+from flexquant.serving.metric_names import FORWARD, REPLAYS, SECONDS, TOKENS
 from tests.gpu.conftest import RUNNERS, graph_engine
 from tests.gpu.test_plans_in_graphs import BY_BATCH
 from tests.integration.conftest import answers

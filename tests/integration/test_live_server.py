@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,16 +27,18 @@ from flexquant.errors import FlexQuantError
 from flexquant.measuring.server import vllm_serve
 from flexquant.policy.rules import load_policy
 from flexquant.serving.client import ADMIN_KEY, apply_policy
-from flexquant.serving.metrics import (
-    FOLDER,
+from flexquant.serving.metric_names import (
     FORWARD,
     PADDED_TOKENS,
     POLICY,
     REPLAYS,
     SECONDS,
+    SIZE_BUCKETS,
     TOKENS,
     WEIGHT_BYTES,
 )
+from flexquant.serving.metrics import FOLDER
+from flexquant.tuning.traffic import Traffic, watch
 from tests.policies import LAYERED_DECODE
 
 pytestmark = pytest.mark.engine
@@ -83,6 +86,10 @@ class Served(NamedTuple):
     changed: Changed
     answered: list[tuple[int, Any]]
     """Of a response to two prompts, and of none: what /flexquant/requests says."""
+    traffic: Traffic
+    """All that the server has had, before the last change too."""
+    all_passes: list[dict[str, Any]]
+    proposal: Path
 
 
 @contextmanager
@@ -156,8 +163,24 @@ def served(request: pytest.FixtureRequest, tiny_merged: Any, tmp_path_factory: A
         names = (two.id, "cmpl-nobodys")
         answered = [ask(f"{root}/flexquant/requests/{name}", f"Bearer {KEY}") for name in names]
         refused.append(ask(f"{root}/flexquant/requests/{two.id}", None)[0])
-        changed = change_policies(root, client, trace, tmp_path_factory.mktemp("policies"), 4 * request.param)
-    return Served(metrics, status, refused, header, passes, changed, answered)
+        folder = tmp_path_factory.mktemp("policies")
+        changed = change_policies(root, client, trace, folder, 4 * request.param)
+        traffic = watch(root, 0)
+        proposal = propose(merged, root, folder)
+    every = [record for line in trace.read_text().splitlines() if "phase" in (record := json.loads(line))]
+    return Served(metrics, status, refused, header, passes, changed, answered, traffic, every, proposal)
+
+
+def propose(merged: Path, root: str, folder: Path) -> Path:
+    """Have ``flexquant tune`` propose a policy, from times by which W4A16 is the faster everywhere."""
+    curves = {"w8a8": {"1": [9, 9, 9], "64": [99, 99, 99]}, "w4a16": {"1": [1, 1, 1], "64": [11, 11, 11]}}
+    times = {"origin": {}, "context": 16, "context_ns": 0, "decode_ms": curves, "prefill_ms": curves}
+    document = {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}], "measured": times}
+    (folder / "times.yaml").write_text(json.dumps(document))
+    output = folder / "proposed.yaml"
+    arguments = ["--from-metrics", root, "--seconds", "0", "--times", str(folder / "times.yaml")]
+    assert cli.main(["tune", str(merged), "--output", str(output), *arguments]) == 0
+    return output
 
 
 def change_policies(root: str, client: OpenAI, trace: Path, folder: Path, scrapes: int) -> Changed:
@@ -357,3 +380,24 @@ def test_the_command_tells_what_a_change_would_do(served: Served, monkeypatch: A
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
     assert cli.main(["policy", "apply", "127.0.0.1:8000", "w8a8"]) == 1
     assert "no URL of a server" in capsys.readouterr().err
+
+
+def test_the_traffic_that_a_policy_is_proposed_for_is_that_of_the_trace(served: Served) -> None:
+    found: Counter[tuple[str, str, int]] = Counter()
+    for cell in served.traffic.cells:
+        found[cell.plan, cell.phase, bisect_left(SIZE_BUCKETS, cell.size)] += round(cell.passes)
+    expected: Counter[tuple[str, str, int]] = Counter()
+    for p in served.all_passes:
+        size = p["sequences"] if p["phase"] == "decode" else p["scheduled_tokens"]
+        expected[p["plan"], p["phase"], bisect_left(SIZE_BUCKETS, size)] += 1
+    assert found == expected
+    assert sorted(served.traffic.variants) == ["shared", "w4a16", "w8a8"]
+
+
+def test_a_proposal_is_a_policy_and_changes_nothing(served: Served) -> None:
+    policy = load_policy(str(served.proposal))
+    assert policy.variants == ("w4a16",), "by these times nothing else pays"
+    text = served.proposal.read_text()
+    assert f"{served.traffic.passes} passes under {served.traffic.policy}" in text
+    assert "nothing has been applied" in text
+    assert served.traffic.policy == served.changed.status["policy"]["name"]

@@ -29,7 +29,7 @@ from flexquant.tuning.deciding import (
 from flexquant.tuning.memory import Memory
 from flexquant.tuning.notes import batch_notes, bound_notes, crossover_notes, origin_notes, unused_notes
 from flexquant.tuning.objectives import Goal, Slo, meet, optimise
-from flexquant.tuning.policy_file import Output, policy_document, write_policy
+from flexquant.tuning.policy_file import Output, Tuned, policy_document, write_files
 from flexquant.tuning.rounds import CPU, GPU, QUICK_CPU, QUICK_GPU, Grid, Rounds, between
 from flexquant.tuning.samples import Samples
 from flexquant.tuning.tuning import Tuning
@@ -268,7 +268,9 @@ def test_the_policy_says_what_was_decided(tmp_path):
     decision = plain(samples)
     times = samples.pass_times(16, {"model": "m", "date": "2026-11-21"})
     document = policy_document(decision, find_policies(VARIANTS, VARIANTS), times, "latency")
-    write_policy(tmp_path / "tuned.yaml", document, decision, times, ["Tuned here."])
+    tuned = Tuned(document, decision, times, ["Tuned here."])
+    files = write_files(Output(tmp_path / "tuned.yaml"), tuned, "m")
+    assert files[0] == tmp_path / "tuned.yaml"
     policy = load_policy(str(tmp_path / "tuned.yaml"))
     table = build_route_table(policy, VARIANTS, num_layers=2, max_tokens=256, max_decode_tokens=64)
     for size in range(1, 65):

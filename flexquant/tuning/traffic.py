@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The traffic of a live server: how many passes of which size each plan ran, and how long they took."""
+
+from __future__ import annotations
+
+import math
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from flexquant.errors import FlexQuantError, UsageError
+from flexquant.serving.metric_names import POLICY, SECONDS, SIZE, WEIGHT_BYTES
+
+FEWEST_PASSES = 100
+
+Counters = Mapping[tuple[str, ...], float]
+"""Values by metric, plan, phase, bucket, policy and variant, each empty where the metric has none."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Passes of one plan, phase and size."""
+
+    plan: str
+    phase: str
+    size: int
+    """Sequences of decode passes, tokens of others: the middle of a bucket."""
+    passes: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a server has computed while it was watched."""
+
+    cells: Sequence[Cell]
+    seconds: Mapping[tuple[str, str], float]
+    """By plan and phase, the time of its passes."""
+    policy: str
+    """The name of the policy that routes."""
+    variants: Sequence[str]
+    """Those that are loaded."""
+
+    @property
+    def passes(self) -> int:
+        return round(sum(cell.passes for cell in self.cells))
+
+
+def watch(url: str, seconds: float) -> Traffic:
+    """Return the traffic of the next ``seconds``; 0: that since the server's start.
+
+    ``url`` is that of ``vllm serve``. Raises FlexQuantError where no merged checkpoint is served there, and
+    for fewer than FEWEST_PASSES passes.
+    """
+    before: Counters = {}
+    if seconds:
+        before = _read_counters(url)
+        time.sleep(seconds)
+    traffic = _traffic(_read_counters(url), before)
+    if traffic.passes < FEWEST_PASSES:
+        span = f" in {seconds:g} s" if seconds else ""
+        raise FlexQuantError(
+            f"{url} has had {traffic.passes} passes{span}, too few to tell its traffic; watch it under its "
+            f"usual load until there are {FEWEST_PASSES} or more"
+        )
+    return traffic
+
+
+def _read_counters(url: str) -> Counters:
+    """Return the counters, in sum over the server's engines."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"'{url}' is no URL of a server; write e.g. http://127.0.0.1:8000")
+    page = f"{url.rstrip('/').removesuffix('/v1')}/metrics"
+    try:
+        with urllib.request.urlopen(page, timeout=60) as reply:
+            text = reply.read().decode()
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    except (OSError, ValueError) as e:
+        raise FlexQuantError(f"cannot read {page} ({e}); check that vllm serve runs there") from e
+    found: dict[tuple[str, ...], float] = defaultdict(float)
+    for name, labels, value, *_ in samples:
+        told = (labels.get(key, "") for key in ("plan", "phase", "le", "policy", "variant"))
+        if name.startswith("flexquant:"):
+            found[name, *told] += value
+    if not found:
+        raise FlexQuantError(f"{page} has no metrics of FlexQuant; give the URL of a server of a merged one")
+    return found
+
+
+def _traffic(after: Counters, before: Counters) -> Traffic:
+    cumulative: dict[tuple[str, str], dict[float, float]] = defaultdict(dict)
+    seconds: dict[tuple[str, str], float] = {}
+    for (name, plan, phase, end, *_), value in after.items():
+        if name == f"{SIZE}_bucket":
+            cumulative[plan, phase][float(end)] = value
+        elif name == f"{SECONDS}_total":
+            seconds[plan, phase] = value - before.get((name, plan, phase, "", "", ""), 0.0)
+    for (name, plan, phase, end, *_), value in before.items():
+        if name == f"{SIZE}_bucket":
+            cumulative[plan, phase][float(end)] -= value
+    cells = [
+        Cell(plan, phase, _middle(low, high), count - below)
+        for (plan, phase), counts in cumulative.items()
+        for (low, below), (high, count) in pairwise([(0.0, 0.0), *sorted(counts.items())])
+        if count > below
+    ]
+    named = [(policy, name, value) for (name, *_, policy, _), value in after.items()]
+    return Traffic(
+        cells,
+        seconds,
+        next((policy for policy, name, value in named if name == POLICY and value), "unknown"),
+        [variant for (name, *_, variant) in after if name == WEIGHT_BYTES],
+    )
+
+
+def _middle(low: float, high: float) -> int:
+    """Return the middle of a bucket's sizes, from above ``low`` to ``high``, by ratio."""
+    return round(low + 1 if math.isinf(high) else math.sqrt((low + 1) * high))
