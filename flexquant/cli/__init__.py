@@ -29,6 +29,7 @@ SUBCOMMANDS = (
     "split",
     "policy",
     "eval",
+    "sensitivity",
     "tune",
     "simulate",
     "predict",
