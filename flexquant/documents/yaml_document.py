@@ -133,9 +133,9 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
         if isinstance(node, yaml.MappingNode):
             return read_mapping(node, path)
         try:
-            return loader.construct_object(node)
+            return _plain(loader.construct_object(node))
         except ValueError as e:
-            document.fail(path, f"is '{node.value}', which YAML cannot read ({e}); correct or quote it")
+            document.fail(path, f"is {node.value!r}, which cannot be read ({e}); correct or quote it")
 
     def read_mapping(node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
@@ -143,7 +143,10 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
                 raise FlexQuantError(f"{source}, line {line}: a key is a list or mapping; write text instead")
-            key = key_node.value
+            try:
+                key = _plain(key_node.value)
+            except ValueError as e:
+                raise FlexQuantError(f"{source}, line {line}: a key cannot be read ({e}); correct it") from e
             if key in mapping:
                 first, lines[(*path, key)] = lines[(*path, key)], line
                 document.fail((*path, key), f"was given in line {first} already; remove one of the two")
@@ -152,3 +155,18 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
         return mapping
 
     return Document(read(root, ()), source, kind, lines)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as every process of a server can hand it on; raise ValueError if none could.
+
+    JSON writes a character of more than 16 bit as two escapes, which PyYAML leaves two halves.
+    """
+    if isinstance(value, str) and not value.isascii():
+        try:
+            return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+        except UnicodeDecodeError as e:
+            raise ValueError("half of a character, the other half of which is missing") from e
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise ValueError("a number of more than 63 bit")
+    return value

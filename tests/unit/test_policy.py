@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from flexquant.errors import FlexQuantError
 from flexquant.policy.choose import DEFAULT_POLICY
 from flexquant.policy.ranges import Bounds
-from flexquant.policy.rules import builtin_policies, load_policy, parse_policy
+from flexquant.policy.rules import builtin_policies, load_policy, parse_policy, parse_policy_text
 from tests import programs
 
 FULL = """\
@@ -362,6 +363,31 @@ def test_bad_document_is_refused_without_a_line(document: dict, message: str) ->
     with pytest.raises(FlexQuantError) as error:
         parse_policy(document, source="model's policy")
     assert str(error.value).startswith(message)
+
+
+def test_characters_that_json_writes_as_two_escapes_are_one() -> None:
+    description = "fast \U0001f680, caf\u00e9"
+    document = {"schema": "flexquant.policy/v1", "description": description, "rules": [{"use": "w8a8"}]}
+    policy = parse_policy_text(json.dumps(document).encode(), "posted", "posted")
+    assert policy.description == policy.document["description"] == description
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ('"description": "a \\ud83d"', "line 2: description is 'a \\ud83d', which cannot be read (half of a"),
+        ('"description": "\\ude00\\ud83d"', "which cannot be read (half of a character"),
+        ('"\\ud83d": 1', "line 2: a key cannot be read (half of a character"),
+        (f'"measured": {2**63}', f"line 2: measured is '{2**63}', which cannot be read (a number of more"),
+        (f'"measured": -{"9" * 300}', "which cannot be read (a number of more than 63 bit)"),
+        (f'"measured": {"59:" * 20}59', "which cannot be read (a number of more than 63 bit)"),
+    ],
+)
+def test_what_no_other_process_could_be_told_is_refused(entry: str, problem: str) -> None:
+    text = f'{{"schema": "flexquant.policy/v1", "rules": [{{"use": "w8a8"}}],\n{entry}}}'
+    with pytest.raises(FlexQuantError, match=re.escape(problem)) as error:
+        parse_policy_text(text.encode(), "posted", "posted")
+    assert str(error.value).encode()
 
 
 def test_a_few_lines_that_aliases_make_endless_are_refused(tmp_path: Path) -> None:
