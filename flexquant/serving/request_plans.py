@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,13 +29,25 @@ class RequestPlans:
         while len(self._runs) > KEPT:
             del self._runs[next(iter(self._runs))]
 
-    def find(self, name: str) -> list[dict[str, Any]]:
-        """Return the requests whose names begin with ``name``, each with its runs of one plan in order.
+    def find(self, response: str) -> list[dict[str, Any]]:
+        """Return the requests that a response answers, each with its runs of one plan in order.
 
-        vLLM's names begin with the ``id`` of the response; one response may answer several prompts.
+        ``response`` is its ``id``. One response may answer several prompts, or one prompt several times.
         """
+        name = name_of_request(response)
         return [
             {"request": request, "plans": [{"plan": plan, "tokens": number} for plan, number in runs]}
             for request, runs in self._runs.items()
-            if request.startswith(name)
+            if name.fullmatch(request)
         ]
+
+
+def name_of_request(response: str) -> re.Pattern[str]:
+    """Return what vLLM's names of the requests look like that the response with this ``id`` answers.
+
+    In front stands which of several answers to one prompt (``n``) it is; behind, which of several prompts,
+    which path of a beam search, and eight random digits. Nothing shorter than the ``id`` finds it: who
+    knows none learns none.
+    """
+    answer, prompt, beam, random = r"(\d+_)?", r"([-_]\d+)?", r"(-[0-9a-f]{16}-beam-\d+)?", r"(-[0-9a-f]{8})?"
+    return re.compile(answer + re.escape(response) + prompt + beam + random)

@@ -25,9 +25,9 @@ class FlexQuantWorker:
         """
         self.get_model().observer.request_names = lambda: self.model_runner.input_batch.req_ids
 
-    def flexquant_requests(self: Any, name: str) -> list[dict[str, Any]]:
-        """Return the requests whose names begin with ``name`` (:meth:`RequestPlans.find`)."""
-        return self.get_model().records.requests.find(name)
+    def flexquant_requests(self: Any, response: str) -> list[dict[str, Any]]:
+        """Return the requests that a response answers (:meth:`RequestPlans.find`)."""
+        return self.get_model().records.requests.find(response)
 
     def flexquant_change_policy(
         self: Any, name: str, document: dict[str, Any], dry_run: bool

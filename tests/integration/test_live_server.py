@@ -85,7 +85,7 @@ class Served(NamedTuple):
     passes: list[dict[str, Any]]
     changed: Changed
     answered: list[tuple[int, Any]]
-    """Of a response to two prompts, and of none: what /flexquant/requests says."""
+    """What /flexquant/requests says of a response to two prompts, of one with two answers, and of none."""
     traffic: Traffic
     """All that the server has had, before the last change too."""
     all_passes: list[dict[str, Any]]
@@ -160,7 +160,10 @@ def served(request: pytest.FixtureRequest, tiny_merged: Any, tmp_path_factory: A
         two = client.completions.create(
             model="tiny", prompt=[[11] * 30, [12] * 40], max_tokens=6, extra_body={"ignore_eos": True}
         )
-        names = (two.id, "cmpl-nobodys")
+        again = client.completions.create(
+            model="tiny", prompt=[13] * 20, max_tokens=6, n=2, extra_body={"ignore_eos": True}
+        )
+        names = (two.id, again.id, "cmpl-nobodys", "cmpl-")
         answered = [ask(f"{root}/flexquant/requests/{name}", f"Bearer {KEY}") for name in names]
         refused.append(ask(f"{root}/flexquant/requests/{two.id}", None)[0])
         folder = tmp_path_factory.mktemp("policies")
@@ -293,13 +296,15 @@ def test_the_status_asks_for_vllms_key(served: Served) -> None:
 
 
 def test_a_response_can_be_asked_which_plans_served_it(served: Served) -> None:
-    (found, of_two), (missing, _) = served.answered
-    assert (found, missing) == (200, 404)
+    (found, of_two), (found_again, of_n), *missing = served.answered
+    assert (found, found_again, *(code for code, _ in missing)) == (200, 200, 404, 404)
     plans = [[(run["plan"], run["tokens"]) for run in request["plans"]] for request in of_two["requests"]]
     assert [sum(tokens for _, tokens in runs) for runs in plans] == [30 + 5, 40 + 5]
     for runs, prompt in zip(plans, (30, 40), strict=True):
         assert runs[0][0] == "w8a8" and runs[0][1] >= prompt
         assert runs[-1][0] == "w4a16"
+    tokens = [sum(run["tokens"] for run in request["plans"]) for request in of_n["requests"]]
+    assert tokens == [20 + 5] * 2
 
 
 def test_the_trace_names_the_requests_of_each_pass(served: Served) -> None:

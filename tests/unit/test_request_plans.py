@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Which plans served the requests that a response answers, found by the response's id alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexquant.serving.request_plans import KEPT, RequestPlans
+
+COMPLETION, CHAT, RESPONSE = "cmpl-97de04d2af853d53", "chatcmpl-a1643df193f2ed39", "resp_bd0a3713"
+
+
+@pytest.mark.parametrize(
+    ("response", "request_name"),
+    [
+        (COMPLETION, f"{COMPLETION}-0-93f2ed39"),
+        (COMPLETION, f"{COMPLETION}-17-a1643df1"),
+        (COMPLETION, f"3_{COMPLETION}-0-bd0a3713"),
+        (COMPLETION, f"{COMPLETION}-945801adeba23b4b-beam-1-875983fc"),
+        (COMPLETION, f"{COMPLETION}-0"),
+        (CHAT, f"{CHAT}-93f2ed39"),
+        (CHAT, f"1_{CHAT}-93f2ed39"),
+        (CHAT, f"{CHAT}_2-93f2ed39"),
+        (CHAT, CHAT),
+        (RESPONSE, f"{RESPONSE}_0-93f2ed39"),
+        ("cmpl-a.*(b", "cmpl-a.*(b-0-93f2ed39"),
+    ],
+)
+def test_a_response_finds_its_requests(response: str, request_name: str) -> None:
+    plans = RequestPlans()
+    plans.record({request_name: 20}, "w8a8")
+    plans.record({request_name: 1, "cmpl-another-0-93f2ed39": 1}, "w4a16")
+    plans.record({request_name: 1}, "w4a16")
+    runs = [{"plan": "w8a8", "tokens": 20}, {"plan": "w4a16", "tokens": 2}]
+    assert plans.find(response) == [{"request": request_name, "plans": runs}]
+
+
+@pytest.mark.parametrize(
+    "response", ["", "c", "cmpl", "cmpl-", "cmpl-97de", "0_", "3_cmpl", "cmpl-.*", f"{COMPLETION}-0-0"]
+)
+def test_what_is_no_responses_id_finds_nothing(response: str) -> None:
+    plans = RequestPlans()
+    plans.record({f"{COMPLETION}-0-93f2ed39": 20, f"3_{COMPLETION}-0-bd0a3713": 20}, "w8a8")
+    assert plans.find(response) == []
+
+
+def test_the_response_whose_id_begins_like_another_is_not_taken_for_it() -> None:
+    plans = RequestPlans()
+    plans.record({"cmpl-mine-0-89fbf9ed": 20, "cmpl-mine-0-0-957b8590": 30}, "w8a8")
+    assert [found["request"] for found in plans.find("cmpl-mine")] == ["cmpl-mine-0-89fbf9ed"]
+
+
+def test_the_last_requests_are_kept() -> None:
+    plans = RequestPlans()
+    for number in range(KEPT + 1):
+        plans.record({f"cmpl-{number}-0-93f2ed39": 1}, "w8a8")
+    assert plans.find("cmpl-0") == []
+    assert plans.find("cmpl-1") and plans.find(f"cmpl-{KEPT}")
