@@ -10,6 +10,9 @@ from typing import Any
 
 KEPT = 4096
 """Requests that are remembered, the last ones to come."""
+NUMBER = re.compile(r"\d+_")
+REST = re.compile(r"([-_]\d+)?(-[0-9a-f]{16}-beam-\d+)?(-[0-9a-f]{8})?")
+"""Of the name of a request, in front of and behind the ``id`` of its response."""
 
 
 class RequestPlans:
@@ -34,20 +37,22 @@ class RequestPlans:
 
         ``response`` is its ``id``. One response may answer several prompts, or one prompt several times.
         """
-        name = name_of_request(response)
         return [
             {"request": request, "plans": [{"plan": plan, "tokens": number} for plan, number in runs]}
             for request, runs in self._runs.items()
-            if name.fullmatch(request)
+            if answers(response, request)
         ]
 
 
-def name_of_request(response: str) -> re.Pattern[str]:
-    """Return what vLLM's names of the requests look like that the response with this ``id`` answers.
+def answers(response: str, request: str) -> bool:
+    """Whether the response with this ``id`` answers the request of this name.
 
-    In front stands which of several answers to one prompt (``n``) it is; behind, which of several prompts,
-    which path of a beam search, and eight random digits. Nothing shorter than the ``id`` finds it: who
-    knows none learns none.
+    In front of the ``id``, vLLM writes which of several answers to one prompt (``n``) a request is; behind,
+    which of several prompts, which path of a beam search, and eight random digits. Nothing shorter than the
+    ``id`` finds it: who knows none learns none.
     """
-    answer, prompt, beam, random = r"(\d+_)?", r"([-_]\d+)?", r"(-[0-9a-f]{16}-beam-\d+)?", r"(-[0-9a-f]{8})?"
-    return re.compile(answer + re.escape(response) + prompt + beam + random)
+    number = NUMBER.match(request)
+    return any(
+        request.startswith(response, start) and REST.fullmatch(request, start + len(response))
+        for start in {0, number.end() if number else 0}
+    )
