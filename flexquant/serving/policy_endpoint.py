@@ -17,21 +17,60 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
-from fastapi import HTTPException, Query, Request
+from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from vllm.logger import init_logger
 
 from flexquant.errors import FlexQuantError
-from flexquant.policy.rules import Policy, parse_policy_text
-from flexquant.serving.endpoints import STATUS_TIMEOUT, ask_ranks
+from flexquant.policy.rules import MAX_RULES, SCHEMA, Policy, parse_policy_text
+from flexquant.serving.answers import PolicyChange, refusals
+from flexquant.serving.endpoints import STATUS_TIMEOUT, ask_ranks, authorise_admin
 
 logger = init_logger("vllm.flexquant.policy")
 
-MAX_BYTES = 1 << 20
-"""Of a posted policy."""
+MAX_BYTES = 1 << 17
+"""Of a posted policy: 30 times a tuned one. Worse ones of that size take seconds to read."""
 CAPTURE_TIMEOUT = 1800.0
 """Seconds for a change that captures CUDA graphs."""
 
+REFUSALS = refusals(
+    _400="A parameter of the query is wrong.",
+    _401="Not the administrator's key.",
+    _404="No merged checkpoint is served.",
+    _409="The server cannot take this policy.",
+    _413=f"The body has more than {MAX_BYTES} bytes.",
+    _422="The body is no policy, or the name is not printable.",
+)
+DOCUMENT = {
+    "type": "object",
+    "required": ["schema", "rules"],
+    "properties": {
+        "schema": {"const": SCHEMA},
+        "rules": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_RULES,
+            "items": {"type": "object", "required": ["use"]},
+        },
+    },
+    "examples": [{"schema": SCHEMA, "rules": [{"use": "w8a8"}]}],
+}
+"""What the OpenAPI schema says of a policy; all of it is in :mod:`flexquant.policy.rules`."""
+
 _one_at_a_time = asyncio.Lock()
+
+
+def add_policy_route(app: FastAPI) -> None:
+    """Add ``POST /flexquant/policy``."""
+    content = {kind: {"schema": DOCUMENT} for kind in ("application/json", "application/yaml")}
+    app.add_api_route(
+        "/flexquant/policy",
+        change_policy,
+        methods=["POST"],
+        dependencies=[Depends(authorise_admin)],
+        response_model=PolicyChange,
+        responses=REFUSALS,
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )
 
 
 async def change_policy(
@@ -41,11 +80,13 @@ async def change_policy(
 ) -> dict[str, Any]:
     """Have the server take the policy in the body, and return what that changes.
 
-    Raises HTTPException 413 for a body of more than 1 MiB, 422 for one that is no policy, and 409 for a
-    policy that this server cannot take, each with the reason; nothing is changed then.
+    Raises HTTPException 413 for a body of more than 128 KiB, 422 for one that is no policy, and 409 for a
+    policy that this server cannot take, each with the reason; nothing is changed then. The body is read as
+    YAML beside the server's loop, which goes on meanwhile.
     """
-    policy = read_policy(await read_body(request), name)
+    body = await read_body(request)
     async with _one_at_a_time:
+        policy = await asyncio.to_thread(read_policy, body, name)
         began = time.perf_counter()
         found = await _change(request, policy, dry_run=True)
         if not dry_run:
@@ -67,12 +108,12 @@ def read_policy(body: bytes, name: str) -> Policy:
 
 async def read_body(request: Request) -> bytes:
     """Return the body; raises HTTPException 413 as soon as it is too large."""
-    body = b""
+    body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BYTES:
             raise HTTPException(413, f"a policy of more than {MAX_BYTES} bytes; give one that is smaller")
-    return body
+    return bytes(body)
 
 
 async def _change(request: Request, policy: Policy, *, dry_run: bool) -> dict[str, Any]:

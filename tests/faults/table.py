@@ -281,7 +281,7 @@ SERVING = (
         "any-key-will-do",
         "The routes ask for a key, and take every one.",
         "flexquant/serving/endpoints.py",
-        '    if not (scheme.lower() == "bearer" and any(matches)):\n',
+        "    if not any(matches):\n",
         "    if False and matches:\n",
         ("tests/integration/test_live_server.py::test_the_status_asks_for_vllms_key[one server]",),
     ),

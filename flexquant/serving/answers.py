@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What FlexQuant's routes answer: for the server's OpenAPI schema, and held to by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from flexquant.policy.rules import Phase
+
+
+class Answer(BaseModel):
+    """Of these keys and no others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class PolicyName(Answer):
+    name: str
+    digest: str
+    """SHA-256 of the policy's document."""
+
+
+class RouteOfTokens(Answer):
+    """The plan of the passes of ``min_tokens`` to ``max_tokens`` tokens, both included."""
+
+    min_tokens: int
+    max_tokens: int
+    plan: str
+
+
+class LastPass(Answer):
+    """The fields of :class:`flexquant.serving.forward_pass.Pass`."""
+
+    phase: Phase
+    tokens: int
+    sequences: int
+    max_query_len: int
+    scheduled_tokens: int
+    plan: str
+
+
+class Counted(BaseModel):
+    """The counters of one plan and phase, by their names in ``/metrics`` without ``flexquant:``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    plan: str
+    phase: Phase
+    forward: float
+
+
+class Status(Answer):
+    """What the first rank serves, and all engines have counted."""
+
+    flexquant: str
+    architecture: str
+    policy: PolicyName
+    plans: dict[str, list[str]]
+    """By plan, the variant of each layer."""
+    routes: dict[Phase, list[RouteOfTokens]]
+    kernels: dict[str, list[str]]
+    """By variant."""
+    weight_bytes: dict[str, int]
+    last_pass: LastPass | None
+    counted: list[Counted] | None
+    ranks: int
+
+
+class Run(Answer):
+    """Consecutive tokens of one plan."""
+
+    plan: str
+    tokens: int
+
+
+class ServedRequest(Answer):
+    request: str
+    plans: list[Run]
+
+
+class ServedRequests(Answer):
+    """The requests that a response answers."""
+
+    requests: list[ServedRequest]
+
+
+class ChangedRoute(Answer):
+    """The fields of :class:`flexquant.policy.route_changes.RouteChange`."""
+
+    phase: Phase
+    min_tokens: int
+    max_tokens: int
+    before: str
+    after: str
+
+
+class PolicyChange(Answer):
+    """What another policy changes, or would change."""
+
+    before: PolicyName
+    after: PolicyName
+    captures_graphs: bool
+    routes: list[ChangedRoute]
+    dry_run: bool
+    seconds: float
+
+
+class Reason(Answer):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class Refusal(Answer):
+    """How vLLM's server words an HTTPException."""
+
+    error: Reason
+
+
+def refusals(**reasons: str) -> dict[int | str, dict[str, Any]]:
+    """Return OpenAPI's responses for statuses, each given as ``_401="why"``.
+
+    FastAPI adds one of its own, 422 for a wrong parameter, unless there is one for 422 or ``_4XX``; vLLM
+    answers 400.
+    """
+    return {status[1:]: {"model": Refusal, "description": why} for status, why in reasons.items()}
