@@ -122,13 +122,13 @@ async def _change(request: Request, policy: Policy, *, dry_run: bool) -> dict[st
     ranks = await ask_ranks(
         request, "flexquant_change_policy", policy.name, document, dry_run, timeout=timeout
     )
-    refusals = [rank["refused"] for rank in ranks if "refused" in rank]
-    if refusals and not dry_run and len(refusals) < len(ranks):
+    reasons = [rank["refused"] for rank in ranks if "refused" in rank]
+    if reasons and not dry_run and len(reasons) < len(ranks):
         raise HTTPException(
-            409, f"{refusals[0]}; other data-parallel engines have taken it, so apply one that all can take"
+            409, f"{reasons[0]}; other data-parallel engines have taken it, so apply one that all can take"
         )
-    if refusals:
-        raise HTTPException(409, refusals[0])
+    if reasons:
+        raise HTTPException(409, reasons[0])
     return ranks[0]
 
 
