@@ -9,7 +9,6 @@ adds routes of plugins only where the operator names the plugin: ``VLLM_PLUGINS=
 
 from __future__ import annotations
 
-import asyncio
 import importlib.resources
 import itertools
 import os
@@ -24,6 +23,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from flexquant.serving.answers import ServedRequests, Status, refusals
 from flexquant.serving.client import ADMIN_KEY
+from flexquant.serving.engine_client import ask_workers, serves_merged
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -79,6 +79,10 @@ class FlexQuantEndpoints:
         state.flexquant_engine = engine_client
         if serves_merged(engine_client) and ServingOptions.from_vllm(engine_client.vllm_config).requests:
             await engine_client.collective_rpc("flexquant_follow_requests")
+            if await engine_client.is_tracing_enabled():
+                from flexquant.serving.request_spans import follow_spans
+
+                state.flexquant_spans = follow_spans(engine_client)
 
 
 def authorise(request: Request, given: Annotated[Given, Depends(VLLM_KEY)]) -> None:
@@ -151,21 +155,10 @@ async def page() -> HTMLResponse:
     return HTMLResponse(html.replace("NONCE", nonce, 1), headers=headers)
 
 
-def serves_merged(engine: Any) -> bool:
-    """Whether an engine, vLLM's client of it, serves a merged checkpoint with FlexQuant's workers."""
-    from flexquant.checkpoint.merged_config import QUANT_METHOD
-    from flexquant.serving.registration import WORKER_EXTENSION
-
-    config = engine.vllm_config
-    is_merged = config.model_config.quantization == QUANT_METHOD
-    return is_merged and config.parallel_config.worker_extension_cls == WORKER_EXTENSION
-
-
 async def ask_ranks(request: Request, method: str, *args: Any, timeout: float) -> list[Any]:
-    """Return what every rank of every engine answers to a method of FlexQuant's worker extension.
+    """Return what all workers answer (:func:`ask_workers`).
 
-    ``timeout`` in seconds. Data-parallel engines each answer between two of their own steps. Raises
-    HTTPException 404 where no merged checkpoint is served, or by workers with another extension.
+    Raises HTTPException 404 where no merged checkpoint is served, or by workers with another extension.
     """
     engine = request.app.state.flexquant_engine
     if not serves_merged(engine):
@@ -173,12 +166,4 @@ async def ask_ranks(request: Request, method: str, *args: Any, timeout: float) -
         raise HTTPException(
             404, f"no merged checkpoint is served, or its workers' extension is '{extension}'"
         )
-    # AsyncLLM.collective_rpc asks all engines too, but returns the answers of the first alone.
-    client = engine.engine_core
-    ranks: list[list[Any]] = await asyncio.gather(
-        *(
-            client._call_utility_async("collective_rpc", method, timeout, args, None, engine=core)
-            for core in client.core_engines
-        )
-    )
-    return [*itertools.chain.from_iterable(ranks)]
+    return await ask_workers(engine, method, *args, timeout=timeout)

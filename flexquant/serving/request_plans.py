@@ -5,14 +5,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 KEPT = 4096
 """Requests that are remembered, the last ones to come."""
-NUMBER = re.compile(r"\d+_")
+NUMBER = re.compile(r"^\d+_")
+RANDOM = re.compile(r"-[0-9a-f]{8}$")
 REST = re.compile(r"([-_]\d+)?(-[0-9a-f]{16}-beam-\d+)?(-[0-9a-f]{8})?")
-"""Of the name of a request, in front of and behind the ``id`` of its response."""
+"""Of the name of a request: in front of the ``id`` of its response, at the end, and all that is behind it."""
 
 
 class RequestPlans:
@@ -42,6 +44,21 @@ class RequestPlans:
             for request, runs in self._runs.items()
             if answers(response, request)
         ]
+
+    def tokens(self, requests: Collection[str]) -> dict[str, dict[str, int]]:
+        """Return, for those of the requests that are known, how many tokens each plan has computed.
+
+        They are named as a caller of the engine names them. Several answers to one prompt (``n``) are one
+        such request, and counted together.
+        """
+        wanted = set(requests)
+        found: dict[str, Counter[str]] = {}
+        for name, runs in self._runs.items():
+            outer = RANDOM.sub("", name)
+            for request in {name, outer, NUMBER.sub("", name), NUMBER.sub("", outer)} & wanted:
+                for plan, number in runs:
+                    found.setdefault(request, Counter())[plan] += number
+        return {request: dict(plans) for request, plans in found.items()}
 
 
 def answers(response: str, request: str) -> bool:

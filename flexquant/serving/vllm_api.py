@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import SupportsPP as SupportsPP
     from vllm.scalar_type import scalar_types as scalar_types
     from vllm.sequence import IntermediateTensors as IntermediateTensors
+    from vllm.tracing import SpanAttributes as SpanAttributes
     from vllm.usage.usage_lib import UsageContext as UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser as FlexibleArgumentParser
     from vllm.utils.torch_utils import set_default_torch_dtype as set_default_torch_dtype

@@ -68,6 +68,7 @@ _TWO_MODELS = "vLLM builds a second model over the attention layers of a first"
 _PLANS = "vLLM compiles several instances of one model class apart by itself"
 _PIECEWISE = "vLLM calls a model once for every PIECEWISE graph of every plan"
 _RECAPTURE = "vLLM captures graphs anew on request, as it pauses on request"
+_SPANS = "vLLM asks plugins for attributes of the span of a request"
 _PHASE = "the forward context tells the phase of a pass and its number of sequences"
 _W4A8 = "vLLM takes the activations of W4A8 from the model's config, not from the process"
 _CPU_KERNELS = "vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py)"
@@ -256,6 +257,24 @@ NAMES = (
             "AsyncMPClient._call_utility_async(method, args, *, engine)": "asks and tells the workers of one",
             "MPClient.core_engines": "all of them",
         },
+    ),
+    Names(
+        "vllm.v1.engine.async_llm",
+        _SPANS,
+        {"AsyncLLM.is_tracing_enabled()": "whether vLLM sends spans of requests anywhere"},
+    ),
+    Names(
+        "vllm.tracing",
+        _SPANS,
+        {
+            "SpanAttributes": "names of attributes of vLLM's spans",
+            "SpanAttributes.GEN_AI_REQUEST_ID": "the attribute with the request's name",
+        },
+    ),
+    Names(
+        "vllm.v1.engine.output_processor",
+        _SPANS,
+        mentions={"SpanAttributes.GEN_AI_REQUEST_ID": "the span of a request has that attribute"},
     ),
     Names("vllm.compilation", _PIECEWISE, {"monitor": "a module that holds what follows"}),
     Names(

@@ -29,6 +29,10 @@ class FlexQuantWorker:
         """Return the requests that a response answers (:meth:`RequestPlans.find`)."""
         return self.get_model().records.requests.find(response)
 
+    def flexquant_tokens(self: Any, requests: list[str]) -> dict[str, dict[str, int]]:
+        """Return which plan computed how many tokens of each request (:meth:`RequestPlans.tokens`)."""
+        return self.get_model().records.requests.tokens(requests)
+
     def flexquant_change_policy(
         self: Any, name: str, document: dict[str, Any], dry_run: bool
     ) -> dict[str, Any]:

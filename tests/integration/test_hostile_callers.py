@@ -19,7 +19,7 @@ import pytest
 from flexquant.measuring.server import vllm_serve
 from tests import programs
 from tests.integration.hostile_callers import ENDLESS, POLICY, Caller
-from tests.integration.test_live_server import ADMIN, BOMB, KEY, plugin_routes
+from tests.integration.live_server import ADMIN, BOMB, KEY, plugin_routes
 
 pytestmark = pytest.mark.engine
 

@@ -8,25 +8,17 @@ And how its policy is changed while it answers.
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from openai import OpenAI
-from prometheus_client.parser import text_string_to_metric_families
 
 from flexquant import cli
-from flexquant.errors import FlexQuantError
 from flexquant.measuring.server import vllm_serve
 from flexquant.policy.rules import load_policy
-from flexquant.serving.client import ADMIN_KEY, apply_policy
+from flexquant.serving.client import ADMIN_KEY
 from flexquant.serving.metric_names import (
     FORWARD,
     PADDED_TOKENS,
@@ -37,96 +29,10 @@ from flexquant.serving.metric_names import (
     TOKENS,
     WEIGHT_BYTES,
 )
-from flexquant.serving.metrics import FOLDER
-from flexquant.tuning.traffic import Traffic, watch
-from tests.policies import LAYERED_DECODE
+from tests.integration.live_server import ADMIN, KEY, TRACE, Served, ask_all, labelled, plugin_routes, traced
+from tests.integration.otlp_collector import otlp_collector
 
 pytestmark = pytest.mark.engine
-KEY = "a key"
-ADMIN = "an administrator's key"
-BOMB = "\n".join(
-    ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
-)
-
-
-Metrics = dict[tuple[str, frozenset[tuple[str, str]]], float]
-"""The samples of one scrape, by name and labels."""
-
-
-class Changed(NamedTuple):
-    """What came of policies that were posted, in order."""
-
-    codes: dict[str, int]
-    """HTTP status codes of those that have to be refused."""
-    refused: str
-    """What ``flexquant policy apply`` said of one of them."""
-    after_refusals: dict[str, Any]
-    """The status after these and a dry run."""
-    dry_run: dict[str, Any]
-    taken: dict[str, Any]
-    """What the server said of one that it took, while it answered."""
-    answers: list[int]
-    """Tokens of the answers that it gave meanwhile."""
-    status: dict[str, Any]
-    metrics: list[Metrics]
-    passes: list[dict[str, Any]]
-    """Of the trace, what it says of the policy included."""
-
-
-class Served(NamedTuple):
-    metrics: list[Metrics]
-    """Of several requests: by sample and labels."""
-    status: dict[str, Any]
-    """From /flexquant, with the key."""
-    refused: list[int]
-    """HTTP status codes without the key, and with others."""
-    header: dict[str, Any]
-    passes: list[dict[str, Any]]
-    changed: Changed
-    answered: list[tuple[int, Any]]
-    """What /flexquant/requests says of a response to two prompts, of one with two answers, and of none."""
-    traffic: Traffic
-    """All that the server has had, before the last change too."""
-    all_passes: list[dict[str, Any]]
-    proposal: Path
-
-
-@contextmanager
-def plugin_routes() -> Iterator[None]:
-    """Servers that start here have the routes of vLLM's plugins of this name.
-
-    Whatever they inherit: another engine of the process that starts them has its own metrics.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FOLDER, "/nowhere")
-        patch.setenv("VLLM_PLUGINS", "flexquant")
-        patch.setenv(ADMIN_KEY, ADMIN)
-        yield
-
-
-def scrape(url: str) -> Metrics:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
-        families = text_string_to_metric_families(reply.read().decode())
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in families
-        for sample in family.samples
-    }
-
-
-def get_status(url: str, authorization: str | None) -> tuple[int, Any]:
-    return ask(f"{url}/flexquant", authorization)
-
-
-def ask(url: str, authorization: str | None, body: bytes | None = None) -> tuple[int, Any]:
-    headers = {"Authorization": authorization} if authorization is not None else {}
-    request = urllib.request.Request(url, data=body, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as e:
-        return e.code, None
 
 
 @pytest.fixture(
@@ -139,104 +45,12 @@ def served(request: pytest.FixtureRequest, tiny_merged: Any, tmp_path_factory: A
     arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
     arguments += ["--api-server-count", str(request.param), "--served-model-name", "tiny"]
     arguments += ["--api-key", KEY]
-    with plugin_routes(), vllm_serve(merged, *arguments) as url:
-        client = OpenAI(base_url=url, api_key=KEY)
-
-        def complete(number: int) -> None:
-            prompt = list(range(10, 20 + 9 * number))
-            client.completions.create(
-                model="tiny", prompt=prompt, max_tokens=4 + number, extra_body={"ignore_eos": True}
+    with otlp_collector() as collector, plugin_routes(), traced():
+        arguments += ["--otlp-traces-endpoint", collector.url]
+        with vllm_serve(merged, *arguments) as url:
+            return ask_all(
+                url, merged, trace, collector, tmp_path_factory.mktemp("policies"), 4 * request.param
             )
-
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(complete, range(12)))
-        root = url.removesuffix("/v1")
-        metrics = [scrape(root) for _ in range(4 * request.param)]
-        code, status = get_status(root, f"Bearer {KEY}")
-        assert code == 200
-        wrong = [None, "", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \u00fc"]
-        refused = [get_status(root, authorization)[0] for authorization in wrong]
-        header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
-        two = client.completions.create(
-            model="tiny", prompt=[[11] * 30, [12] * 40], max_tokens=6, extra_body={"ignore_eos": True}
-        )
-        again = client.completions.create(
-            model="tiny", prompt=[13] * 20, max_tokens=6, n=2, extra_body={"ignore_eos": True}
-        )
-        names = (two.id, again.id, "cmpl-nobodys", "cmpl-")
-        answered = [ask(f"{root}/flexquant/requests/{name}", f"Bearer {KEY}") for name in names]
-        refused.append(ask(f"{root}/flexquant/requests/{two.id}", None)[0])
-        folder = tmp_path_factory.mktemp("policies")
-        changed = change_policies(root, client, trace, folder, 4 * request.param)
-        traffic = watch(root, 0)
-        proposal = propose(merged, root, folder)
-    every = [record for line in trace.read_text().splitlines() if "phase" in (record := json.loads(line))]
-    return Served(metrics, status, refused, header, passes, changed, answered, traffic, every, proposal)
-
-
-def propose(merged: Path, root: str, folder: Path) -> Path:
-    """Have ``flexquant tune`` propose a policy, from times by which W4A16 is the faster everywhere."""
-    curves = {"w8a8": {"1": [9, 9, 9], "64": [99, 99, 99]}, "w4a16": {"1": [1, 1, 1], "64": [11, 11, 11]}}
-    times = {"origin": {}, "context": 16, "context_ns": 0, "decode_ms": curves, "prefill_ms": curves}
-    document = {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}], "measured": times}
-    (folder / "times.yaml").write_text(json.dumps(document))
-    output = folder / "proposed.yaml"
-    arguments = ["--from-metrics", root, "--seconds", "0", "--times", str(folder / "times.yaml")]
-    assert cli.main(["tune", str(merged), "--output", str(output), *arguments]) == 0
-    return output
-
-
-def change_policies(root: str, client: OpenAI, trace: Path, folder: Path, scrapes: int) -> Changed:
-    """Post policies to a server that takes ``phase``, good ones and bad ones."""
-    own = (folder / "own.yaml").as_posix()
-    Path(own).write_text(LAYERED_DECODE)
-    post = f"{root}/flexquant/policy"
-    good = b"{schema: flexquant.policy/v1, rules: [{use: w8a8}]}"
-    codes = {
-        "no key": ask(post, None, good)[0],
-        "vLLM's key": ask(post, f"Bearer {KEY}", good)[0],
-        "no policy": ask(post, f"Bearer {ADMIN}", b"")[0],
-        "not YAML": ask(post, f"Bearer {ADMIN}", b"{rules: [")[0],
-        "no rules": ask(post, f"Bearer {ADMIN}", b"{schema: flexquant.policy/v1, rules: []}")[0],
-        "aliases": ask(post, f"Bearer {ADMIN}", BOMB.encode())[0],
-        "large": ask(post, f"Bearer {ADMIN}", b"#" * (1 << 20) + good)[0],
-        "bad name": ask(f"{post}?name=a%0Ab", f"Bearer {ADMIN}", good)[0],
-        "not loaded": ask(post, f"Bearer {ADMIN}", good.replace(b"w8a8", b"fp8"))[0],
-    }
-    with pytest.raises(FlexQuantError) as refused:
-        apply_policy(root, load_policy("fp8-phase-batch"))
-    dry_run = apply_policy(f"{root}/v1", load_policy(own), dry_run=True)
-    after_refusals = get_status(root, f"Bearer {KEY}")[1]
-    before = len(trace.read_text().splitlines())
-
-    def complete(number: int) -> int:
-        reply = client.completions.create(
-            model="tiny",
-            prompt=list(range(10, 30 + number)),
-            max_tokens=60,
-            extra_body={"ignore_eos": True},
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        *_, last = reply
-        return last.usage.completion_tokens
-
-    with ThreadPoolExecutor(3) as pool:
-        under_way = [pool.submit(complete, number) for number in range(3)]
-        while len(trace.read_text().splitlines()) < before + 8:
-            assert not all(future.done() for future in under_way)
-        taken = apply_policy(root, load_policy(own))
-        answers = [future.result() for future in under_way]
-    status = get_status(root, f"Bearer {KEY}")[1]
-    metrics = [scrape(root) for _ in range(scrapes)]
-    passes = [json.loads(line) for line in trace.read_text().splitlines()][before:]
-    return Changed(
-        codes, str(refused.value), after_refusals, dry_run, taken, answers, status, metrics, passes
-    )
-
-
-def labelled(*labels: tuple[str, str]) -> frozenset[tuple[str, str]]:
-    return frozenset((("model_name", "tiny"), ("engine", "0"), *labels))
 
 
 def test_passes_and_tokens_are_those_of_the_trace(served: Served) -> None:
@@ -305,6 +119,31 @@ def test_a_response_can_be_asked_which_plans_served_it(served: Served) -> None:
         assert runs[-1][0] == "w4a16"
     tokens = [sum(run["tokens"] for run in request["plans"]) for request in of_n["requests"]]
     assert tokens == [20 + 5] * 2
+
+
+def test_the_span_of_a_request_has_a_child_that_tells_the_plans(served: Served) -> None:
+    requests = [request for _, found in served.answered[:2] for request in found["requests"]]
+    expected = [runs_of([requests[0]]), runs_of([requests[1]]), runs_of(requests[2:])]
+    for (parents, children), tokens in zip(served.spans, expected, strict=True):
+        assert len(parents) == len(children)
+        assert sorted(child.parent for child in children) == sorted(span.own for span in parents)
+        for child in children:
+            (parent,) = [span for span in parents if span.own == child.parent]
+            assert (child.name, child.trace, child.start, child.end) == (
+                "flexquant.request",
+                TRACE,
+                parent.start,
+                parent.end,
+            )
+        assert tokens in [child.attributes for child in children]
+
+
+def runs_of(requests: list[Any]) -> dict[str, int]:
+    """What the attributes of a span say of requests, of which /flexquant/requests has told."""
+    tokens: Counter[str] = Counter()
+    for run in (run for request in requests for run in request["plans"]):
+        tokens[f"flexquant.plan.{run['plan']}.tokens"] += run["tokens"]
+    return dict(tokens)
 
 
 def test_the_trace_names_the_requests_of_each_pass(served: Served) -> None:

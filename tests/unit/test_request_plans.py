@@ -57,3 +57,16 @@ def test_the_last_requests_are_kept() -> None:
         plans.record({f"cmpl-{number}-0-93f2ed39": 1}, "w8a8")
     assert plans.find("cmpl-0") == []
     assert plans.find("cmpl-1") and plans.find(f"cmpl-{KEPT}")
+
+
+def test_the_tokens_of_an_engines_request_are_those_of_all_its_answers() -> None:
+    plans = RequestPlans()
+    plans.record({f"{COMPLETION}-0-93f2ed39": 20, f"0_{CHAT}-bd0a3713": 30, f"1_{CHAT}-bd0a3713": 30}, "w8a8")
+    plans.record({f"{COMPLETION}-0-93f2ed39": 1, f"1_{CHAT}-bd0a3713": 1, COMPLETION: 3}, "w4a16")
+    plans.record({f"{COMPLETION}-0-93f2ed39": 1}, "w8a8")
+    found = plans.tokens([f"{COMPLETION}-0", CHAT, COMPLETION, "cmpl"])
+    assert found == {
+        f"{COMPLETION}-0": {"w8a8": 21, "w4a16": 1},
+        CHAT: {"w8a8": 60, "w4a16": 1},
+        COMPLETION: {"w4a16": 3},
+    }

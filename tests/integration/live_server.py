@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A live server that is asked for completions, and for what it tells of them, while its policy changes."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from flexquant import cli
+from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import load_policy
+from flexquant.serving.client import ADMIN_KEY, apply_policy
+from flexquant.serving.metrics import FOLDER
+from flexquant.tuning.traffic import Traffic, watch
+from tests.integration.otlp_collector import Collector, Span
+from tests.policies import LAYERED_DECODE
+
+KEY = "a key"
+ADMIN = "an administrator's key"
+TRACE = bytes(range(16))
+"""The trace that callers have begun."""
+BOMB = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+)
+
+
+Metrics = dict[tuple[str, frozenset[tuple[str, str]]], float]
+"""The samples of one scrape, by name and labels."""
+
+
+class Changed(NamedTuple):
+    """What came of policies that were posted, in order."""
+
+    codes: dict[str, int]
+    """HTTP status codes of those that have to be refused."""
+    refused: str
+    """What ``flexquant policy apply`` said of one of them."""
+    after_refusals: dict[str, Any]
+    """The status after these and a dry run."""
+    dry_run: dict[str, Any]
+    taken: dict[str, Any]
+    """What the server said of one that it took, while it answered."""
+    answers: list[int]
+    """Tokens of the answers that it gave meanwhile."""
+    status: dict[str, Any]
+    metrics: list[Metrics]
+    passes: list[dict[str, Any]]
+    """Of the trace, what it says of the policy included."""
+
+
+class Served(NamedTuple):
+    metrics: list[Metrics]
+    """Of several requests: by sample and labels."""
+    status: dict[str, Any]
+    """From /flexquant, with the key."""
+    refused: list[int]
+    """HTTP status codes without the key, and with others."""
+    header: dict[str, Any]
+    passes: list[dict[str, Any]]
+    changed: Changed
+    answered: list[tuple[int, Any]]
+    """What /flexquant/requests says of a response to two prompts, of one with two answers, and of none."""
+    traffic: Traffic
+    """All that the server has had, before the last change too."""
+    all_passes: list[dict[str, Any]]
+    proposal: Path
+    spans: list[tuple[list[Span], list[Span]]]
+    """By prompt of these responses: vLLM's spans of the answers, and FlexQuant's."""
+
+
+@contextmanager
+def plugin_routes() -> Iterator[None]:
+    """Servers that start here have the routes of vLLM's plugins of this name.
+
+    Whatever they inherit: another engine of the process that starts them has its own metrics.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, "/nowhere")
+        patch.setenv("VLLM_PLUGINS", "flexquant")
+        patch.setenv(ADMIN_KEY, ADMIN)
+        yield
+
+
+def scrape(url: str) -> Metrics:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
+        families = text_string_to_metric_families(reply.read().decode())
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def get_status(url: str, authorization: str | None) -> tuple[int, Any]:
+    return ask(f"{url}/flexquant", authorization)
+
+
+def ask(url: str, authorization: str | None, body: bytes | None = None) -> tuple[int, Any]:
+    headers = {"Authorization": authorization} if authorization is not None else {}
+    request = urllib.request.Request(url, data=body, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as e:
+        return e.code, None
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    """Servers that start here export their spans over HTTP, and soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        yield
+
+
+def ask_all(
+    url: str, merged: Path, trace: Path, collector: Collector, policies: Path, scrapes: int
+) -> Served:
+    """Ask a server for completions, and what it tells of them, before and after its policy changes."""
+    client = OpenAI(base_url=url, api_key=KEY)
+
+    def complete(number: int) -> None:
+        prompt = list(range(10, 20 + 9 * number))
+        client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=4 + number, extra_body={"ignore_eos": True}
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(complete, range(12)))
+    root = url.removesuffix("/v1")
+    metrics = [scrape(root) for _ in range(scrapes)]
+    code, status = get_status(root, f"Bearer {KEY}")
+    assert code == 200
+    wrong = [None, "", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \u00fc"]
+    refused = [get_status(root, authorization)[0] for authorization in wrong]
+    header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+    context = {"traceparent": f"00-{TRACE.hex()}-{'ab' * 8}-01"}
+    two = client.completions.create(
+        model="tiny",
+        prompt=[[11] * 30, [12] * 40],
+        max_tokens=6,
+        extra_body={"ignore_eos": True},
+        extra_headers=context,
+    )
+    again = client.completions.create(
+        model="tiny",
+        prompt=[13] * 20,
+        max_tokens=6,
+        n=2,
+        extra_body={"ignore_eos": True},
+        extra_headers=context,
+    )
+    names = (two.id, again.id, "cmpl-nobodys", "cmpl-")
+    answered = [ask(f"{root}/flexquant/requests/{name}", f"Bearer {KEY}") for name in names]
+    refused.append(ask(f"{root}/flexquant/requests/{two.id}", None)[0])
+    spans = []
+    for prompt, number in ((f"{two.id}-0", 1), (f"{two.id}-1", 1), (f"{again.id}-0", 2)):
+        own = collector.wait_for(number, lambda span, prompt=prompt: prompt in span.attributes.values())
+        parents = {span.own for span in own}
+        spans.append((own, collector.wait_for(number, lambda span, ids=parents: span.parent in ids)))
+    changed = change_policies(root, client, trace, policies, scrapes)
+    traffic = watch(root, 0)
+    proposal = propose(merged, root, policies)
+    every = [record for line in trace.read_text().splitlines() if "phase" in (record := json.loads(line))]
+    return Served(
+        metrics, status, refused, header, passes, changed, answered, traffic, every, proposal, spans
+    )
+
+
+def propose(merged: Path, root: str, folder: Path) -> Path:
+    """Have ``flexquant tune`` propose a policy, from times by which W4A16 is the faster everywhere."""
+    curves = {"w8a8": {"1": [9, 9, 9], "64": [99, 99, 99]}, "w4a16": {"1": [1, 1, 1], "64": [11, 11, 11]}}
+    times = {"origin": {}, "context": 16, "context_ns": 0, "decode_ms": curves, "prefill_ms": curves}
+    document = {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}], "measured": times}
+    (folder / "times.yaml").write_text(json.dumps(document))
+    output = folder / "proposed.yaml"
+    arguments = ["--from-metrics", root, "--seconds", "0", "--times", str(folder / "times.yaml")]
+    assert cli.main(["tune", str(merged), "--output", str(output), *arguments]) == 0
+    return output
+
+
+def change_policies(root: str, client: OpenAI, trace: Path, folder: Path, scrapes: int) -> Changed:
+    """Post policies to a server that takes ``phase``, good ones and bad ones."""
+    own = (folder / "own.yaml").as_posix()
+    Path(own).write_text(LAYERED_DECODE)
+    post = f"{root}/flexquant/policy"
+    good = b"{schema: flexquant.policy/v1, rules: [{use: w8a8}]}"
+    codes = {
+        "no key": ask(post, None, good)[0],
+        "vLLM's key": ask(post, f"Bearer {KEY}", good)[0],
+        "no policy": ask(post, f"Bearer {ADMIN}", b"")[0],
+        "not YAML": ask(post, f"Bearer {ADMIN}", b"{rules: [")[0],
+        "no rules": ask(post, f"Bearer {ADMIN}", b"{schema: flexquant.policy/v1, rules: []}")[0],
+        "aliases": ask(post, f"Bearer {ADMIN}", BOMB.encode())[0],
+        "large": ask(post, f"Bearer {ADMIN}", b"#" * (1 << 20) + good)[0],
+        "bad name": ask(f"{post}?name=a%0Ab", f"Bearer {ADMIN}", good)[0],
+        "not loaded": ask(post, f"Bearer {ADMIN}", good.replace(b"w8a8", b"fp8"))[0],
+    }
+    with pytest.raises(FlexQuantError) as refused:
+        apply_policy(root, load_policy("fp8-phase-batch"))
+    dry_run = apply_policy(f"{root}/v1", load_policy(own), dry_run=True)
+    after_refusals = get_status(root, f"Bearer {KEY}")[1]
+    before = len(trace.read_text().splitlines())
+
+    def complete(number: int) -> int:
+        reply = client.completions.create(
+            model="tiny",
+            prompt=list(range(10, 30 + number)),
+            max_tokens=60,
+            extra_body={"ignore_eos": True},
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        *_, last = reply
+        return last.usage.completion_tokens
+
+    with ThreadPoolExecutor(3) as pool:
+        under_way = [pool.submit(complete, number) for number in range(3)]
+        while len(trace.read_text().splitlines()) < before + 8:
+            assert not all(future.done() for future in under_way)
+        taken = apply_policy(root, load_policy(own))
+        answers = [future.result() for future in under_way]
+    status = get_status(root, f"Bearer {KEY}")[1]
+    metrics = [scrape(root) for _ in range(scrapes)]
+    passes = [json.loads(line) for line in trace.read_text().splitlines()][before:]
+    return Changed(
+        codes, str(refused.value), after_refusals, dry_run, taken, answers, status, metrics, passes
+    )
+
+
+def labelled(*labels: tuple[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset((("model_name", "tiny"), ("engine", "0"), *labels))
