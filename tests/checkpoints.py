@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from benchmarks.speed.synthetic import quantisation_section
+from flexquant.checkpoint.folder import read_tensors
 
 StateDict = dict[str, torch.Tensor]
 
@@ -175,3 +176,12 @@ def make_checkpoint(
     (folder / "config.json").write_text(json.dumps(document, indent=2))
     byte_tokenizer(config).save_pretrained(folder)
     return folder
+
+
+def flip_a_byte(folder: Path, key: str) -> str:
+    """Change one bit in the last byte of a tensor; return the name of the tensor's file."""
+    ref = read_tensors(folder)[key]
+    data = bytearray(ref.file.read_bytes())
+    data[ref.end - 1] ^= 1
+    ref.file.write_bytes(data)
+    return ref.file.name

@@ -37,6 +37,8 @@ class ServingOptions:
     """File that receives one JSON line per forward pass (phase, tokens, plan ...); None: no trace."""
     requests: bool = False
     """Whether `vllm serve` remembers which plans served each request."""
+    verify: bool = False
+    """Whether the checkpoint is compared with the hashes that the merge recorded before it is loaded."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> ServingOptions:
@@ -52,7 +54,8 @@ class ServingOptions:
                 raise FlexQuantError(
                     f"additional-config '{OPTIONS_KEY}' has the unknown key '{key}'; allowed: {allowed}"
                 )
-            expected, article = (bool, "true or false") if key == "requests" else (str, "a string")
+            is_switch = cls.__dataclass_fields__[key].default is False
+            expected, article = (bool, "true or false") if is_switch else (str, "a string")
             if not isinstance(value, expected):
                 raise FlexQuantError(f"additional-config '{OPTIONS_KEY}.{key}' is {value!r}; give {article}")
         return cls(**options)

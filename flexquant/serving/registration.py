@@ -74,11 +74,13 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         from flexquant.serving.config import build_routes, check_supported, choose_graph_mode
         from flexquant.serving.metrics import offer_metrics
         from flexquant.serving.options import resolve_policy
+        from flexquant.serving.verification import verify_if_asked
 
         merged = MergedConfig.from_json(vllm_config.model_config.hf_config.quantization_config)
         routes = build_routes(vllm_config, merged, resolve_policy(vllm_config, merged))
         check_supported(vllm_config, merged, routes)
         choose_graph_mode(vllm_config, merged, routes)
+        verify_if_asked(vllm_config)
         offer_metrics()
         # vLLM's workers can be asked for what FlexQuant knows, unless the operator extends them otherwise.
         parallel = vllm_config.parallel_config

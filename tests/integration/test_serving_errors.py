@@ -88,6 +88,8 @@ def test_layered_policy_on_variants_with_other_residual_streams(merged, tmp_path
     [
         (flexquant(polcy="phase"), "'polcy'"),
         (flexquant(policy=3), "3"),
+        (flexquant(verify="yes"), "'flexquant.verify' is 'yes'; give true or false"),
+        (flexquant(verify=1), "'flexquant.verify' is 1; give true or false"),
         ({"additional_config": {"flexquant": "phase"}}, "'phase'"),
     ],
 )

@@ -14,7 +14,7 @@ from flexquant.checkpoint.provenance import PROVENANCE_FILE
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import flip_a_byte, make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +27,6 @@ def merged_once(sources, tmp_path_factory):
 @pytest.fixture
 def merged(merged_once, tmp_path):
     return shutil.copytree(merged_once, tmp_path / "merged")
-
-
-def flip_a_byte(folder, key):
-    ref = read_tensors(folder)[key]
-    data = bytearray(ref.file.read_bytes())
-    data[ref.end - 1] ^= 1
-    ref.file.write_bytes(data)
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w4a16"])
@@ -97,10 +90,15 @@ def test_verify_accepts_what_merge_wrote(sources, merged):
     "key", ["shared.model.norm.weight", "w4a16.model.layers.1.mlp.up_proj.weight_packed"]
 )
 def test_verify_finds_a_flipped_byte(sources, merged, key):
-    flip_a_byte(merged, key)
-    with pytest.raises(FlexQuantError, match=f"1 of .*{key}"):
+    shard = flip_a_byte(merged, key)
+    assert (
+        shard
+        == {"shared": "model-00001-of-00003", "w4a16": "model-00003-of-00003"}[key.partition(".")[0]]
+        + ".safetensors"
+    )
+    with pytest.raises(FlexQuantError, match=rf"1 of .*\({key} in {shard}\); fetch or merge"):
         verify_checkpoint(merged)
-    with pytest.raises(FlexQuantError, match=f"1 of .*{key.partition('.')[2]}"):
+    with pytest.raises(FlexQuantError, match=rf"1 of .*\({key.partition('.')[2]} in {shard}\); fetch"):
         verify_checkpoint(merged, {"w4a16": sources["w4a16"]})
 
 

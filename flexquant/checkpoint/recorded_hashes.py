@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Is a merged checkpoint, byte for byte, what the merge wrote? By the SHA-256 that it recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from flexquant.checkpoint.folder import confined_file
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.provenance import PROVENANCE_FILE, hash_file
+from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
+from flexquant.checkpoint.writer import MAX_THREADS, Progress
+from flexquant.errors import FlexQuantError
+
+MAX_NAMED = 5
+
+
+def check_recorded_files(checkpoint: MergedCheckpoint) -> None:
+    """Raise FlexQuantError for a file beside the tensors that is not the one that was recorded."""
+    for name, recorded in (checkpoint.provenance or {}).get("files", {}).items():
+        if hash_file(confined_file(checkpoint.folder, name)) != recorded:
+            raise FlexQuantError(
+                f"{checkpoint.folder / name} was changed after merging (its SHA-256 is not the one in "
+                f"{PROVENANCE_FILE}); restore it, or merge again"
+            )
+
+
+def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | None = None) -> int:
+    """Read every tensor and return how many there are.
+
+    Raises FlexQuantError, which names tensors and their shards, if one is not what was recorded, is missing
+    or is too many; and for a checkpoint without recorded hashes.
+    """
+    recorded = (checkpoint.provenance or {}).get("tensors")
+    if not recorded:
+        raise FlexQuantError(
+            f"{checkpoint.folder} has no tensor hashes in {PROVENANCE_FILE}; compare with the sources: "
+            "flexquant verify --against NAME=FOLDER"
+        )
+    check_same_names(set(recorded), set(checkpoint.tensors), PROVENANCE_FILE, str(checkpoint.folder))
+    matches = match_each(checkpoint.tensors, lambda key, ref: _hash(ref) == recorded[key], progress)
+    places = {key: f"{key} in {ref.file.name}" for key, ref in checkpoint.tensors.items()}
+    report_differences(checkpoint, matches, places, f"their recorded SHA-256 in {PROVENANCE_FILE}")
+    return len(matches)
+
+
+def match_each(
+    tensors: Mapping[str, TensorRef], check: Callable[[str, TensorRef], bool], progress: Progress | None
+) -> dict[str, bool]:
+    """Return by name what ``check`` says of every tensor; several threads read at a time."""
+    total, done, matches = sum(ref.nbytes for ref in tensors.values()), 0, {}
+    pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+    try:
+        futures = {name: pool.submit(check, name, ref) for name, ref in tensors.items()}
+        for name, future in futures.items():
+            matches[name] = future.result()
+            done += tensors[name].nbytes
+            if progress is not None:
+                progress(done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return matches
+
+
+def check_same_names(expected: set[str], found: set[str], expected_in: str, found_in: str) -> None:
+    """Raise FlexQuantError unless the names of tensors at two places are the same."""
+    for names, has, lacks in (
+        (expected - found, expected_in, found_in),
+        (found - expected, found_in, expected_in),
+    ):
+        if names:
+            raise FlexQuantError(
+                f"{has} has {len(names)} tensor(s) that {lacks} lacks ({_listed(sorted(names))}); merge it "
+                "again"
+            )
+
+
+def report_differences(
+    checkpoint: MergedCheckpoint, matches: Mapping[str, bool], places: Mapping[str, str], measure: str
+) -> None:
+    """Raise FlexQuantError for tensors that do not match; ``places`` tells of each its shard too."""
+    differing = [places[name] for name, same in matches.items() if not same]
+    if differing:
+        raise FlexQuantError(
+            f"{len(differing)} of {len(matches)} tensors in {checkpoint.folder} differ from {measure} "
+            f"({_listed(sorted(differing))}); fetch or merge the checkpoint again"
+        )
+
+
+def _hash(ref: TensorRef) -> str:
+    digest = hashlib.sha256()
+    for chunk in read_chunks(ref):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
