@@ -15,7 +15,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flexquant.errors import FlexQuantError
@@ -98,12 +98,17 @@ def staged_folder(output: Path) -> Iterator[Path]:
 def staged_file(file: Path) -> Iterator[Path]:
     """Give a path beside ``file`` to write to, which takes the place of ``file`` at the end.
 
-    A process that fails or dies before leaves ``file`` as it was. Nothing is locked: two processes must not
-    write one file at the same time.
+    A process that fails or dies before leaves ``file`` as it was; one that fails, nothing beside it either.
+    Nothing is locked: two processes must not write one file at the same time.
     """
     partial = file.with_name(f"{file.name}.new")
-    yield partial
-    os.replace(partial, file)
+    try:
+        yield partial
+        os.replace(partial, file)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:

@@ -8,6 +8,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from flexquant.checkpoint.output import staged_file
 from flexquant.errors import FlexQuantError
 
 
@@ -41,7 +42,8 @@ def save_plot(document: dict[str, Any], files: list[Path]) -> None:
     for file in files:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            canvas.print_figure(file)
+            with staged_file(file) as partial:
+                canvas.print_figure(partial, format=file.suffix[1:])
         except OSError as e:
             raise FlexQuantError(f"cannot write the plot {file} ({e.strerror}); name another file") from e
         except ValueError as e:

@@ -11,7 +11,7 @@ from flexquant.tuning.deciding import Decision
 
 
 def save_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> None:
-    """Draw decode and prefill side by side, both axes logarithmic, into ``file``.
+    """Draw decode and prefill side by side, both axes logarithmic, into ``file``, as a PNG.
 
     Raises ImportError without matplotlib.
     """
@@ -41,4 +41,4 @@ def save_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> N
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)
-    canvas.print_figure(file)
+    canvas.print_figure(file, format="png")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexquant.checkpoint.output import staged_file
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
 from flexquant.policy.pass_times import PassTimes
@@ -80,17 +79,20 @@ def policy_document(
 def write_files(output: Output, tuned: Tuned, title: str) -> list[Path]:
     """Write the policy and, if matplotlib is there, the plot under ``title``; return their paths.
 
-    The policy comes below the notes and a table of the times; it appears when it is complete.
+    The policy comes below the notes and a table of the times. Both appear when both are written.
     """
     comments = [*tuned.notes, "", *format_times(tuned.times, tuned.decision.variant)]
     text = "\n".join(f"# {line}".rstrip() for line in comments)
-    with staged_file(output.policy) as partial:
-        partial.write_text(f"{text}\n{to_yaml(tuned.document, compact=True)}", encoding="utf-8")
-    try:
-        save_plot(tuned.times, tuned.decision, title, output.plot)
-    except ImportError:
-        return [output.policy]
-    return [output.policy, output.plot]
+    files = [output.policy]
+    with staged_file(output.policy) as policy:
+        policy.write_text(f"{text}\n{to_yaml(tuned.document, compact=True)}", encoding="utf-8")
+        try:
+            with staged_file(output.plot) as plot:
+                save_plot(tuned.times, tuned.decision, title, plot)
+            files.append(output.plot)
+        except ImportError:
+            pass
+    return files
 
 
 def describe(decision: Decision) -> str:

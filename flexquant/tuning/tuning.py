@@ -134,7 +134,7 @@ class Tuning:
         return Tuned(document, decision, times, notes)
 
     def write(self, tuned: Tuned) -> list[Path]:
-        """Write the policy and, if matplotlib is there, the plot; return their paths."""
+        """Write the files, and forget the samples after: what fails here can be run again."""
         files = write_files(self._output, tuned, f"{self._run['model']}: time of a pass")
         self._output.samples.unlink(missing_ok=True)
         return files

@@ -148,7 +148,7 @@ def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path):
     with pytest.raises(ValueError), staged_file(file) as partial:
         partial.write_text("ne")
         raise ValueError
-    assert file.read_text() == "old"
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
     with staged_file(file) as partial:
         partial.write_text("new")
         assert file.read_text() == "old"
