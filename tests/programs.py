@@ -74,9 +74,29 @@ def run(
     return subprocess.CompletedProcess(arguments, process.returncode, *printed)
 
 
+def with_small_files(command: Sequence[object], most: int) -> list[object]:
+    """The same command where no file can grow beyond ``most`` bytes, a multiple of 512.
+
+    So the system refuses what does not fit, to any user, with EFBIG in the place of a full disk's ENOSPC.
+    """
+    return ["sh", "-c", f'ulimit -f {most // 512} && exec "$@"', "sh", *command]
+
+
 def is_running(pid: int) -> bool:
     """Whether a process exists and is no zombie that waits for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def session(leader: int) -> list[int]:
+    """The processes of a session that run, zombies left out; ``leader`` is the one that began it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                state, _, _, number = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(number) == leader and state != "Z":
+                    found.append(int(entry.name))
+    return found

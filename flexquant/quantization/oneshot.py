@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -14,6 +16,7 @@ from compressed_tensors.utils import patch_attr
 from llmcompressor import active_session, oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
+from safetensors import SafetensorError
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,6 +25,7 @@ from flexquant.checkpoint.writer import Progress, copy_file
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import decoder_layers
 
+OS_ERROR = re.compile(r"\(os error (\d+)\)")
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -63,10 +67,23 @@ def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder:
     for parameter in model.parameters():
         if parameter.is_floating_point() and id(parameter) not in quantized:
             parameter.data = parameter.data.to(dtype)
-    model.save_pretrained(folder, save_compressed=True)
+    with _errors_of_the_system(folder):
+        model.save_pretrained(folder, save_compressed=True)
     active_session().reset()  # else it holds the model until the next one is loaded
     for name in find_files(source, (*IDENTICAL, *NOTICES, GENERATION_CONFIG)):
         copy_file(source / name, folder / name)
+
+
+@contextmanager
+def _errors_of_the_system(folder: Path) -> Iterator[None]:
+    """Turn safetensors' own error of a file that the system refuses into the OSError that it stands for."""
+    try:
+        yield
+    except SafetensorError as e:
+        if (found := OS_ERROR.search(str(e))) is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(folder)) from e
 
 
 @contextmanager

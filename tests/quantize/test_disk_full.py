@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Quantising and building where files do not fit: one sentence, nothing half done, the next run succeeds."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from flexquant.merge import verify_checkpoint
+from tests import programs
+from tests.quantize.folders import digests
+
+FEW = ["--samples", "4", "--length", "64"]
+FLEXQUANT = [sys.executable, "-m", "flexquant"]
+SECONDS = 600
+
+
+def fails(command: list[object], most: int) -> str:
+    """Run where files have so many bytes at most; return the sentence in which the command ends."""
+    done = programs.run(programs.with_small_files(command, most), timeout=SECONDS, status=1)
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("most", [4096, 65536])
+def test_a_variant_that_does_not_fit(model: Path, tmp_path: Path, most: int) -> None:
+    output = tmp_path / "variants"
+    command = [*FLEXQUANT, "quantize", model, "--output", output, "--resume", *FEW]
+    sentence = fails(command, most)
+    assert sentence.startswith(
+        f"flexquant quantize: error: the disk ran full while writing {output / 'w8a8'}"
+    )
+    assert digests(tmp_path) == {}
+    programs.run(command, timeout=SECONDS)
+    assert {"w8a8/config.json", "w4a16/config.json"} <= digests(output).keys()
+
+
+def test_a_merge_that_does_not_fit_keeps_the_variants(model: Path, variants: Path, tmp_path: Path) -> None:
+    """They are there from a run before, with files larger than now fit."""
+    output, kept = tmp_path / "merged", tmp_path / "merged-variants"
+    shutil.copytree(variants, kept)
+    before = digests(tmp_path)
+    command = [*FLEXQUANT, "build", model, "--output", output, *FEW]
+    assert fails(command, 65536).startswith(
+        f"flexquant build: error: the disk ran full while writing {output}"
+    )
+    assert digests(tmp_path) == before
+    programs.run(command, timeout=SECONDS)
+    assert digests(kept) == digests(variants)
+    verify_checkpoint(output, {name: kept / name for name in ("w8a8", "w4a16")})
