@@ -72,6 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = Settings((args.batch_size,), args.samples, args.prompt_tokens, args.tokens, args.seed)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from flexquant.checkpoint.output import staged_file
     from flexquant.evaluation.report import writable_folder
     from flexquant.evaluation.subject import Subject
     from flexquant.sensitivity.measuring import Study
@@ -97,9 +98,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
     table = format_table(document)
     print(table)
-    (folder / "sensitivity.md").write_text(table + "\n", encoding="utf-8")
+    with staged_file(folder / "sensitivity.md") as partial:
+        partial.write_text(table + "\n", encoding="utf-8")
     try:
-        save_plot(document, folder / "sensitivity.png")
+        with staged_file(folder / "sensitivity.png") as partial:
+            save_plot(document, partial)
     except FlexQuantError as e:
         print(f"no plot: {e}", file=sys.stderr)
     return document

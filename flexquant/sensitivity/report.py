@@ -86,7 +86,7 @@ def format_table(document: dict[str, Any]) -> str:
 
 
 def save_plot(document: dict[str, Any], file: Path) -> None:
-    """Draw what every layer costs and wins; raises FlexQuantError without matplotlib."""
+    """Draw what every layer costs and wins, as a PNG; raises FlexQuantError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -113,4 +113,4 @@ def save_plot(document: dict[str, Any], file: Path) -> None:
     axes.set_title(f"{document['checkpoint']}: each layer alone in the other precision")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
-    canvas.print_figure(file)
+    canvas.print_figure(file, format="png")
