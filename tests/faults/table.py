@@ -286,6 +286,25 @@ SERVING = (
         ("tests/integration/test_live_server.py::test_the_status_asks_for_vllms_key[one server]",),
     ),
     Fault(
+        "everybody-waits-for-a-posted-policy",
+        "A posted policy is read in the loop of the server, which answers nobody meanwhile.",
+        "flexquant/serving/policy_endpoint.py",
+        "await asyncio.to_thread(read_policy, body, name)",
+        "read_policy(body, name)",
+        ("tests/integration/test_hostile_callers.py::test_nobody_waits_for_a_body_that_is_slow_to_read",),
+    ),
+    Fault(
+        "span-of-no-time",
+        "FlexQuant's span of a request begins when the request has ended.",
+        "flexquant/serving/request_spans.py",
+        "start_time=span.start_time",
+        "start_time=span.end_time",
+        (
+            "tests/integration/test_live_server.py::"
+            "test_the_span_of_a_request_has_a_child_that_tells_the_plans[one server]",
+        ),
+    ),
+    Fault(
         "worker-reads-the-file",
         "A worker opens the policy's file once more, instead of taking what the front end has read.",
         "flexquant/serving/options.py",
