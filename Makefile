@@ -60,7 +60,7 @@ demo: .venv/serve/.done $(MERGED)/config.json
 
 test: lint test-quantize test-serve
 
-test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/linters/.done .venv/schemathesis/.done .venv/lm-eval/.done .venv/oldest/.done
+test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/linters/.done .venv/schemathesis/.done .venv/lm-eval/.done .venv/oldest/.done .work/faketime/.done
 	$(MAKE) test-quantize TESTS="-m full"
 	PATH="$$PATH:$(FULL_PROGRAMS)" $(MAKE) test-serve TESTS="-m full"
 	PYTHONPATH=.venv/flashinfer VLLM_HAS_FLASHINFER_CUBIN=1 $(SERVE)/python -m pytest tests/integration/test_flashinfer.py
@@ -141,6 +141,12 @@ clean:
 .venv/prometheus/.done:
 	mkdir -p $(dir $@)
 	cd $(dir $@) && apt-get download --quiet prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+	touch $@
+
+# Debian's library that shows programs another time, likewise.
+.work/faketime/.done:
+	mkdir -p $(dir $@)
+	cd $(dir $@) && apt-get download --quiet libfaketime && dpkg -x libfaketime_*.deb . && rm libfaketime_*.deb
 	touch $@
 
 # Debian's browser with those of its libraries that are missing here, unpacked and not installed. The browser
