@@ -31,7 +31,7 @@ class ProcessGroup:
 
     @property
     def pid(self) -> int:
-        """Of the program."""
+        """The program's number, which is its group's and its session's."""
         return self._process.pid
 
     def exit_code(self) -> int | None:

@@ -49,7 +49,7 @@ class VLLMServer:
         command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
         self._started = time.monotonic()
         environment = default_environment() if environment is None else environment
-        self._processes = ProcessGroup(command, log, environment)
+        self.processes = ProcessGroup(command, log, environment)
 
     def wait_until_healthy(self, timeout: float = START_SECONDS) -> float:
         """Return the seconds from start to first answer.
@@ -57,7 +57,7 @@ class VLLMServer:
         Raises :class:`ServerError` if the server ends, or if ``timeout`` seconds pass from its start.
         """
         while time.monotonic() - self._started < timeout:
-            if (code := self._processes.exit_code()) is not None:
+            if (code := self.processes.exit_code()) is not None:
                 raise self._failure(f"ended with code {code}")
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
@@ -73,7 +73,7 @@ class VLLMServer:
 
     def stop(self) -> None:
         """End the server and every process that it started."""
-        self._processes.stop()
+        self.processes.stop()
 
     def _failure(self, problem: str) -> ServerError:
         return ServerError(f"vllm serve {problem}; its log ends:\n{end_of_log(self.log, LOG_LINES)}")
