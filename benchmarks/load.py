@@ -185,7 +185,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     try:
         server.wait_until_healthy()
         before = scrape(server.url)
-        memory = Memory(server.pid)
+        memory = Memory(server.processes.pid)
         memory.start()
         client = send(
             server.url,

@@ -66,11 +66,6 @@ class VLLMServer:
                 time.sleep(0.25)
         raise self._failure(f"did not answer within {timeout:.0f} s")
 
-    @property
-    def pid(self) -> int:
-        """Of the process that starts all others."""
-        return self._processes.pid
-
     def stop(self) -> None:
         """End the server and every process that it started."""
         self.processes.stop()
