@@ -25,7 +25,7 @@ from flexquant.measuring.machine import describe_command, describe_machine, desc
 from tests.fuzz.corpus import keep
 
 RECORD = Path(__file__).parent / "campaign.json"
-PART = 200_000
+PART = 1_000_000
 TARGETS = {
     "policy": 400_000,
     "recipe": 100_000,
