@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +29,7 @@ from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
 from flexquant.evaluation.text import hash_text, question_prompts, read_questions, read_rows
 from flexquant.evaluation.weight_bytes import BytesPerWeight, LayerBytes
-from flexquant.measuring.engine import engine, prepare_environment
+from flexquant.measuring.engine import engine, environment, prepare_environment
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 
 if TYPE_CHECKING:
@@ -43,23 +41,8 @@ REFERENCE = "16-bit reference"
 REFERENCE_BYTES = BytesPerWeight(2.0, 2.0)
 
 
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Set environment variables, and leave the caller's as they were."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 # vLLM's second model runner has another interface for logits processors.
-@_environment(VLLM_USE_V2_MODEL_RUNNER="0")
+@environment(VLLM_USE_V2_MODEL_RUNNER="0")
 def evaluate(
     checkpoint: str | Path,
     text: str | Path,

@@ -28,6 +28,21 @@ def prepare_environment() -> None:
 
 
 @contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Set environment variables, and leave the caller's as they were."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
 def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
     """An engine on ``folder`` with vLLM's ``options``, eager on a CPU; its memory is free again after.
 

@@ -10,7 +10,6 @@ and a run that was stopped goes on from there.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from flexquant.evaluation.measure import Scores, decode_forced, engine_options
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
 from flexquant.evaluation.text import hash_text, read_rows
-from flexquant.measuring.engine import engine, prepare_environment
+from flexquant.measuring.engine import engine, environment, prepare_environment
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.rules import SCHEMA as POLICY_SCHEMA
 
@@ -79,6 +78,8 @@ class Study:
             "text": {"file": self.text.name, "sha256": hash_text(self.text)},
         }
 
+    # vLLM's second model runner has another interface for logits processors.
+    @environment(VLLM_USE_V2_MODEL_RUNNER="0")
     def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> dict[str, Any]:
         """Measure what ``file`` does not hold yet, and return the document that it holds then.
 
@@ -87,8 +88,6 @@ class Study:
         and for a file of another study unless it may be overwritten.
         """
         prepare_environment()
-        # vLLM's second model runner has another interface for logits processors.
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         rows = read_rows(self.text, self.subject.tokenizer, self.settings)
         document = self._load(file, overwrite)
         plans = self.plans()
