@@ -20,7 +20,7 @@ from tests.fuzz.mutations import mutated
 from tests.fuzz.targets import TARGETS, try_out
 
 EXAMPLES = 300
-RUNS = 2000
+RUNS = 1000
 
 
 @pytest.mark.parametrize("target", TARGETS)

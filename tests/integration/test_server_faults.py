@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from flexquant.measuring.server import VLLMServer
 from tests import programs
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 PATIENCE = 300
 """Seconds for what has to come about by itself, on however busy a machine."""

@@ -26,7 +26,7 @@ def fails(command: list[object], most: int) -> str:
     return done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("most", [4096, 65536])
+@pytest.mark.parametrize("most", [pytest.param(4096, marks=pytest.mark.full), 65536])
 def test_a_variant_that_does_not_fit(model: Path, tmp_path: Path, most: int) -> None:
     output = tmp_path / "variants"
     command = [*FLEXQUANT, "quantize", model, "--output", output, "--resume", *FEW]
