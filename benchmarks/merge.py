@@ -33,7 +33,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
-from flexquant.measuring.machine import cpu_model
+from flexquant.serving.cpu.machine import cpu_model
 
 VOCAB, GROUP_SIZE = 1024, 128
 HEADS, KV_HEADS = 32, 8

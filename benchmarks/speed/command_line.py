@@ -25,7 +25,7 @@ from flexquant.cli._arguments import add_effort, parse_names
 from flexquant.errors import FlexQuantError
 
 T = TypeVar("T")
-SCHEMES = tuple(STATIC)
+SCHEMES = ("bf16", "w8a8", "w4a16", "fp8", "w4a8")
 GPU_MEMORY = 0.9
 """Part of a GPU's memory that all servers together get."""
 
@@ -51,7 +51,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--serving", nargs="+", metavar="REQUESTSxINPUT+OUTPUT[@RATE][~SPREAD]", help="workloads")
     add("--overhead", nargs="+", metavar="REQUESTSxINPUT+OUTPUT", help="workloads")
     add_effort(add, "serving and overhead")
-    add("--schemes", type=parse_names, help=f"kernels: of {','.join(SCHEMES)}")
+    add("--schemes", type=parse_names, help=f"kernels: of {','.join(SCHEMES)}, each also @KERNEL")
     add("--layers", type=parse_names, help=f"kernels: of {','.join(LAYERS)}")
     add("--tokens", type=parse_names, help="kernels: numbers of tokens, e.g. 1,16,256")
     add("--seconds", type=float, help="kernels: time for each cell")
@@ -129,7 +129,7 @@ def choose_settings(args: argparse.Namespace, on_gpu: bool) -> Settings:
     settings = QUICK if args.quick else GPU if on_gpu else CPU
     given = {
         "subjects": args.subjects,
-        "schemes": _checked(args.schemes, SCHEMES, "scheme"),
+        "schemes": _checked_schemes(args.schemes),
         "layers": _checked(args.layers, LAYERS, "layer"),
         "tokens": _each(args.tokens, _count),
         "serving": _each(args.serving, Workload.parse),
@@ -162,6 +162,12 @@ def _each(values: Iterable[str] | None, read: Callable[[str], T]) -> tuple[T, ..
 def _checked(values: tuple[str, ...] | None, allowed: tuple[str, ...], what: str) -> tuple[str, ...] | None:
     for value in values or ():
         _check(value, allowed, what)
+    return values
+
+
+def _checked_schemes(values: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    for value in values or ():
+        _check(value.partition("@")[0], SCHEMES, "scheme")
     return values
 
 

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""vLLM's CPU worker with the kernels that FlexQuant brings along where vLLM's own are missing or wrong.
+"""vLLM's CPU worker, for static checkpoints, with kernels that FlexQuant brings along.
 
-Static checkpoints are served with it on a CPU, so that they and FlexQuant are compared on equal kernels, and
-can be served at all where vLLM has no W4A16 kernel (CPUs without AVX512).
+Where vLLM's own are missing or wrong, a static checkpoint can be served at all only with FlexQuant's (W4A16
+on CPUs without AVX512). Where there are several, the second class takes those that FlexQuant would choose.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+from vllm.model_executor.model_loader import base_loader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from flexquant.serving.cpu.choosing import DECODE_SIZES, choose_cpu_kernels
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 
 
@@ -19,3 +22,19 @@ class CPUWorkerWithKernels(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         provide_cpu_kernels()
         super().load_model(*args, **kwargs)
+
+
+class CPUWorkerWithChosenKernels(CPUWorkerWithKernels):
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        initialize = base_loader.initialize_model
+
+        def initialize_and_choose(*args: Any, **kwargs: Any) -> nn.Module:
+            model = initialize(*args, **kwargs)
+            choose_cpu_kernels({"static": model}, {"static": DECODE_SIZES})
+            return model
+
+        base_loader.initialize_model = initialize_and_choose
+        try:
+            super().load_model(*args, **kwargs)
+        finally:
+            base_loader.initialize_model = initialize

@@ -26,6 +26,8 @@ from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.synthetic import group_size, linear_tensors, quantisation_section
 from benchmarks.speed.worker import answer_requests
 from flexquant.measuring.server import free_port
+from flexquant.serving.cpu.choosing import has_zentorch, possible_kernels
+from flexquant.serving.linear_kernels import find_kernel, remake
 
 ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
 """Weights of all copies of a layer together: several times the L2 of an H200 (50 MB)."""
@@ -90,22 +92,23 @@ def summarise(
 def build_layers(scheme: str, outputs: int, inputs: int) -> tuple[list[nn.Module], int]:
     """Return copies of a linear [inputs -> outputs] with equal random weights, ready to run, and one's bytes.
 
-    The bytes are those of weights and scales as the kernel holds them (see
+    ``scheme`` may name a kernel for CPUs, as in ``w4a16@TorchCPUInt4LinearKernel``. The bytes are those of weights and scales as the kernel holds them (see
     :mod:`flexquant.serving.weight_memory`). Raises NoKernelError.
     """
+    scheme, _, kernel = scheme.partition("@")
     weight_bytes = outputs * inputs * {"bf16": 2, "w8a8": 1, "fp8": 1}.get(scheme, 0.5)
     copies = min(MAX_COPIES, max(1, round(ROTATED_BYTES[device()] / weight_bytes)))
     stored = "w4a16" if scheme == "w4a8" else scheme
     tensors = linear_tensors(stored, outputs, inputs, NAME)
     try:
-        built = [build_layer(scheme, stored, outputs, inputs, tensors) for _ in range(copies)]
+        built = [build_layer(scheme, stored, outputs, inputs, tensors, kernel) for _ in range(copies)]
     except (ValueError, RuntimeError, NotImplementedError, ImportError) as e:
         raise NoKernelError(f"{type(e).__name__}: {' '.join(str(e).split())[:300]}") from e
     return [layer for layer, _ in built], built[0][1]
 
 
 def build_layer(
-    scheme: str, stored: str, outputs: int, inputs: int, tensors: dict[str, torch.Tensor]
+    scheme: str, stored: str, outputs: int, inputs: int, tensors: dict[str, torch.Tensor], kernel: str = ""
 ) -> tuple[nn.Module, int]:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -136,6 +139,8 @@ def build_layer(
         )
         if scheme == "w4a8":
             use_8bit_activations(layer)
+        if device() == "cpu":
+            take_kernel(layer, kernel)
         for name, parameter in layer.named_parameters():
             parameter.data.copy_(tensors[name])
         memory = WeightMemory({scheme: layer})
@@ -151,6 +156,24 @@ def use_8bit_activations(layer: nn.Module) -> None:
         w4a8.use_8bit_activations(layer, "int8")
     except FlexQuantError as e:
         raise NoKernelError(str(e)) from e
+
+
+def take_kernel(layer: Any, name: str) -> None:
+    """Give a layer the named kernel for CPUs, or the first of vLLM's in its precision.
+
+    Raises NoKernelError if the named one cannot run it.
+    """
+    found = find_kernel(layer)
+    kinds = {kind.__name__: kind for kind in possible_kernels(found)}
+    if name and name not in kinds:
+        raise NoKernelError(f"{name} is not among {', '.join(kinds) or 'none'}")
+    if kinds:
+        layer.scheme.kernel = remake(found, kinds[name or next(iter(kinds))])
+
+
+def has_stock_w4a8() -> bool:
+    """Whether vLLM makes W4A8 of W4A16 on this CPU."""
+    return has_zentorch() or torch.cpu._is_amx_tile_supported()
 
 
 def prepare_pass(layers: list[nn.Module], x: torch.Tensor) -> Callable[[], float]:

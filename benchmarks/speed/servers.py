@@ -18,6 +18,7 @@ from flexquant.measuring.server import LOG_LINES, ServerError, VLLMServer
 
 MODEL_NAME = "model"
 CPU_WORKER = "benchmarks.speed.cpu_worker.CPUWorkerWithKernels"
+CHOOSING_CPU_WORKER = "benchmarks.speed.cpu_worker.CPUWorkerWithChosenKernels"
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class ServerOptions:
             if self.kv_cache_gib is not None:
                 arguments += ["--kv-cache-memory-bytes", str(int(self.kv_cache_gib * 2**30))]
         elif not subject.is_merged:
-            arguments += ["--worker-cls", CPU_WORKER]
-        return [*arguments, *subject.arguments, *self.extra]
+            arguments += ["--worker-cls", CPU_WORKER if subject.has_stock_kernels else CHOOSING_CPU_WORKER]
+        return [*arguments, *subject.arguments, *(subject.cuda_arguments if on_gpu else ()), *self.extra]
 
     def environment(self, subject: Subject) -> dict[str, str]:
         """Return the environment of a vLLM process."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.comparing import Rounds
+from benchmarks.speed.kernels import has_stock_w4a8
 from benchmarks.speed.models import Model
 from benchmarks.speed.results import Results
 from benchmarks.speed.rounds import Cell, Plan
@@ -106,11 +107,12 @@ class ServingRun:
         return 0
 
     def _can_run(self, subject: Subject) -> bool:
-        if self.on_gpu or subject.cuda_only is None:
+        if self.on_gpu or not subject.needs_w4a8 or has_stock_w4a8():
             return True
+        problem = "vLLM has no W4A8 on this CPU (it needs AMX, or zentorch on Zen 4 and later)"
         self._left_out.add(subject.name)
-        self.results.save(START, self._start_parameters(subject), 0, failure=subject.cuda_only)
-        print(f"{subject.name}: left out, {subject.cuda_only}", flush=True)
+        self.results.save(START, self._start_parameters(subject), 0, failure=problem)
+        print(f"{subject.name}: left out, {problem}", flush=True)
         return False
 
     def _start(self, pool: ServerPool, subjects: Sequence[Subject]) -> None:

@@ -95,7 +95,8 @@ SHAPES = {
     "tiny": Shape(128, 256, 2, heads=4, kv_heads=2, head_dim=32, vocabulary=512, max_length=2048),
     "small": Shape(512, 1536, 8, heads=8, kv_heads=4, head_dim=64, vocabulary=8192, tied=True),
     "0.5b": Shape(896, 4864, 24, heads=14, kv_heads=2, head_dim=64, vocabulary=151936, tied=True),
+    "1.5b": Shape(1536, 8960, 28, heads=12, kv_heads=2, head_dim=128, vocabulary=151936, tied=True),
     "llama-3.1-8b": Shape(4096, 14336, 32, heads=32, kv_heads=8, head_dim=128, vocabulary=128256),
     "llama-70b-8layers": Shape(8192, 28672, 8, heads=64, kv_heads=8, head_dim=128, vocabulary=128256),
 }
-"""By name: the sizes of Qwen2.5-0.5B, Llama-3.1-8B, and Llama-3.1-70B cut to 8 layers; two for CPUs."""
+"""By name: the sizes of Qwen2.5-0.5B and 1.5B, Llama-3.1-8B, and Llama-3.1-70B cut to 8 layers; two for CPUs."""

@@ -25,9 +25,12 @@ class Subject:
     """One: a static checkpoint. Several: those of the merged one."""
     policy: str | None = None
     arguments: tuple[str, ...] = ()
+    cuda_arguments: tuple[str, ...] = ()
+    """Those for a GPU alone."""
     environment: dict[str, str] = field(default_factory=dict)
-    cuda_only: str | None = None
-    """Why it cannot run without a CUDA GPU; None if it can."""
+    has_stock_kernels: bool = True
+    """On a CPU, of a static checkpoint: vLLM's own choice, or FlexQuant's."""
+    needs_w4a8: bool = False
 
     @property
     def is_merged(self) -> bool:
@@ -44,17 +47,20 @@ class Subject:
 STATIC = {
     "bf16": Subject("bf16", ("bf16",)),
     "w8a8": Subject("w8a8", ("w8a8",)),
-    "w4a16": Subject("w4a16", ("w4a16",)),
+    # On some CPUs vLLM would make W4A8 of it.
+    "w4a16": Subject("w4a16", ("w4a16",), environment={"VLLM_CPU_INT4_W4A8": "0"}),
+    "w4a16-chosen": Subject("w4a16-chosen", ("w4a16",), has_stock_kernels=False),
     "fp8": Subject("fp8", ("fp8",)),
     # Marlin has to be named: vLLM prefers Machete on Hopper, which has no 8-bit activations.
     "w4a8": Subject(
         "w4a8",
         ("w4a16",),
-        arguments=("--linear-backend", "marlin"),
-        environment={"VLLM_MARLIN_INPUT_DTYPE": "int8"},
-        cuda_only="VLLM_MARLIN_INPUT_DTYPE is for vLLM's Marlin kernel, which needs CUDA",
+        cuda_arguments=("--linear-backend", "marlin"),
+        environment={"VLLM_MARLIN_INPUT_DTYPE": "int8", "VLLM_CPU_INT4_W4A8": "1"},
+        needs_w4a8=True,
     ),
 }
+"""By name; ``w4a16-chosen`` is W4A16 on the kernels that FlexQuant would choose on this CPU."""
 
 
 def parse_subject(text: str) -> Subject:

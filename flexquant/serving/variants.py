@@ -16,21 +16,23 @@ its source built once more with other kernels in the INT4 layers; it shares all 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
+from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import MergedConfig, Variant
 from flexquant.errors import FlexQuantError
+from flexquant.serving.cpu.choosing import choose_cpu_kernels, sizes_by_variant
 from flexquant.serving.vllm_api import AttentionLayerBase, initialize_model
 from flexquant.serving.w4a8 import is_int4_layer, use_8bit_activations
 
 if TYPE_CHECKING:
-    from flexquant.policy.rules import Derivation
+    from flexquant.policy.routes import RouteTable
 
 
 def variant_vllm_config(vllm_config: VllmConfig, variant: Variant, base_architecture: str) -> VllmConfig:
@@ -71,19 +73,20 @@ def build_variants(
     vllm_config: VllmConfig,
     merged: MergedConfig,
     names: list[str],
-    derived: Mapping[str, Derivation],
+    routes: RouteTable,
     prefix: str,
 ) -> dict[str, nn.Module]:
     """Build the named variants over one set of attention layers; the weights are loaded later.
 
-    ``names`` may include ``derived`` ones. Raises :class:`FlexQuantError` for an architecture that is not
-    built as ``model.layers`` + ``lm_head``.
+    ``names`` may include those that ``routes`` derives. Raises :class:`FlexQuantError` for an architecture
+    that is not built as ``model.layers`` + ``lm_head``.
     """
     base_class, _ = ModelRegistry.resolve_model_cls(
         [merged.base_architecture], model_config=vllm_config.model_config
     )
     real_context = vllm_config.compilation_config.static_forward_context
     variants: dict[str, nn.Module] = {}
+    derived = routes.derived
 
     def build(name: str) -> nn.Module:
         source = derived[name].source if name in derived else name
@@ -114,6 +117,8 @@ def build_variants(
         replacements |= dict(zip(find_modules(variant, shared), find_modules(owner, shared), strict=True))
         replace_modules(variant, replacements)
         variants[name] = variant
+    if current_platform.is_cpu():
+        choose_cpu_kernels(variants, sizes_by_variant(routes))
     return variants
 
 

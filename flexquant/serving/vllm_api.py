@@ -15,6 +15,7 @@ from flexquant.serving.vllm_names import CHECKED, module_of
 
 if TYPE_CHECKING:
     from vllm import _custom_ops as _custom_ops
+    from vllm import envs as envs
     from vllm._custom_ops import CPUDNNLGEMMHandler as CPUDNNLGEMMHandler
     from vllm.compilation import monitor as monitor
     from vllm.compilation.backends import set_model_tag as set_model_tag
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
         is_supported_and_can_implement_kernel as is_supported_and_can_implement_kernel,
     )
     from vllm.model_executor.kernels.linear import register_linear_kernel as register_linear_kernel
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import (
+        CPUWNA16LinearKernel as CPUWNA16LinearKernel,
+    )
     from vllm.model_executor.kernels.linear.mixed_precision.marlin import (
         MarlinLinearKernel as MarlinLinearKernel,
     )
@@ -51,8 +55,14 @@ if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
         MPLinearLayerConfig as MPLinearLayerConfig,
     )
+    from vllm.model_executor.kernels.linear.mixed_precision.zentorch import (
+        ZentorchWNA16LinearKernel as ZentorchWNA16LinearKernel,
+    )
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import (
         CPUInt8ScaledMMLinearKernel as CPUInt8ScaledMMLinearKernel,
+    )
+    from vllm.model_executor.kernels.linear.scaled_mm.zentorch import (
+        ZentorchInt8ScaledMMLinearKernel as ZentorchInt8ScaledMMLinearKernel,
     )
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase as AttentionLayerBase
     from vllm.model_executor.layers.linear import LinearBase as LinearBase

@@ -72,6 +72,7 @@ _SPANS = "vLLM asks plugins for attributes of the span of a request"
 _PHASE = "the forward context tells the phase of a pass and its number of sequences"
 _W4A8 = "vLLM takes the activations of W4A8 from the model's config, not from the process"
 _CPU_KERNELS = "vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py)"
+_CHOSEN = "vLLM chooses a CPU kernel by the number of tokens, and W4A8 by the layer"
 _MEASURING = "vLLM times single passes on request, and frees an engine's memory on leaving it"
 _DOCTOR = "vLLM says without a start which kernels and how much memory a model will have"
 _BENCHMARKS = "the benchmark goes"
@@ -496,6 +497,42 @@ NAMES = (
         _CPU_KERNELS,
         mentions={"VLLM_DISABLED_KERNELS": "written: the kernels that FlexQuant's replace"},
     ),
+    Names(
+        "vllm.envs",
+        _CHOSEN,
+        mentions={
+            "VLLM_CACHE_ROOT": "where the choice is kept",
+            "VLLM_CPU_INT4_W4A8": "0 turns vLLM's W4A8 off",
+        },
+    ),
+    Names(
+        f"{_KERNELS}.mixed_precision.cpu",
+        _CHOSEN,
+        {"CPUWNA16LinearKernel.can_implement(c)": "the kernel for AVX512 and AMX, held to one precision"},
+    ),
+    Names(
+        f"{_KERNELS}.mixed_precision.zentorch",
+        _CHOSEN,
+        {
+            "ZentorchWNA16LinearKernel.apply_weights(layer, x, bias)": "AMD's kernel, held to one precision",
+            "ZentorchWNA16LinearKernel.can_implement(c)": "refuses layers that it cannot run",
+        },
+    ),
+    Names(
+        f"{_KERNELS}.mixed_precision.zentorch",
+        _CHOSEN,
+        mentions={
+            "_maybe_process_da8w4_weights": "whether this vLLM makes W4A8 of a layer",
+            "_zentorch_da8w4": "whether it has",
+        },
+        since=(0, 31),
+    ),
+    Names(
+        f"{_KERNELS}.scaled_mm.zentorch",
+        _CHOSEN,
+        {"ZentorchInt8ScaledMMLinearKernel": "AMD's W8A8"},
+    ),
+    Names("vllm", _CHOSEN, {"envs": "environment variables as vLLM reads them, as above"}),
     Names("vllm", _CPU_KERNELS, {"_custom_ops": "imported to load torch.ops._C, and for what follows"}),
     Names(
         "vllm._custom_ops",

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """W4A8: the INT4 weights of a W4A16 variant, multiplied with activations quantised to 8 bit per token.
 
-vLLM's Marlin kernel does it. Stock vLLM turns that on for a whole process (``VLLM_MARLIN_INPUT_DTYPE``), and
-only for layers that Marlin runs anyway, which on Hopper is not the case (Machete does). Here one variant asks
-for it: each of its INT4 layers exchanges its kernel before the weights are loaded. What the layer reads from
+On a GPU vLLM's Marlin kernel does it. Stock vLLM turns that on for a whole process
+(``VLLM_MARLIN_INPUT_DTYPE``), and only for layers that Marlin runs anyway, which on Hopper is not the case
+(Machete does). Here one variant asks for it: each of its INT4 layers exchanges its kernel before the weights
+are loaded. What the layer reads from
 the checkpoint stays the same; the kernel lays the weights out anew, so that this costs half a byte a weight.
 """
 
@@ -76,8 +77,8 @@ def _problem(config: Any, activations: str) -> str | None:
 def find_kernel(activations: str) -> Any:
     """Return vLLM's kernel class for INT4 weights and 8-bit activations on this device.
 
-    On a CPU it is ``TorchCPUInt4LinearKernel`` of :mod:`flexquant.serving.cpu.int4`: it shows what W4A8 does
-    to a model's answers, and is slower than W4A16. Raises :class:`FlexQuantError` where there is none.
+    On a CPU it is a stand-in, which :mod:`flexquant.serving.cpu.choosing` exchanges for a vendor's kernel
+    where there is one. Raises :class:`FlexQuantError` where there is none.
     """
     if current_platform.is_cuda():
         if activations == "fp8" and not (
@@ -89,9 +90,9 @@ def find_kernel(activations: str) -> Any:
             )
         return MarlinLinearKernel
     if current_platform.is_cpu() and activations == "int8":
-        from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
+        from flexquant.serving.cpu.int4 import TorchCPUW4A8LinearKernel
 
-        return TorchCPUInt4LinearKernel
+        return TorchCPUW4A8LinearKernel
     raise FlexQuantError(
         f"there is no kernel for INT4 weights with {activations} activations on {_device()}; choose a policy "
         "without such a variant"

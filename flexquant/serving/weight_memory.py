@@ -92,7 +92,12 @@ class WeightMemory:
 
 
 def _packed_for_cpu(module: nn.Module) -> Iterator[torch.Tensor | CPUDNNLGEMMHandler]:
-    """Yield what vLLM's 16-bit CPU kernels keep of a weight: ``cpu_linear`` is a function around it."""
+    """Yield what vLLM's CPU kernels keep of a weight beside the parameters.
+
+    Those for 16 bit make ``cpu_linear``, a function around it; zentorch's put tensors beside them.
+    """
+    if isinstance(module, LinearBase):
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
     for cell in getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ():
         if isinstance(cell.cell_contents, (torch.Tensor, CPUDNNLGEMMHandler)):
             yield cell.cell_contents

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""W4A16 on CPUs for which vLLM ships no INT4 kernel, and W4A8: PyTorch's own, behind vLLM's interface."""
+"""W4A16 by PyTorch's own INT4 operator, behind vLLM's interface, and a stand-in for W4A8."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ INNER_K_TILES = 2
 class TorchCPUInt4LinearKernel(MPLinearKernel):
     """Symmetric group-wise INT4 weights with 16- or 32-bit activations, by ``_weight_int4pack_mm_for_cpu``.
 
-    The operator is in ATen (``aten/src/ATen/native/cpu/int4mm_kernel.cpp``) with AVX2 and AVX512 code. With
-    ``act_type`` INT8 the activations are rounded to 8 bit per token first: 8-bit integers are exact in fp32.
+    The operator is in ATen (``aten/src/ATen/native/cpu/int4mm_kernel.cpp``) with AVX2 and AVX512 code.
     """
 
     @classmethod
@@ -56,17 +55,25 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        weight, scale_and_zero, *_ = self._get_weight_params(layer)
-        flat = x.reshape(-1, x.shape[-1])  # [tokens, in]
-        x_scale = None
-        if self.config.act_type == torch.int8:
-            quantized, x_scale, _ = ops.onednn_scaled_int8_quant(flat, None, None, True)  # .., [tokens, 1]
-            flat = quantized.float()
-        out = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            flat, weight, self.config.group_size, scale_and_zero.to(flat.dtype)
-        )
-        if x_scale is not None:
-            out = (out * x_scale).to(x.dtype)
+        out = self._multiply(layer, x.reshape(-1, x.shape[-1]))
         if bias is not None:
             out = out + bias
         return out.reshape(*x.shape[:-1], out.shape[-1])
+
+    def _multiply(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, out] for ``x`` [tokens, in], in its dtype."""
+        weight, scale_and_zero, *_ = self._get_weight_params(layer)
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x, weight, self.config.group_size, scale_and_zero.to(x.dtype)
+        )
+
+
+class TorchCPUW4A8LinearKernel(TorchCPUInt4LinearKernel):
+    """A stand-in for W4A8: the activations are rounded to 8 bit per token, which are exact in 16 bit.
+
+    It shows what W4A8 does to a model's answers, and is slower than W4A16.
+    """
+
+    def _multiply(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        quantized, x_scale, _ = ops.onednn_scaled_int8_quant(x, None, None, True)  # .., [tokens, 1]
+        return (super()._multiply(layer, quantized.to(torch.bfloat16)) * x_scale).to(x.dtype)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Which kernel each linear layer of a variant gets on a CPU: the fastest of those that are there and right.
+
+vLLM takes one order of kernels for a process, whatever the number of tokens. On a server CPU that order is
+wrong for some: of three W4A16 kernels the fastest for one token is the slowest for a prompt. So each
+variant's layers are tried with as many tokens as the policy gives to that variant
+(:mod:`flexquant.serving.cpu.remembering`). Where only one kernel is there, nothing is tried.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.platforms import current_platform
+
+from flexquant.documents.digest import digest_of
+from flexquant.policy.routes import RouteTable
+from flexquant.policy.rules import PHASES
+from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.cpu.kernels import REPLACED
+from flexquant.serving.cpu.remembering import find_fastest
+from flexquant.serving.linear_kernels import find_kernel, remake
+from flexquant.serving.vllm_api import CPUInt8ScaledMMLinearKernel, MPLinearKernel, scalar_types
+
+ZENTORCH_INT8 = "ZentorchInt8ScaledMMLinearKernel"
+
+DECODE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+OTHER_SIZES = (64, 256)
+"""Numbers of tokens in a pass."""
+FEWEST_WEIGHTS = 1 << 18
+"""Of a layer; smaller ones take the first of vLLM's kernels."""
+
+
+def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
+    """Return for each variant of a policy the numbers of tokens that its kernels are tried with.
+
+    They are those of its decode passes if it has any: INT4 is there for them, and `flexquant tune` then times
+    the kernels that a tuned policy will have.
+    """
+    found: dict[str, set[int]] = {}
+    for phase in sorted(PHASES, key=lambda phase: phase != "decode"):
+        decodes = set(found) if phase != "decode" else set()
+        for first, last, plan in routes.intervals(phase):
+            tried = DECODE_SIZES if phase == "decode" else OTHER_SIZES
+            sizes = {size for size in tried if first <= size <= last} or {min(last, max(first, tried[-1]))}
+            for variant in plan.variants:
+                if phase == "decode" or variant not in decodes:
+                    found.setdefault(variant, set()).update(sizes)
+    return {variant: tuple(sorted(sizes)) for variant, sizes in found.items()}
+
+
+def choose_cpu_kernels(models: Mapping[str, nn.Module], sizes: Mapping[str, Sequence[int]]) -> None:
+    """Exchange the kernels of the INT4 and INT8 layers below ``models``, whose weights are not loaded yet.
+
+    ``sizes``: by the names of the models, the numbers of tokens to try.
+    """
+    to_try: dict[str, tuple[dict[str, Any], list[tuple[Any, list[type]]]]] = {}
+    for name, model in models.items():
+        for module in model.modules():
+            layer: Any = module
+            kernel = find_kernel(layer)
+            kinds = possible_kernels(kernel)
+            if len(kinds) > 1 and _is_worth_a_trial(layer):
+                request = {
+                    "inputs": layer.input_size_per_partition,
+                    "outputs": layer.output_size_per_partition,
+                    "dtype": str(layer.params_dtype).removeprefix("torch."),
+                    "group_size": getattr(kernel.config, "group_size", None),
+                    "sizes": list(sizes[name]),
+                    "kernels": [f"{kind.__module__}:{kind.__name__}" for kind in kinds],
+                }
+                to_try.setdefault(digest_of(request), (request, []))[1].append((layer, kinds))
+            elif kinds:
+                _exchange(layer, kinds[0])
+    chosen = find_fastest([request for request, _ in to_try.values()])
+    for (request, layers), kind_name in zip(to_try.values(), chosen, strict=True):
+        for layer, kinds in layers:
+            _exchange(layer, kinds[request["kernels"].index(kind_name)])
+
+
+def _exchange(layer: Any, kind: type) -> None:
+    if kind is not type(layer.scheme.kernel):
+        layer.scheme.kernel = remake(layer.scheme.kernel, kind)
+
+
+def _is_worth_a_trial(layer: Any) -> bool:
+    """Whether it has many weights, of a kind that a trial makes.
+
+    Those are symmetric INT4, and INT8 quantised per channel with activations quantised per token.
+    """
+    if layer.input_size_per_partition * layer.output_size_per_partition < FEWEST_WEIGHTS:
+        return False
+    kernel = layer.scheme.kernel
+    config = kernel.config
+    if isinstance(kernel, MPLinearKernel):
+        return config.weight_type == scalar_types.uint4b8 and not config.zero_points
+    return config.is_channelwise and config.input_symmetric and not config.is_static_input_scheme
+
+
+def possible_kernels(kernel: Any) -> list[type]:
+    """Return the kernels that could run what ``kernel`` runs on this CPU in the same precision, vLLM's first.
+
+    There is none for W4A8 where only the stand-in is.
+    """
+    if isinstance(kernel, MPLinearKernel):
+        kinds = _int4_kernels(kernel.config.act_type == torch.int8)
+    elif isinstance(kernel, CPUInt8ScaledMMLinearKernel) or type(kernel).__name__ == ZENTORCH_INT8:
+        kinds = [REPLACED.get("CPUInt8ScaledMMLinearKernel", CPUInt8ScaledMMLinearKernel)]
+        if has_zentorch():
+            from flexquant.serving.vllm_api import ZentorchInt8ScaledMMLinearKernel
+
+            kinds.insert(0, ZentorchInt8ScaledMMLinearKernel)
+    else:
+        return []
+    return [kind for kind in kinds if not _is_disabled(kind) and kind.can_implement(kernel.config)[0]]
+
+
+def has_zentorch() -> bool:
+    """Whether vLLM has AMD's kernels: on Zen 4 and later, with a zentorch that suits the installed torch."""
+    return getattr(current_platform, "is_zen_cpu", bool)()
+
+
+def _int4_kernels(is_w4a8: bool) -> list[Any]:
+    kinds: list[Any] = []
+    if has_zentorch():
+        from flexquant.serving.cpu import zentorch
+
+        kinds.append(zentorch.ZentorchW4A8LinearKernel if is_w4a8 else zentorch.ZentorchW4A16LinearKernel)
+    if hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        from flexquant.serving.cpu import vendors
+
+        # PyTorch's `_dyn_quant_matmul_4bit` is no W4A8 to choose: on x86 it is 30 times slower than these.
+        kinds.append(vendors.AMXW4A8LinearKernel if is_w4a8 else vendors.CPUW4A16LinearKernel)
+    return kinds if is_w4a8 else [*kinds, TorchCPUInt4LinearKernel]
+
+
+def _is_disabled(kind: Any) -> bool:
+    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
+    return kind.__name__ in disabled or getattr(kind, "of", None) in disabled

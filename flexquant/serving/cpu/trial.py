@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Time kernels on linear layers of random weights: ``python -m flexquant.serving.cpu.trial REQUEST REPLY``.
+
+REQUEST is a file with ``threads`` and a list of ``layers`` in JSON, REPLY one with microseconds by kernel and
+number of tokens for each. It is a process of its own because zentorch remembers by their address how it has
+laid out weights: in the process that serves, weights loaded later at the address of a trial's would be taken
+for those.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+COLD_BYTES = 64 << 20
+"""Weights of all copies of a layer: a model too finds its weights in memory, not in the caches."""
+MAX_COPIES = 8
+MANY_TOKENS = 64
+"""From here on multiplying takes so much longer than fetching the weights that one copy and one run do."""
+RUNS = 5
+
+
+def main(request: str, reply: str) -> None:
+    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+
+    asked = json.loads(Path(request).read_text(encoding="utf-8"))
+    provide_cpu_kernels()
+    torch.set_num_threads(asked["threads"])
+    with torch.inference_mode():
+        found = [measure(layer) for layer in asked["layers"]]
+    Path(reply).write_text(json.dumps(found), encoding="utf-8")
+
+
+def measure(layer: dict[str, Any]) -> dict[str, dict[int, float]]:
+    """Return microseconds by kernel and number of tokens; the kernels take turns.
+
+    ``layer``: ``inputs``, ``outputs``, ``dtype``, ``group_size`` (INT4; None: INT8), ``sizes`` in tokens, and
+    ``kernels`` as ``module:class``.
+    """
+    nbytes = layer["inputs"] * layer["outputs"] // 2
+    copies = min(MAX_COPIES, max(2, math.ceil(COLD_BYTES / nbytes)))
+    dtype = getattr(torch, layer["dtype"])
+    made = {name: [_make(name, layer, dtype) for _ in range(copies)] for name in layer["kernels"]}
+    times: dict[str, dict[int, float]] = {name: {} for name in made}
+    for size in layer["sizes"]:
+        x = torch.randn(size, layer["inputs"], dtype=dtype)
+        used, runs = (1, 1) if size >= MANY_TOKENS else (copies, RUNS)
+        found: dict[str, list[float]] = {name: [] for name in made}
+        for run in range(runs + 1):
+            for name, multiplies in made.items():
+                started = time.perf_counter()
+                for multiply in multiplies[:used]:
+                    multiply(x)
+                if run > 0:  # the first one sets the kernel up for this size
+                    found[name].append(time.perf_counter() - started)
+        for name, seconds in found.items():
+            times[name][size] = round(statistics.median(seconds) / used * 1e6, 1)
+    return times
+
+
+def _make(name: str, layer: dict[str, Any], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a layer as a function of its inputs [tokens, in]."""
+    from flexquant.serving.vllm_api import set_default_torch_dtype
+
+    module, _, kind = name.partition(":")
+    make = getattr(importlib.import_module(module), kind)
+    kernel, linear = (_int8 if layer["group_size"] is None else _int4)(make, layer, dtype)
+    with set_default_torch_dtype(dtype):  # oneDNN's kernel takes it for that of its outputs
+        kernel.process_weights_after_loading(linear)
+    return lambda x: kernel.apply_weights(linear, x, None)
+
+
+def _int4(make: Any, layer: dict[str, Any], dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """Symmetric INT4 weights as compressed-tensors stores them: [out, in / 8], scales [out, in / group]."""
+    from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
+
+    inputs, outputs, group = layer["inputs"], layer["outputs"], layer["group_size"]
+    shape = (inputs, outputs)
+    linear = _linear(
+        weight_packed=torch.empty(outputs, inputs // 8, dtype=torch.int32).random_(),
+        weight_scale=torch.empty(outputs, inputs // group if group > 0 else 1, dtype=dtype).uniform_(
+            0.001, 0.002
+        ),
+    )
+    packed: Any = linear.weight_packed
+    packed.packed_dim = 1
+    linear.weight_zero_point = None
+    config = MPLinearLayerConfig(shape, shape, scalar_types.uint4b8, dtype, group, zero_points=False)
+    return make(config, "weight_packed", "weight_scale", "weight_zero_point"), linear
+
+
+def _int8(make: Any, layer: dict[str, Any], dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """INT8 weights [out, in] with a scale for each output, for activations quantised per token."""
+    from flexquant.serving.vllm_api import Int8ScaledMMLinearLayerConfig
+
+    linear = _linear(
+        weight=torch.empty(layer["outputs"], layer["inputs"], dtype=torch.int8).random_(-127, 128),
+        weight_scale=torch.empty(layer["outputs"], 1).uniform_(0.001, 0.002),
+    )
+    names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
+    for name in names[2:]:
+        linear.register_parameter(name, None)
+    linear.logical_widths = [layer["outputs"]]
+    config = Int8ScaledMMLinearLayerConfig(
+        is_channelwise=True, is_static_input_scheme=False, input_symmetric=True
+    )
+    return make(config, names), linear
+
+
+def _linear(**weights: torch.Tensor) -> Any:
+    linear: Any = nn.Module()
+    linear.bias = None
+    for name, weight in weights.items():
+        parameter: Any = nn.Parameter(weight, requires_grad=False)
+        parameter.output_dim, parameter.input_dim = 0, 1
+        linear.register_parameter(name, parameter)
+    return linear
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

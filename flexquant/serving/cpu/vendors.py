@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""vLLM's INT4 kernels for CPUs with AVX512, each held to one precision.
+
+vLLM makes W4A8 of W4A16 where it has a kernel for that (zentorch, or AMX) and ``VLLM_CPU_INT4_W4A8`` is not
+0, for a whole process, and without a word in the layer's name. Here a variant gets what it is called: W4A16
+never rounds its activations, and W4A8, derived by a policy, is beside it in the same process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from flexquant.serving.vllm_api import (
+    CPUWNA16LinearKernel,
+    MPLinearLayerConfig,
+    envs,
+    scalar_types,
+)
+
+W4A16_IN = torch.float16
+"""A type of activations for which vLLM has no W4A8 on a CPU; its W4A16 kernels take what they are given."""
+W4A8_IN = torch.bfloat16
+"""The type of activations for which it has."""
+
+
+class HeldToOnePrecision:
+    """Tells vLLM's kernel the type of activations that has it choose one precision."""
+
+    of: ClassVar[str]
+    """vLLM's name of the kernel, by which ``VLLM_DISABLED_KERNELS`` may turn it off."""
+    act_type: ClassVar[torch.dtype]
+
+    def __init__(self, c: MPLinearLayerConfig, *names: Any) -> None:
+        super().__init__(dataclasses.replace(c, act_type=self.act_type), *names)  # type: ignore[call-arg]
+
+
+class CPUW4A16LinearKernel(HeldToOnePrecision, CPUWNA16LinearKernel):
+    """``cpu_gemm_wna16``, which has code for AVX512 and for AMX."""
+
+    of, act_type = "CPUWNA16LinearKernel", W4A16_IN
+
+
+class AMXW4A8LinearKernel(HeldToOnePrecision, CPUWNA16LinearKernel):
+    """``int4_scaled_mm_cpu``, for AMX."""
+
+    of, act_type = "CPUWNA16LinearKernel", W4A8_IN
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        if not torch.cpu._is_amx_tile_supported():
+            return False, "this CPU has no AMX"
+        return w4a8_problem(c) or super().can_implement(c)
+
+
+def w4a8_problem(c: MPLinearLayerConfig) -> tuple[bool, str] | None:
+    """Return why a layer cannot have vLLM's W4A8 on a CPU, as ``can_implement`` says it; None if it can."""
+    if not envs.VLLM_CPU_INT4_W4A8:
+        return False, "VLLM_CPU_INT4_W4A8=0 turns it off"
+    if c.weight_type != scalar_types.uint4b8 or c.zero_points:
+        return False, f"only symmetric INT4 is supported, not {c.weight_type}"
+    return None
