@@ -92,8 +92,9 @@ def summarise(
 def build_layers(scheme: str, outputs: int, inputs: int) -> tuple[list[nn.Module], int]:
     """Return copies of a linear [inputs -> outputs] with equal random weights, ready to run, and one's bytes.
 
-    ``scheme`` may name a kernel for CPUs, as in ``w4a16@TorchCPUInt4LinearKernel``. The bytes are those of weights and scales as the kernel holds them (see
-    :mod:`flexquant.serving.weight_memory`). Raises NoKernelError.
+    ``scheme`` may name a kernel for CPUs, as in ``w4a16@TorchCPUInt4LinearKernel``. The bytes are those of
+    weights and scales as the kernel holds them (see :mod:`flexquant.serving.weight_memory`). Raises
+    NoKernelError.
     """
     scheme, _, kernel = scheme.partition("@")
     weight_bytes = outputs * inputs * {"bf16": 2, "w8a8": 1, "fp8": 1}.get(scheme, 0.5)

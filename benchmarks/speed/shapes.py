@@ -99,4 +99,4 @@ SHAPES = {
     "llama-3.1-8b": Shape(4096, 14336, 32, heads=32, kv_heads=8, head_dim=128, vocabulary=128256),
     "llama-70b-8layers": Shape(8192, 28672, 8, heads=64, kv_heads=8, head_dim=128, vocabulary=128256),
 }
-"""By name: the sizes of Qwen2.5-0.5B and 1.5B, Llama-3.1-8B, and Llama-3.1-70B cut to 8 layers; two for CPUs."""
+"""By name: the sizes of Qwen2.5-0.5B and 1.5B, Llama-3.1-8B and, of 8 layers, 70B; two small ones."""
