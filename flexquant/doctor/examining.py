@@ -45,10 +45,15 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
 
 
 def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
+    from vllm.platforms import current_platform
+
     from flexquant.doctor.kernels import find_kernels
     from flexquant.doctor.memory import examine_memory
+    from flexquant.serving.cpu.choosing import zentorch_problem
 
     vllm_config = configure(folder, arguments)
+    if current_platform.is_cpu() and (problem := zentorch_problem()):
+        yield Finding("note", "zentorch", problem)
     with built_without_weights(vllm_config) as model:
         yield _policy(model)
         yield _backend(vllm_config)

@@ -55,6 +55,8 @@ class Worker:
 
     def __init__(self, name: str, folder: Path, policy: Policy, options: dict[str, Any], logs: Path) -> None:
         self.name = name
+        self.kernels: list[str] = []
+        """The names of those that run its linear layers; known when it is ready."""
         self._log = logs / f"{name}.log"
         policy_file = logs / f"{name}.yaml"
         policy_file.write_text(to_yaml(policy.document), encoding="utf-8")
@@ -66,7 +68,7 @@ class Worker:
 
     def wait_until_ready(self) -> None:
         """Raise FlexQuantError, with the end of the log, if the engine does not start."""
-        self._receive(START_TIMEOUT)
+        self.kernels = self._receive(START_TIMEOUT)
 
     def call(self, method: str, *arguments: float) -> float:
         """Return what the method returns; raise FlexQuantError if it fails or takes CALL_TIMEOUT seconds."""
@@ -148,7 +150,8 @@ def _serve(connection: Connection, log: str, folder: str, options: dict[str, Any
         with engine(folder, **options) as llm:
             timer = PassTimer(llm)
             timer.prefill(1, seconds=0)
-            connection.send((True, None))
+            (status, *_) = llm.collective_rpc("flexquant_status")
+            connection.send((True, sorted({name for names in status["kernels"].values() for name in names})))
             while True:
                 try:
                     method, arguments = connection.recv()

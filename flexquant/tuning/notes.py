@@ -12,6 +12,7 @@ from flexquant.checkpoint.output import format_bytes
 from flexquant.measuring.comparison import EQUAL, FEWEST_ROUNDS, percent
 from flexquant.policy.pass_times import device_name
 from flexquant.policy.times_table import UNITS
+from flexquant.serving.cpu.kernels import STAND_INS
 from flexquant.tuning.deciding import Decision, undecided
 from flexquant.tuning.memory import Memory
 from flexquant.tuning.objectives import PHASE_OF, Goal, Slo, largest_within
@@ -27,6 +28,22 @@ def origin_notes(origin: Mapping[str, Any], goal: Goal) -> list[str]:
         f"Medians of {origin['rounds']} rounds or more, with the smallest and the largest."
         if origin["rounds"] >= FEWEST_ROUNDS
         else f"Fewer than {FEWEST_ROUNDS} rounds: too few to compare the variants.",
+    ]
+
+
+def kernel_notes(kernels: Mapping[str, Sequence[str]]) -> list[str]:
+    """Tell the kernels of each variant, where an engine has told them."""
+    told = "; ".join(f"{variant} {', '.join(names)}" for variant, names in kernels.items())
+    return [f"Kernels: {told}."] if told else []
+
+
+def stand_in_notes(kernels: Mapping[str, Sequence[str]]) -> list[str]:
+    """Warn of variants that this machine has no real kernel for."""
+    return [
+        f"{variant} runs on {name}, {STAND_INS[name]}: its times say nothing about other machines."
+        for variant, names in kernels.items()
+        for name in names
+        if name in STAND_INS
     ]
 
 

@@ -27,7 +27,15 @@ from flexquant.tuning.deciding import (
     wide,
 )
 from flexquant.tuning.memory import Memory
-from flexquant.tuning.notes import batch_notes, bound_notes, crossover_notes, origin_notes, unused_notes
+from flexquant.tuning.notes import (
+    batch_notes,
+    bound_notes,
+    crossover_notes,
+    kernel_notes,
+    origin_notes,
+    stand_in_notes,
+    unused_notes,
+)
 from flexquant.tuning.objectives import Goal, meet, optimise
 from flexquant.tuning.policy_file import Output, Tuned, policy_document, write_files
 from flexquant.tuning.rounds import Grid, Rounds, between
@@ -78,6 +86,7 @@ class Tuning:
             "versions": describe_versions(),
         }
         self._samples = self._load_samples()
+        self._kernels: dict[str, list[str]] = {}
 
     def measure(self, progress: Callable[[str], None], bar: Bar) -> None:
         """Measure all variants, or go on where a run with the same arguments stopped.
@@ -88,9 +97,13 @@ class Tuning:
 
             def start() -> Mapping[str, Worker]:
                 progress(f"starting {', '.join(self._variants)}")
-                return stack.enter_context(
+                workers = stack.enter_context(
                     start_workers(self._variants, self._checkpoint.folder, self._engine_options)
                 )
+                self._kernels = {name: worker.kernels for name, worker in workers.items()}
+                for note in stand_in_notes(self._kernels):
+                    progress(note)
+                return workers
 
             show = stack.enter_context(bar("measuring", unit="size"))
             rounds = Rounds(self._names, start, self._samples, self._grid, self._save, show)
@@ -125,6 +138,8 @@ class Tuning:
         document = policy_document(decision, self._variants, times, str(self._goal))
         notes = [
             *origin_notes(origin, self._goal),
+            *kernel_notes(self._kernels),
+            *stand_in_notes(self._kernels),
             *self._remarks,
             *crossover_notes(self._samples, self._names, decision),
             *bound_notes(self._samples, decision, self._goal.slo),

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 in_process.prepare_environment()
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Static checkpoints are W4A16 then, also where vLLM would make W4A8 of them, and merged ones run on the same
+# kernel as they do: elsewhere than in test_cpu_precisions.py no kernel is chosen by its speed.
+os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
+if "avx512f" in Path("/proc/cpuinfo").read_text():
+    os.environ.setdefault("VLLM_DISABLED_KERNELS", "TorchCPUInt4LinearKernel")
 
 WORK = Path(__file__).parents[2] / ".work"
 NAME = "SmolLM2-135M-Instruct"
@@ -180,14 +185,11 @@ def _generate(
 def bytes_of_int4_group() -> int:
     """What this CPU's W4A16 kernel keeps for every group of weights, beside the four bits of each.
 
-    vLLM's: a 16-bit scale; with AMX, where it multiplies with 8-bit activations, a 32-bit scale, an 8-bit
-    zero and a 32-bit sum. FlexQuant's, where vLLM has none: a scale and a zero in 16 bit.
+    vLLM's: a 16-bit scale. PyTorch's, where vLLM has none: a scale and a zero in 16 bit.
     """
     import torch
 
-    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        return 4
-    return 9 if torch.cpu._is_amx_tile_supported() else 2
+    return 2 if hasattr(torch.ops._C, "cpu_gemm_wna16") else 4
 
 
 def made(path: Path) -> Path:

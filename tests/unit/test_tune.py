@@ -27,7 +27,15 @@ from flexquant.tuning.deciding import (
     wide,
 )
 from flexquant.tuning.memory import Memory
-from flexquant.tuning.notes import batch_notes, bound_notes, crossover_notes, origin_notes, unused_notes
+from flexquant.tuning.notes import (
+    batch_notes,
+    bound_notes,
+    crossover_notes,
+    kernel_notes,
+    origin_notes,
+    stand_in_notes,
+    unused_notes,
+)
 from flexquant.tuning.objectives import Goal, Slo, meet, optimise
 from flexquant.tuning.policy_file import Output, Tuned, policy_document, write_files
 from flexquant.tuning.rounds import CPU, GPU, QUICK_CPU, QUICK_GPU, Grid, Rounds, between
@@ -117,6 +125,14 @@ def test_a_noisy_machine_is_told_and_not_decided():
     samples.forget("prefill", size)
     assert [samples.count(v, "prefill", size) for v in VARIANTS] == [0, 0]
     assert [samples.count(v, "decode", size) for v in VARIANTS] == [6, 6]
+
+
+def test_kernels_are_named_and_stand_ins_are_warned_of():
+    kernels = {"w8a8": ["ExactCPUInt8LinearKernel"], "w4a16": ["CPUW4A16LinearKernel"]}
+    assert kernel_notes(kernels) == ["Kernels: w8a8 ExactCPUInt8LinearKernel; w4a16 CPUW4A16LinearKernel."]
+    (warning,) = stand_in_notes(kernels)
+    assert warning.startswith("w8a8 runs on ExactCPUInt8LinearKernel, which multiplies W8A8 in fp32")
+    assert kernel_notes({}) == stand_in_notes({}) == []
 
 
 def test_few_undecided_sizes_are_noted():

@@ -10,12 +10,15 @@ variant's layers are tried with as many tokens as the policy gives to that varia
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from flexquant.documents.digest import digest_of
@@ -26,6 +29,8 @@ from flexquant.serving.cpu.kernels import REPLACED
 from flexquant.serving.cpu.remembering import find_fastest
 from flexquant.serving.linear_kernels import find_kernel, remake
 from flexquant.serving.vllm_api import CPUInt8ScaledMMLinearKernel, MPLinearKernel, scalar_types
+
+logger = init_logger("vllm.flexquant.cpu")
 
 ZENTORCH_INT8 = "ZentorchInt8ScaledMMLinearKernel"
 
@@ -59,6 +64,8 @@ def choose_cpu_kernels(models: Mapping[str, nn.Module], sizes: Mapping[str, Sequ
 
     ``sizes``: by the names of the models, the numbers of tokens to try.
     """
+    if problem := zentorch_problem():
+        logger.warning(problem)
     to_try: dict[str, tuple[dict[str, Any], list[tuple[Any, list[type]]]]] = {}
     for name, model in models.items():
         for module in model.modules():
@@ -118,6 +125,29 @@ def possible_kernels(kernel: Any) -> list[type]:
     else:
         return []
     return [kind for kind in kinds if not _is_disabled(kind) and kind.can_implement(kernel.config)[0]]
+
+
+def zentorch_problem() -> str | None:
+    """Return why vLLM runs without zentorch although it is installed; None if it has it, or it is not.
+
+    vLLM prints a traceback for a zentorch made for another torch, and nothing where a module is missing.
+    """
+    try:
+        installed = version("zentorch")
+    except PackageNotFoundError:
+        return None
+    if has_zentorch():
+        return None
+    try:
+        importlib.import_module("zentorch")
+    except (ImportError, OSError) as e:
+        reason = f"it does not load with torch {torch.__version__} ({' '.join(str(e).split())[:150]})"
+    else:
+        reason = "it is for AMD CPUs with AVX512"
+    return (
+        f"zentorch {installed} is installed and not used: {reason}; 'pip install flexquant[zen]' has the "
+        "one that fits vLLM's torch"
+    )
 
 
 def has_zentorch() -> bool:

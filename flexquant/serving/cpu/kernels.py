@@ -58,6 +58,11 @@ def _provide_cpu_int8_kernel() -> None:
         _replace_cpu_kernel("CPUInt8ScaledMMLinearKernel", AnyShapeCPUInt8LinearKernel, "int8")
 
 
+STAND_INS = {
+    "ExactCPUInt8LinearKernel": "which multiplies W8A8 in fp32 for want of VNNI",
+    "TorchCPUW4A8LinearKernel": "which multiplies W4A8 in 16 bit for want of AMX or zentorch",
+}
+"""Names of kernels that give the right answers slowly, with what they do."""
 REPLACED: dict[str, type] = {}
 """By name, the kernels of vLLM that are replaced in this process, with what replaces them."""
 
