@@ -93,7 +93,7 @@ def test_a_trial_that_fails_leaves_vllms_first_kernel_and_nothing_behind(cache, 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '{"key": 1, "chosen": "x"}', None],
+    ["", "[]", "{}", json.dumps({"key": {}, "chosen": TORCH}), None],
     ids=["empty", "list", "nothing", "another key", "another kernel"],
 )
 def test_what_is_no_trial_of_this_layer_is_not_believed(cache, monkeypatch, content):

@@ -47,16 +47,15 @@ def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
     They are those of its decode passes if it has any: INT4 is there for them, and `flexquant tune` then times
     the kernels that a tuned policy will have.
     """
-    found: dict[str, set[int]] = {}
-    for phase in sorted(PHASES, key=lambda phase: phase != "decode"):
-        decodes = set(found) if phase != "decode" else set()
+    in_decode: dict[str, set[int]] = {}
+    in_others: dict[str, set[int]] = {}
+    for phase in PHASES:
+        tried, found = (DECODE_SIZES, in_decode) if phase == "decode" else (OTHER_SIZES, in_others)
         for first, last, plan in routes.intervals(phase):
-            tried = DECODE_SIZES if phase == "decode" else OTHER_SIZES
             sizes = {size for size in tried if first <= size <= last} or {min(last, max(first, tried[-1]))}
             for variant in plan.variants:
-                if phase == "decode" or variant not in decodes:
-                    found.setdefault(variant, set()).update(sizes)
-    return {variant: tuple(sorted(sizes)) for variant, sizes in found.items()}
+                found.setdefault(variant, set()).update(sizes)
+    return {variant: tuple(sorted(sizes)) for variant, sizes in (in_others | in_decode).items()}
 
 
 def choose_cpu_kernels(models: Mapping[str, nn.Module], sizes: Mapping[str, Sequence[int]]) -> None:
