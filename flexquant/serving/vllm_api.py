@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import (
         CPUInt8ScaledMMLinearKernel as CPUInt8ScaledMMLinearKernel,
     )
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+        Int8ScaledMMLinearLayerConfig as Int8ScaledMMLinearLayerConfig,
+    )
     from vllm.model_executor.kernels.linear.scaled_mm.zentorch import (
         ZentorchInt8ScaledMMLinearKernel as ZentorchInt8ScaledMMLinearKernel,
     )

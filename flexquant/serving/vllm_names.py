@@ -681,6 +681,11 @@ NAMES = (
     ),
     Names("vllm.entrypoints.cli.main", _BENCHMARKS, {"main()": "`vllm serve`, `vllm bench`"}),
     Names(
+        "vllm.model_executor.model_loader",
+        _BENCHMARKS,
+        {"base_loader": "a module in which what builds a static model is exchanged, to choose its kernels"},
+    ),
+    Names(
         "vllm.benchmarks.serve",
         _BENCHMARKS,
         {"add_cli_args(parser)": "`vllm bench serve` in a process that stays", "main(args)": "the same"},

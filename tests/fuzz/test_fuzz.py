@@ -7,6 +7,7 @@ Changed documents are made from the sound ones; campaign.py does the same for ho
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def test_a_short_run_guided_by_coverage_finds_nothing(target: str, tmp_path: Pat
     done = programs.run(
         command, timeout=300, environment={**programs.newcomers_environment(), "TMPDIR": str(tmp_path)}
     )
-    assert f"Done {RUNS} runs" in done.stderr
+    finished = re.search(r"Done (\d+) runs", done.stderr)  # more where the corpus has more inputs
+    assert finished and int(finished[1]) >= RUNS
 
 
 def test_a_document_of_many_values_takes_little_memory() -> None:
