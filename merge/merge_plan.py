@@ -13,7 +13,7 @@ from pathlib import Path
 from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, check_variant_name
 from flexquant.checkpoint.model_config import count_layers
-from flexquant.checkpoint.module_names import LAYER
+from flexquant.checkpoint.module_names import EXPERTS, LAYER
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.sidecars import plan_sidecars
 from flexquant.checkpoint.source import Source
@@ -40,11 +40,14 @@ class MergePlan:
 
     @property
     def shared_modules(self) -> tuple[str, ...]:
-        """Modules outside the decoder layers all of whose tensors are shared, e.g. ``model.norm``."""
+        """Modules all of whose tensors are shared: outside the decoder layers, and a layer's experts.
+
+        E.g. ``model.norm`` and ``model.layers.0.mlp.experts``.
+        """
         shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
-        outside = {n for s in self.sources for n in s.tensors if not LAYER.search(n)}
-        partly = {_module(name) for name in outside - shared}
-        modules = {_module(name) for name in outside} - partly
+        holders = {name: _holder(name) for source in self.sources for name in source.tensors}
+        partly = {holder for name, holder in holders.items() if name not in shared}
+        modules = {holder for holder in holders.values() if holder is not None} - partly
         if self.sources[0].config.get("tie_word_embeddings"):
             modules -= {LM_HEAD}
             modules |= {LM_HEAD for name in modules if name.endswith("embed_tokens")}
@@ -155,5 +158,8 @@ def _find_shared(sources: Sequence[Source]) -> set[str]:
         }
 
 
-def _module(tensor_name: str) -> str:
-    return tensor_name.rpartition(".")[0]
+def _holder(tensor_name: str) -> str | None:
+    """Return the module that may exist once for all variants; None in a decoder layer but for its experts."""
+    if experts := EXPERTS.match(tensor_name):
+        return experts[0]
+    return None if LAYER.search(tensor_name) else tensor_name.rpartition(".")[0]

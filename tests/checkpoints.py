@@ -9,14 +9,22 @@ merging and vLLM read them as they read a user's. Good accuracy is not the aim: 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from benchmarks.speed.synthetic import quantisation_section
 from flexquant.checkpoint.folder import read_tensors
@@ -31,10 +39,21 @@ ARCHITECTURES = {
     "vaultgemma": ("vaultgemma", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3_text", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
 }
+MIXTURES = {
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
+    ),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+}
+LINEAR = re.compile(r"\.layers\..*(_proj|\.w[123])\.weight$")
+ROUTERS = "re:.*\\.(shared_expert_)?gate$"
+EXPERTS = "re:.*\\.experts\\..*"
 
 
 def base_config(architecture: str = "llama", num_layers: int = 2, **overrides) -> PretrainedConfig:
-    model_type, extra = ARCHITECTURES[architecture]
+    model_type, extra = (ARCHITECTURES | MIXTURES)[architecture]
     values = {
         "vocab_size": 320,
         "hidden_size": 128,
@@ -59,7 +78,8 @@ def random_state_dict(config: PretrainedConfig, seed: int = 0) -> tuple[StateDic
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     state = {}
-    for name, tensor in model.state_dict().items():
+    tensors = saved_tensors(model) if is_mixture(config) else model.state_dict()
+    for name, tensor in tensors.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if "norm" in name or name.endswith(".bias"):
@@ -68,8 +88,21 @@ def random_state_dict(config: PretrainedConfig, seed: int = 0) -> tuple[StateDic
     return state, type(model).__name__
 
 
-def is_quantised(name: str) -> bool:
-    return ".layers." in name and name.endswith("_proj.weight")
+def is_mixture(config: PretrainedConfig) -> bool:
+    return hasattr(config, "num_experts_per_tok")
+
+
+def saved_tensors(model: PreTrainedModel) -> StateDict:
+    """Return the tensors as they are published: transformers fuses those of experts when it loads them."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def is_quantised(name: str, ignored: Sequence[str]) -> bool:
+    return bool(LINEAR.search(name)) and not any(
+        re.match(pattern.removeprefix("re:"), name.removesuffix(".weight")) for pattern in ignored
+    )
 
 
 def quantise_int8(name: str, weight: torch.Tensor) -> StateDict:
@@ -145,9 +178,12 @@ def make_checkpoint(
     group_size: int = 64,
     num_shards: int = 1,
     transform: Callable[[StateDict], StateDict] | None = None,
+    ignore: Sequence[str] = (),
     **config_overrides,
 ) -> Path:
     """Write a checkpoint folder and return it.
+
+    ``ignore``: regular expressions after ``re:`` of linears that stay in 16 bit, e.g. :data:`EXPERTS`.
 
     Variants of one model share ``seed``. ``scheme`` None writes the plain 16-bit model. ``transform`` edits
     the 16-bit state dict before it is quantised (a SmoothQuant fold, a rotation ...).
@@ -166,13 +202,14 @@ def make_checkpoint(
     }[scheme]
     tensors: StateDict = {}
     for name, tensor in state.items():
-        tensors |= quantise(name, tensor) if is_quantised(name) else {name: tensor}
+        tensors |= quantise(name, tensor) if is_quantised(name, ignore) else {name: tensor}
     save_shards({k: v.contiguous().clone() for k, v in tensors.items()}, folder, num_shards)
 
     config.architectures = [class_name]
     document = config.to_dict()
     if scheme is not None:
-        document["quantization_config"] = quantisation_section(scheme, group_size)
+        document["quantization_config"] = section = quantisation_section(scheme, group_size)
+        section["ignore"] += [*([ROUTERS] if is_mixture(config) else []), *ignore]
     (folder / "config.json").write_text(json.dumps(document, indent=2))
     byte_tokenizer(config).save_pretrained(folder)
     return folder

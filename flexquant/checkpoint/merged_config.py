@@ -58,7 +58,8 @@ class MergedConfig:
     """The ``architectures[0]`` of every source, e.g. ``LlamaForCausalLM``."""
     variants: dict[str, Variant]
     shared_modules: tuple[str, ...] = ()
-    """Modules outside the decoder layers whose tensors are all shared, e.g. ``model.embed_tokens``."""
+    """Modules whose tensors are all shared: outside the decoder layers, e.g. ``model.embed_tokens``, and the
+    experts of a layer, e.g. ``model.layers.0.mlp.experts``."""
     mixable: tuple[tuple[str, ...], ...] | None = None
     """Groups of variants with equal residual streams: layers of one group may be mixed in one plan.
 

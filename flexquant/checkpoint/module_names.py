@@ -8,6 +8,8 @@ import re
 
 LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<index>\d+)\.")
 """A decoder layer in the name of a module or tensor inside it."""
+EXPERTS = re.compile(r"^.*\.experts(?=\.)")
+"""The module that holds a layer's routed experts, in the name of a module or tensor inside it."""
 OTHER_TOWERS = re.compile(r"vision|visual|audio|image|mtp", re.IGNORECASE)
 """Found in the name of a stack of layers that is not the language model's decoder."""
 FUSED = {

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which of vLLM's kernels runs each shape of linear layer of a variant, and why not a better one."""
+"""Which of vLLM's kernels runs each shape of linear layer, and the experts, and why not a better one."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from torch import nn
 
 from flexquant.doctor.findings import Finding
 from flexquant.serving.cpu.kernels import REPLACED
-from flexquant.serving.linear_kernels import find_kernel, kernel_name
+from flexquant.serving.expert_layers import expert_layers, experts_kernel_name
+from flexquant.serving.linear_kernels import find_kernel, kernel_name, linear_sizes
 from flexquant.serving.vllm_api import (
     _POSSIBLE_FP8_KERNELS,
     _POSSIBLE_INT8_KERNELS,
@@ -44,12 +46,7 @@ def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
         if isinstance(layer, LinearBase):
             linear: Any = layer
             kernel, chosen = find_kernel(linear), kernel_name(linear)
-            key = (
-                name.rsplit(".", 1)[-1],
-                linear.input_size_per_partition,
-                linear.output_size_per_partition,
-                chosen,
-            )
+            key = (name.rsplit(".", 1)[-1], *linear_sizes(linear), chosen)
             if key not in shapes:
                 shapes[key] = Shape(*key, better=_better(kernel) if kernel else {})
             shapes[key].layers += 1
@@ -63,6 +60,18 @@ def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
             "kernel",
             f"{variant}: {chosen} for {which}{rather}",
             {"variant": variant, "kernel": chosen, "shapes": [vars(shape) for shape in with_it]},
+        )
+    yield from _find_experts_kernels(variant, model)
+
+
+def _find_experts_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
+    names = Counter(experts_kernel_name(layer) for layer in expert_layers(model))
+    for name, layers in names.items():
+        yield Finding(
+            "ok",
+            "kernel",
+            f"{variant}: {name} for the experts of {layers} layers",
+            {"variant": variant, "kernel": name, "expert_layers": layers},
         )
 
 

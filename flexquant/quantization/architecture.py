@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flexquant.checkpoint.module_names import LAYER, fused_name
+from flexquant.checkpoint.module_names import EXPERTS, LAYER, fused_name
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ MLP_NORM = {
     "gemma2": "pre_feedforward_layernorm",
     "gemma3_text": "pre_feedforward_layernorm",
 }
+
+ATTENTION_NORM_ONLY = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Mixtures of experts: the norm in front of q, k and v feeds nothing else, the other one a router too."""
 
 ScaleMapping = list[Any]
 """``[[linear, ...], module in front of them]``, each a name or a regular expression after ``re:``."""
@@ -52,10 +55,14 @@ def decoder_layers(names: Sequence[str]) -> list[str]:
 
 
 def fused_units(linears: Sequence[str]) -> dict[str, list[str]]:
-    """Group linears, given by name, into the units that vLLM runs as one: ``...qkv_proj`` to q, k and v."""
+    """Group linears, given by name, into the units that vLLM runs as one: ``...qkv_proj`` to q, k and v.
+
+    All experts of a layer are one unit.
+    """
     units: dict[str, list[str]] = {}
     for name in linears:
-        units.setdefault(fused_name(name), []).append(name)
+        experts = EXPERTS.match(name)
+        units.setdefault(experts[0] if experts else fused_name(name), []).append(name)
     return units
 
 
@@ -63,14 +70,15 @@ def default_mappings(model_type: str, which: str = "norms-and-up") -> list[Scale
     """Return the mappings that leave K and V alone; none where the norms' readers are unknown.
 
     From each norm to all linears that read it and, with ``norms-and-up``, from up_proj to down_proj: what
-    gate_proj's activation is multiplied with is linear in up_proj.
+    gate_proj's activation is multiplied with is linear in up_proj. Of a mixture of experts, only from the
+    norm to q, k and v.
     """
+    before_attention: ScaleMapping = [ATTENTION, r"re:.*\.input_layernorm$"]
+    if model_type in ATTENTION_NORM_ONLY:
+        return [before_attention]
     if model_type not in MLP_NORM:
         return []
-    norms: list[ScaleMapping] = [
-        [ATTENTION, r"re:.*\.input_layernorm$"],
-        [MLP, rf"re:.*\.{MLP_NORM[model_type]}$"],
-    ]
+    norms = [before_attention, [MLP, rf"re:.*\.{MLP_NORM[model_type]}$"]]
     return norms if which == "norms" else [*norms, [[DOWN], UP]]
 
 
@@ -122,7 +130,7 @@ def _check_readers(front: str, linears: Sequence[str], model_type: str) -> None:
                     f"{', '.join(sorted(expected))}, which read it, or the model computes something else"
                 )
             return
-    if model_type in MLP_NORM:
+    if model_type in MLP_NORM or model_type in ATTENTION_NORM_ONLY:
         raise FlexQuantError(
             f"the mapping from {front} is not known to leave the model as it is; in a {model_type} model "
             f"scales may move from {', '.join(readers)} only"

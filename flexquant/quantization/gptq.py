@@ -30,13 +30,15 @@ class TokenNormalizedGPTQ(GPTQModifier):
     def calibrate_module(
         self, module: torch.nn.Module, args: tuple[torch.Tensor, ...], _output: torch.Tensor
     ) -> None:
-        """Add a linear's inputs ``args[0]`` [rows, tokens, in] to its Hessian.
+        """Add a linear's inputs ``args[0]``, [rows, tokens, in] or, of one row, [tokens, in], to its Hessian.
 
+        Experts get the latter: llmcompressor takes one row at a time, and every expert all of its tokens.
         Raises FlexQuantError for inputs of another shape, in which the first token of a row cannot be found.
         """
         x = args[0].float()
         x = x / x.norm(dim=-1, keepdim=True).clamp_min(FLOOR)
         if self.first_token_weight != 1:
+            x = x.unsqueeze(0) if x.ndim == 2 else x
             if x.ndim != 3:
                 raise FlexQuantError(
                     f"the inputs of {self._module_names.get(module, 'a linear')} have the shape "

@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from compressed_tensors.utils import patch_attr
 from llmcompressor import active_session, oneshot
+from llmcompressor.modeling.moe.conversion_mappings import set_save_conversion_mapping
+from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
+from llmcompressor.modeling.moe.linearize import get_non_linearized_moes, linearize_moe
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from safetensors import SafetensorError
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 
 from flexquant.checkpoint.sidecars import GENERATION_CONFIG, IDENTICAL, NOTICES, find_files
 from flexquant.checkpoint.writer import Progress, copy_file
@@ -30,9 +34,48 @@ CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model in ``dtype`` on a GPU, in float32 on a CPU, where 16-bit floats multiply slowly."""
+    """Return the model in ``dtype`` on a GPU, in float32 on a CPU, where 16-bit floats multiply slowly.
+
+    Its experts are linears, see :func:`separate_experts`, and are saved under the names that its kind of
+    model is published with.
+    """
     load_dtype = dtype if torch.cuda.is_available() else torch.float32
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype)
+    if get_non_linearized_moes(model):
+        loading: Any = model._weight_conversions
+        linearize_moe(model)
+        set_save_conversion_mapping(model, _names_of_experts(loading or []))
+    return model
+
+
+def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransform]:
+    """Return how names are changed when a model is loaded whose experts are linears.
+
+    ``conversions`` are transformers' for one that fuses them. Only the names stay: ``experts.0.w1`` of a
+    Mixtral is gate_proj, ``w3`` is up_proj.
+    """
+    names: list[WeightTransform] = []
+    for conversion in conversions:
+        if not isinstance(conversion, WeightConverter):
+            names.append(conversion)
+        elif ".experts." in (target := conversion.target_patterns[0]):
+            leaves = ("gate_proj", "up_proj") if target.endswith("gate_up_proj") else ("down_proj",)
+            for published, leaf in zip(conversion.source_patterns, leaves, strict=True):
+                name = published.removesuffix(".weight").rpartition(".")[2]
+                names.append(WeightRenaming(rf"\.experts\.(\d+)\.{name}\.", rf".experts.\1.{leaf}."))
+    return names
+
+
+def separate_experts(model: PreTrainedModel) -> PreTrainedModel:
+    """Let every expert be linears of its own, where transformers keeps one tensor for all.
+
+    ``model`` has no weights; llmcompressor does the same to one that has them.
+    """
+    with torch.device("meta"):
+        for name, experts in get_non_linearized_moes(model):
+            kind = LinearExperts2D.get_linear_experts_cls(type(experts))
+            model.set_submodule(name, kind(getattr(experts, "config", model.config)))
+    return model
 
 
 def run_modifiers(

@@ -143,7 +143,9 @@ def _prepare(
     progress: ProgressLine,
 ) -> list[_Job]:
     """Check every recipe against the model, draw the calibration rows, and note what is worth knowing."""
-    empty = empty_model(source.config)
+    from flexquant.quantization.oneshot import separate_experts
+
+    empty = separate_experts(empty_model(source.config))
     resolved = [resolve_variant(r, empty, source.config.model_type) for r in recipes]
     needs_data = {v.recipe.name: build_modifiers(v)[1] for v in resolved}
     rows = _calibration_rows(settings, tokenizer, progress) if any(needs_data.values()) else []

@@ -66,7 +66,15 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             vllm_config.model_config.enable_prompt_embeds and not one_embedding,
             "prompt embeddings for variants with different embeddings (drop --enable-prompt-embeds)",
         ),
-        (vllm_config.model_config.is_moe, "mixture-of-experts models (serve one variant's own checkpoint)"),
+        (
+            parallel.enable_eplb,
+            "moving experts among ranks (drop --enable-eplb): vLLM would move those of one variant",
+        ),
+        (
+            vllm_config.model_config.is_moe and parallel.data_parallel_size > 1 and len(routes.plans) > 1,
+            "data parallelism for a mixture-of-experts model, whose replicas run expert layers together, "
+            "under a policy with several plans (use --tensor-parallel-size, or several servers)",
+        ),
         (
             compilation.mode == CompilationMode.STOCK_TORCH_COMPILE,
             "compilation mode STOCK_TORCH_COMPILE, which would freeze one route (use VLLM_COMPILE or NONE)",

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which kernel a linear layer has, and the same in another kind."""
+"""Which kernels a model's layers have, and a linear layer's in another kind."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from flexquant.serving.vllm_api import MPLinearKernel
+from torch import nn
+
+from flexquant.serving.expert_layers import expert_layers, experts_kernel_name
+from flexquant.serving.vllm_api import LinearBase, MPLinearKernel
 
 
 def find_kernel(layer: Any) -> Any:
@@ -21,6 +24,23 @@ def kernel_name(layer: Any) -> str:
     """Return the name of a linear layer's kernel, or of vLLM's method where there is none."""
     kernel = find_kernel(layer)
     return type(kernel).__name__ if kernel else f"{type(layer.quant_method).__name__} (16 bit)"
+
+
+def linear_sizes(layer: Any) -> tuple[int, int]:
+    """Return the numbers of inputs and outputs that a linear layer has on this rank.
+
+    Layers that every rank has whole, such as routers, need not tell their part.
+    """
+    return (
+        getattr(layer, "input_size_per_partition", layer.input_size),
+        getattr(layer, "output_size_per_partition", layer.output_size),
+    )
+
+
+def kernel_names(model: nn.Module) -> list[str]:
+    """Return the names of all kernels of a model's linear and expert layers, in alphabetical order."""
+    linears = {kernel_name(module) for module in model.modules() if isinstance(module, LinearBase)}
+    return sorted(linears | {experts_kernel_name(layer) for layer in expert_layers(model)})
 
 
 def remake(kernel: Any, kind: Any) -> Any:

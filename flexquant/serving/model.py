@@ -35,6 +35,7 @@ from flexquant.serving.policy_change import (
 from flexquant.serving.ranks import all_ranks, check_ranks_agree
 from flexquant.serving.variants import build_variants
 from flexquant.serving.vllm_api import (
+    AttentionLayerBase,
     IntermediateTensors,
     SupportsEagle,
     SupportsEagle3,
@@ -75,8 +76,10 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         self.observer = PassObserver(
             tokens_per_sequence(vllm_config), self._replayed, lambda: self.records.begin()
         )
-        attention_layers = vllm_config.compilation_config.static_forward_context
-        self.observer.observe(attention_layers)
+        registered = vllm_config.compilation_config.static_forward_context
+        self.observer.observe(
+            {name: layer for name, layer in registered.items() if isinstance(layer, AttentionLayerBase)}
+        )
         if not routes.ignores_phase():
             self.observer.check_phases()
         self._vllm_config = vllm_config

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexquant import __version__
 from flexquant.policy.rules import PHASES
-from flexquant.serving.linear_kernels import kernel_name
-from flexquant.serving.vllm_api import LinearBase
+from flexquant.serving.linear_kernels import kernel_names
 
 if TYPE_CHECKING:
     from flexquant.serving.model import FlexQuantForCausalLM
@@ -20,10 +19,6 @@ def status_of(model: FlexQuantForCausalLM) -> dict[str, Any]:
 
     ``counted`` is None where another rank counts, ``last_pass`` before the first pass.
     """
-    kernels = {
-        name: sorted({kernel_name(m) for m in variant.modules() if isinstance(m, LinearBase)})
-        for name, variant in model.variants.items()
-    }
     return {
         "flexquant": __version__,
         "architecture": model.merged.base_architecture,
@@ -36,7 +31,7 @@ def status_of(model: FlexQuantForCausalLM) -> dict[str, Any]:
             ]
             for phase in PHASES
         },
-        "kernels": kernels,
+        "kernels": {name: kernel_names(variant) for name, variant in model.variants.items()},
         "weight_bytes": model.weight_bytes,
         "last_pass": model.records.last_pass(),
         "counted": model.records.counted(),

@@ -9,8 +9,9 @@ lists meaningful, but vLLM registers attention layers by name, in ``static_forwa
 its part of the KV cache. So all variants but the first are built against a scratch dictionary, and then
 their attention modules are replaced by the first variant's: *one* KV cache, written and read by all.
 Modules outside the decoder layers whose tensors are the same in every variant (embedding, final norm,
-lm_head) are replaced in the same way, and exist once. A *derived* variant (:mod:`flexquant.serving.w4a8`) is
-its source built once more with other kernels in the INT4 layers; it shares all else with the source.
+lm_head) are replaced in the same way, and exist once; so do equal experts
+(:mod:`flexquant.serving.expert_layers`). A *derived* variant (:mod:`flexquant.serving.w4a8`) is its source
+built once more with other kernels in the INT4 layers; it shares all else with the source.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.merged_config import MergedConfig, Variant
 from flexquant.errors import FlexQuantError
 from flexquant.serving.cpu.choosing import choose_cpu_kernels, sizes_by_variant
+from flexquant.serving.expert_layers import (
+    check_precision,
+    expert_layers,
+    explained_kernels,
+    name_apart,
+    only_experts,
+)
 from flexquant.serving.vllm_api import AttentionLayerBase, initialize_model
 from flexquant.serving.w4a8 import is_int4_layer, use_8bit_activations
 
@@ -55,10 +63,12 @@ def scratch_forward_context(vllm_config: VllmConfig) -> Iterator[dict[str, Any]]
     """Let layers register under names that are already taken; yield what they registered."""
     compilation = vllm_config.compilation_config
     real, compilation.static_forward_context = compilation.static_forward_context, {}
+    expert_layers = list(compilation.static_all_moe_layers)
     try:
         yield compilation.static_forward_context
     finally:
         compilation.static_forward_context = real
+        compilation.static_all_moe_layers[:] = expert_layers
 
 
 def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
@@ -91,9 +101,11 @@ def build_variants(
     def build(name: str) -> nn.Module:
         source = derived[name].source if name in derived else name
         config = variant_vllm_config(vllm_config, merged.variants[source], merged.base_architecture)
-        variant = initialize_model(config, prefix=prefix, model_class=base_class)
+        with explained_kernels(name, vllm_config):
+            variant = initialize_model(config, prefix=prefix, model_class=base_class)
         if name in derived:
             use_8bit_activations(variant, derived[name].activations)
+        check_precision(name, variant, derived[name].activations if name in derived else None)
         return variant
 
     for name in names:
@@ -103,8 +115,11 @@ def build_variants(
             continue
         with scratch_forward_context(vllm_config) as registered:
             variant = build(name)
+        replacements: dict[Any, nn.Module] = {}
         for layer_name, layer in registered.items():
-            if not isinstance(layer, AttentionLayerBase):
+            if isinstance(layer, AttentionLayerBase):
+                replacements[layer] = real_context[layer_name]
+            elif layer not in expert_layers(variant):
                 raise FlexQuantError(
                     f"layer '{layer_name}' ({type(layer).__name__}) of {merged.base_architecture} is looked "
                     "up by name at run time and cannot exist in several variants yet; serve one variant's "
@@ -113,7 +128,10 @@ def build_variants(
         owner, shared = next(iter(variants.values())), merged.shared_modules
         if name in derived and derived[name].source in variants:
             owner, shared = variants[derived[name].source], modules_as_in_source(variant)
-        replacements = {layer: real_context[layer_name] for layer_name, layer in registered.items()}
+            replacements |= dict(zip(expert_layers(variant), expert_layers(owner), strict=True))
+        else:
+            for layer in expert_layers(variant):
+                name_apart(layer, name, real_context)
         replacements |= dict(zip(find_modules(variant, shared), find_modules(owner, shared), strict=True))
         replace_modules(variant, replacements)
         variants[name] = variant
@@ -123,7 +141,10 @@ def build_variants(
 
 
 def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
-    """The modules that a derived variant has in common with its source: all but the INT4 linear layers."""
+    """The modules that a derived variant has in common with its source: all but the INT4 linear layers.
+
+    Its expert layers are the source's as a whole, shared experts included.
+    """
     return tuple(
         name
         for name, module in variant.named_modules()
@@ -132,7 +153,10 @@ def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
 
 
 def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """Return modules by the checkpoint's names for them; raise FlexQuantError for one that is missing."""
+    """Return modules by the checkpoint's names for them; raise FlexQuantError for one that is missing.
+
+    For an expert layer, what holds the weights of its experts.
+    """
     found = dict(model.named_modules(remove_duplicate=False))
     for name in names:
         if name not in found:
@@ -140,7 +164,7 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
                 f"the checkpoint's variants share the module '{name}', which {type(model).__name__} of this "
                 "vLLM does not have; serve one variant's own checkpoint ('flexquant split')"
             )
-    return [found[name] for name in names]
+    return [only_experts(found[name]) for name in names]
 
 
 def check_structure(model: nn.Module, architecture: str) -> None:

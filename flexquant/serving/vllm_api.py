@@ -68,6 +68,10 @@ if TYPE_CHECKING:
         ZentorchInt8ScaledMMLinearKernel as ZentorchInt8ScaledMMLinearKernel,
     )
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase as AttentionLayerBase
+    from vllm.model_executor.layers.fused_moe import (
+        UnquantizedFusedMoEMethod as UnquantizedFusedMoEMethod,
+    )
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner as MoERunner
     from vllm.model_executor.layers.linear import LinearBase as LinearBase
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS as QUANTIZATION_METHODS
     from vllm.model_executor.layers.quantization import (
@@ -75,6 +79,9 @@ if TYPE_CHECKING:
     )
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig as QuantizationConfig
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase as QuantizeMethodBase
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (  # noqa: E501
+        CompressedTensorsWNA16MoEMethod as CompressedTensorsWNA16MoEMethod,
+    )
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
         CompressedTensorsWNA16 as CompressedTensorsWNA16,
     )

@@ -139,7 +139,7 @@ NAMES = (
             "ModelConfig.get_vocab_size()": "random prompts, when passes are timed",
             "ModelConfig.hf_config": "the checkpoint's config.json; exchanged in each variant's copy",
             "ModelConfig.hf_text_config": "the number of layers",
-            "ModelConfig.is_moe": "refused",
+            "ModelConfig.is_moe": "refused with data parallelism and several plans",
             "ModelConfig.registry": "asked whether the base model may be split among ranks",
             "ModelConfig.quantization": "exchanged in each variant's copy",
             "ModelConfig.runner_type": "all but 'generate' refused",
@@ -149,6 +149,8 @@ NAMES = (
             "CUDAGraphMode.has_full_cudagraphs()": "modes that need more than one plan a graph are refused",
             "CUDAGraphMode.has_piecewise_cudagraphs()": "breakable graphs are refused",
             "ParallelConfig.data_parallel_index": "each replica writes a trace of its own",
+            "ParallelConfig.data_parallel_size": "refused for mixtures of experts under several plans",
+            "ParallelConfig.enable_eplb": "refused",
             "ParallelConfig.pipeline_parallel_size": "each rank needs a decoder layer",
             "ParallelConfig.prefill_context_parallel_size": "more than 1 refused",
             "ParallelConfig.rank": "each worker writes a trace of its own",
@@ -168,7 +170,52 @@ NAMES = (
     Names(
         "vllm.config",
         _TWO_MODELS,
-        {"CompilationConfig.static_forward_context": "where layers register by name; exchanged for a while"},
+        {
+            "CompilationConfig.static_all_moe_layers": "names of expert layers in order; kept as it was",
+            "CompilationConfig.static_forward_context": "layers by name; exchanged for a while",
+        },
+    ),
+    Names(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner",
+        _TWO_MODELS,
+        {
+            "MoERunner": "an expert layer, which registers by name as attention does",
+            "MoERunner.layer_name": "set: each variant's layers get names of their own",
+            "MoERunner.routed_experts": "what holds the experts' weights: shared where they are equal",
+        },
+    ),
+    Names(
+        "vllm.model_executor.layers.fused_moe.routed_experts",
+        _TWO_MODELS,
+        mentions={
+            "moe_config": "number and size of the experts, for the bytes that they take",
+            "quant_method": "tells the kernel of the experts",
+        },
+    ),
+    Names(
+        "vllm.model_executor.layers.fused_moe.config",
+        _TWO_MODELS,
+        {
+            "FusedMoEConfig.hidden_dim": "of the layer's input",
+            "FusedMoEConfig.intermediate_size_per_partition": "of each expert, on this rank",
+            "FusedMoEConfig.is_act_and_mul": "whether an expert has a gate beside its up projection",
+            "FusedMoEConfig.num_local_experts": "on this rank",
+        },
+    ),
+    Names(
+        "vllm.model_executor.layers.fused_moe",
+        _TWO_MODELS,
+        {"UnquantizedFusedMoEMethod": "experts in 16 bit, for logs"},
+    ),
+    Names(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
+        _TWO_MODELS,
+        mentions={"experts_cls": "the kernel of the experts, for logs"},
+    ),
+    Names(
+        f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16",
+        "vLLM has experts with INT4 weights and 16-bit activations on CPUs",
+        {"CompressedTensorsWNA16MoEMethod": "W4A16 experts: refused on CPUs, where they are W4A8"},
     ),
     Names(
         "vllm.model_executor.model_loader.utils",
@@ -296,7 +343,11 @@ NAMES = (
     Names(
         "vllm.model_executor.layers.linear",
         "checkpoint headers are counted instead",
-        {"LinearBase": "linear layers, to tell the size of a 16-bit copy"},
+        {
+            "LinearBase": "linear layers, to tell the size of a 16-bit copy",
+            "LinearBase.input_size": "the size of one that every rank has whole",
+            "LinearBase.output_size": "the size of one that every rank has whole",
+        },
         mentions={
             "input_size_per_partition": "the size of a linear layer on this rank",
             "output_size_per_partition": "the size of a linear layer on this rank",

@@ -11,6 +11,7 @@ was loaded, in the same type. Buffers and workspaces are no weights.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from flexquant.serving.expert_layers import expert_layers, expert_weights
+from flexquant.serving.linear_kernels import linear_sizes
 from flexquant.serving.vllm_api import CPUDNNLGEMMHandler, LinearBase
 
 SHARED = "shared"
-WEIGHTS = ("weight", "weight_packed")
-"""Names of the parameters that a kernel may take away."""
+WEIGHT = re.compile(r"(w13_|w2_)?weight(_packed)?$")
+"""Names of the parameters that a kernel may take away; those of experts begin with ``w13_`` and ``w2_``."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class WeightMemory:
             module: {
                 name: Piece((module, name), weight.numel(), weight.nbytes)
                 for name, weight in module.named_parameters(recurse=False)
-                if name in WEIGHTS
+                if WEIGHT.match(name)
             }
             for model in models.values()
             for module in model.modules()
@@ -68,10 +71,14 @@ class WeightMemory:
         """
         elements = 0
         others: set[Piece] = set()
+        experts = {layer.routed_experts: expert_weights(layer) for layer in expert_layers(self._models[name])}
         for module in self._models[name].modules():
-            if isinstance(module, LinearBase):
+            if module in experts:
+                elements += experts[module]
+            elif isinstance(module, LinearBase):
                 linear: Any = module
-                elements += linear.input_size_per_partition * linear.output_size_per_partition
+                inputs, outputs = linear_sizes(linear)
+                elements += inputs * outputs
                 elements += linear.bias.numel() if getattr(linear, "bias", None) is not None else 0
             else:
                 others |= set(self._held(module))

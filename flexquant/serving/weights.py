@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
     from flexquant.policy.rules import Derivation
 
 
-REQUIRED_PARAMETERS = ("weight", "weight_packed", "weight_scale")
-"""Parameters that every checkpoint has; vLLM's schemes also create optional ones (zero points ...)."""
+REQUIRED_PARAMETER = re.compile(r"(^|\.)(w13_|w2_)?weight(_packed|_scale)?$")
+"""Parameters that every checkpoint has; vLLM's schemes also create optional ones (zero points ...).
+
+With ``w13_`` and ``w2_`` begin those that vLLM fuses from all experts of a layer.
+"""
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -76,8 +80,7 @@ class VariantLoader:
             missing = [
                 parameter
                 for parameter, _ in variant.named_parameters()
-                if parameter.rsplit(".", 1)[-1] in REQUIRED_PARAMETERS
-                and parameter not in loaded[name] | by_reference
+                if REQUIRED_PARAMETER.search(parameter) and parameter not in loaded[name] | by_reference
             ]
             if missing:
                 raise FlexQuantError(

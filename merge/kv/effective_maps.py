@@ -9,6 +9,7 @@ else, so maps are compared with such factors multiplied out:
     K, V      W * norm (columns)
     attention o_proj, times the norm behind it where there is one (rows; Gemma 2 and 3, OLMo 2)
     MLP       down_proj, likewise; a factor between up_proj's rows and its columns is multiplied out too
+    router    W * norm (columns), as K and V
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from functools import cached_property
 import torch
 
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
-from flexquant.checkpoint.module_names import LAYER, decoder_layer
+from flexquant.checkpoint.module_names import EXPERTS, LAYER, decoder_layer
 from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
@@ -34,6 +35,8 @@ from flexquant.merge.kv.scaled_rows import ScaledMatrix, ScaledRows
 CHUNK_WEIGHTS = 1 << 18  # weights in memory at a time, per variant: 1 MiB as float32, kind to caches
 STACK = "layers."
 DOWN_AND_UP = {"down_proj": ("up_proj", "gate_up_proj"), "w2": ("w3",)}
+ROUTERS = ("gate", "router")
+"""Names of a Linear, beside ``experts``, that gives each expert a score."""
 WEIGHT = re.compile(r"\.weight(_packed)?$")
 
 
@@ -139,10 +142,24 @@ class EffectiveMaps:
 
     def up(self, layer: int, up: Rows, sample: Sequence[range]) -> ScaledMatrix:
         """Return rows of the effective up projection, [rows, hidden],; the sample counts from 0."""
-        sandwiched = self.vector(layer, "post_feedforward_layernorm.weight") is not None
-        before = "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
         rows = [range(up.start + part.start, up.start + part.stop) for part in sample]
-        return self._matrix(up.module, rows, self.norm(layer, before))
+        return self._matrix(up.module, rows, self._norm_before_mlp(layer))
+
+    def routers(self, layer: int) -> list[str]:
+        """Return the names, below the layer, of the Linears that choose among experts, if any."""
+        outputs = self.output_modules(layer)
+        parents = {found[0].removesuffix(".experts") for name in outputs if (found := EXPERTS.match(name))}
+        names = [f"{parent}.{name}" for parent in sorted(parents) for name in ROUTERS]
+        return [name for name in names if self._has(f"{self.root}layers.{layer}.{name}")]
+
+    def router(self, layer: int, module: str) -> ScaledMatrix:
+        """Return the effective map from the residual stream to the experts' scores, [experts, hidden]."""
+        name = f"{self.root}layers.{layer}.{module}"
+        return self._matrix(name, [range(self.reader.shape(name)[0])], self._norm_before_mlp(layer))
+
+    def _norm_before_mlp(self, layer: int) -> torch.Tensor | None:
+        sandwiched = self.vector(layer, "post_feedforward_layernorm.weight") is not None
+        return self.norm(layer, "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm")
 
     def embeddings(self, chunk_weights: int = CHUNK_WEIGHTS) -> ScaledMatrix:
         """Return token embeddings, [tokens, hidden]: a sample of at least four times hidden."""

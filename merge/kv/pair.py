@@ -14,6 +14,7 @@ from flexquant.merge.kv.cache_layout import rotation_difference, scale_differenc
 from flexquant.merge.kv.effective_maps import EffectiveMaps
 from flexquant.merge.kv.residual_basis import ResidualBasis, compare_bases
 from flexquant.merge.kv.sampling import row_numbers, sample_rows
+from flexquant.merge.kv.scaled_rows import ScaledMatrix
 from flexquant.merge.kv.sums import sum_products
 
 VECTOR_TOLERANCE = 0.02
@@ -102,16 +103,33 @@ class Pair:
             if problem := _vector_problem(*biases):
                 return f"layer {layer} {projection}.bias {problem}"
             of_variant, of_reference = (m.kv(layer, projection) for m in (self.maps, self.reference))
-            if self.basis.rotation is not None:
-                of_variant = of_variant.rotated(self.basis.rotation)
-            agreement = judge(sum_products(of_variant, of_reference), self.reference.head_dim)
+            agreement = judge(sum_products(self._rotated(of_variant), of_reference), self.reference.head_dim)
             found.agreements.append((projection, agreement))
             if not agreement.agrees:
                 return _difference(f"layer {layer} {projection}", agreement)
         norms = [m.norm(layer, "self_attn.k_norm") for m in (self.maps, self.reference)]
         if problem := _vector_problem(*norms):
             return f"layer {layer} self_attn.k_norm {problem}"
+        return self._router_difference(layer)
+
+    def _router_difference(self, layer: int) -> str:
+        """Compare what gives tokens to experts: with another router, later layers have another K and V."""
+        for module in self.reference.routers(layer):
+            if module not in self.maps.routers(layer):
+                return f"layer {layer} {module} is there in one variant only"
+            of_variant, of_reference = (m.router(layer, module) for m in (self.maps, self.reference))
+            agreement = judge(sum_products(self._rotated(of_variant), of_reference))
+            if not agreement.agrees:
+                return _difference(f"layer {layer} {module}, which chooses the experts,", agreement)
+            for name in ("bias", "e_score_correction_bias"):
+                vectors = [m.vector(layer, f"{module}.{name}") for m in (self.maps, self.reference)]
+                if problem := _vector_problem(*vectors):
+                    return f"layer {layer} {module}.{name} {problem}"
         return ""
+
+    def _rotated(self, of_variant: ScaledMatrix) -> ScaledMatrix:
+        """Return a map from the variant's residual stream as one from the reference's."""
+        return of_variant if self.basis.rotation is None else of_variant.rotated(self.basis.rotation)
 
     def _compare_residual(self, layer: int, found: LayerComparison) -> str:
         """Compare o_proj and every down_proj, a sample of their rows."""

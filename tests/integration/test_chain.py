@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Another architecture all the way: quantised and merged by `flexquant build`, served, and evaluated."""
+"""Other architectures all the way: quantised and merged by `flexquant build`, served, evaluated and tuned."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -14,47 +15,54 @@ from openai import OpenAI
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.settings import Settings
 from flexquant.measuring.server import vllm_serve
+from flexquant.policy.rules import load_policy
 from tests import programs
 from tests.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
+NOISY = "this machine is too noisy to decide"
 QUANTIZE = programs.ROOT / ".venv/quantize/bin/flexquant"
 SETTINGS = Settings(batch_sizes=(4,), samples=8, prompt_tokens=32, tokens=16)
 
 
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory) -> dict[str, Path]:
-    """A small Qwen2, which has biases on q, k and v, and what `flexquant build` made of it."""
+RECIPES = {"qwen2": "default", "qwen3_moe": "experts-in-16-bit"}
+"""Not every CPU has kernels for quantised experts."""
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def chain(request, tmp_path_factory) -> dict[str, Path]:
+    """A small Qwen2, with biases on q, k and v, or a mixture, and what `flexquant build` made of it."""
     if not QUANTIZE.exists():
         pytest.fail("the quantising environment is missing: run the tests with 'make test', which makes it")
-    folder = tmp_path_factory.mktemp("qwen2")
-    model = make_checkpoint(folder / "model", "qwen2", scheme=None)
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_checkpoint(folder / "model", request.param, scheme=None)
     command = [QUANTIZE, "build", model, "--output", folder / "merged", "--samples", "8", "--length", "64"]
+    command += ["--recipe", RECIPES[request.param]]
     programs.run(command, timeout=300)
     return {"model": model, "merged": folder / "merged"}
 
 
-def test_served(qwen2, tmp_path):
+def test_served(chain, tmp_path):
     trace = tmp_path / "trace.jsonl"
     options = ["--additional-config", json.dumps({"flexquant": {"policy": "phase", "trace": str(trace)}})]
     options += ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
-    with vllm_serve(qwen2["merged"], *options) as url:
+    with vllm_serve(chain["merged"], *options) as url:
         client = OpenAI(base_url=url, api_key="none")
         answer = client.completions.create(
-            model=str(qwen2["merged"]), prompt="def merge(", max_tokens=8, extra_body={"ignore_eos": True}
+            model=str(chain["merged"]), prompt="def merge(", max_tokens=8, extra_body={"ignore_eos": True}
         )
     assert answer.usage.completion_tokens == 8
     passes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
     assert [(p["phase"], p["plan"]) for p in passes] == [("prefill", "w8a8")] + [("decode", "w4a16")] * 7
 
 
-def test_evaluated(qwen2, tmp_path):
+def test_evaluated(chain, tmp_path):
     (tmp_path / "text.txt").write_text(topics["execmodel"])
     document = evaluate(
-        qwen2["merged"],
+        chain["merged"],
         tmp_path / "text.txt",
-        reference=qwen2["model"],
+        reference=chain["model"],
         policies=["w8a8", "phase"],
         questions=[],
         settings=SETTINGS,
@@ -66,3 +74,15 @@ def test_evaluated(qwen2, tmp_path):
     assert phase["quality"]["mean_kl"] < 0.5
     assert w8a8["quality"]["top1_agreement"] > 0.8
     assert reference["quality"]["perplexity"] > 1
+
+
+def test_tuned(chain, tmp_path):
+    """With more rounds while the machine is too noisy; the samples are kept from run to run."""
+    command = [sys.executable, "-m", "flexquant", "tune", chain["merged"], "--quick"]
+    command += ["--max-batch", "2", "--max-tokens", "64", "--output", tmp_path / "tuned.yaml", "--rounds"]
+    for rounds in (3, 9, 27):
+        done = programs.run([*command, str(rounds)], timeout=600, status=None)
+        if NOISY not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    assert set(load_policy(str(tmp_path / "tuned.yaml")).variants) <= {"w8a8", "w4a16"}

@@ -48,9 +48,16 @@ def test_the_first_token_counts_for_several(x: torch.Tensor) -> None:
     assert torch.allclose(tenfold - once, 9 * first, rtol=1e-4, atol=1e-5)
 
 
-def test_an_input_without_a_dimension_for_rows_is_refused_and_no_feature_scaled(x: torch.Tensor) -> None:
-    with pytest.raises(FlexQuantError, match=r"\[12, 8\].*expected \[rows, tokens, in\].*first_token_weight"):
-        hessian(TokenNormalizedGPTQ(**W4A16, first_token_weight=10), x[0])
+def test_inputs_of_an_expert_are_those_of_one_row(x: torch.Tensor) -> None:
+    rows, flat = (
+        hessian(TokenNormalizedGPTQ(**W4A16, first_token_weight=10), inputs) for inputs in (x, x[0])
+    )
+    assert torch.equal(rows, flat)
+
+
+def test_an_input_of_another_shape_is_refused_and_no_feature_scaled(x: torch.Tensor) -> None:
+    with pytest.raises(FlexQuantError, match=r"\[8\].*expected \[rows, tokens, in\].*first_token_weight"):
+        hessian(TokenNormalizedGPTQ(**W4A16, first_token_weight=10), x[0, 0])
     plain = hessian(TokenNormalizedGPTQ(**W4A16, first_token_weight=1), x)
     flat = hessian(TokenNormalizedGPTQ(**W4A16, first_token_weight=1), x[0])
     assert torch.allclose(plain / plain.trace(), flat / flat.trace(), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Mixtures of experts: every variant has expert layers of its own, and equal experts exist once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from vllm.platforms import current_platform
+
+from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.merge import merge_checkpoints
+from tests import programs
+from tests.checkpoints import EXPERTS, MIXTURES, make_checkpoint
+from tests.integration.conftest import engine, generate
+from tests.integration.test_cpu_precisions import ZENTORCH, has_zentorch
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = ["hello world, this is a prompt of more than one chunk " * 3, "abc", "xyz 1", "xyz 2"]
+LAYERED = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: [prefill, mixed]}
+    use: w8a8
+  - use: {default: w4a16, layers: {"0": w8a8}}
+"""
+SAMPLING = {"max_tokens": 8, "ignore_eos": True}
+OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
+QUANTISED_EXPERTS = """
+schema: flexquant.policy/v1
+derive:
+  w4a8: {from: w4a16, activations: int8}
+rules:
+  - when: {phase: decode}
+    use: w4a8
+  - use: w8a8
+"""
+SERVE = """
+import json, sys
+from flexquant.measuring import engine
+from flexquant.serving.cpu.kernels import provide_cpu_kernels
+from flexquant.serving.status import status_of
+from vllm import SamplingParams
+
+provide_cpu_kernels()
+flexquant = {"policy": sys.argv[2]} if sys.argv[2] else {}
+with engine.engine(sys.argv[1], max_model_len=128, enforce_eager=True, flexquant=flexquant) as llm:
+    kernels = llm.apply_model(status_of)[0]["kernels"] if flexquant else {}
+    outputs = llm.generate(["a", "b c"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    with open(sys.argv[3], "w") as file:
+        json.dump({"kernels": kernels, "answers": [list(o.outputs[0].token_ids) for o in outputs]}, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A function: architecture -> folder with w8a8, w4a16 and merged; experts in 16 bit, or quantised too."""
+
+    @cache
+    def make(architecture: str, in_16_bit: bool = True) -> Path:
+        folder = tmp_path_factory.mktemp(architecture)
+        ignore = [EXPERTS] if in_16_bit else []
+        sources = {
+            scheme: make_checkpoint(folder / scheme, architecture, scheme, ignore=ignore)
+            for scheme in ("w8a8", "w4a16")
+        }
+        merge_checkpoints(sources, folder / "merged")
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_pure_plans_equal_stock_vllm_and_layered_plans_run(architecture, mixture):
+    folder = mixture(architecture)
+    policies = ["w8a8", "w4a16", LAYERED]
+    w8a8, w4a16, layered = generate(folder / "merged", policies, PROMPTS, sampling=SAMPLING, **OPTIONS)
+    for variant, served in (("w8a8", w8a8), ("w4a16", w4a16)):
+        (stock,) = generate(folder / variant, None, PROMPTS, sampling=SAMPLING, **OPTIONS)
+        assert served.answers == stock.answers, variant
+    assert w8a8.answers != w4a16.answers
+    assert {(p["phase"] == "decode", p["plan"]) for p in layered.passes} == {
+        (False, "w8a8"),
+        (True, "w8a8+w4a16[1]"),
+    }
+    assert layered.answers not in (w8a8.answers, w4a16.answers)
+
+
+def test_equal_experts_exist_once(mixture):
+    merged, layers = read_merged_config(mixture("qwen3_moe") / "merged")
+    assert {f"model.layers.{i}.mlp.experts" for i in range(layers)} <= set(merged.shared_modules)
+    with engine(mixture("qwen3_moe") / "merged", "phase") as llm:
+        ((same, sizes),) = llm.apply_model(
+            lambda model: (
+                len({id(v.model.layers[0].mlp.experts.routed_experts) for v in model.variants.values()}),
+                model.weight_bytes,
+            )
+        )
+    assert same == 1
+    experts_in_16_bit = layers * 8 * 3 * 128 * 64 * 2
+    assert sizes["shared"] > experts_in_16_bit > sizes["w8a8"]
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="GPUs have kernels for these experts")
+def test_int4_experts_that_would_be_w4a8_are_refused(mixture, monkeypatch):
+    merged = mixture("qwen3_moe", in_16_bit=False) / "merged"
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
+    with pytest.raises(Exception, match=r"experts.*16 bit"), engine(merged, "w4a16"):
+        pass
+
+
+@pytest.mark.skipif(not has_zentorch(), reason="AMD's zentorch is for Zen 4 and later")
+def test_quantised_experts_with_zentorch(mixture, tmp_path):
+    folder = mixture("qwen3_moe", in_16_bit=False)
+    (tmp_path / "policy.yaml").write_text(QUANTISED_EXPERTS)
+    environment = programs.newcomers_environment()
+    paths = [str(ZENTORCH), environment.get("PYTHONPATH")]
+    environment |= {
+        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+
+    def serve(model: Path, policy: str) -> dict:
+        reply = tmp_path / "reply.json"
+        arguments = [model, policy, reply]
+        programs.run([sys.executable, "-c", SERVE, *arguments], timeout=400, environment=environment)
+        return json.loads(reply.read_text())
+
+    both = serve(folder / "merged", str(tmp_path / "policy.yaml"))
+    assert "ZenCPUExpertsInt8" in both["kernels"]["w8a8"]
+    assert "ZentorchExpertsInt4" in both["kernels"]["w4a8"]
+    for variant, policy in (("w8a8", "w8a8"),):
+        assert serve(folder / "merged", policy)["answers"] == serve(folder / variant, "")["answers"]

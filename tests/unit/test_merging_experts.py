@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Merging mixtures of experts: what is compared beside K and V, and what is stored once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from tests.checkpoints import EXPERTS, StateDict, make_checkpoint
+
+NORM = "post_attention_layernorm.weight"
+
+
+def sources(folder, change=None, *, ignore=(), **of_the_other):
+    """W8A8 of a mixture, and W4A16 of it or, with arguments, of another."""
+    return {
+        "w8a8": make_checkpoint(folder / "w8a8", "qwen3_moe", "w8a8", ignore=ignore),
+        "w4a16": make_checkpoint(
+            folder / "w4a16", "qwen3_moe", "w4a16", transform=change, ignore=ignore, **of_the_other
+        ),
+    }
+
+
+def test_a_norm_folded_into_router_and_experts_is_the_same_model(tmp_path):
+    def folded(state: StateDict) -> StateDict:
+        norms = {name.removesuffix(NORM): t.float() for name, t in state.items() if name.endswith(NORM)}
+        readers = ("mlp.gate.weight", "gate_proj.weight", "up_proj.weight")
+        return {
+            name: torch.ones_like(tensor)
+            if name.endswith(NORM)
+            else (tensor * norms[name.split("mlp.")[0]]).bfloat16()
+            if name.endswith(readers)
+            else tensor
+            for name, tensor in state.items()
+        }
+
+    merge_checkpoints(sources(tmp_path, folded), tmp_path / "merged")
+    assert read_merged_config(tmp_path / "merged")[0].layered_plans
+
+
+def test_another_router_is_another_model(tmp_path):
+    def other(state: StateDict) -> StateDict:
+        name = "model.layers.1.mlp.gate.weight"
+        return state | {name: state[name].roll(1, dims=0)}
+
+    with pytest.raises(FlexQuantError, match="layer 1 mlp.gate, which chooses the experts, differs"):
+        merge_checkpoints(sources(tmp_path, other), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_another_number_of_experts_is_another_model(tmp_path):
+    with pytest.raises(FlexQuantError, match=r"experts: 8 against 4"):
+        merge_checkpoints(sources(tmp_path, num_experts=4), tmp_path / "merged")
+
+
+def test_other_experts_cannot_be_mixed(tmp_path):
+    def other(state: StateDict) -> StateDict:
+        name = "model.layers.0.mlp.experts.3.down_proj.weight"
+        return state | {name: state[name].roll(1, dims=0)}
+
+    merge_checkpoints(sources(tmp_path, other), tmp_path / "merged")
+    merged = read_merged_config(tmp_path / "merged")[0]
+    assert not merged.layered_plans
+    assert "mlp.experts.3.down_proj" in merged.kv_compatibility["residual_message"]
+
+
+def test_only_experts_that_are_all_equal_are_held_once(tmp_path):
+    def other(state: StateDict) -> StateDict:
+        name = "model.layers.0.mlp.experts.3.up_proj.weight"
+        return state | {name: state[name] * 1.01}
+
+    merge_checkpoints(sources(tmp_path, other, ignore=[EXPERTS]), tmp_path / "merged")
+    shared = read_merged_config(tmp_path / "merged")[0].shared_modules
+    assert "model.layers.1.mlp.experts" in shared
+    assert not any(name.startswith("model.layers.0.") for name in shared)
