@@ -164,12 +164,11 @@ def main() -> None:
         "commit": git_commit(),
         "machine": describe_machine(),
         "versions": describe_versions(),
-        "worker": measure_worker(args.model, effort),
-        "server": measure_server(args.model, effort),
     }
-    args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for part in ("worker", "server"):
-        print(f"{part}: {result[part]['words']}; ratio {result[part]['ratio']:.4f}")
+    for part, measure_part in (("worker", measure_worker), ("server", measure_server)):
+        result[part] = measure_part(args.model, effort)
+        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(f"{part}: {result[part]['words']}; ratio {result[part]['ratio']:.4f}", flush=True)
 
 
 if __name__ == "__main__":

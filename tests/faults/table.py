@@ -324,13 +324,26 @@ SERVING = (
         "two-kv-caches",
         "The second variant keeps its own attention layers, with a KV cache of their own.",
         "flexquant/serving/variants.py",
-        "        replacements = {"
-        "layer: real_context[layer_name] for layer_name, layer in registered.items()}\n",
-        "        for layer_name, layer in registered.items():\n"
-        '            layer.layer_name = f"{name}.{layer_name}"\n'
-        "            real_context[layer.layer_name] = layer\n"
-        "        replacements: dict[nn.Module, nn.Module] = {}\n",
+        "                replacements[layer] = real_context[layer_name]\n",
+        '                layer.layer_name = f"{name}.{layer_name}"\n'
+        "                real_context[layer.layer_name] = layer\n",
         (VIEWS + "test_switching_between_variants_of_equal_weights_changes_nothing",),
+    ),
+    Fault(
+        "experts-of-the-first-variant",
+        "All variants' expert layers have one name, so that those of one variant run for all.",
+        "flexquant/serving/expert_layers.py",
+        '    layer.layer_name = f"{layer.layer_name}@{variant}"\n',
+        "    context.setdefault(layer.layer_name, layer)\n    return\n",
+        ("tests/integration/test_experts.py::test_pure_plans_equal_stock_vllm_and_layered_plans_run",),
+    ),
+    Fault(
+        "routers-not-compared",
+        "Variants whose routers send tokens to other experts are merged.",
+        "merge/kv/pair.py",
+        "        for module in self.reference.routers(layer):\n",
+        "        for module in self.reference.routers(layer)[:0]:\n",
+        ("tests/unit/test_merging_experts.py",),
     ),
     Fault(
         "variant-left-out-of-the-compile-key",
