@@ -63,12 +63,12 @@ def scratch_forward_context(vllm_config: VllmConfig) -> Iterator[dict[str, Any]]
     """Let layers register under names that are already taken; yield what they registered."""
     compilation = vllm_config.compilation_config
     real, compilation.static_forward_context = compilation.static_forward_context, {}
-    expert_layers = list(compilation.static_all_moe_layers)
+    in_order = list(compilation.static_all_moe_layers)
     try:
         yield compilation.static_forward_context
     finally:
         compilation.static_forward_context = real
-        compilation.static_all_moe_layers[:] = expert_layers
+        compilation.static_all_moe_layers[:] = in_order
 
 
 def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:

@@ -220,15 +220,20 @@ def real_merged() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function: architecture, num_layers -> folder with w8a8, w4a16 and merged of a random model."""
+    """Return a function that makes a folder with w8a8, w4a16 and merged of a random model.
+
+    It takes the architecture, the number of layers, and regular expressions of what stays in 16 bit.
+    """
     from flexquant.merge import merge_checkpoints
     from tests.checkpoints import make_checkpoint
 
     @functools.cache
-    def make(architecture: str = "llama", num_layers: int = 4) -> Path:
+    def make(architecture: str = "llama", num_layers: int = 4, ignore: tuple[str, ...] = ()) -> Path:
         folder = tmp_path_factory.mktemp(architecture)
         sources = {
-            scheme: make_checkpoint(folder / scheme, architecture, scheme, num_layers=num_layers)
+            scheme: make_checkpoint(
+                folder / scheme, architecture, scheme, num_layers=num_layers, ignore=ignore
+            )
             for scheme in ("w8a8", "w4a16")
         }
         merge_checkpoints(sources, folder / "merged")

@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.server import ServerError, vllm_serve
 from flexquant.serving.trace import trace_file
+from tests.checkpoints import EXPERTS
 from tests.integration.conftest import engine
 
 pytestmark = pytest.mark.oldest
@@ -116,6 +117,12 @@ def test_mistaken_options(merged, options, found):
 def test_unsupported_vllm_features(merged, options, named):
     with pytest.raises(Exception, match=named):
         configure(merged, **options)
+
+
+def test_replicas_that_run_expert_layers_together_need_one_plan(tiny_merged):
+    mixture = tiny_merged("qwen3_moe", 2, (EXPERTS,)) / "merged"
+    assert "data parallelism" in refusal(mixture, data_parallel_size=2, **flexquant(policy="phase"))
+    configure(mixture, data_parallel_size=2, **flexquant(policy="w8a8"))
 
 
 def test_prompt_embeddings_where_each_variant_has_its_own_embedding(merged, tmp_path):
