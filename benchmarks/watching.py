@@ -7,10 +7,12 @@
 Two ratios over paired rounds, each of one process, so that no two processes differ by chance:
 
 - ``worker``: one engine, whose passes are counted, timed, traced and followed by request, or none of that.
-- ``server``: one ``vllm serve`` that does all of that, with a status page open (a request in two seconds) and
-  ``/metrics`` read in every fifth, or with nobody who looks.
+- ``server``: one ``vllm serve`` that does all of that, looked at ten times as often as a status page (a
+  request in two seconds) and a Prometheus (``/metrics`` in every fifth) would, or with nobody who looks. What
+  is over 1 in that ratio, divided by ten, is what they cost: ``once`` has it, with its interval.
 
-Both answer one request at a time: the shortest passes, on which a fixed cost weighs most.
+Both answer one request at a time: the shortest passes, on which a fixed cost weighs most. Watched and unwatched
+requests take turns within a round, since a machine's speed drifts.
 """
 
 from __future__ import annotations
@@ -35,16 +37,20 @@ from flexquant.measuring.machine import describe_command, describe_machine, desc
 from flexquant.measuring.server import vllm_serve
 
 PROMPT = list(range(100, 116))
-TOKENS = 32
-REQUESTS = 6
-"""In a row at a server, so that a page asks more than once meanwhile."""
+WORKER_TOKENS, WORKER_TURNS = 8, 30
+SERVER_TOKENS, SERVER_TURNS = 32, 4
+"""Of a request, and how often both kinds take turns in a round."""
 PAGE_SECONDS, SCRAPE_SECONDS = 2.0, 5.0
+TIMES_AS_OFTEN = 10
 
 Serve = Callable[[], None]
 
 
-def measure(serve: Serve, watched: Callable[[bool], None], effort: Effort) -> dict[str, Any]:
-    """Time ``serve`` with and without what ``watched`` switches on, in rounds; return the ratio of times."""
+def measure(serve: Serve, watched: Callable[[bool], None], effort: Effort, turns: int) -> dict[str, Any]:
+    """Time ``serve`` with and without what ``watched`` switches on, in rounds; return the ratio of times.
+
+    In a round each is served ``turns`` times, in turn, and the times of each are added up.
+    """
     for on in (True, False):
         watched(on)
         serve()
@@ -53,12 +59,13 @@ def measure(serve: Serve, watched: Callable[[bool], None], effort: Effort) -> di
     while len(rounds) < effort.rounds or (
         len(rounds) < effort.max_rounds and not compare(ratios).is_narrow(effort.width)
     ):
-        seconds = {}
-        for on in (True, False) if len(rounds) % 2 else (False, True):
+        seconds = {True: 0.0, False: 0.0}
+        for turn in range(2 * turns):
+            on = (turn + turn // 2 + len(rounds)) % 2 == 0  # on, off, off, on, ...
             watched(on)
             began = time.perf_counter()
             serve()
-            seconds[on] = time.perf_counter() - began
+            seconds[on] += time.perf_counter() - began
         rounds.append(seconds)
         ratios = [times[True] / times[False] for times in rounds]
     found = compare(ratios)
@@ -78,7 +85,7 @@ def measure_worker(model: Path, effort: Effort) -> dict[str, Any]:
 
     from flexquant.serving.pass_records import PassRecords
 
-    parameters = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    parameters = SamplingParams(temperature=0, max_tokens=WORKER_TOKENS, ignore_eos=True)
     with tempfile.TemporaryDirectory() as folder:
         options = {"trace": str(Path(folder) / "trace.jsonl"), "requests": True}
         with engine(model, flexquant=options, max_model_len=512, enable_prefix_caching=False) as llm:
@@ -95,7 +102,7 @@ def measure_worker(model: Path, effort: Effort) -> dict[str, Any]:
             def serve() -> None:
                 llm.generate({"prompt_token_ids": PROMPT}, parameters, use_tqdm=False)
 
-            return measure(serve, watched, effort)
+            return measure(serve, watched, effort, WORKER_TURNS)
 
 
 def read(url: str) -> None:
@@ -114,7 +121,10 @@ def watcher(root: str) -> Iterator[Callable[[bool], None]]:
                 read(url)
                 ended.wait(every)
 
-    asked = ((f"{root}/flexquant", PAGE_SECONDS), (f"{root}/metrics", SCRAPE_SECONDS))
+    asked = (
+        (f"{root}/flexquant", PAGE_SECONDS / TIMES_AS_OFTEN),
+        (f"{root}/metrics", SCRAPE_SECONDS / TIMES_AS_OFTEN),
+    )
     with ThreadPoolExecutor(len(asked)) as pool:
         under_way = [pool.submit(ask_again, *what) for what in asked]
         try:
@@ -133,19 +143,20 @@ def measure_server(model: Path, effort: Effort) -> dict[str, Any]:
         options = {"flexquant": {"trace": str(Path(folder) / "trace.jsonl"), "requests": True}}
         arguments = ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "512"]
         arguments += ["--served-model-name", "merged", "--additional-config", json.dumps(options)]
-        body = {"model": "merged", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
+        body = {"model": "merged", "prompt": PROMPT, "max_tokens": SERVER_TOKENS, "ignore_eos": True}
         with vllm_serve(model, *arguments) as url:
             request = urllib.request.Request(
                 f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
             )
 
             def serve() -> None:
-                for _ in range(REQUESTS):
-                    with urllib.request.urlopen(request, timeout=600) as reply:
-                        reply.read()
+                with urllib.request.urlopen(request, timeout=600) as reply:
+                    reply.read()
 
             with watcher(url.removesuffix("/v1")) as watched:
-                return measure(serve, watched, effort)
+                found = measure(serve, watched, effort, SERVER_TURNS)
+    once = {name: 1 + (found[name] - 1) / TIMES_AS_OFTEN for name in ("ratio", "low", "high")}
+    return found | {"once": once}
 
 
 def main() -> None:
@@ -155,7 +166,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="merged checkpoint")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--rounds", type=int, default=20, help="at least (%(default)s)")
-    parser.add_argument("--max-rounds", type=int, default=200, help="at most (%(default)s)")
+    parser.add_argument("--max-rounds", type=int, default=60, help="at most (%(default)s)")
     parser.add_argument("--width", type=float, default=0.01, help="of an interval, to stop (%(default)s)")
     args = parser.parse_args()
     effort = Effort(args.rounds, args.max_rounds, args.width)
