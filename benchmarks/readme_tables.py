@@ -8,7 +8,6 @@ python -m benchmarks.readme_tables --check   # fail if they are not what the res
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serving_tables import disaggregated, read, watching
 from benchmarks.speed.comparing import (
     Summary,
     best_static,
@@ -48,7 +48,7 @@ from flexquant.measuring.comparison import (
 )
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("benchmarks", "merge", "flexquant/evaluation", "flexquant/quantization")
+FOLDERS = ("benchmarks", "examples/disaggregated", "merge", "flexquant/evaluation", "flexquant/quantization")
 PAGES = [ROOT / folder / "README.md" for folder in FOLDERS]
 RESULTS = ROOT / "benchmarks/results"
 BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -68,10 +68,6 @@ METHODS = {
     "w4a16-rtn-mse": "W4A16: rounding to nearest, scales clipped by MSE",
     "w4a16-rtn": "W4A16: rounding to nearest",
 }
-
-
-def read(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / name).read_text())
 
 
 def quality_cells(result: dict[str, Any], reference: dict[str, Any]) -> list[str]:
@@ -300,7 +296,8 @@ def simulated() -> str:
 def main() -> int:
     functions = (policies, methods, smoothing, merging, merging_memory, speed, speed_ratios, tuned, simulated)
     machines = (gpu_speed, gpu_ratios, gpu_kernels, avx512_speed, avx512_ratios, cpu_kernels)
-    blocks = {f.__name__: f for f in (*functions, *machines)}
+    servers = (watching, disaggregated)
+    blocks = {f.__name__: f for f in (*functions, *machines, *servers)}
     wrong = False
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

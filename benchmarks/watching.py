@@ -11,8 +11,8 @@ Two ratios over paired rounds, each of one process, so that no two processes dif
   request in two seconds) and a Prometheus (``/metrics`` in every fifth) would, or with nobody who looks. What
   is over 1 in that ratio, divided by ten, is what they cost: ``once`` has it, with its interval.
 
-Both answer one request at a time: the shortest passes, on which a fixed cost weighs most. Watched and unwatched
-requests take turns within a round, since a machine's speed drifts.
+Both answer one request at a time: the shortest passes, on which a fixed cost weighs most. Watched and
+unwatched requests take turns within a round, since a machine's speed drifts.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -188,12 +188,34 @@ def make_checkpoint(
     Variants of one model share ``seed``. ``scheme`` None writes the plain 16-bit model. ``transform`` edits
     the 16-bit state dict before it is quantised (a SmoothQuant fold, a rotation ...).
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True)
     config = base_config(architecture, num_layers, **config_overrides)
     state, class_name = random_state_dict(config, seed)
     if transform is not None:
         state = transform(state)
+    config.architectures = [class_name]
+    left_out = [*([ROUTERS] if is_mixture(config) else []), *ignore]
+    quantised = {name for name in state if is_quantised(name, ignore)}
+    return write_checkpoint(
+        Path(folder), config, state, scheme, quantised, left_out, group_size=group_size, num_shards=num_shards
+    )
+
+
+def write_checkpoint(
+    folder: Path,
+    config: PretrainedConfig,
+    state: StateDict,
+    scheme: str | None,
+    quantised: Set[str],
+    ignore: Sequence[str],
+    *,
+    group_size: int = 64,
+    num_shards: int = 1,
+) -> Path:
+    """Write the checkpoint of a state dict, of which ``quantised`` are the weights that get the scheme.
+
+    ``ignore`` names in its config the linears that do not.
+    """
+    folder.mkdir(parents=True)
     quantise = {
         "w8a8": quantise_int8,
         "fp8": quantise_fp8,
@@ -202,14 +224,13 @@ def make_checkpoint(
     }[scheme]
     tensors: StateDict = {}
     for name, tensor in state.items():
-        tensors |= quantise(name, tensor) if is_quantised(name, ignore) else {name: tensor}
+        tensors |= quantise(name, tensor) if name in quantised else {name: tensor}
     save_shards({k: v.contiguous().clone() for k, v in tensors.items()}, folder, num_shards)
 
-    config.architectures = [class_name]
     document = config.to_dict()
     if scheme is not None:
         document["quantization_config"] = section = quantisation_section(scheme, group_size)
-        section["ignore"] += [*([ROUTERS] if is_mixture(config) else []), *ignore]
+        section["ignore"] += ignore
     (folder / "config.json").write_text(json.dumps(document, indent=2))
     byte_tokenizer(config).save_pretrained(folder)
     return folder

@@ -17,6 +17,8 @@ from flexquant.errors import FlexQuantError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+NAME_SHOWN = 80
+"""Characters of a name that is none."""
 
 
 def check_folder(folder: Path) -> None:
@@ -32,15 +34,21 @@ def confined_file(folder: Path, name: str) -> Path:
 
     Raises FlexQuantError when it is missing, is not a plain file or lies outside the folder.
     """
-    if "\0" in name:
-        raise FlexQuantError(f"{name!r} is no name of a file; write the checkpoint again")
     path = folder / name
-    target, root = path.resolve(), folder.resolve()
+    try:
+        target, root = path.resolve(), folder.resolve()
+        is_file = target.is_file()
+    except PermissionError:
+        raise
+    except (ValueError, OSError) as e:  # a zero byte, half of a surrogate pair, too long ...
+        raise FlexQuantError(
+            f"{name[:NAME_SHOWN]!r} cannot be the name of a file in {folder}; write the checkpoint again"
+        ) from e
     if Path(name).is_absolute() or ".." in Path(name).parts or not _may_link(root, target):
         raise FlexQuantError(
             f"'{name}' leads outside the checkpoint folder {folder}; copy the file into the folder"
         )
-    if not target.is_file():
+    if not is_file:
         raise FlexQuantError(f"{folder} has no file '{name}'; download or write the checkpoint again")
     return path
 

@@ -49,8 +49,9 @@ class Source:
             )
         method = section.get("quant_method")
         if method != "compressed-tensors":
+            how = "; convert it by 'flexquant convert'" if method in ("awq", "gptq") else ""
             raise FlexQuantError(
                 f"{config_file} has quant_method {method!r}; merging needs compressed-tensors checkpoints "
-                "such as llmcompressor or 'flexquant quantize' write"
+                f"such as llmcompressor or 'flexquant quantize' write{how}"
             )
         return cls(name, folder, config, section, read_tensors(folder))

@@ -22,6 +22,7 @@ from flexquant.errors import FlexQuantError, UsageError
 SUBCOMMANDS = (
     "build",
     "quantize",
+    "convert",
     "merge",
     "inspect",
     "doctor",

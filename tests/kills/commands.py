@@ -108,6 +108,7 @@ def _tune(inputs: Path, output: Path) -> list[str]:
     return ["tune", str(inputs / "merged"), "--quick", *sizes, *written]
 
 
+ENGINE = ("tests.kills.engine_at_hand",)
 MERGING = ("flexquant.cli.merge", "flexquant.merge", "flexquant.merge.kv.compatibility")
 QUANTIZING = ("flexquant.build", "llmcompressor", "flexquant.quantization.oneshot")
 
@@ -116,6 +117,6 @@ COMMANDS = {
     "merge-over-another": Command(_make_sources, _merge, MERGING, prepare=_merge_one),
     "quantize": Command(_make_model, _quantize, QUANTIZING),
     "build": Command(_make_model, _build, QUANTIZING),
-    "eval": Command(_make_merged, _eval, unfinished=(".new",)),
-    "tune": Command(_make_merged, _tune, look=tuned, unfinished=(".new", ".samples.json")),
+    "eval": Command(_make_merged, _eval, ENGINE, unfinished=(".new",)),
+    "tune": Command(_make_merged, _tune, ENGINE, look=tuned, unfinished=(".new", ".samples.json")),
 }

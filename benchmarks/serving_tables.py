@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""For readme_tables: what is told of live servers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table import markdown
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def watching() -> str:
+    """What a pass and a server cost more when they are watched, in percent with the intervals."""
+    found = read("watching.json")
+    watched = {"the worker's own counts, times, trace and plans by request": found["worker"]}
+    watched["an open page and a Prometheus"] = found["server"]["once"]
+    rows = [
+        [what, *(f"{100 * (ratio[end] - 1):+.2f} %" for end in ("ratio", "low", "high"))]
+        for what, ratio in watched.items()
+    ]
+    return markdown(["watched by", "time", "at least", "at most"], rows)
+
+
+def disaggregated() -> str:
+    """MiB of weights in each server, by variant, for both policies of the decode server."""
+    rows = []
+    for policy in ("w4a16", "phase-batch"):
+        found = read(f"disaggregated-{policy}.json")
+        for server, weights in found["weights_mib"].items():
+            parts = ", ".join(f"{variant} {mib:.1f}" for variant, mib in weights.items())
+            rows.append([f"`{policy}`", server, parts, f"{sum(weights.values()):.1f}"])
+    return markdown(["policy of the decode server", "server", "MiB of weights", "together"], rows)

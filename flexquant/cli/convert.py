@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Convert a checkpoint that others quantised with AWQ or GPTQ, so that it can be merged.
+
+The quantised values stay what they are; the files are those of compressed-tensors. AWQ's GEMM format, and
+GPTQ without desc_act.
+
+example:
+  flexquant convert model-awq --output model-w4a16 --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+HELP = "convert an AWQ or GPTQ checkpoint, so that it can be merged"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="AWQ or GPTQ checkpoint")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        help="cast scales and what is not quantised to that of the other variants (default: as they are)",
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from flexquant.merge import convert_checkpoint
+
+    result = convert_checkpoint(args.folder, args.output, dtype=args.dtype, overwrite=args.overwrite)
+    print(f"{args.output}: {result['linears']} linears, converted from {result['from']}")
+    return result

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Every text architecture of the installed vLLM through the chain, and the page that tells what came of it.
+
+    python -m tests.architectures [ARCHITECTURE ...] [--work FOLDER]
+
+Without names: those that the results, tests/architectures/results.json, lack. Each has a process of its own.
+The results are written after each, and from them the page, flexquant/serving/ARCHITECTURES.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from tests.architectures.chain import FAILS, NOT_MADE, REFUSED, SERVED, STOCK_FAILS, first_line
+from tests.programs import ROOT
+
+RESULTS = Path(__file__).parent / "results.json"
+PAGE = ROOT / "flexquant" / "serving" / "ARCHITECTURES.md"
+SECONDS = 600
+"""That one architecture gets."""
+MEANINGS = {
+    SERVED: "merged and served; under each variant alone the answers are those of stock vLLM",
+    REFUSED: "by FlexQuant, with this message",
+    STOCK_FAILS: "on the variant's own checkpoint, without FlexQuant, on this machine",
+    NOT_MADE: "no small random model came about to try it with",
+    FAILS: "in FlexQuant: a mistake to mend",
+}
+
+
+def text_architectures() -> list[str]:
+    """Return the names of vLLM's text generation models."""
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    return sorted(_TEXT_GENERATION_MODELS, key=str.lower)
+
+
+def try_one(architecture: str, work: Path) -> dict[str, Any]:
+    """Run the chain of one architecture; a process that breaks off or takes too long is an outcome too."""
+    folder = work / architecture
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    output = folder / "outcome.json"
+    command = [sys.executable, "-m", "tests.architectures.chain", architecture]
+    command += ["--work", str(folder / "checkpoints"), "--output", str(output)]
+    try:
+        with open(folder / "log", "wb") as log:
+            ended = subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, timeout=SECONDS, check=False
+            )
+        reason = f"the process ended with {ended.returncode}"
+    except subprocess.TimeoutExpired:
+        reason = f"no end within {SECONDS} s"
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    if output.is_file():
+        found: dict[str, Any] = json.loads(output.read_text())
+        return found
+    return {"architecture": architecture, "model_type": None, "outcome": FAILS, "reason": reason}
+
+
+def page(results: dict[str, Any]) -> str:
+    """Return the page about the results, in Markdown."""
+    found = results["architectures"]
+    counts = Counter(one["outcome"] for one in found.values())
+    versions = results["versions"]
+    lines = [
+        "# Architectures",
+        "",
+        f"The {len(found)} text models of vLLM {versions['vllm']}, by `python -m tests.architectures`: where",
+        "transformers can make a small random model of one, it is quantised to W8A8 and W4A16, merged,",
+        "served on a CPU, and compared with stock vLLM on each variant's own checkpoint. Experts stay in",
+        "16 bit here, since vLLM's CPU kernels for others need AMX or zentorch.",
+        "",
+        "| outcome | architectures | meaning |",
+        "| --- | --- | --- |",
+        *(f"| {name} | {counts[name]} | {meaning} |" for name, meaning in MEANINGS.items()),
+        "",
+        f"transformers {versions['transformers']}, torch {versions['torch']}; {results['machine']['cpu']}.",
+        "",
+        "| architecture | outcome | reason |",
+        "| --- | --- | --- |",
+    ]
+    order = list(MEANINGS)
+    for name, one in sorted(
+        found.items(), key=lambda item: (order.index(item[1]["outcome"]), item[0].lower())
+    ):
+        reason = one["reason"].replace("|", "\\|").replace("<", "&lt;")
+        lines.append(f"| {name} | {one['outcome']} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("architectures", nargs="*")
+    parser.add_argument("--work", type=Path, help="folder that keeps the logs (default: a temporary one)")
+    args = parser.parse_args()
+    names = text_architectures()
+    if unknown := set(args.architectures) - set(names):
+        parser.error(f"vLLM has no {', '.join(sorted(unknown))}")
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"architectures": {}}
+    results |= {
+        "argv": ["python", "-m", "tests.architectures", *describe_command()[1:]],
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in args.architectures or [name for name in names if name not in results["architectures"]]:
+            found = try_one(name, args.work or Path(temporary))
+            print(f"{name}: {found['outcome']} {first_line(Exception(found['reason']))}", flush=True)
+            results["architectures"][name] = found
+            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+            PAGE.write_text(page(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Small random models of vLLM's text architectures, as transformers has them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.checkpoints import EXPERTS, StateDict, saved_tensors
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "n_embd": 128,
+    "d_model": 128,
+    "word_embed_proj_dim": 128,
+    "intermediate_size": 256,
+    "ffn_dim": 256,
+    "num_hidden_layers": 4,
+    "n_layer": 4,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rotary_dim": 16,
+    "max_position_embeddings": 2048,
+    "n_positions": 2048,
+    "initializer_range": 0.08,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 257,
+    "sliding_window": 64,
+    # experts
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 128,
+    "moe_shared_expert_intermediate_size": 128,
+    "shared_intermediate_size": 128,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    # multi-head latent attention, at the only widths that vLLM's CPU backend has
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    # state spaces
+    "state_size": 16,
+    "mamba_d_state": 16,
+    "mamba_d_head": 32,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_ssm": 256,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "n_groups": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+"""For the fields that a configuration has. Dimensions are multiples of 64, as INT4 in groups of 64 needs."""
+OF_ONE: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3_text": {"query_pre_attn_scalar": 32},
+    "vaultgemma": {"query_pre_attn_scalar": 32},
+}
+"""What one model type needs beside that."""
+ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+LAYER = re.compile(r"\.\d+\.")
+EXPERT = re.compile(EXPERTS.removeprefix("re:"))
+
+
+def model_type(architecture: str) -> str | None:
+    """Return the model type that transformers has for the name of a class; None if it has none."""
+    types = [kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture]
+    return next((kind for kind in types if kind.endswith("_text")), types[0] if types else None)
+
+
+def small_config(kind: str) -> PretrainedConfig:
+    """Return a small configuration of a model type; transformers derives what follows from the fields."""
+    has = {*AutoConfig.for_model(kind).to_dict(), *type(AutoConfig.for_model(kind)).attribute_map}
+    fields = {name: value for name, value in SMALL.items() if name in has} | OF_ONE.get(kind, {})
+    return AutoConfig.for_model(kind, **fields, dtype="bfloat16")
+
+
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Return a random bf16 model; its norms and biases, which start at one and zero, are made uneven."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def split(model: PreTrainedModel) -> tuple[StateDict, set[str], list[str]]:
+    """Return a model's tensors as they are published, those to quantise, and the linears that are not.
+
+    Linears of the decoder layers are quantised. Experts stay in 16 bit, since without AMX or zentorch vLLM has
+    no other kernels for them on a CPU; so do routers, and what INT4 in groups of 64 cannot hold.
+    """
+    state = saved_tensors(model)
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    quantised, left_out = set(), []
+    for key, tensor in state.items():
+        name = key.removesuffix(".weight")
+        if tensor.ndim != 2 or name not in linears or not LAYER.search(name) or EXPERT.search(name):
+            continue
+        if ROUTER.search(name) or tensor.shape[1] % 64 or tensor.shape[0] % 32:
+            left_out.append(name)
+        else:
+            quantised.add(key)
+    return state, quantised, [*left_out, EXPERTS]

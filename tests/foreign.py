@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""INT4 checkpoints in the formats of GPTQ and AWQ, made of one in the format of compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from safetensors.torch import load_file, save_file
+
+StateDict = dict[str, torch.Tensor]
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where AWQ's GEMM format has each of eight columns in a word."""
+
+
+def packed(values: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
+    """Eight unsigned 4-bit values along the last dimension to one int32 word."""
+    groups = values.long().unflatten(-1, (-1, 8))
+    places = torch.tensor(order or range(8)) * 4
+    words = (groups << places).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def unpacked(state: StateDict, module: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Unsigned values [out, in], zero points [out, in / group] and scales of a linear."""
+    shape = torch.Size(state[f"{module}.weight_shape"].tolist())
+    values = unpack_from_int32(state[f"{module}.weight_packed"], 4, shape) + 8
+    scales = state[f"{module}.weight_scale"]
+    zeros = torch.full(scales.shape, 8)
+    if (stored := state.get(f"{module}.weight_zero_point")) is not None:
+        zeros = unpack_from_int32(stored, 4, torch.Size(scales.shape), packed_dim=0) + 8
+    return values, zeros, scales
+
+
+def gptq_tensors(
+    values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, offset: int = 1
+) -> StateDict:
+    inputs = values.shape[1]
+    return {
+        "qweight": packed(values).T.contiguous(),
+        "qzeros": packed((zeros.T - offset) % 16),
+        "scales": scales.T.contiguous(),
+        "g_idx": (torch.arange(inputs) // (inputs // scales.shape[1])).to(torch.int32),
+    }
+
+
+def awq_tensors(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> StateDict:
+    return {
+        "qweight": packed(values.T, AWQ_ORDER),
+        "qzeros": packed(zeros.T, AWQ_ORDER),
+        "scales": scales.T.contiguous(),
+    }
+
+
+def write_foreign(source: Path, output: Path, method: str, **settings: Any) -> Path:
+    """Write the INT4 checkpoint in ``source`` in another format, with all else as it is.
+
+    ``method``: ``gptq`` or ``awq``; ``settings`` are put into its ``quantization_config``.
+    """
+    shutil.copytree(source, output, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    state: StateDict = {}
+    for file in sorted(source.glob("*.safetensors")):
+        state |= load_file(file)
+    written = dict(state)
+    group_size = 0
+    for key in [key for key in state if key.endswith(".weight_packed")]:
+        module = key.removesuffix(".weight_packed")
+        values, zeros, scales = unpacked(state, module)
+        group_size = values.shape[1] // scales.shape[1]
+        offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+        tensors = (
+            awq_tensors(values, zeros, scales)
+            if method == "awq"
+            else gptq_tensors(values, zeros, scales, offset)
+        )
+        written |= {f"{module}.{part}": tensor for part, tensor in tensors.items()}
+        for part in ("packed", "scale", "shape", "zero_point"):
+            written.pop(f"{module}.weight_{part}", None)
+    save_file(written, output / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    symmetric = config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"]
+    own: dict[str, Any] = {"quant_method": method, "bits": 4, "group_size": group_size}
+    if method == "gptq":
+        own |= {"desc_act": False, "sym": symmetric, "lm_head": False}
+    else:
+        own |= {"version": "gemm", "zero_point": True, "modules_to_not_convert": None}
+    config["quantization_config"] = own | settings
+    (output / "config.json").write_text(json.dumps(config, indent=2))
+    return output
