@@ -200,8 +200,9 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
 
     @property
     def lm_head(self) -> nn.Module:
-        """A plan's lm_head, which draft models share: there is one for all plans."""
-        return self._plans[self.routes.plans[0].name].lm_head
+        """A plan's lm_head, which draft models share: there is one for all plans. It may be the embedding."""
+        plan = self._plans[self.routes.plans[0].name]
+        return getattr(plan, "lm_head", None) or plan.model.embed_tokens
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Let every plan return the hidden states before these decoder layers, which EAGLE-3 drafts from."""

@@ -42,6 +42,8 @@ from flexquant.serving.w4a8 import is_int4_layer, use_8bit_activations
 if TYPE_CHECKING:
     from flexquant.policy.routes import RouteTable
 
+LM_HEAD = "lm_head"
+
 
 def variant_vllm_config(vllm_config: VllmConfig, variant: Variant, base_architecture: str) -> VllmConfig:
     """Return the config that vLLM would have for the variant's own checkpoint."""
@@ -89,7 +91,7 @@ def build_variants(
     """Build the named variants over one set of attention layers; the weights are loaded later.
 
     ``names`` may include those that ``routes`` derives. Raises :class:`FlexQuantError` for an architecture
-    that is not built as ``model.layers`` + ``lm_head``.
+    that is not built with ``model.layers``.
     """
     base_class, _ = ModelRegistry.resolve_model_cls(
         [merged.base_architecture], model_config=vllm_config.model_config
@@ -155,9 +157,11 @@ def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
 def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """Return modules by the checkpoint's names for them; raise FlexQuantError for one that is missing.
 
-    For an expert layer, what holds the weights of its experts.
+    For an expert layer, what holds the weights of its experts. A class whose logits come from the embedding
+    itself, such as Gemma 2's, has no lm_head.
     """
     found = dict(model.named_modules(remove_duplicate=False))
+    names = [name for name in names if name in found or name != LM_HEAD]
     for name in names:
         if name not in found:
             raise FlexQuantError(
@@ -169,8 +173,8 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 
 def check_structure(model: nn.Module, architecture: str) -> None:
     inner = getattr(model, "model", None)
-    if not isinstance(getattr(inner, "layers", None), nn.ModuleList) or not hasattr(model, "lm_head"):
+    if not isinstance(getattr(inner, "layers", None), nn.ModuleList):
         raise FlexQuantError(
-            f"{architecture} is not built as 'model.layers' + 'lm_head' in this vLLM; FlexQuant serves "
-            "decoder-only architectures of that form, such as Llama, Qwen2, Qwen3, Mistral and Gemma 3"
+            f"{architecture} is not built with 'model.layers' in this vLLM; FlexQuant serves decoder-only "
+            "architectures of that form, such as Llama, Qwen2, Qwen3, Mistral and Gemma 3"
         )

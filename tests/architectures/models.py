@@ -78,7 +78,7 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "vaultgemma": {"query_pre_attn_scalar": 32},
 }
 """What one model type needs beside that."""
-ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+IN_16_BIT = re.compile(r"(^|\.)(gate|router|shared_expert_gate|kv_b_proj)$")
 LAYER = re.compile(r"\.\d+\.")
 EXPERT = re.compile(EXPERTS.removeprefix("re:"))
 
@@ -110,8 +110,8 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 def split(model: PreTrainedModel) -> tuple[StateDict, set[str], list[str]]:
     """Return a model's tensors as they are published, those to quantise, and the linears that are not.
 
-    Linears of the decoder layers are quantised. Experts stay in 16 bit, since without AMX or zentorch vLLM has
-    no other kernels for them on a CPU; so do routers, and what INT4 in groups of 64 cannot hold.
+    Linears of the decoder layers are quantised. In 16 bit stay routers, what INT4 in groups of 64 cannot
+    hold, and what vLLM has no kernel for on every CPU: experts, and latent attention's ``kv_b_proj``.
     """
     state = saved_tensors(model)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -120,7 +120,7 @@ def split(model: PreTrainedModel) -> tuple[StateDict, set[str], list[str]]:
         name = key.removesuffix(".weight")
         if tensor.ndim != 2 or name not in linears or not LAYER.search(name) or EXPERT.search(name):
             continue
-        if ROUTER.search(name) or tensor.shape[1] % 64 or tensor.shape[0] % 32:
+        if IN_16_BIT.search(name) or tensor.shape[1] % 64 or tensor.shape[0] % 32:
             left_out.append(name)
         else:
             quantised.add(key)

@@ -126,7 +126,9 @@ def test_index_naming_a_shard_outside_the_folder(sources, escape):
     fails(sources, "leads outside the checkpoint folder")
 
 
-@pytest.mark.parametrize("name", ["a\0b", "\udaff.safetensors", "x" * 5000], ids=["zero", "surrogate", "long"])
+@pytest.mark.parametrize(
+    "name", ["a\0b", "\udaff.safetensors", "x" * 5000], ids=["zero", "surrogate", "long"]
+)
 def test_index_naming_what_cannot_be_a_file(sources, name):
     weight_map = json.loads((sources["w8a8"] / INDEX_FILE).read_text())["weight_map"]
     edit_json(sources["w8a8"] / INDEX_FILE, weight_map=dict.fromkeys(weight_map, name))
