@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {"sliding_window": None}),
     "vaultgemma": ("vaultgemma", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
+    "gemma2": ("gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3_text", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
 }
 MIXTURES = {
@@ -63,7 +64,7 @@ def base_config(architecture: str = "llama", num_layers: int = 2, **overrides) -
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 2048,
-        "tie_word_embeddings": architecture == "gemma3",
+        "tie_word_embeddings": architecture in ("gemma2", "gemma3"),
         "initializer_range": 0.08,
         "bos_token_id": 256,
         "eos_token_id": 257,

@@ -2,11 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Prefill and decode in two servers of one merged checkpoint, on the CPUs of one machine.
 
-    python examples/disaggregated/run.py MERGED
+    python examples/disaggregated/run.py MERGED [--connector NixlConnector]
 
 The prefill server loads W8A8 alone; the decode server what its policy needs. The KV cache goes from one to
-the other through a folder, by vLLM's ExampleConnector, which is for showing, not for production: it deletes
-nothing and moves whole blocks of a prompt. The decode server computes what is left of it, 2 to 33 tokens.
+the other by one of vLLM's connectors: through a folder (ExampleConnector, which is for showing, not for
+production: it deletes nothing), or by NIXL, where the package is installed.
 
 Then one server alone answers the same prompts by the same routes, and the tokens are compared.
 """
@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,19 +37,29 @@ BLOCK = 32
 """Tokens in a block of the KV cache; the same on both sides."""
 ONE_SERVER = {"phase-batch": "phase-batch", "w4a16": str(HERE / "prompts-in-w8a8.yaml")}
 """By policy of the decode server: the policy by which one server alone takes the same routes."""
+PROMPT_TOKENS = {"ExampleConnector": 2 * BLOCK + 8, "NixlConnector": 2 * BLOCK + 1}
+"""By connector: a length of prompts, of which the decode server fetches two blocks and computes the rest.
+
+ExampleConnector leaves it 2 to 33 tokens, in whole blocks; NIXL leaves it one.
+"""
 ARGUMENTS = ("--enforce-eager", "--max-model-len", "1024", "--block-size", str(BLOCK))
 PROMPTS = (
     "A letter arrived this morning from the keeper of the lighthouse at the end of the northern coast. He "
-    "wrote that the winter storms had broken two windows and that the lamp needs new glass before the next "
-    "season. The town council has met, and this is the answer that it sends him:",
+    "wrote that the winter storms had broken two windows, that the stairs are wet from the roof to the door, "
+    "and that the lamp needs new glass before the next season, since ships come closer in the fog than they "
+    "should. The town council has met twice, and this is the answer that it sends him:",
     "The recipe of my grandmother begins with four large apples, a spoon of cinnamon, two cups of flour and "
     "a little salt. First the butter is rubbed into the flour until it looks like fine sand. Then the apples "
-    "are peeled and cut into slices, which are laid in circles. After that one has to",
+    "are peeled and cut into slices, which are laid in circles from the rim to the middle. While the oven "
+    "gets hot, the sugar is melted in a pan until it is brown, and after that one has to",
     "Rivers carry sand and stones from the mountains to the sea. Where the water slows down, it can no "
     "longer hold what it carries, and lets it fall. So over thousands of years every large river builds new "
-    "land at its mouth, which people call a delta. The best known examples of it are",
+    "land at its mouth, which people call a delta. Its arms divide again and again, and the sea takes back in "
+    "a storm what the river brought in a year. The best known examples of such land are",
 )
+"""Each is longer than it is asked, by any tokenizer that people use."""
 TOKENS = 32
+PROXY_SECONDS = 60
 
 
 class Servers(NamedTuple):
@@ -60,28 +71,31 @@ class Servers(NamedTuple):
 
 
 @contextmanager
-def disaggregated(model: Path, decode_policy: str, folder: Path) -> Iterator[Servers]:
+def disaggregated(model: Path, decode_policy: str, connector: str, folder: Path) -> Iterator[Servers]:
     """Serve ``model`` in two servers behind the proxy; logs and the KV cache's files go to ``folder``."""
     kv_folder = folder / "kv"
     kv_folder.mkdir()
-    # The connector counts on what it has saved itself, so no other cache of prompts beside it.
+    # ExampleConnector counts on what it has saved itself, so no other cache of prompts beside it.
     arguments = [*ARGUMENTS, "--no-enable-prefix-caching", "--kv-transfer-config"]
     halves = halves_of_the_cores()
     with ExitStack() as stack:
         urls = []
         for role, policy, cores in (("prefill", "w8a8", halves[0]), ("decode", decode_policy, halves[1])):
-            transfer = {
-                "kv_connector": "ExampleConnector",
+            transfer: dict[str, Any] = {
+                "kv_connector": connector,
                 "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
-                "kv_connector_extra_config": {"shared_storage_path": str(kv_folder)},
             }
+            if connector == "ExampleConnector":
+                transfer["kv_connector_extra_config"] = {"shared_storage_path": str(kv_folder)}
             urls.append(serve(stack, model, policy, cores, folder / role, [*arguments, json.dumps(transfer)]))
         port = free_port()
         command = [sys.executable, str(HERE / "proxy.py"), "--port", str(port)]
         command += ["--prefill", urls[0], "--decode", urls[1]]
         proxy = ProcessGroup(command, folder / "proxy", dict(os.environ))
         stack.callback(proxy.stop)
-        yield Servers(f"http://127.0.0.1:{port}", *urls)
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(url)
+        yield Servers(url, *urls)
 
 
 @contextmanager
@@ -96,11 +110,24 @@ def one_server(model: Path, decode_policy: str, folder: Path) -> Iterator[str]:
 def serve(stack: ExitStack, model: Path, policy: str, cores: str, log: Path, arguments: Sequence[str]) -> str:
     options = json.dumps({"flexquant": {"policy": policy}})
     environment = default_environment() | {"VLLM_PLUGINS": "flexquant", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
     command = [*arguments, "--served-model-name", "merged", "--additional-config", options]
     server = VLLMServer(model, command, log, environment)
     stack.callback(server.stop)
     server.wait_until_healthy()
     return server.url
+
+
+def wait_until_healthy(url: str) -> None:
+    ends = time.monotonic() + PROXY_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=PROXY_SECONDS):
+                return
+        except OSError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.25)
 
 
 def halves_of_the_cores() -> tuple[str, str]:
@@ -110,7 +137,15 @@ def halves_of_the_cores() -> tuple[str, str]:
     return ",".join(map(str, cores[:half])), ",".join(map(str, cores[half:] or cores))
 
 
-def answer(url: str, prompt: str | list[int], tokens: int = TOKENS) -> tuple[list[int], str]:
+def tokenize(url: str, text: str) -> list[int]:
+    body = json.dumps({"model": "merged", "prompt": text}).encode()
+    request = urllib.request.Request(f"{url}/tokenize", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        tokens: list[int] = json.load(reply)["tokens"]
+        return tokens
+
+
+def answer(url: str, prompt: list[int], tokens: int = TOKENS) -> tuple[list[int], str]:
     """Return the tokens of the likeliest answer, and its text."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     completion = client.completions.create(
@@ -139,22 +174,23 @@ def fetched_tokens(url: str) -> int:
     return int(sum(sample.value for sample in fetched.samples if sample.name.endswith("_total")))
 
 
-def run(model: Path, decode_policy: str, folder: Path) -> dict[str, Any]:
+def run(model: Path, decode_policy: str, connector: str, folder: Path) -> dict[str, Any]:
     """Answer the prompts in both ways; return the answers, and what each server held and fetched."""
-    with disaggregated(model, decode_policy, folder) as servers:
-        apart = [answer(servers.proxy, prompt) for prompt in PROMPTS]
+    with disaggregated(model, decode_policy, connector, folder) as servers:
+        prompts = [tokenize(servers.decode, text)[: PROMPT_TOKENS[connector]] for text in PROMPTS]
+        apart = [answer(servers.proxy, prompt) for prompt in prompts]
         fetched = fetched_tokens(servers.decode)
         memory = {"prefill": weights_in_mib(servers.prefill), "decode": weights_in_mib(servers.decode)}
     with one_server(model, decode_policy, folder) as url:
-        for prompt in PROMPTS:
-            answer(
-                url, prompt, tokens=1
-            )  # as at the prefill server; what its blocks hold is not computed again
-        alone = [answer(url, prompt) for prompt in PROMPTS]
+        # First as the prefill server is asked; what is then in whole blocks is not computed again.
+        for prompt in prompts:
+            answer(url, prompt, tokens=1)
+        alone = [answer(url, prompt) for prompt in prompts]
         memory["one server"] = weights_in_mib(url)
     return {
         "decode_policy": decode_policy,
-        "prompts": len(PROMPTS),
+        "connector": connector,
+        "prompt_tokens": [len(prompt) for prompt in prompts],
         "equal_answers": sum(a[0] == b[0] for a, b in zip(apart, alone, strict=True)),
         "tokens_of_answers": [len(tokens) for tokens, _ in apart],
         "texts": [text for _, text in apart],
@@ -174,14 +210,18 @@ def main() -> None:
         default="phase-batch",
         help="of the decode server (%(default)s)",
     )
+    parser.add_argument(
+        "--connector", choices=PROMPT_TOKENS, default="ExampleConnector", help="vLLM's (%(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="JSON file to write what came of it to")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="disaggregated-") as folder:
-        result = run(args.model, args.decode_policy, Path(folder))
+        result = run(args.model, args.decode_policy, args.connector, Path(folder))
     for prompt, text in zip(PROMPTS, result["texts"], strict=True):
-        print(f"... {prompt[-40:]}\n   {text.strip()!r}")
-    print(f"the decode server fetched {result['prompt_tokens_fetched']} tokens of prompts")
-    print(f"{result['equal_answers']} of {result['prompts']} answers have the same tokens as one server's")
+        print(f"{prompt[:40]} ...\n   {text.strip()!r}")
+    prompts = result["prompt_tokens"]
+    print(f"the decode server fetched {result['prompt_tokens_fetched']} of {sum(prompts)} tokens of prompts")
+    print(f"{result['equal_answers']} of {len(prompts)} answers have the same tokens as one server's")
     for server, weights in result["weights_mib"].items():
         parts = " + ".join(f"{variant} {mib}" for variant, mib in weights.items())
         print(f"weights of {server}: {parts} = {sum(weights.values()):.1f} MiB")

@@ -14,7 +14,6 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from transformers import AutoTokenizer
 
 from examples.disaggregated.run import BLOCK, PROMPTS, TOKENS
 from flexquant.measuring.process_group import ProcessGroup
@@ -48,11 +47,10 @@ def test_two_servers_give_the_tokens_of_one(
 
     found = json.loads(output.read_text())
     assert f"{len(PROMPTS)} of {len(PROMPTS)} answers have the same tokens" in printed
-    assert found["equal_answers"] == found["prompts"] == len(PROMPTS)
+    assert found["equal_answers"] == len(found["prompt_tokens"]) == len(PROMPTS)
     assert found["tokens_of_answers"] == [TOKENS] * len(PROMPTS)
     assert len(set(found["texts"])) == len(PROMPTS)
-    lengths = [len(ids) for ids in AutoTokenizer.from_pretrained(merged)(list(PROMPTS))["input_ids"]]
-    assert found["prompt_tokens_fetched"] == sum((length - 2) // BLOCK * BLOCK for length in lengths) > 0
+    assert found["prompt_tokens_fetched"] == 2 * BLOCK * len(PROMPTS)
     held = {server: set(weights) - {"shared"} for server, weights in found["weights_mib"].items()}
     assert held == {"prefill": {"w8a8"}, "decode": variants, "one server": {"w8a8", "w4a16"}}
     alone = found["weights_mib"]["one server"]
