@@ -54,8 +54,8 @@ PROMPTS = (
     "gets hot, the sugar is melted in a pan until it is brown, and after that one has to",
     "Rivers carry sand and stones from the mountains to the sea. Where the water slows down, it can no "
     "longer hold what it carries, and lets it fall. So over thousands of years every large river builds new "
-    "land at its mouth, which people call a delta. Its arms divide again and again, and the sea takes back in "
-    "a storm what the river brought in a year. The best known examples of such land are",
+    "land at its mouth, which people call a delta. Its arms divide again and again, and the sea takes back "
+    "in a storm what the river brought in a year. The best known examples of such land are",
 )
 """Each is longer than it is asked, by any tokenizer that people use."""
 TOKENS = 32

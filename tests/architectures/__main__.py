@@ -75,10 +75,10 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Architectures",
         "",
-        f"The {len(found)} text models of vLLM {versions['vllm']}, by `python -m tests.architectures`: where",
-        "transformers can make a small random model of one, it is quantised to W8A8 and W4A16, merged,",
-        "served on a CPU, and compared with stock vLLM on each variant's own checkpoint. Experts stay in",
-        "16 bit here, since vLLM's CPU kernels for others need AMX or zentorch.",
+        f"{len(found)} of the {results['text_models']} text models of vLLM {versions['vllm']}, by",
+        "`python -m tests.architectures`: where transformers can make a small random model, it is quantised",
+        "to W8A8 and W4A16, merged, served on a CPU, and compared with stock vLLM on each variant's own",
+        "checkpoint. Experts stay in 16 bit here: vLLM's CPU kernels for others need AMX or zentorch.",
         "",
         "| outcome | architectures | meaning |",
         "| --- | --- | --- |",
@@ -113,6 +113,7 @@ def main() -> None:
         "argv": ["python", "-m", "tests.architectures", *describe_command()[1:]],
         "machine": describe_machine(),
         "versions": describe_versions(),
+        "text_models": len(names),
     }
     with tempfile.TemporaryDirectory() as temporary:
         for name in args.architectures or [name for name in names if name not in results["architectures"]]:

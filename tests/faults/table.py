@@ -74,6 +74,14 @@ COUNTS = "tests/gpu/test_counts.py::test_steps_tokens_and_sequences_are_the_sche
 
 SERVING = (
     Fault(
+        "no-head-no-sharing",
+        "Variants whose logits come from the embedding have embeddings of their own.",
+        "flexquant/serving/variants.py",
+        "names = [name for name in names if name in found or name != LM_HEAD]",
+        "names = [name for name in names if LM_HEAD in found]",
+        ("tests/integration/test_architectures.py::test_variants_without_an_lm_head_share_the_embedding",),
+    ),
+    Fault(
         "phases-exchanged",
         "A pass of single tokens is no decode pass, and one of prompts is.",
         "flexquant/serving/forward_pass.py",
@@ -414,6 +422,22 @@ MERGE = "tests/unit/test_merge.py::"
 OUTPUT = "tests/unit/test_output.py::"
 
 MERGING = (
+    Fault(
+        "zero-points-one-off",
+        "Zero points of the older GPTQ format are taken as they are stored.",
+        "merge/gptq_format.py",
+        "self._unpacked(zeros) + self.offset",
+        "self._unpacked(zeros)",
+        ("tests/unit/test_conversion.py::test_zero_points_of_gptq_are_kept",),
+    ),
+    Fault(
+        "order-of-inputs-not-looked-at",
+        "GPTQ checkpoints with desc_act are converted as if their inputs were in order.",
+        "merge/gptq_format.py",
+        "if not torch.equal(groups.long(), torch.arange(inputs) // size):",
+        "if groups.numel() != inputs:",
+        ("tests/unit/test_conversion.py::test_what_cannot_be_converted_leaves_nothing",),
+    ),
     Fault(
         "shared-tensor-dropped",
         "One of the tensors that all variants share is not written.",

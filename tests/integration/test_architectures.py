@@ -12,7 +12,7 @@ import torch
 import vllm
 
 from tests.checkpoints import ARCHITECTURES
-from tests.integration.conftest import generate
+from tests.integration.conftest import engine, generate
 
 pytestmark = pytest.mark.engine
 
@@ -71,3 +71,17 @@ def test_pure_plans_equal_stock_vllm_and_layered_plans_run(architecture, tiny_me
     plans = {(p["phase"] == "decode", p["plan"]) for p in layered.passes}
     assert plans == {(False, "w8a8"), (True, "w8a8+w4a16[1-2]")}
     assert layered.answers not in (w8a8.answers, w4a16.answers)
+
+
+def test_variants_without_an_lm_head_share_the_embedding(tiny_merged):
+    """Gemma 2's class in vLLM computes logits from the embedding itself, and has no lm_head."""
+    with engine(tiny_merged("gemma2") / "merged", "phase", **OPTIONS) as llm:
+        (found,) = llm.apply_model(
+            lambda model: [
+                (hasattr(variant, "lm_head"), id(variant.model.embed_tokens))
+                for variant in model.variants.values()
+            ]
+        )
+    assert len(found) == 2
+    assert len(set(found)) == 1
+    assert found[0][0] is False
