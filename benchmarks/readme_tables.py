@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving_tables import disaggregated, read, watching
+from benchmarks.serving_tables import RESULTS, disaggregated, read, watching
 from benchmarks.speed.comparing import (
     Summary,
     best_static,
@@ -50,7 +50,6 @@ from flexquant.measuring.comparison import (
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "examples/disaggregated", "merge", "flexquant/evaluation", "flexquant/quantization")
 PAGES = [ROOT / folder / "README.md" for folder in FOLDERS]
-RESULTS = ROOT / "benchmarks/results"
 BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 METHODS = {

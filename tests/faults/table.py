@@ -428,7 +428,7 @@ MERGING = (
         "merge/gptq_format.py",
         "self._unpacked(zeros) + self.offset",
         "self._unpacked(zeros)",
-        ("tests/unit/test_conversion.py::test_zero_points_of_gptq_are_kept",),
+        ("tests/unit/test_conversion.py::test_values_scales_and_zero_points_are_kept",),
     ),
     Fault(
         "order-of-inputs-not-looked-at",

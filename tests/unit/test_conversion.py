@@ -52,34 +52,22 @@ def test_gptq_gives_the_same_tensors_back(form: str, w4a16: Path, tmp_path: Path
     assert config_of(tmp_path / "converted")["quantization_config"]["ignore"] == ["lm_head"]
 
 
-def test_awq_keeps_values_scales_and_zero_points(w4a16: Path, tmp_path: Path) -> None:
-    foreign = write_foreign(w4a16, tmp_path / "awq", "awq")
+@pytest.mark.parametrize(
+    ("method", "settings", "format_tensors", "dtype"),
+    [("awq", {}, awq_tensors, torch.float16), ("gptq", {"sym": False}, gptq_tensors, torch.bfloat16)],
+)
+def test_values_scales_and_zero_points_are_kept(
+    method: str, settings: Any, format_tensors: Any, dtype: torch.dtype, w4a16: Path, tmp_path: Path
+) -> None:
+    foreign = write_foreign(w4a16, tmp_path / method, method, **settings)
     module = "model.layers.1.mlp.down_proj"
     file = foreign / "model.safetensors"
     state = load_file(file)
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 16, (128, 256), generator=generator)
     zeros = torch.randint(0, 16, (128, 4), generator=generator)
-    scales = torch.rand((128, 4), generator=generator).half()
-    state |= {f"{module}.{part}": tensor for part, tensor in awq_tensors(values, zeros, scales).items()}
-    save_file(state, file, metadata={"format": "pt"})
-
-    convert_checkpoint(foreign, tmp_path / "converted")
-    found = unpacked(tensors_of(tmp_path / "converted"), module)
-    for tensor, expected in zip(found, (values, zeros, scales), strict=True):
-        assert torch.equal(tensor.to(expected.dtype), expected)
-
-
-def test_zero_points_of_gptq_are_kept(w4a16: Path, tmp_path: Path) -> None:
-    foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", sym=False)
-    module = "model.layers.0.mlp.up_proj"
-    file = foreign / "model.safetensors"
-    state = load_file(file)
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randint(0, 16, (256, 128), generator=generator)
-    zeros = torch.randint(0, 16, (256, 2), generator=generator)
-    scales = torch.rand((256, 2), generator=generator).bfloat16()
-    state |= {f"{module}.{part}": tensor for part, tensor in gptq_tensors(values, zeros, scales).items()}
+    scales = torch.rand((128, 4), generator=generator).to(dtype)
+    state |= {f"{module}.{part}": tensor for part, tensor in format_tensors(values, zeros, scales).items()}
     save_file(state, file, metadata={"format": "pt"})
 
     convert_checkpoint(foreign, tmp_path / "converted")
