@@ -54,7 +54,8 @@ def _converter(folder: Path, config: JsonObject, tensors: dict[str, TensorRef]) 
     from compressed_tensors.entrypoints.convert import AutoAWQConverter
 
     section = config.get("quantization_config")
-    method = section.get("quant_method") if isinstance(section, dict) else None
+    section = section if isinstance(section, dict) else {}
+    method = section.get("quant_method")
     if method == "gptq":
         return GPTQConverter(section, _in_16_bit(tensors))
     if method == "awq":
