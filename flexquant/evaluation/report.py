@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryFile
+from tempfile import TemporaryFile, mkstemp
 from typing import Any
 
 from flexquant.checkpoint.output import staged_file
@@ -72,7 +73,7 @@ def write_results(document: dict[str, Any], folder: str | Path) -> list[Path]:
     """Write ``quality.json`` and ``quality.md`` into ``folder``, made if need be; return their paths.
 
     Files of those names are replaced when the new ones are complete. Raises FlexQuantError where they cannot
-    be written; the numbers are then in a temporary file, which the message names.
+    be written; the numbers are then in a temporary file, which the message names, if one can be written.
     """
     folder = Path(folder)
     numbers = json.dumps(document, indent=2) + "\n"
@@ -84,14 +85,22 @@ def write_results(document: dict[str, Any], folder: str | Path) -> list[Path]:
             with staged_file(file) as partial:
                 partial.write_text(text, encoding="utf-8")
     except OSError as e:
-        with NamedTemporaryFile(
-            "w", prefix="quality-", suffix=".json", delete=False, encoding="utf-8"
-        ) as saved:
-            saved.write(numbers)
-        raise FlexQuantError(
-            f"cannot write {file} ({e.strerror}); the numbers are kept in {saved.name} instead"
-        ) from e
+        raise FlexQuantError(f"cannot write {file} ({e.strerror}); {_keep_aside(numbers)}") from e
     return list(files)
+
+
+def _keep_aside(numbers: str) -> str:
+    """Write the numbers into a temporary file, and return in words where they are to be found."""
+    with ExitStack() as undo:
+        try:
+            descriptor, name = mkstemp(prefix="quality-", suffix=".json")
+            undo.callback(os.unlink, name)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(numbers)
+        except OSError as e:
+            return f"nor a temporary file ({e.strerror}), so the printed table is all that is kept"
+        undo.pop_all()
+        return f"the numbers are kept in {name} instead"
 
 
 def _notes(document: dict[str, Any]) -> list[str]:

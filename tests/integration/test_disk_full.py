@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.kills.commands import COMMANDS
+from tests.interruptions.commands import COMMANDS
 
 pytestmark = pytest.mark.engine
 

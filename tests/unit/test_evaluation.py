@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -379,6 +380,20 @@ def test_results_that_cannot_be_written_at_the_end_are_kept_elsewhere(tmp_path, 
     (saved,) = elsewhere.iterdir()
     assert str(saved) in str(told.value)
     assert json.loads(saved.read_text()) == make_document()
+
+
+def test_results_that_fit_nowhere_leave_no_part_of_themselves(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "temporary"
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(FlexQuantError, match="nor a temporary file .*the printed table"):
+            write_results(make_document(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(elsewhere.iterdir()) == [] and list(tmp_path.iterdir()) == [elsewhere]
 
 
 def test_results_replace_earlier_ones_only_when_they_are_complete(tmp_path):

@@ -108,7 +108,7 @@ def _tune(inputs: Path, output: Path) -> list[str]:
     return ["tune", str(inputs / "merged"), "--quick", *sizes, *written]
 
 
-ENGINE = ("tests.kills.engine_at_hand",)
+ENGINE = ("tests.interruptions.engine_at_hand",)
 MERGING = ("flexquant.cli.merge", "flexquant.merge", "flexquant.merge.kv.compatibility")
 QUANTIZING = ("flexquant.build", "llmcompressor", "flexquant.quantization.oneshot")
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Kill a command at a random moment, look at what it left, and run the same command to its end.
+"""Interrupt a command at a random moment, look at what it left, and run the same command to its end.
 
 What it may leave: a folder of its own, or a file outside of such, is absent, as it was before, or as an
 undisturbed run leaves it. What begins with a dot is out of sight: no command and no server reads it.
@@ -12,54 +12,66 @@ import random
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.kills.commands import Command, Digests
-from tests.kills.started import SECONDS, Started
+from tests.interruptions.commands import Command, Digests
+from tests.interruptions.started import SECONDS, Started
 
 CHECKPOINT = "config.json"
 ATTEMPTS = 4
-"""For each kill: a command that ended before its moment came does not count."""
+"""For each interruption: a command that ended before its moment came does not count."""
+
+Interruption = Callable[[Started], None]
+"""What happens to a command that runs; it has ended when this returns."""
 
 
 @dataclass
-class Killed:
-    """What came of a number of kills."""
+class Interrupted:
+    """What came of a number of interruptions."""
 
     undisturbed_seconds: float
-    kills: int = 0
+    times: int = 0
     found: Counter[str] = field(default_factory=Counter)
-    """What the kills left: names of what was whole, was old, or lay out of sight."""
+    """What the command left: names of what was whole, was old, or lay out of sight."""
 
 
-def kill_often(command: Command, work: Path, times: int, seed: int) -> Killed:
-    """Kill a command ``times``, at moments drawn from its undisturbed run, in new folders below ``work``.
+def attempts_in(work: Path) -> Path:
+    """The folder, below ``work``, with all that the commands write."""
+    return work / "attempts"
 
-    Raises AssertionError where a kill leaves something wrong, or the same command does not make it good.
+
+def interrupt_often(
+    command: Command, work: Path, times: int, seed: int, interruption: Interruption
+) -> Interrupted:
+    """Interrupt a command ``times``, at moments drawn from its undisturbed run, in new folders.
+
+    Raises AssertionError where it leaves something wrong, or the same command does not make it good.
     """
-    inputs = work / "inputs"
+    inputs, attempts = work / "inputs", attempts_in(work)
     inputs.mkdir(parents=True)
+    attempts.mkdir(exist_ok=True)
     command.make_inputs(inputs)
-    before, expected, seconds = _undisturbed(command, inputs, work / "undisturbed")
-    done, moments = Killed(round(seconds, 2)), random.Random(seed)
+    before, expected, seconds = _undisturbed(command, inputs, attempts / "undisturbed")
+    done, moments = Interrupted(round(seconds, 2)), random.Random(seed)
     for attempt in range(times * ATTEMPTS):
-        if done.kills == times:
+        if done.times == times:
             break
-        folder = work / f"attempt-{attempt}"
-        if _kill(command, inputs, folder, moments.uniform(0, seconds)):
-            done.kills += 1
+        folder = attempts / str(attempt)
+        if _interrupt(command, inputs, folder, moments.uniform(0, seconds), interruption):
+            done.times += 1
             left = command.look(folder / "output")
             done.found[check_left(left, before, expected, command.unfinished)] += 1
             _run_to_the_end(command, inputs, folder)
             assert command.look(folder / "output") == expected, f"not as undisturbed: {folder}"
         shutil.rmtree(folder)
-    assert done.kills == times, f"only {done.kills} of {times} came before the command had ended"
+    assert done.times == times, f"only {done.times} of {times} came before the command had ended"
     return done
 
 
 def check_left(left: Digests, before: Digests, expected: Digests, unfinished: tuple[str, ...]) -> str:
-    """Return in words what a killed command left; raise AssertionError for what is neither old nor whole.
+    """Return in words what was left; raise AssertionError for what is neither old nor whole.
 
     ``unfinished``: ends of names of files that may lie in sight.
     """
@@ -116,15 +128,17 @@ def _prepare(command: Command, inputs: Path, folder: Path) -> Path:
 
 def _start(command: Command, inputs: Path, folder: Path) -> Started:
     arguments = command.arguments(inputs, folder / "output")
-    return Started(arguments, folder / "log", folder / "temporary", command.libraries)
+    return Started(arguments, inputs.parent / "log", folder / "temporary", command.libraries)
 
 
-def _kill(command: Command, inputs: Path, folder: Path, moment: float) -> bool:
+def _interrupt(
+    command: Command, inputs: Path, folder: Path, moment: float, interruption: Interruption
+) -> bool:
     """Whether the command still ran when its moment came."""
     _prepare(command, inputs, folder)
     started = _start(command, inputs, folder)
     ended = started.wait(moment) is not None
-    started.kill()
+    (Started.kill if ended else interruption)(started)
     return not ended
 
 

@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flexquant import cli
@@ -36,7 +36,7 @@ class Started:
         self._process: multiprocessing.process.BaseProcess | subprocess.Popen[bytes]
         if libraries:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["tests.kills.started", *libraries])
+            context.set_forkserver_preload(["tests.interruptions.started", *libraries])
             self._process = context.Process(target=_run, args=(list(arguments), str(log), str(temporary)))
             self._process.start()
         else:
@@ -62,20 +62,33 @@ class Started:
         except subprocess.TimeoutExpired:
             return None
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the command where it is meanwhile."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """SIGKILL to the process group, if the command still runs; wait until nothing of its session is left.
 
         Raises AssertionError if something outlives it: what has left the group has to see the end by itself.
         """
         if self.wait(0) is None:
-            with suppress(ProcessLookupError):  # forked this moment, it has no group yet
-                os.killpg(self._pid, signal.SIGKILL)
-            self._process.kill()
+            self._signal(signal.SIGKILL)
             self.wait(SECONDS)
         deadline = time.monotonic() + SECONDS
         while left := programs.session(self._pid):
             assert time.monotonic() < deadline, f"{left} outlive the command that started them"
             time.sleep(0.05)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # forked this moment, it has no group yet
+            os.killpg(self._pid, number)
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, number)
 
 
 def _run(arguments: list[str], log: str, temporary: str) -> None:

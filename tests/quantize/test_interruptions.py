@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.kills.commands import COMMANDS
-from tests.kills.killing import kill_often
+from tests.interruptions.commands import COMMANDS
+from tests.interruptions.interrupting import interrupt_often
+from tests.interruptions.started import Started
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["quantize", "build"])
 def test_killed_it_leaves_nothing_half_done_and_can_run_again(name: str, tmp_path: Path) -> None:
-    assert kill_often(COMMANDS[name], tmp_path, 3, seed=0).kills == 3
+    assert interrupt_often(COMMANDS[name], tmp_path, 3, 0, Started.kill).times == 3
