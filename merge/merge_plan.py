@@ -13,7 +13,7 @@ from pathlib import Path
 from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, check_variant_name
 from flexquant.checkpoint.model_config import count_layers
-from flexquant.checkpoint.module_names import EXPERTS, LAYER
+from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.sidecars import plan_sidecars
 from flexquant.checkpoint.source import Source
@@ -40,7 +40,7 @@ class MergePlan:
 
     @property
     def shared_modules(self) -> tuple[str, ...]:
-        """Modules all of whose tensors are shared: outside the decoder layers, and a layer's experts.
+        """Modules all of whose tensors are shared: outside the decoder layers, and what `_holder` names.
 
         E.g. ``model.norm`` and ``model.layers.0.mlp.experts``.
         """
@@ -159,7 +159,10 @@ def _find_shared(sources: Sequence[Source]) -> set[str]:
 
 
 def _holder(tensor_name: str) -> str | None:
-    """Return the module that may exist once for all variants; None in a decoder layer but for its experts."""
-    if experts := EXPERTS.match(tensor_name):
-        return experts[0]
+    """Return the module that may exist once for all variants.
+
+    None in a decoder layer, but for its experts and for what expands its latent cache.
+    """
+    if inside := EXPERTS.match(tensor_name) or LATENT_UP.match(tensor_name):
+        return inside[0]
     return None if LAYER.search(tensor_name) else tensor_name.rpartition(".")[0]

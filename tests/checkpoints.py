@@ -48,13 +48,30 @@ MIXTURES = {
     ),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
 }
-LINEAR = re.compile(r"\.layers\..*(_proj|\.w[123])\.weight$")
+LATENT = {
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            "first_k_dense_replace": 99,
+            "num_key_value_heads": 4,
+            # The only widths that vLLM's CPU backend has.
+            "kv_lora_rank": 512,
+            "q_lora_rank": 64,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 64,
+        },
+    ),
+}
+"""Multi-head latent attention."""
+LINEAR = re.compile(r"\.layers\..*(_proj|_proj_with_mqa|\.w[123])\.weight$")
 ROUTERS = "re:.*\\.(shared_expert_)?gate$"
+LATENT_UP = "re:.*kv_b_proj$"
 EXPERTS = "re:.*\\.experts\\..*"
 
 
 def base_config(architecture: str = "llama", num_layers: int = 2, **overrides) -> PretrainedConfig:
-    model_type, extra = (ARCHITECTURES | MIXTURES)[architecture]
+    model_type, extra = (ARCHITECTURES | MIXTURES | LATENT)[architecture]
     values = {
         "vocab_size": 320,
         "hidden_size": 128,
@@ -194,8 +211,9 @@ def make_checkpoint(
     if transform is not None:
         state = transform(state)
     config.architectures = [class_name]
-    left_out = [*([ROUTERS] if is_mixture(config) else []), *ignore]
-    quantised = {name for name in state if is_quantised(name, ignore)}
+    left_out = [*([ROUTERS] if is_mixture(config) else []), *([LATENT_UP] if architecture in LATENT else [])]
+    left_out += ignore
+    quantised = {name for name in state if is_quantised(name, left_out)}
     return write_checkpoint(
         Path(folder), config, state, scheme, quantised, left_out, group_size=group_size, num_shards=num_shards
     )

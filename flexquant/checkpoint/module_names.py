@@ -10,6 +10,11 @@ LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<index>\d+)\.
 """A decoder layer in the name of a module or tensor inside it."""
 EXPERTS = re.compile(r"^.*\.experts(?=\.)")
 """The module that holds a layer's routed experts, in the name of a module or tensor inside it."""
+LATENT_UP = re.compile(r"^.*\.self_attn\.kv_b_proj(?=\.)")
+"""The linear that expands multi-head latent attention's cache, in the name of a module or tensor inside it.
+
+vLLM's attention layer holds it, and all variants have that layer in common.
+"""
 OTHER_TOWERS = re.compile(r"vision|visual|audio|image|mtp", re.IGNORECASE)
 """Found in the name of a stack of layers that is not the language model's decoder."""
 FUSED = {

@@ -57,8 +57,8 @@ def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8:
 
     ``w4a8`` adds the variant that a policy can derive from one with INT4 weights, for which vLLM's kernel
     keeps a copy of them. Sliding windows are counted as full attention. Raises FlexQuantError for a foreign
-    checkpoint, a scheme that the model does not know, and attention heads that ``tensor_parallel_size`` does
-    not divide.
+    checkpoint, a scheme that the model does not know, latent attention, and attention heads that
+    ``tensor_parallel_size`` does not divide.
     """
     checkpoint = MergedCheckpoint.open(folder)
     config = text_config(checkpoint.config)
@@ -69,6 +69,11 @@ def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8:
         raise FlexQuantError(
             f"{folder} has {heads} attention heads, which {tensor_parallel_size} devices cannot share "
             "evenly; give a --tensor-parallel-size that divides them"
+        )
+    if config.get("kv_lora_rank"):
+        raise FlexQuantError(
+            f"{folder} has multi-head latent attention, whose passes cannot be predicted; measure them with "
+            "'flexquant tune'"
         )
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = max(1, (config.get("num_key_value_heads") or heads) / tensor_parallel_size)

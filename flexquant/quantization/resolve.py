@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from flexquant.checkpoint.module_names import LATENT_UP
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import ScaleMapping, default_mappings, resolve_mappings
 from flexquant.quantization.recipe import VariantRecipe
@@ -150,6 +151,11 @@ def _quantized_linears(
         raise FlexQuantError(
             "lm_head would be quantised; add 'ignore: [lm_head]', which vLLM keeps in 16 bit and many models "
             "share with the embeddings"
+        )
+    if latent := next((name for name in found if LATENT_UP.match(f"{name}.")), None):
+        raise FlexQuantError(
+            f"{latent} would be quantised; add 're:.*kv_b_proj$' to 'ignore', since the attention layer that "
+            "holds it is one for all variants"
         )
     if not found:
         raise FlexQuantError(f"no linear of the model matches {', '.join(schemes)}; correct 'targets'")

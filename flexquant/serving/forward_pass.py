@@ -183,6 +183,12 @@ class PassObserver:
         builder_class: Any = backend.get_builder_cls()
 
         class ObservedBuilder(builder_class):
+            def __init__(
+                self, kv_cache_spec: Any, layer_names: list[str], *args: Any, **options: Any
+            ) -> None:
+                super().__init__(kv_cache_spec, layer_names, *args, **options)
+                self.layer_names = layer_names  # multi-head latent attention's builders do not keep them
+
             def build(
                 self,
                 common_prefix_len: int,

@@ -9,7 +9,8 @@ R3): each such model is right on its own, and silently wrong on the other's cach
 
 What is compared. Neither tensors nor outputs, but effective maps (`effective_maps`): the dequantised
 k_proj and v_proj times the input norm in front of them, so that a legitimate fold cancels; biases and K
-norms as they are; cache scales and rotations at run time (`cache_layout`). A checkpoint whose whole residual
+norms as they are; cache scales and rotations at run time (`cache_layout`). What multi-head latent attention
+caches is compared like K and V, and what expands it has to be equal. A checkpoint whose whole residual
 stream is rotated (QuaRot, SpinQuant's R1) keeps K and V but not their matrices: the rotation is found from
 the embeddings (`residual_basis`) and undone. Mixing layers asks for more, the same residual stream:
 embeddings, o_proj and down_proj are compared too, and a difference there only forbids layered plans. Every
@@ -45,15 +46,13 @@ from dataclasses import dataclass, field
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.source import Source
 from flexquant.merge.kv.agreement import Agreement
-from flexquant.merge.kv.effective_maps import EffectiveMaps
+from flexquant.merge.kv.effective_maps import CACHED, LATENT, EffectiveMaps
 from flexquant.merge.kv.norms import Norms
 from flexquant.merge.kv.pair import LayerComparison, Pair
 from flexquant.merge.kv.workers import workers
 
 Progress = Callable[[int, int], object]
 """Called with (layers compared, layers in all)."""
-
-CACHED = ("k_proj", "v_proj")
 
 
 @dataclass
@@ -154,7 +153,7 @@ def _note(report: KVReport, pair: Pair, layer: int, found: LayerComparison) -> N
     """Write what was found in a layer into the report; layers come in order."""
     for projection, agreement in found.agreements:
         # A later layer may have been compared before it was known that the variants cannot be mixed.
-        if pair.mixable or projection in CACHED:
+        if pair.mixable or projection in (*CACHED, LATENT):
             report.record(projection, pair.maps.source.name, layer, agreement)
     if found.cache_difference:
         report.message = pair.refusal(found.cache_difference)

@@ -6,7 +6,7 @@ A block reads the residual stream through an RMS norm and writes back through `o
 Moving a factor from the norm's weight into the projection's columns changes both tensors and nothing
 else, so maps are compared with such factors multiplied out:
 
-    K, V      W * norm (columns)
+    K, V      W * norm (columns); so too what multi-head latent attention caches for both
     attention o_proj, times the norm behind it where there is one (rows; Gemma 2 and 3, OLMo 2)
     MLP       down_proj, likewise; a factor between up_proj's rows and its columns is multiplied out too
     router    W * norm (columns), as K and V
@@ -23,8 +23,8 @@ from functools import cached_property
 import torch
 
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
-from flexquant.checkpoint.module_names import EXPERTS, LAYER, decoder_layer
-from flexquant.checkpoint.safetensors_io import load_tensor
+from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER, decoder_layer
+from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.dequantize import WeightReader
@@ -34,6 +34,9 @@ from flexquant.merge.kv.scaled_rows import ScaledMatrix, ScaledRows
 
 CHUNK_WEIGHTS = 1 << 18  # weights in memory at a time, per variant: 1 MiB as float32, kind to caches
 STACK = "layers."
+CACHED = ("k_proj", "v_proj")
+LATENT = "kv_a_proj_with_mqa"
+"""In the place of both with multi-head latent attention: a compressed K and V, and a part of K."""
 DOWN_AND_UP = {"down_proj": ("up_proj", "gate_up_proj"), "w2": ("w3",)}
 ROUTERS = ("gate", "router")
 """Names of a Linear, beside ``experts``, that gives each expert a score."""
@@ -73,8 +76,23 @@ class EffectiveMaps:
         weight = self.vector(layer, f"{name}.weight")
         return None if weight is None else weight + self._norms.offset(name)
 
-    def kv_rows(self, layer: int, projection: str) -> Rows:
-        """Return where ``k_proj`` or ``v_proj`` is; raise FlexQuantError for a layer without one."""
+    def cached(self, layer: int) -> dict[str, Rows]:
+        """Return where the projections are that fill the KV cache, by name: K and V, or the latent of both.
+
+        Raises FlexQuantError for a layer with none, or with a cache beside this one.
+        """
+        attention = f"{self.root}layers.{layer}.self_attn"
+        if self._has(f"{attention}.indexer.wk"):
+            raise FlexQuantError(
+                f"layer {layer} of variant '{self.source.name}' has sparse attention, whose indexer has a "
+                "cache of its own that is not compared; only models with plain or latent attention in "
+                "every layer can be merged"
+            )
+        if self._has(latent := f"{attention}.{LATENT}"):
+            return {LATENT: Rows(latent, 0, self.reader.shape(latent)[0])}
+        return {name: self._kv_rows(layer, name) for name in CACHED}
+
+    def _kv_rows(self, layer: int, projection: str) -> Rows:
         attention = f"{self.root}layers.{layer}.self_attn"
         if self._has(own := f"{attention}.{projection}"):
             return Rows(own, 0, self.reader.shape(own)[0])
@@ -84,19 +102,27 @@ class EffectiveMaps:
             return Rows(fused, start, start + size)
         raise FlexQuantError(
             f"layer {layer} of variant '{self.source.name}' has neither '{own}' nor '{fused}', so its KV "
-            "cache cannot be compared; only models with plain attention in every layer can be merged"
+            "cache cannot be compared; only models with plain or latent attention in every layer can be "
+            "merged"
         )
 
-    def bias(self, layer: int, projection: str) -> torch.Tensor | None:
-        rows = self.kv_rows(layer, projection)
+    def bias(self, rows: Rows) -> torch.Tensor | None:
         ref = self.source.tensors.get(f"{rows.module}.bias")
         return None if ref is None else load_tensor(ref).float()[rows.start : rows.stop]
 
-    def kv(self, layer: int, projection: str) -> ScaledMatrix:
-        """Return the effective K or V map, [rows, hidden]."""
-        rows = self.kv_rows(layer, projection)
+    def kv(self, layer: int, rows: Rows) -> ScaledMatrix:
+        """Return the effective map to what is cached, [rows, hidden]."""
         columns = self.norm(layer, "input_layernorm")
         return self._matrix(rows.module, [range(rows.start, rows.stop)], columns)
+
+    def latent_up(self, layer: int) -> dict[str, TensorRef]:
+        """Return the tensors that expand a latent cache, by name; none for plain attention."""
+        prefix = f"{self.root}layers.{layer}."
+        return {
+            name: ref
+            for name, ref in self.source.tensors.items()
+            if name.startswith(prefix) and LATENT_UP.match(name)
+        }
 
     def output_modules(self, layer: int) -> list[str]:
         """Return the Linears that write to the residual stream, below the layer: o_proj, every down_proj."""

@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import torch
 
+from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.merge.kv.agreement import OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, Agreement, judge
 from flexquant.merge.kv.cache_layout import rotation_difference, scale_difference
-from flexquant.merge.kv.effective_maps import EffectiveMaps
+from flexquant.merge.kv.effective_maps import LATENT, EffectiveMaps
 from flexquant.merge.kv.residual_basis import ResidualBasis, compare_bases
 from flexquant.merge.kv.sampling import row_numbers, sample_rows
 from flexquant.merge.kv.scaled_rows import ScaledMatrix
@@ -19,6 +21,8 @@ from flexquant.merge.kv.sums import sum_products
 
 VECTOR_TOLERANCE = 0.02
 """Relative error of biases and K norms: never quantised, so bfloat16 storage (2^-8), five times over."""
+CACHED_NORMS = ("self_attn.k_norm", "self_attn.kv_a_layernorm")
+"""Norms of K, and of what latent attention caches."""
 KV_ADVICE = (
     "quantise both from the same 16-bit model without smoothing or rotating K and V "
     "(AWQ: no v_proj -> o_proj mapping; SpinQuant and QuIP: no rotation of attention heads)"
@@ -98,18 +102,25 @@ class Pair:
         return found
 
     def _compare_kv(self, layer: int, found: LayerComparison) -> str:
-        for projection in ("k_proj", "v_proj"):
-            biases = [m.bias(layer, projection) for m in (self.maps, self.reference)]
-            if problem := _vector_problem(*biases):
+        cached = [m.cached(layer) for m in (self.maps, self.reference)]
+        if cached[0].keys() != cached[1].keys():
+            return f"layer {layer} caches {' and '.join(cached[0])}, or {' and '.join(cached[1])}"
+        for projection in cached[0]:
+            rows = [of[projection] for of in cached]
+            if problem := _vector_problem(self.maps.bias(rows[0]), self.reference.bias(rows[1])):
                 return f"layer {layer} {projection}.bias {problem}"
-            of_variant, of_reference = (m.kv(layer, projection) for m in (self.maps, self.reference))
-            agreement = judge(sum_products(self._rotated(of_variant), of_reference), self.reference.head_dim)
+            a, b = self.maps.kv(layer, rows[0]), self.reference.kv(layer, rows[1])
+            heads = None if projection == LATENT else self.reference.head_dim
+            agreement = judge(sum_products(self._rotated(a), b), heads)
             found.agreements.append((projection, agreement))
             if not agreement.agrees:
                 return _difference(f"layer {layer} {projection}", agreement)
-        norms = [m.norm(layer, "self_attn.k_norm") for m in (self.maps, self.reference)]
-        if problem := _vector_problem(*norms):
-            return f"layer {layer} self_attn.k_norm {problem}"
+        for norm in CACHED_NORMS:
+            norms = [m.norm(layer, norm) for m in (self.maps, self.reference)]
+            if problem := _vector_problem(*norms):
+                return f"layer {layer} {norm} {problem}"
+        if problem := _latent_up_problem(self.maps.latent_up(layer), self.reference.latent_up(layer)):
+            return f"layer {layer} {problem}"
         return self._router_difference(layer)
 
     def _router_difference(self, layer: int) -> str:
@@ -171,6 +182,16 @@ class Pair:
 def _difference(where: str, found: Agreement) -> str:
     overall = "" if found.worst == found.error else f"; {found.error}"
     return f"{where} differs by more than quantisation noise ({found.worst}{overall})"
+
+
+def _latent_up_problem(a: Mapping[str, TensorRef], b: Mapping[str, TensorRef]) -> str:
+    """Return how what expands a latent cache differs; empty when it is equal, or there is none."""
+    if a.keys() == b.keys() and all(same_bytes(a[name], b[name]) for name in a):
+        return ""
+    return (
+        "self_attn.kv_b_proj, which expands the cached latent for all variants at once, is not the same in "
+        "both; keep it in 16 bits in all of them ('re:.*kv_b_proj$' among what the recipe ignores)"
+    )
 
 
 def _vector_problem(a: torch.Tensor | None, b: torch.Tensor | None) -> str:

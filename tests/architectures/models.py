@@ -76,6 +76,11 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32},
     "vaultgemma": {"query_pre_attn_scalar": 32},
+    "afmoe": {"score_func": "sigmoid"},
+    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "glm4_moe": {"head_dim": 32},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "gemma4_text": {"enable_moe_block": False},
 }
 """What one model type needs beside that."""
 IN_16_BIT = re.compile(r"(^|\.)(gate|router|shared_expert_gate|kv_b_proj)$")

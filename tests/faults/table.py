@@ -74,6 +74,14 @@ COUNTS = "tests/gpu/test_counts.py::test_steps_tokens_and_sequences_are_the_sche
 
 SERVING = (
     Fault(
+        "latent-expanded-by-each",
+        "What expands a latent cache is held once for each variant.",
+        "merge/merge_plan.py",
+        "if inside := EXPERTS.match(tensor_name) or LATENT_UP.match(tensor_name):",
+        "if inside := EXPERTS.match(tensor_name):",
+        ("tests/unit/test_merging_experts.py::test_what_expands_a_latent_cache_is_held_once",),
+    ),
+    Fault(
         "no-head-no-sharing",
         "Variants whose logits come from the embedding have embeddings of their own.",
         "flexquant/serving/variants.py",
@@ -422,6 +430,22 @@ MERGE = "tests/unit/test_merge.py::"
 OUTPUT = "tests/unit/test_output.py::"
 
 MERGING = (
+    Fault(
+        "latent-not-expanded-alike",
+        "Variants share a cache of latents that each expands in its own way.",
+        "merge/kv/pair.py",
+        "if a.keys() == b.keys() and all(same_bytes(a[name], b[name]) for name in a):",
+        "if a.keys() == b.keys():",
+        ("tests/unit/test_kv_compat.py::test_another_latent_cache_is_caught",),
+    ),
+    Fault(
+        "latent-norm-not-compared",
+        "The norm of what latent attention caches may differ.",
+        "merge/kv/pair.py",
+        'CACHED_NORMS = ("self_attn.k_norm", "self_attn.kv_a_layernorm")',
+        'CACHED_NORMS = ("self_attn.k_norm",)',
+        ("tests/unit/test_kv_compat.py::test_another_latent_cache_is_caught",),
+    ),
     Fault(
         "zero-points-one-off",
         "Zero points of the older GPTQ format are taken as they are stored.",

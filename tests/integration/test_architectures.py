@@ -11,7 +11,7 @@ import pytest
 import torch
 import vllm
 
-from tests.checkpoints import ARCHITECTURES
+from tests.checkpoints import ARCHITECTURES, LATENT
 from tests.integration.conftest import engine, generate
 
 pytestmark = pytest.mark.engine
@@ -50,7 +50,7 @@ def vaultgemma_as_it_was() -> Iterator[None]:
 @pytest.mark.usefixtures("vaultgemma_as_it_was")
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(name, marks=[pytest.mark.oldest] * (name in ON_OLDEST)) for name in ARCHITECTURES],
+    [pytest.param(name, marks=[pytest.mark.oldest] * (name in ON_OLDEST)) for name in ARCHITECTURES | LATENT],
 )
 def test_pure_plans_equal_stock_vllm_and_layered_plans_run(architecture, tiny_merged):
     if (

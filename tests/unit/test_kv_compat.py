@@ -206,6 +206,42 @@ def test_other_k_norm_is_caught(tmp_path):
     assert "layer 1 self_attn.k_norm" in report(tmp_path, edit, "qwen3").message
 
 
+def test_latent_attention_is_compared_by_what_it_caches(tmp_path):
+    found = report(tmp_path, architecture="deepseek_v2")
+    assert found.compatible and found.layered_plans, found
+    assert set(found.worst) == {"kv_a_proj_with_mqa", "o_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("module", "edit", "found"),
+    [
+        ("kv_a_proj_with_mqa", lambda w: w.roll(1, dims=0), "kv_a_proj_with_mqa differs by more than"),
+        ("kv_a_layernorm", lambda w: 0.9 * w, "self_attn.kv_a_layernorm differs by"),
+        ("kv_b_proj", lambda w: 1.01 * w, "kv_b_proj, which expands the cached latent .* is not the same"),
+    ],
+)
+def test_another_latent_cache_is_caught(tmp_path, module, edit, found):
+    edit = edit_tensor(rf"layers\.1\.self_attn\.{module}", edit)
+    assert re.search(f"layer 1 .*{found}", report(tmp_path, edit, "deepseek_v2").message)
+
+
+def test_another_kind_of_attention_is_caught(tmp_path):
+    def plain(state: StateDict) -> StateDict:
+        renamed = dict(state)
+        for name, tensor in state.items():
+            if "kv_a_proj_with_mqa" in name:
+                renamed |= {name.replace("kv_a_proj_with_mqa", f"{p}_proj"): tensor for p in "kv"}
+                del renamed[name]
+        return renamed
+
+    folders = [
+        make_checkpoint(tmp_path / f"v{i}", "deepseek_v2", transform=edit)
+        for i, edit in enumerate((None, plain))
+    ]
+    found = check_kv_compatibility([Source.open(folder.name, folder) for folder in folders])
+    assert "layer 0 caches k_proj and v_proj, or kv_a_proj_with_mqa" in found.message
+
+
 @pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
 def test_other_bias_is_caught(tmp_path, projection):
     edit = edit_tensor(rf"layers\.1\.self_attn\.{projection}\.bias", lambda b: 1.1 * b)

@@ -68,6 +68,15 @@ def test_other_experts_cannot_be_mixed(tmp_path):
     assert "mlp.experts.3.down_proj" in merged.kv_compatibility["residual_message"]
 
 
+def test_what_expands_a_latent_cache_is_held_once(tmp_path):
+    variants = {s: make_checkpoint(tmp_path / s, "deepseek_v2", s) for s in ("w8a8", "w4a16")}
+    merge_checkpoints(variants, tmp_path / "merged")
+    shared = read_merged_config(tmp_path / "merged")[0].shared_modules
+    assert [name for name in shared if ".layers." in name] == [
+        f"model.layers.{layer}.self_attn.kv_b_proj" for layer in (0, 1)
+    ]
+
+
 def test_only_experts_that_are_all_equal_are_held_once(tmp_path):
     def other(state: StateDict) -> StateDict:
         name = "model.layers.0.mlp.experts.3.up_proj.weight"

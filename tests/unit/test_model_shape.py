@@ -180,3 +180,10 @@ def test_config_without_sizes_is_refused(merged: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": None}))
     with pytest.raises(FlexQuantError, match="vocab_size None, expected a whole number"):
         read_model_shape(tmp_path)
+
+
+def test_latent_attention_is_refused(tmp_path: Path) -> None:
+    variants = {name: make_checkpoint(tmp_path / name, "deepseek_v2", name) for name in ("w8a8", "w4a16")}
+    merge_checkpoints(variants, tmp_path / "merged")
+    with pytest.raises(FlexQuantError, match="latent attention, whose passes cannot be predicted"):
+        read_model_shape(tmp_path / "merged")
