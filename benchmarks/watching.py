@@ -22,7 +22,6 @@ import json
 import os
 import tempfile
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.results import git_commit
-from flexquant.measuring.comparison import Effort, compare
+from benchmarks.turns import add_effort, compare_in_turns, effort_of
+from flexquant.measuring.comparison import Effort
 from flexquant.measuring.engine import engine
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.measuring.server import vllm_serve
@@ -42,41 +42,6 @@ SERVER_TOKENS, SERVER_TURNS = 32, 4
 """Of a request, and how often both kinds take turns in a round."""
 PAGE_SECONDS, SCRAPE_SECONDS = 2.0, 5.0
 TIMES_AS_OFTEN = 10
-
-Serve = Callable[[], None]
-
-
-def measure(serve: Serve, watched: Callable[[bool], None], effort: Effort, turns: int) -> dict[str, Any]:
-    """Time ``serve`` with and without what ``watched`` switches on, in rounds; return the ratio of times.
-
-    In a round each is served ``turns`` times, in turn, and the times of each are added up.
-    """
-    for on in (True, False):
-        watched(on)
-        serve()
-    rounds: list[dict[bool, float]] = []
-    ratios: list[float] = []
-    while len(rounds) < effort.rounds or (
-        len(rounds) < effort.max_rounds and not compare(ratios).is_narrow(effort.width)
-    ):
-        seconds = {True: 0.0, False: 0.0}
-        for turn in range(2 * turns):
-            on = (turn + turn // 2 + len(rounds)) % 2 == 0  # on, off, off, on, ...
-            watched(on)
-            began = time.perf_counter()
-            serve()
-            seconds[on] += time.perf_counter() - began
-        rounds.append(seconds)
-        ratios = [times[True] / times[False] for times in rounds]
-    found = compare(ratios)
-    return {
-        "ratio": found.ratio,
-        "low": found.low,
-        "high": found.high,
-        "words": found.words("less time", "more time"),
-        "watched_seconds": [round(times[True], 4) for times in rounds],
-        "unwatched_seconds": [round(times[False], 4) for times in rounds],
-    }
 
 
 def measure_worker(model: Path, effort: Effort) -> dict[str, Any]:
@@ -102,7 +67,7 @@ def measure_worker(model: Path, effort: Effort) -> dict[str, Any]:
             def serve() -> None:
                 llm.generate({"prompt_token_ids": PROMPT}, parameters, use_tqdm=False)
 
-            return measure(serve, watched, effort, WORKER_TURNS)
+            return compare_in_turns(serve, watched, effort, WORKER_TURNS)
 
 
 def read(url: str) -> None:
@@ -154,7 +119,7 @@ def measure_server(model: Path, effort: Effort) -> dict[str, Any]:
                     reply.read()
 
             with watcher(url.removesuffix("/v1")) as watched:
-                found = measure(serve, watched, effort, SERVER_TURNS)
+                found = compare_in_turns(serve, watched, effort, SERVER_TURNS)
     once = {name: 1 + (found[name] - 1) / TIMES_AS_OFTEN for name in ("ratio", "low", "high")}
     return found | {"once": once}
 
@@ -165,11 +130,9 @@ def main() -> None:
     )
     parser.add_argument("model", type=Path, help="merged checkpoint")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--rounds", type=int, default=20, help="at least (%(default)s)")
-    parser.add_argument("--max-rounds", type=int, default=60, help="at most (%(default)s)")
-    parser.add_argument("--width", type=float, default=0.01, help="of an interval, to stop (%(default)s)")
+    add_effort(parser)
     args = parser.parse_args()
-    effort = Effort(args.rounds, args.max_rounds, args.width)
+    effort = effort_of(args)
     result = {
         "argv": ["python", "-m", "benchmarks.watching", *describe_command()[1:]],
         "commit": git_commit(),

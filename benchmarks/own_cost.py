@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What does FlexQuant itself add to a decode pass, beside the kernels that the plan chooses?
+
+    python -m benchmarks.own_cost MERGED --output benchmarks/results/own-cost.json
+
+One engine with a policy of one variant. In turns, vLLM calls FlexQuant's model, which describes the pass,
+looks the plan up, counts and times; or the variant's own model, of vLLM's class, with vLLM's own metadata
+builders: what stock vLLM runs for that variant's checkpoint. One sequence: the shortest passes, on which a
+fixed cost weighs most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.speed.results import git_commit
+from benchmarks.turns import add_effort, compare_in_turns, effort_of
+from flexquant.measuring.comparison import Effort
+from flexquant.measuring.engine import engine
+from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+
+PROMPT = list(range(100, 116))
+TOKENS, TURNS = 8, 30
+"""Of a request, and how often both kinds take turns in a round."""
+
+
+def measure(folder: Path, variant: str, effort: Effort) -> dict[str, Any]:
+    """Compare an engine that serves one variant through FlexQuant with itself without it."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    options: dict[str, Any] = {"max_model_len": 512, "enable_prefix_caching": False}
+    with engine(folder, flexquant={"policy": variant}, **options) as llm:
+        (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+        served = runner.model
+        builders = [b for groups in runner.attn_groups for group in groups for b in group.metadata_builders]
+        observed = [type(builder) for builder in builders]
+
+        def switch(on: bool) -> None:
+            runner.model = served if on else served.variants[variant]
+            for builder, kind in zip(builders, observed, strict=True):
+                builder.__class__ = kind if on else kind.__mro__[1]
+
+        def serve() -> None:
+            llm.generate({"prompt_token_ids": PROMPT}, parameters, use_tqdm=False)
+
+        found = compare_in_turns(serve, switch, effort, TURNS)
+    passes = TURNS * TOKENS
+    return found | {
+        "pass_ms": round(1000 * sum(found["off_seconds"]) / len(found["off_seconds"]) / passes, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="merged checkpoint")
+    parser.add_argument("--variant", default="w8a8", help="served alone (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to add to, by model")
+    add_effort(parser)
+    args = parser.parse_args()
+    results = json.loads(args.output.read_text()) if args.output.is_file() else {}
+    found = measure(args.model, args.variant, effort_of(args))
+    results[f"{args.model.parent.name}/{args.model.name}"] = {
+        "argv": ["python", "-m", "benchmarks.own_cost", *describe_command()[1:]],
+        "commit": git_commit(),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        **found,
+    }
+    args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(f"{found['words']}; ratio {found['ratio']:.4f} of {found['pass_ms']} ms a pass", flush=True)
+
+
+if __name__ == "__main__":
+    main()
