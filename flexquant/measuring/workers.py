@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import traceback
@@ -34,6 +35,8 @@ END_TIMEOUT = 30
 """Seconds that a process may take to end by itself once it has been told to."""
 LOG_LINES = 15
 """Lines from the end of an engine's log that the message of its failure holds."""
+FULL = 1 << 20
+"""Bytes: with less space than this for temporary files, no engine starts."""
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -104,6 +107,9 @@ class Worker:
         return value
 
     def _failure(self, problem: str) -> FlexQuantError:
+        folder = self._log.parent.parent
+        if shutil.disk_usage(folder).free < FULL:
+            problem += f"; the disk of {folder} is full: free some space, or set TMPDIR to a folder elsewhere"
         end = end_of_log(self._log, LOG_LINES)
         return FlexQuantError(f"the engine of '{self.name}' {problem}; its log ends:\n{end}")
 

@@ -67,7 +67,7 @@ def describe_pass(
     elif (lengths <= tokens_per_sequence).any():
         phase = "mixed"
     requests = None if names is None else dict(zip(names, lengths.tolist(), strict=False))
-    return Pass(phase, tokens, len(lengths), longest, int(lengths.sum()), requests)
+    return Pass(phase, tokens, len(lengths), longest, int(starts[-1] - starts[0]), requests)
 
 
 class PassObserver:
@@ -135,7 +135,7 @@ class PassObserver:
             return None
         described = getattr(metadata.get(self._first_layer), "flexquant_pass", UNKNOWN)
         self._left_over = None
-        return replace(described, tokens=tokens)
+        return described if described.tokens == tokens else replace(described, tokens=tokens)
 
     def settle(self) -> None:
         """Tell of the last pass, if it was replayed."""
@@ -161,7 +161,7 @@ class PassObserver:
         )
         prefilling = common.is_prefilling
         is_own = self.is_warming_up or self._is_interrupted
-        if prefilling is not None and bool(prefilling.any()) and not is_own:
+        if not (self.is_serving or is_own) and prefilling is not None and bool(prefilling.any()):
             self.is_serving = True
         if self._first_layer in layer_names and self.is_serving and not self._in_capture:
             self.settle()

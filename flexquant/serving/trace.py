@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Any, TextIO
 
 from vllm.config import VllmConfig
@@ -45,7 +44,7 @@ class Trace:
         self._file.write(json.dumps(record) + "\n")
 
     def record(self, forward_pass: Pass, plan: str) -> None:
-        record = asdict(forward_pass)
+        record = {**vars(forward_pass), "plan": plan}
         if forward_pass.requests is None:
             del record["requests"]
-        self._write({**record, "plan": plan})
+        self._write(record)

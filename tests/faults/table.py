@@ -134,7 +134,7 @@ SERVING = (
         "padding-counted-as-scheduled",
         "The trace says that padding was scheduled.",
         "flexquant/serving/forward_pass.py",
-        "longest, int(lengths.sum()), requests)",
+        "longest, int(starts[-1] - starts[0]), requests)",
         "longest, tokens, requests)",
         (PHASES,),
     ),
@@ -166,7 +166,7 @@ SERVING = (
         "route-from-stale-metadata",
         "A pass takes the plan of the pass before it.",
         "flexquant/serving/forward_pass.py",
-        "        return replace(described, tokens=tokens)\n",
+        "        return described if described.tokens == tokens else replace(described, tokens=tokens)\n",
         "        self._read, before = described, getattr(self, '_read', described)\n"
         "        return replace(before, tokens=tokens)\n",
         (PHASES,),

@@ -72,6 +72,8 @@ def main() -> None:
     args = parser.parse_args()
     # Sums of several threads may differ from run to run.
     os.environ["OMP_NUM_THREADS"] = "1"
+    # Engines of one command would be bound to one and the same core.
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     for name, times in (text.split("=") for text in args.commands):
         work = args.work.resolve() / name
         interrupted = interrupt(name, work, int(times), args.seed, full_disk=args.full_disk)

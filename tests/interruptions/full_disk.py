@@ -17,6 +17,8 @@ from tests.interruptions.started import SECONDS, Started
 SIZE = 256 << 20
 """Bytes: more than any command that is interrupted takes."""
 BLOCK = bytes(1 << 20)
+SENTENCE = re.compile(r"^flexquant \w+: error: .*(disk|No space left)", re.MULTILINE)
+"""How a command says why it ended. The end of an engine's log may follow."""
 OWN_MOUNTS = ["unshare", "--map-root-user", "--mount"]
 """In front of a command of any user: it may mount, and nobody else sees what."""
 
@@ -58,10 +60,12 @@ class FullDisk:
         finally:
             started.kill()
             self.ballast.unlink()
-        log = started.log.read_text()
         if status != 0:
-            says_why = re.search(r"^flexquant \w+: error: .*(disk|No space left)", log, re.MULTILINE)
-            assert status == 1 and says_why and "Traceback" not in log, f"status {status}:\n{log[-3000:]}"
+            log = started.log.read_text()
+            told = SENTENCE.search(log)
+            assert status == 1 and told and "Traceback" not in log[: told.start()], (
+                f"{status}:\n{log[-3000:]}"
+            )
 
 
 def fill(file: Path) -> None:
