@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -95,6 +96,7 @@ def _run(arguments: list[str], log: str, temporary: str) -> None:
     """Body of the forked process."""
     os.setsid()
     os.environ["TMPDIR"] = temporary
+    tempfile.tempdir = None  # found while importing
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
