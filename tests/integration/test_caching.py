@@ -23,20 +23,23 @@ OPTIONS = {"enable_prefix_caching": True, "max_num_batched_tokens": 128, "max_nu
 def asked(real_merged, tmp_path_factory):
     """Answers to the second prompt, and their passes, by what the cache held before.
 
-    ``nothing``, the prefix as ``phase`` writes it (``own``), or as ``w4a16`` does (``other``).
+    ``nothing``, the prefix as ``phase`` writes it (``own``), or as ``w4a16`` does (``other``, and ``apart``,
+    where the request has a salt of its own).
     """
     folder = tmp_path_factory.mktemp("caching")
     union, trace = folder / "union.yaml", folder / "trace.jsonl"
     union.write_text(every_plan_of(["phase", "w4a16"]))
     found, lengths = {}, [1]
     with engine(real_merged, str(union), flexquant={"trace": str(trace)}, **OPTIONS) as llm:
-        for held, writer in {"nothing": None, "own": "phase", "other": "w4a16"}.items():
+        writers = {"nothing": None, "own": "phase", "other": "w4a16", "apart": "w4a16"}
+        for held, writer in writers.items():
             take_policy(llm, writer or "phase")
             if writer:
                 answers(llm, PROMPTS[:1])
             take_policy(llm, "phase", empty_cache=False)
             lengths.append(len(trace.read_text().splitlines()))
-            found[held] = answers(llm, PROMPTS[1:])
+            salted = [{"prompt": PROMPTS[1], "cache_salt": "its own"}]
+            found[held] = answers(llm, salted if held == "apart" else PROMPTS[1:])
             lengths.append(len(trace.read_text().splitlines()))
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     passes = [lines[first:last] for first, last in pairwise(lengths)][1::2]
@@ -50,6 +53,7 @@ def test_a_cached_prefix_is_not_prefilled_again(asked):
     }
     assert prefilled["nothing"] > 2 * OPTIONS["max_num_batched_tokens"], "in several chunks"
     assert prefilled["own"] == prefilled["other"] < prefilled["nothing"] / 2
+    assert prefilled["apart"] == prefilled["nothing"]
     for taken in passes.values():
         assert {(p["phase"], p["plan"]) for p in taken} == {("prefill", "w8a8"), ("decode", "w4a16")}
 
@@ -60,3 +64,8 @@ def test_what_a_plan_wrote_another_reads_as_if_it_had_just_been_written(asked):
     own, other = (distance(found["nothing"], found[held]) for held in ("own", "other"))
     print(f"Mean distance in nats from an empty cache's answer: own {own:.4f}, other {other:.4f}")
     assert own < other / 4
+
+
+def test_a_request_with_a_salt_of_its_own_reads_nothing_that_another_plan_wrote(asked):
+    found, _ = asked
+    assert found["apart"] == found["nothing"]
