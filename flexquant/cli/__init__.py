@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FlexQuantError as e:
         print(f"flexquant {args.command}: error: {e}", file=sys.stderr)
         return 2 if isinstance(e, UsageError) else 1
-    except OSError as e:
+    except (OSError, RuntimeError) as e:
         _drop_output()
         if isinstance(e, BrokenPipeError) and _reader_is_gone():
             return 1

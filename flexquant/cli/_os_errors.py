@@ -28,21 +28,25 @@ ADVICE = {
     errno.ESTALE: "the network file system lost it, so mount it again",
     errno.ETXTBSY: "a process is using it, so choose another name",
 }
+FREE_SOME = "free some space, or write to another disk; TMPDIR says where temporary files go"
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def explain_os_error(error: OSError) -> str | None:
+def explain_os_error(error: OSError | RuntimeError) -> str | None:
     """Return a sentence on a file that could not be read or written: the path, what failed, what to do.
 
     None for an error that no path of the user's has caused: a file of the package itself, a connection, a
-    process.
+    process. Of a full disk some libraries tell in exceptions of their own, such as torch.distributed's.
     """
+    if not isinstance(error, OSError):
+        is_full = os.strerror(errno.ENOSPC) in str(error)
+        return f"the disk is full ({error}); {FREE_SOME}" if is_full else None
     path = None if error.filename is None else os.fsdecode(error.filename)
     if path is not None and Path(path).is_relative_to(PACKAGE):
         return None
     if error.errno in NO_SPACE:
         where = f" while writing {path}" if path else ""
-        return f"the disk is full{where} ({error.strerror}); free some space, or write to another disk"
+        return f"the disk is full{where} ({error.strerror}); {FREE_SOME}"
     if path is None or error.errno not in ADVICE:
         return None
     return f"cannot use {path}: {error.strerror}; {ADVICE[error.errno]}"

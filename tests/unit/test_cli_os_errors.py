@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+from torch.distributed import FileStore
 
 from flexquant import cli
 from flexquant.cli._os_errors import explain_os_error
@@ -72,6 +73,16 @@ def test_a_full_disk_behind_the_standard_output(merged):
     assert result.returncode == 1
     assert result.stderr.startswith("flexquant inspect: error: the disk is full")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_full_disk_of_which_a_library_tells(tmp_path):
+    """vLLM's processes meet through a temporary file."""
+    (tmp_path / "store").symlink_to("/dev/full")
+    with pytest.raises(RuntimeError) as told:
+        FileStore(str(tmp_path / "store"), 1).set("key", "value")
+    sentence = explain_os_error(told.value)
+    assert sentence is not None and sentence.startswith("the disk is full (No space left on device")
+    assert explain_os_error(RuntimeError("something else")) is None
 
 
 def test_a_reader_that_goes_away_is_no_traceback(merged):
