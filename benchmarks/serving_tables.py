@@ -17,16 +17,28 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())
 
 
+def own_cost() -> str:
+    """What FlexQuant adds to a decode pass of each model, in percent with the interval."""
+    rows = [
+        [model, f"{found['pass_ms']:.1f}", *(_percent(found[end]) for end in ("ratio", "low", "high"))]
+        for model, found in read("own-cost.json").items()
+    ]
+    return markdown(["model", "ms a pass", "time", "at least", "at most"], rows)
+
+
 def watching() -> str:
     """What a pass and a server cost more when they are watched, in percent with the intervals."""
     found = read("watching.json")
     watched = {"the worker's own counts, times, trace and plans by request": found["worker"]}
     watched["an open page and a Prometheus"] = found["server"]["once"]
     rows = [
-        [what, *(f"{100 * (ratio[end] - 1):+.2f} %" for end in ("ratio", "low", "high"))]
-        for what, ratio in watched.items()
+        [what, *(_percent(ratio[end]) for end in ("ratio", "low", "high"))] for what, ratio in watched.items()
     ]
     return markdown(["watched by", "time", "at least", "at most"], rows)
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.2f} %"
 
 
 def disaggregated() -> str:
