@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Break a copy of the source in every way that :mod:`tests.faults.table` names: each must turn a test red.
+"""Break a copy of the source in every way that :mod:`tests.faults.planted` names: each must turn a test red.
 
     python -m tests.faults.run [--only NAME ...] [--jobs N]
 
@@ -34,7 +34,8 @@ from multiprocessing import Queue
 from pathlib import Path
 
 from tests.cores import take_cores
-from tests.faults.table import FAULTS, Fault
+from tests.faults.fault import Fault
+from tests.faults.table import FAULTS
 
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / ".work" / "faults"

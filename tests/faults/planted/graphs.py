@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""CUDA graphs, and policies that change while a server runs."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+REPLAYS = "tests/gpu/test_replays.py::test_every_replay_is_of_the_plan_that_the_trace_names"
+CHANGES = "tests/gpu/test_policy_change.py::"
+COUNTS = "tests/gpu/test_counts.py::test_steps_tokens_and_sequences_are_the_schedulers"
+
+GRAPHS = (
+    Fault(
+        "warm-up-taken-for-serving",
+        "vLLM's own requests, before it captures CUDA graphs, count as the first that are served.",
+        "flexquant/serving/model_state.py",
+        "observer.is_warming_up = any(is_of_vllm(name) for name in input_batch.req_ids)",
+        "pass",
+        (REPLAYS + "[V2-PIECEWISE-by-batch]",),
+        "interpreter",
+    ),
+    Fault(
+        "reachable-plan-not-captured",
+        "Of the plans that a size can take, only the first has PIECEWISE graphs.",
+        "flexquant/serving/graphs.py",
+        "        for name in reachable:\n",
+        "        for name in [*reachable][:1]:\n",
+        (REPLAYS + "[V1-PIECEWISE-by-batch]",),
+    ),
+    Fault(
+        "graphs-of-two-sizes-exchanged",
+        "The FULL graph of a size holds the plan of another.",
+        "flexquant/serving/model.py",
+        "        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)\n",
+        "        other = 1 if self.observer.is_serving else 2\n"
+        "        plan = self.routes.lookup(forward_pass.phase, other * forward_pass.tokens)\n",
+        (REPLAYS + "[V1-FULL_DECODE_ONLY-by-batch]",),
+    ),
+    Fault(
+        "device-read-in-forward",
+        "The model waits for a value of the device, which no CUDA graph can hold.",
+        "flexquant/serving/model.py",
+        "        tokens = positions.shape[-1]\n",
+        "        tokens = positions.shape[-1] + 0 * int(positions.sum())\n",
+        (REPLAYS + "[V1-FULL_DECODE_ONLY-by-batch]",),
+    ),
+    Fault(
+        "replays-not-counted",
+        "A pass that is replayed from a FULL graph is in no counter of /metrics.",
+        "flexquant/serving/pass_records.py",
+        "        if self._metrics is not None:\n            self._metrics.count_pass(",
+        "        if self._metrics is not None and graph != CUDAGraphMode.FULL:\n"
+        "            self._metrics.count_pass(",
+        (COUNTS + "[V1-FULL_DECODE_ONLY]",),
+    ),
+    Fault(
+        "full-graphs-outlive-a-policy",
+        "Another policy is taken without other FULL graphs, whatever plans they hold.",
+        "flexquant/serving/graphs.py",
+        "return all(routes.lookup(*cell).name == plan for cell, plan in self._full.items()) and all(",
+        "return all(",
+        (CHANGES + "test_every_replay_is_of_the_plan_that_the_policy_gives[FULL_DECODE_ONLY-V1]",),
+    ),
+    Fault(
+        "pieces-not-captured-for-a-policy",
+        "Another policy is taken without the PIECEWISE graphs that only it needs.",
+        "flexquant/serving/graphs.py",
+        "            for plan in routes.reachable(size.num_tokens)\n",
+        "            for plan in routes.reachable(size.num_tokens)[:0]\n",
+        (CHANGES + "test_every_replay_is_of_the_plan_that_the_policy_gives[PIECEWISE-V1]",),
+    ),
+    Fault(
+        "last-replay-told-by-the-next-policy",
+        "A replay before a change of the policy is counted for the plan that it would have had after it.",
+        "flexquant/serving/model.py",
+        "            self.observer.settle()\n            for plan in after",
+        "            for plan in after",
+        (CHANGES + "test_a_replay_before_the_change_counts_for_the_policy_before[V1]",),
+    ),
+)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Evaluating, tuning, predicting, simulating."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+MEASURING = (
+    Fault(
+        "forced-token-shifted",
+        "A step is forced to the token of the step before.",
+        "flexquant/evaluation/forced_decoding.py",
+        "token = self._forced[position]",
+        "token = self._forced[max(position - 1, 0)]",
+        ("tests/unit/test_forced_decoding.py",),
+    ),
+    Fault(
+        "kl-arguments-exchanged",
+        "Forced decoding takes the policy for the reference.",
+        "flexquant/evaluation/forced_decoding.py",
+        "kl_divergence(reference, log_probs)",
+        "kl_divergence(log_probs, reference)",
+        ("tests/unit/test_forced_decoding.py",),
+    ),
+    Fault(
+        "kl-formula-exchanged",
+        "KL(policy || reference) is reported as KL(reference || policy).",
+        "flexquant/evaluation/scores.py",
+        "terms = reference.exp() * (reference - other)",
+        "terms = other.exp() * (other - reference)",
+        ("tests/unit/test_evaluation.py::test_kl_divergence_by_hand",),
+    ),
+    Fault(
+        "crossing-inverted",
+        "A range ends where the variant that follows is slower.",
+        "flexquant/tuning/deciding.py",
+        "samples.compare(a, b, phase, size).ratio",
+        "samples.compare(b, a, phase, size).ratio",
+        ("tests/unit/test_tune.py::test_thresholds_lie_at_the_crossover",),
+    ),
+    Fault(
+        "slowest-chosen",
+        "Tuning chooses the slowest variant instead of the fastest.",
+        "flexquant/tuning/samples.py",
+        "best = min(variants",
+        "best = max(variants",
+        ("tests/unit/test_tune.py::test_thresholds_lie_at_the_crossover",),
+    ),
+    Fault(
+        "interval-too-narrow",
+        "The interval of a ratio has 90 % instead of 95 %.",
+        "flexquant/measuring/comparison.py",
+        "<= (1 - CONFIDENCE) / 2",
+        "<= 1 - CONFIDENCE",
+        ("tests/unit/test_comparison.py::test_as_many_averages_are_left_out_as_the_tables_say",),
+    ),
+    Fault(
+        "equality-rounded-down",
+        "Two things are called equal within less than the interval says.",
+        "flexquant/measuring/comparison.py",
+        "percent(self.within, math.ceil)",
+        "percent(self.within)",
+        ("tests/unit/test_comparison.py::test_equality_is_never_told_closer_than_it_is",),
+    ),
+    Fault(
+        "rounds-added-without-end",
+        "A noisy size is measured in more rounds than were asked for.",
+        "flexquant/tuning/rounds.py",
+        "self._grid.effort.max_rounds + 1):",
+        "self._grid.effort.max_rounds + 2):",
+        (
+            "tests/unit/test_tune.py::test_rounds_are_added_until_the_intervals_are_narrow_or_the_most_rounds_are_measured",
+        ),
+    ),
+    Fault(
+        "scheduler-ignores-the-budget",
+        "A simulated pass takes a waiting prompt whole, whatever the token budget.",
+        "flexquant/simulation/scheduler.py",
+        "            tokens = min(sequence.length, budget)\n",
+        "            tokens = sequence.length\n",
+        ("tests/unit/test_scheduling.py::test_chunked_prefill_leaves_decode_its_token",),
+    ),
+    Fault(
+        "padding-ignored",
+        "A simulated pass costs its own tokens instead of those of its CUDA graph.",
+        "flexquant/simulation/scheduler.py",
+        "return next((size for size in self.capture_sizes if size >= tokens), tokens)",
+        "return tokens",
+        ("tests/unit/test_server_limits.py::test_the_padded_batch_size_decides",),
+    ),
+)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Quantising: recipes and calibration."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+QUANTISING = (
+    Fault(
+        "smoothing-strength-ignored",
+        "SmoothQuant uses one strength, 0.5, whatever the recipe says.",
+        "flexquant/quantization/smoothing.py",
+        "            self._chosen[name] = self.fixed[name]\n",
+        "            self._chosen[name] = None if self.fixed[name] is None else REFERENCE\n",
+        ("tests/quantize/test_smoothing.py::test_a_fixed_strength_is_the_one_that_scales",),
+        "quantize",
+    ),
+    Fault(
+        "smoothing-formula-ignores-alpha",
+        "SmoothQuant's scales have the exponent 0.5, whatever the strength.",
+        "flexquant/quantization/smoothing.py",
+        "clamp(min=FLOOR).pow(alpha)",
+        "clamp(min=FLOOR).pow(0.5)",
+        ("tests/quantize/test_smoothing.py::test_scales_are_smoothquants",),
+        "quantize",
+    ),
+    Fault(
+        "sensitive-layers-quantised",
+        "The linears that were found sensitive are quantised like the others.",
+        "flexquant/quantization/sensitivity.py",
+        "        self._hand_over({name: linears[name] for name in self.spared})\n",
+        "",
+        ("tests/quantize/test_sensitivity.py::test_the_hard_linear_stays_in_16_bit",),
+        "quantize",
+    ),
+)
