@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Policies that several tests write into a file."""
+"""Policies that several tests write into a file, and how to write more."""
 
 THRESHOLD = """
 schema: flexquant.policy/v1
@@ -25,3 +25,8 @@ rules:
     use: {default: w8a8, layers: {"0": w4a16}}
   - use: w8a8
 """
+
+
+def rules(*lines: str) -> str:
+    """A policy whose rules start in line 3."""
+    return "\n".join(["schema: flexquant.policy/v1", "rules:", *(f"  {line}" for line in lines), ""])

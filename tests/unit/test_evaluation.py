@@ -7,9 +7,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
-import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +17,6 @@ from flexquant.cli import main
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.measure import Scores, compare_answers, most_tokens
-from flexquant.evaluation.plot import save_plot
-from flexquant.evaluation.report import format_table, write_results
 from flexquant.evaluation.schedule import Passes, find_candidates, make_schedule
 from flexquant.evaluation.scores import (
     kl_divergence,
@@ -263,60 +258,6 @@ def test_passes_that_deviate_are_told(tmp_path):
 # report and plot
 
 
-def make_document(**changes) -> dict:
-    quality = summarise(
-        Scores(np.ones((2, 2)), np.array([[0.1, 0.2], [0.1, 0.4]]), np.ones((2, 2), dtype=bool)),
-        Scores(np.ones((2, 2))),
-    )
-    return {
-        "checkpoint": "merged",
-        "reference": "model",
-        "settings": {"samples": 2, "prompt_tokens": 8, "tokens": 2, "seed": 0, "answer_tokens": 4},
-        "text": {"file": "text.txt", "sha256": "0" * 64},
-        "questions": 3,
-        "results": [
-            {
-                "policy": "phase",
-                "batch_size": 2,
-                "prefill_plan": "w8a8",
-                "decode_plan": "w4a16",
-                "same_as": None,
-                "quality": vars(quality),
-                "bytes_per_weight": {"resident": 1.5, "decode": 0.5},
-                "answers": {"questions": 3, "identical": 1, "matched": 0.5, "same_as": None},
-                "deviations": ["mixed passes were 1 of w8a8, but none were meant"],
-                **changes,
-            }
-        ],
-        "machine": {"cpu": "a CPU", "cores": 2, "gpu": None},
-        "versions": {"vllm": "0.32.0"},
-    }
-
-
-def test_table_says_numbers_and_warnings():
-    table = format_table(make_document())
-    header, _, row = table.splitlines()[:3]
-    assert [cell.strip() for cell in row.strip("|").split("|")][:3] == ["phase", "2", "w8a8 > w4a16"]
-    assert "0.2000 ± 0.0500" in row and "1/3, 50%" in row and "100.0%" in row
-    assert "same as" not in header  # a column without content is left out
-    assert "Warning: phase, batch 2: mixed passes were 1 of w8a8, but none were meant." in table
-
-
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    save_plot(make_document(), [tmp_path / "new" / "plot.svg", tmp_path / "plot.png"])
-    assert "<svg" in (tmp_path / "new" / "plot.svg").read_text()
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(FlexQuantError, match=r"plot\.docx .* end its name in \.png or \.svg"):
-        save_plot(make_document(), [tmp_path / "plot.docx"])
-
-
-def test_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(FlexQuantError, match=r'pip install "flexquant\[eval\]"'):
-        save_plot(make_document(), [tmp_path / "plot.svg"])
-
-
 # text and questions
 
 
@@ -342,16 +283,11 @@ def test_questions_take_the_chat_template_if_there_is_one(folder):
 # output
 
 
-def unwritable(folder: Path) -> Path:
-    """A folder that cannot be made, even by root: its parent is a file."""
-    (folder / "file").write_text("mine")
-    return folder / "file" / "results"
-
-
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(folder, tmp_path, capsys):
     command = ["eval", str(folder / "merged"), "--text", str(folder / "text.txt"), "--batch-sizes", "2"]
     command += ["--samples", "2", "--prompt-tokens", "8", "--tokens", "4", "--policies", "w8a8"]
-    output = unwritable(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    output = tmp_path / "file" / "results"  # not even root can make it
     assert main([*command, "--output", str(output)]) == 1
     captured = capsys.readouterr()
     assert f"cannot write into {output}" in captured.err and "give another --output" in captured.err
@@ -366,49 +302,6 @@ def test_a_refused_evaluation_leaves_no_empty_output(folder, tmp_path):
     command = ["eval", str(folder / "merged"), "--text", str(tmp_path / "none.txt")]
     assert main([*command, "--output", str(tmp_path / "results")]) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_results_that_cannot_be_written_at_the_end_are_kept_elsewhere(tmp_path, monkeypatch):
-    elsewhere = tmp_path / "temporary"
-    elsewhere.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
-    (tmp_path / "quality.json").mkdir()
-    with pytest.raises(
-        FlexQuantError, match="cannot write .*quality.json .*; the numbers are kept in"
-    ) as told:
-        write_results(make_document(), tmp_path)
-    (saved,) = elsewhere.iterdir()
-    assert str(saved) in str(told.value)
-    assert json.loads(saved.read_text()) == make_document()
-
-
-def test_results_that_fit_nowhere_leave_no_part_of_themselves(tmp_path, monkeypatch):
-    elsewhere = tmp_path / "temporary"
-    elsewhere.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(FlexQuantError, match="nor a temporary file .*the printed table"):
-            write_results(make_document(), tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(elsewhere.iterdir()) == [] and list(tmp_path.iterdir()) == [elsewhere]
-
-
-def test_results_replace_earlier_ones_only_when_they_are_complete(tmp_path):
-    (tmp_path / "quality.json").write_text("earlier")
-    with pytest.raises(TypeError):
-        write_results(make_document(answers=object()), tmp_path)
-    assert (tmp_path / "quality.json").read_text() == "earlier"
-    write_results(make_document(), tmp_path)
-    assert json.loads((tmp_path / "quality.json").read_text()) == make_document()
-
-
-def test_a_plot_that_cannot_be_written_is_one_sentence(tmp_path):
-    pytest.importorskip("matplotlib")
-    with pytest.raises(FlexQuantError, match="cannot write the plot"):
-        save_plot(make_document(), [unwritable(tmp_path) / "plot.png"])
 
 
 # refusals

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The results of an evaluation: table, plot, and files that are whole or as they were."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import tempfile
+
+import numpy as np
+import pytest
+
+from flexquant.errors import FlexQuantError
+from flexquant.evaluation.measure import Scores
+from flexquant.evaluation.plot import save_plot
+from flexquant.evaluation.report import format_table, write_results
+from flexquant.evaluation.scores import (
+    summarise,
+)
+
+
+def make_document(**changes) -> dict:
+    quality = summarise(
+        Scores(np.ones((2, 2)), np.array([[0.1, 0.2], [0.1, 0.4]]), np.ones((2, 2), dtype=bool)),
+        Scores(np.ones((2, 2))),
+    )
+    return {
+        "checkpoint": "merged",
+        "reference": "model",
+        "settings": {"samples": 2, "prompt_tokens": 8, "tokens": 2, "seed": 0, "answer_tokens": 4},
+        "text": {"file": "text.txt", "sha256": "0" * 64},
+        "questions": 3,
+        "results": [
+            {
+                "policy": "phase",
+                "batch_size": 2,
+                "prefill_plan": "w8a8",
+                "decode_plan": "w4a16",
+                "same_as": None,
+                "quality": vars(quality),
+                "bytes_per_weight": {"resident": 1.5, "decode": 0.5},
+                "answers": {"questions": 3, "identical": 1, "matched": 0.5, "same_as": None},
+                "deviations": ["mixed passes were 1 of w8a8, but none were meant"],
+                **changes,
+            }
+        ],
+        "machine": {"cpu": "a CPU", "cores": 2, "gpu": None},
+        "versions": {"vllm": "0.32.0"},
+    }
+
+
+def test_table_says_numbers_and_warnings():
+    table = format_table(make_document())
+    header, _, row = table.splitlines()[:3]
+    assert [cell.strip() for cell in row.strip("|").split("|")][:3] == ["phase", "2", "w8a8 > w4a16"]
+    assert "0.2000 ± 0.0500" in row and "1/3, 50%" in row and "100.0%" in row
+    assert "same as" not in header  # a column without content is left out
+    assert "Warning: phase, batch 2: mixed passes were 1 of w8a8, but none were meant." in table
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    save_plot(make_document(), [tmp_path / "new" / "plot.svg", tmp_path / "plot.png"])
+    assert "<svg" in (tmp_path / "new" / "plot.svg").read_text()
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(FlexQuantError, match=r"plot\.docx .* end its name in \.png or \.svg"):
+        save_plot(make_document(), [tmp_path / "plot.docx"])
+
+
+def test_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(FlexQuantError, match=r'pip install "flexquant\[eval\]"'):
+        save_plot(make_document(), [tmp_path / "plot.svg"])
+
+
+def test_results_that_cannot_be_written_at_the_end_are_kept_elsewhere(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "temporary"
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    (tmp_path / "quality.json").mkdir()
+    with pytest.raises(
+        FlexQuantError, match="cannot write .*quality.json .*; the numbers are kept in"
+    ) as told:
+        write_results(make_document(), tmp_path)
+    (saved,) = elsewhere.iterdir()
+    assert str(saved) in str(told.value)
+    assert json.loads(saved.read_text()) == make_document()
+
+
+def test_results_that_fit_nowhere_leave_no_part_of_themselves(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "temporary"
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(FlexQuantError, match="nor a temporary file .*the printed table"):
+            write_results(make_document(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(elsewhere.iterdir()) == [] and list(tmp_path.iterdir()) == [elsewhere]
+
+
+def test_results_replace_earlier_ones_only_when_they_are_complete(tmp_path):
+    (tmp_path / "quality.json").write_text("earlier")
+    with pytest.raises(TypeError):
+        write_results(make_document(answers=object()), tmp_path)
+    assert (tmp_path / "quality.json").read_text() == "earlier"
+    write_results(make_document(), tmp_path)
+    assert json.loads((tmp_path / "quality.json").read_text()) == make_document()
+
+
+def test_a_plot_that_cannot_be_written_is_one_sentence(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FlexQuantError, match="cannot write the plot"):
+        save_plot(make_document(), [tmp_path / "file" / "plot.png"])

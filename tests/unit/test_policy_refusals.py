@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Policy documents that are refused: which line, what is wrong, what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import builtin_policies, load_policy, parse_policy, parse_policy_text
+from tests.policies import rules
+
+BAD = {
+    "unknown top key": (
+        "schema: flexquant.policy/v1\nrule: []\n",
+        2,
+        "rule is an unknown key",
+        "schema, rules, description",
+    ),
+    "no schema": ("rules:\n  - use: w8a8\n", 1, "lacks the key 'schema'", "schema, rules"),
+    "no rules": ("schema: flexquant.policy/v1\n", 1, "lacks the key 'rules'", "schema, rules"),
+    "newer schema": (
+        "schema: flexquant.policy/v2\nrules: [{use: w8a8}]\n",
+        1,
+        'schema is "flexquant.policy/v2"',
+        "'flexquant.policy/v1'",
+    ),
+    "not a mapping": ("- use: w8a8\n", 1, "the policy is [", "schema, rules, description"),
+    "description not text": (
+        "schema: flexquant.policy/v1\ndescription: 3\nrules: [{use: w8a8}]\n",
+        2,
+        "description is 3",
+        "give text",
+    ),
+    "rules null": ("schema: flexquant.policy/v1\nrules:\n", 2, "rules is null", "at least one rule"),
+    "rules empty": ("schema: flexquant.policy/v1\nrules: []\n", 2, "rules is []", "at least one rule"),
+    "rule not a mapping": (rules("- w8a8"), 3, 'rules[0] is "w8a8"', "use, when"),
+    "rule without use": (rules("- when: {phase: decode}", "- use: w8a8"), 3, "rules[0] lacks", "'use'"),
+    "unknown rule key": (
+        rules("- when: {phase: decode}", "  uses: w4a16", "- use: w8a8"),
+        4,
+        "rules[0].uses is an unknown key",
+        "use, when",
+    ),
+    "last rule has when": (
+        rules("- when: {phase: decode}", "  use: w8a8"),
+        3,
+        "rules[0].when is in the last rule",
+        "remove it",
+    ),
+    "early rule without when": (
+        rules("- use: w8a8", "- use: w4a16"),
+        3,
+        "rules[0] has no 'when'",
+        "move the rule to the end",
+    ),
+    "when null": (rules("- when:", "  use: w8a8", "- use: w8a8"), 3, "rules[0].when is null", "phase,"),
+    "when empty": (rules("- when: {}", "  use: w8a8", "- use: w8a8"), 3, "rules[0].when is empty", "phase,"),
+    "unknown when key": (
+        rules("- when:", "    phase: decode", "    batchsize: {max: 4}", "  use: w8a8", "- use: w8a8"),
+        5,
+        "rules[0].when.batchsize is an unknown key",
+        "phase, batch_size, tokens",
+    ),
+    "unknown phase": (
+        rules("- when: {phase: [decode, prefil]}", "  use: w8a8", "- use: w8a8"),
+        3,
+        'rules[0].when.phase is ["decode", "prefil"]',
+        "prefill, decode, mixed",
+    ),
+    "no phase": (rules("- when: {phase: []}", "  use: w8a8", "- use: w8a8"), 3, "phase is []", "prefill,"),
+    "phase a bool": (
+        rules("- when: {phase: on}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "phase is true",
+        "prefill,",
+    ),
+    "batch size beside prefill": (
+        rules("- when: {phase: [decode, mixed], batch_size: {max: 4}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "rules[0].when.batch_size is for a rule with 'phase: decode' only, but this one has decode, mixed",
+        "use 'tokens' instead",
+    ),
+    "batch size without phase": (
+        rules("- when: {batch_size: {max: 4}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "rules[0].when.batch_size",
+        "use 'tokens' instead",
+    ),
+    "tokens a number": (
+        rules("- when: {tokens: 4}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "tokens is 4",
+        "min, max",
+    ),
+    "tokens empty": (
+        rules("- when: {tokens: {}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "tokens is empty",
+        "min, max",
+    ),
+    "unknown bound": (
+        rules("- when: {tokens: {", "    maximum: 4}}", "  use: w8a8", "- use: w8a8"),
+        4,
+        "rules[0].when.tokens.maximum is an unknown key",
+        "min, max",
+    ),
+    "bound zero": (
+        rules("- when: {tokens: {min: 0}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "rules[0].when.tokens.min is 0",
+        "at least 1",
+    ),
+    "bound a bool": (
+        rules("- when: {tokens: {max: true}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "rules[0].when.tokens.max is true",
+        "whole number",
+    ),
+    "bound a fraction": (
+        rules("- when: {tokens: {max: 1.5}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "rules[0].when.tokens.max is 1.5",
+        "whole number",
+    ),
+    "bound a text": (
+        rules('- when: {tokens: {max: "8"}}', "  use: w8a8", "- use: w8a8"),
+        3,
+        'rules[0].when.tokens.max is "8"',
+        "whole number",
+    ),
+    "min above max": (
+        rules("- when: {phase: decode, batch_size: {min: 9, max: 8}}", "  use: w8a8", "- use: w8a8"),
+        3,
+        "rules[0].when.batch_size has min 9 above max 8",
+        "correct one",
+    ),
+    "use a number": (rules("- use: 8"), 3, "rules[0].use is 8", "name of a variant"),
+    "use a list": (rules("- use: [w8a8]"), 3, 'rules[0].use is ["w8a8"]', "name of a variant"),
+    "use not a variant name": (rules("- use: W8A8"), 3, "'W8A8' is not a variant name", "lower-case"),
+    "use without layers": (
+        rules("- use: {default: w8a8}"),
+        3,
+        "rules[0].use lacks the key 'layers'",
+        "default,",
+    ),
+    "use without default": (
+        rules('- use: {layers: {"0": w8a8}}'),
+        3,
+        "rules[0].use lacks the key 'default'",
+        "default, layers",
+    ),
+    "unknown use key": (
+        rules("- use:", "    default: w8a8", "    layer: {}"),
+        5,
+        "rules[0].use.layer is an unknown key",
+        "default, layers",
+    ),
+    "layers empty": (
+        rules("- use: {default: w8a8, layers: {}}"),
+        3,
+        "rules[0].use.layers is {}",
+        '"0-3": w8a8',
+    ),
+    "layers a list": (
+        rules("- use: {default: w8a8, layers: [0, 1]}"),
+        3,
+        "rules[0].use.layers is [0, 1]",
+        '"0-3": w8a8',
+    ),
+    "layers unreadable": (
+        rules("- use:", "    default: w8a8", "    layers:", "      first: w4a16"),
+        6,
+        "rules[0].use.layers.first does not name layers",
+        '"-4--1"',
+    ),
+    "layers with a leading zero": (
+        rules("- use: {default: w8a8, layers: {010: w4a16}}"),
+        3,
+        "rules[0].use.layers.010 does not name layers",
+        '"0-3"',
+    ),
+    "layers backwards": (
+        rules('- use: {default: w8a8, layers: {"3-0": w4a16}}'),
+        3,
+        "rules[0].use.layers.3-0 runs backwards",
+        'write "0-3"',
+    ),
+    "layers given twice": (
+        rules("- use:", "    default: w8a8", "    layers:", "      5: w4a16", '      "5": w8a8'),
+        7,
+        "rules[0].use.layers.5 was given in line 6 already",
+        "remove one",
+    ),
+    "layer variant a number": (
+        rules('- use: {default: w8a8, layers: {"0": 4}}'),
+        3,
+        "rules[0].use.layers.0 is 4",
+        "name of a variant",
+    ),
+    "duplicate key": (
+        rules("- use: w8a8", "  use: w4a16"),
+        4,
+        "rules[0].use was given in line 3 already",
+        "remove one",
+    ),
+    "key a list": (rules("- [use]: w8a8"), 3, "a key is a list", "write text"),
+    "shadowed": (
+        rules(
+            "- when: {phase: decode, batch_size: {max: 8}}",
+            "  use: w4a16",
+            "- when: {phase: decode}",
+            "  use: w8a8",
+            "- when: {phase: decode, batch_size: {min: 4}}",
+            "  use: w4a16",
+            "- use: w8a8",
+        ),
+        7,
+        "rules[2] can never match",
+        "remove or move",
+    ),
+    "shadowed by two together": (
+        rules(
+            "- when: {tokens: {max: 8}}",
+            "  use: w4a16",
+            "- when: {tokens: {min: 9, max: 20}}",
+            "  use: w8a8",
+            "- when: {phase: mixed, tokens: {max: 20}}",
+            "  use: w4a16",
+            "- use: w8a8",
+        ),
+        7,
+        "rules[2] can never match",
+        "remove or move",
+    ),
+    "empty file": ("", 1, "the policy is empty", "'schema' and 'rules'"),
+    "comments only": ("# nothing\n", 1, "the policy is empty", "'schema' and 'rules'"),
+    "syntax": (rules("- use: {default: w8a8"), 4, "not valid YAML", "correct the syntax"),
+    "tab": ("schema: x\nrules:\n\t- use: w8a8\n", 3, "not valid YAML", "correct the syntax"),
+    "two documents": (rules("- use: w8a8") + "---\nb: 1\n", 4, "not valid YAML", "correct the syntax"),
+    "unknown tag": (rules("- use: !python/name:os.system x"), 3, "not valid YAML", "correct the syntax"),
+    "impossible date": (rules("- use: 2024-13-40"), 3, "rules[0].use is '2024-13-40'", "quote it"),
+}
+
+
+@pytest.mark.parametrize(("text", "line", "problem", "advice"), BAD.values(), ids=BAD)
+def test_bad_file_is_refused(tmp_path: Path, text: str, line: int, problem: str, advice: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(FlexQuantError) as error:
+        load_policy(str(path))
+    message = str(error.value)
+    assert message.startswith(f"{path}, line {line}: ")
+    assert problem in message
+    assert advice in message.partition(problem)[2]
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"schema: \xff\xfe\n", "not valid YAML"),
+        (b"schema: a\x00b\n", "not valid YAML"),
+        (b"rules: &a [*a]\n", "an alias that contains itself"),
+    ],
+    ids=["not utf-8", "control character", "alias to itself"],
+)
+def test_unreadable_yaml_is_refused(tmp_path: Path, text: bytes, problem: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(text)
+    with pytest.raises(FlexQuantError) as error:
+        load_policy(str(path))
+    assert str(error.value).startswith(f"{path}: ")
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"rules": []}, "model's policy: the policy lacks the key 'schema'"),
+        (
+            {"schema": "flexquant.policy/v1", "rules": [{"use": True}]},
+            "model's policy: rules[0].use is true; give the name of a variant",
+        ),
+        ({1: 2}, "model's policy: 1 is an unknown key"),
+    ],
+)
+def test_bad_document_is_refused_without_a_line(document: dict, message: str) -> None:
+    with pytest.raises(FlexQuantError) as error:
+        parse_policy(document, source="model's policy")
+    assert str(error.value).startswith(message)
+
+
+def test_characters_that_json_writes_as_two_escapes_are_one() -> None:
+    description = "fast \U0001f680, caf\u00e9"
+    document = {"schema": "flexquant.policy/v1", "description": description, "rules": [{"use": "w8a8"}]}
+    policy = parse_policy_text(json.dumps(document).encode(), "posted", "posted")
+    assert policy.description == policy.document["description"] == description
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ('"description": "a \\ud83d"', "line 2: description is 'a \\ud83d', which cannot be read (half of a"),
+        ('"description": "\\ude00\\ud83d"', "which cannot be read (half of a character"),
+        ('"\\ud83d": 1', "line 2: a key cannot be read (half of a character"),
+        (f'"measured": {2**63}', f"line 2: measured is '{2**63}', which cannot be read (a number of more"),
+        (f'"measured": -{"9" * 300}', "which cannot be read (a number of more than 63 bit)"),
+        (f'"measured": {"59:" * 20}59', "which cannot be read (a number of more than 63 bit)"),
+    ],
+)
+def test_what_no_other_process_could_be_told_is_refused(entry: str, problem: str) -> None:
+    text = f'{{"schema": "flexquant.policy/v1", "rules": [{{"use": "w8a8"}}],\n{entry}}}'
+    with pytest.raises(FlexQuantError, match=re.escape(problem)) as error:
+        parse_policy_text(text.encode(), "posted", "posted")
+    assert str(error.value).encode()
+
+
+def test_a_few_lines_that_aliases_make_endless_are_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    (tmp_path / "bomb.yaml").write_text("\n".join([rules("- use: w8a8"), *lines]))
+    with pytest.raises(FlexQuantError, match="holds more than 100000 values, aliases written out"):
+        load_policy(str(tmp_path / "bomb.yaml"))
+
+
+def test_a_policy_of_very_many_rules_is_refused() -> None:
+    entries = [{"when": {"tokens": {"max": i}}, "use": "w8a8"} for i in range(1, 64)]
+    document = {"schema": "flexquant.policy/v1", "rules": [*entries, {"use": "w4a16"}]}
+    assert len(parse_policy(document).rules) == 64
+    with pytest.raises(FlexQuantError, match="has 65 rules; write at most 64"):
+        parse_policy(
+            document | {"rules": [{"when": {"tokens": {"max": 64}}, "use": "a"}, *entries, {"use": "a"}]}
+        )
+
+
+@pytest.mark.parametrize("path", ["missing.yaml", "missing.yml", "sub/missing"])
+def test_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FlexQuantError, match=rf"^{path}: .*No such file.*w4a8, w8a8$"):
+        load_policy(path)
+
+
+def test_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FlexQuantError, match="Is a directory"):
+        load_policy(str(tmp_path))
+
+
+def test_unknown_name_lists_the_builtin_ones() -> None:
+    with pytest.raises(FlexQuantError, match=f"'fast': .* {', '.join(builtin_policies())};"):
+        load_policy("fast")
+
+
+def test_file_without_suffix_is_found_unless_a_builtin_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "w8a8"):
+        Path(name).write_text(rules("- use: fp8"))
+    assert load_policy("mine").variants == ("fp8",)
+    assert load_policy("w8a8").variants == ("w8a8",)
+    assert load_policy("./w8a8").variants == ("fp8",)
