@@ -24,7 +24,7 @@ from flexquant.measuring.engine import engine
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 
 PROMPT = list(range(100, 116))
-TOKENS, TURNS = 8, 30
+TOKENS, TURNS = 8, 4
 """Of a request, and how often both kinds take turns in a round."""
 
 

@@ -14,8 +14,8 @@ from flexquant.measuring.comparison import Effort, compare
 
 def add_effort(parser: argparse.ArgumentParser) -> None:
     """Add the options that :func:`effort_of` reads."""
-    parser.add_argument("--rounds", type=int, default=20, help="at least (%(default)s)")
-    parser.add_argument("--max-rounds", type=int, default=120, help="at most (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=100, help="at least (%(default)s)")
+    parser.add_argument("--max-rounds", type=int, default=400, help="at most (%(default)s)")
     parser.add_argument("--width", type=float, default=0.01, help="of an interval, to stop (%(default)s)")
 
 
@@ -29,7 +29,8 @@ def compare_in_turns(
     """Time ``serve`` with and without what ``switch`` switches on, in rounds; return the ratio of times.
 
     In a round each is served ``turns`` times, in turn, since a machine's speed drifts, and the times of each
-    are added up. Both are one process's, so that no two processes differ by chance.
+    are added up. Few turns and many rounds: what disturbs the machine for a moment then spoils few ratios.
+    Both are one process's, so that no two processes differ by chance.
     """
     for on in (True, False):
         switch(on)

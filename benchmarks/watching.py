@@ -37,8 +37,8 @@ from flexquant.measuring.machine import describe_command, describe_machine, desc
 from flexquant.measuring.server import vllm_serve
 
 PROMPT = list(range(100, 116))
-WORKER_TOKENS, WORKER_TURNS = 8, 30
-SERVER_TOKENS, SERVER_TURNS = 32, 4
+WORKER_TOKENS, WORKER_TURNS = 8, 4
+SERVER_TOKENS, SERVER_TURNS = 32, 1
 """Of a request, and how often both kinds take turns in a round."""
 PAGE_SECONDS, SCRAPE_SECONDS = 2.0, 5.0
 TIMES_AS_OFTEN = 10
