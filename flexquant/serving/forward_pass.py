@@ -67,7 +67,7 @@ def describe_pass(
     elif (lengths <= tokens_per_sequence).any():
         phase = "mixed"
     requests = None if names is None else dict(zip(names, lengths.tolist(), strict=False))
-    return Pass(phase, tokens, len(lengths), longest, int(starts[-1] - starts[0]), requests)
+    return Pass(phase, tokens, len(lengths), longest, int(lengths.sum()), requests)
 
 
 class PassObserver:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Merging mixtures of experts: what is compared beside K and V, and what is stored once."""
+"""Merging mixtures of experts, and latent attention: what is compared beside K and V, what is stored once."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ SERVING = (
         "padding-counted-as-scheduled",
         "The trace says that padding was scheduled.",
         "flexquant/serving/forward_pass.py",
-        "longest, int(starts[-1] - starts[0]), requests)",
+        "longest, int(lengths.sum()), requests)",
         "longest, tokens, requests)",
         (PHASES,),
     ),
