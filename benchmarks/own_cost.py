@@ -4,10 +4,10 @@
 
     python -m benchmarks.own_cost MERGED --output benchmarks/results/own-cost.json
 
-One engine with a policy of one variant. In turns, vLLM calls FlexQuant's model, which describes the pass,
-looks the plan up, counts and times; or the variant's own model, of vLLM's class, with vLLM's own metadata
-builders: what stock vLLM runs for that variant's checkpoint. One sequence: the shortest passes, on which a
-fixed cost weighs most.
+One engine with a policy of one variant. From pass to pass, in turns, vLLM calls FlexQuant's model, which
+describes the pass, looks the plan up, counts and times; or the variant's own model, of vLLM's class, with
+vLLM's own metadata builders: what stock vLLM runs for that variant's checkpoint. One sequence: the shortest
+passes, on which a fixed cost weighs most.
 """
 
 from __future__ import annotations
@@ -18,21 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.results import git_commit
-from benchmarks.turns import add_effort, compare_in_turns, effort_of
+from benchmarks.turns import PASSES, Decoding, add_effort, compare_in_turns, effort_of
 from flexquant.measuring.comparison import Effort
 from flexquant.measuring.engine import engine
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 
-PROMPT = list(range(100, 116))
-TOKENS, TURNS = 8, 4
-"""Of a request, and how often both kinds take turns in a round."""
-
 
 def measure(folder: Path, variant: str, effort: Effort) -> dict[str, Any]:
     """Compare an engine that serves one variant through FlexQuant with itself without it."""
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     options: dict[str, Any] = {"max_model_len": 512, "enable_prefix_caching": False}
     with engine(folder, flexquant={"policy": variant}, **options) as llm:
         (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
@@ -40,19 +33,17 @@ def measure(folder: Path, variant: str, effort: Effort) -> dict[str, Any]:
         builders = [b for groups in runner.attn_groups for group in groups for b in group.metadata_builders]
         observed = [type(builder) for builder in builders]
 
+        decoding = Decoding(llm)
+
         def switch(on: bool) -> None:
+            decoding.prefill()
             runner.model = served if on else served.variants[variant]
             for builder, kind in zip(builders, observed, strict=True):
                 builder.__class__ = kind if on else kind.__mro__[1]
 
-        def serve() -> None:
-            llm.generate({"prompt_token_ids": PROMPT}, parameters, use_tqdm=False)
-
-        found = compare_in_turns(serve, switch, effort, TURNS)
-    passes = TURNS * TOKENS
-    return found | {
-        "pass_ms": round(1000 * sum(found["off_seconds"]) / len(found["off_seconds"]) / passes, 3),
-    }
+        found = compare_in_turns(decoding.step, switch, effort, PASSES)
+    seconds = sum(found["off_seconds"]) / len(found["off_seconds"])
+    return found | {"pass_ms": round(1000 * seconds / PASSES, 3)}
 
 
 def main() -> None:

@@ -7,20 +7,49 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexquant.measuring.comparison import Effort, compare
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
+PASSES = 8
+"""Of decoding each way in a round."""
+
 
 def add_effort(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`effort_of` reads."""
-    parser.add_argument("--rounds", type=int, default=100, help="at least (%(default)s)")
-    parser.add_argument("--max-rounds", type=int, default=400, help="at most (%(default)s)")
-    parser.add_argument("--width", type=float, default=0.01, help="of an interval, to stop (%(default)s)")
+    """Add the options that :func:`effort_of` reads: rounds are doubled until the interval is narrow."""
+    parser.add_argument("--rounds", type=int, default=400, help="at least (%(default)s)")
+    parser.add_argument("--max-rounds", type=int, default=1600, help="at most (%(default)s)")
+    parser.add_argument("--width", type=float, default=0.005, help="of an interval, to stop (%(default)s)")
 
 
 def effort_of(args: argparse.Namespace) -> Effort:
     return Effort(args.rounds, args.max_rounds, args.width)
+
+
+class Decoding:
+    """One sequence of an engine in this process, decoded pass by pass: the shortest passes there are."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine = llm.llm_engine
+        self._tokens = llm.model_config.max_model_len - 1
+        self._requests = 0
+
+    def prefill(self) -> None:
+        """Begin the sequence, or the next one if it has come to its end."""
+        from vllm import SamplingParams
+
+        if not self._engine.has_unfinished_requests():
+            self._requests += 1
+            parameters = SamplingParams(temperature=0, max_tokens=self._tokens, ignore_eos=True)
+            self._engine.add_request(str(self._requests), {"prompt_token_ids": [100]}, parameters)
+            self._engine.step()
+
+    def step(self) -> None:
+        """Decode a token."""
+        self._engine.step()
 
 
 def compare_in_turns(
@@ -29,17 +58,17 @@ def compare_in_turns(
     """Time ``serve`` with and without what ``switch`` switches on, in rounds; return the ratio of times.
 
     In a round each is served ``turns`` times, in turn, since a machine's speed drifts, and the times of each
-    are added up. Few turns and many rounds: what disturbs the machine for a moment then spoils few ratios.
-    Both are one process's, so that no two processes differ by chance.
+    are added up. The shorter what is served, the less of the drift lies between two that are compared, and
+    the more rounds, the fewer of them are spoilt by what disturbs the machine for a moment. Both are one
+    process's, so that no two processes differ by chance.
     """
     for on in (True, False):
         switch(on)
         serve()
     rounds: list[dict[bool, float]] = []
     ratios: list[float] = []
-    while len(rounds) < effort.rounds or (
-        len(rounds) < effort.max_rounds and not compare(ratios).is_narrow(effort.width)
-    ):
+    wanted = effort.rounds
+    while len(rounds) < wanted:
         seconds = {True: 0.0, False: 0.0}
         for turn in range(2 * turns):
             on = (turn + turn // 2 + len(rounds)) % 2 == 0  # on, off, off, on, ...
@@ -48,7 +77,9 @@ def compare_in_turns(
             serve()
             seconds[on] += time.perf_counter() - began
         rounds.append(seconds)
-        ratios = [times[True] / times[False] for times in rounds]
+        ratios.append(seconds[True] / seconds[False])
+        if len(rounds) == wanted and not compare(ratios).is_narrow(effort.width):
+            wanted = min(2 * wanted, effort.max_rounds)
     found = compare(ratios)
     return {
         "ratio": found.ratio,

@@ -12,7 +12,8 @@ Two ratios over paired rounds, each of one process, so that no two processes dif
   is over 1 in that ratio, divided by ten, is what they cost: ``once`` has it, with its interval.
 
 Both answer one request at a time: the shortest passes, on which a fixed cost weighs most. Watched and
-unwatched requests take turns within a round, since a machine's speed drifts.
+unwatched passes of the engine, and requests to the server, take turns within a round, since a machine's
+speed drifts.
 """
 
 from __future__ import annotations
@@ -26,31 +27,27 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.results import git_commit
-from benchmarks.turns import add_effort, compare_in_turns, effort_of
+from benchmarks.turns import PASSES, Decoding, add_effort, compare_in_turns, effort_of
 from flexquant.measuring.comparison import Effort
 from flexquant.measuring.engine import engine
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.measuring.server import vllm_serve
 
 PROMPT = list(range(100, 116))
-WORKER_TOKENS, WORKER_TURNS = 8, 4
-SERVER_TOKENS, SERVER_TURNS = 32, 1
-"""Of a request, and how often both kinds take turns in a round."""
+SERVER_TOKENS = 8
 PAGE_SECONDS, SCRAPE_SECONDS = 2.0, 5.0
 TIMES_AS_OFTEN = 10
 
 
 def measure_worker(model: Path, effort: Effort) -> dict[str, Any]:
     """Compare an engine that writes everything down with itself when it writes nothing."""
-    from vllm import SamplingParams
-
     from flexquant.serving.pass_records import PassRecords
 
-    parameters = SamplingParams(temperature=0, max_tokens=WORKER_TOKENS, ignore_eos=True)
     with tempfile.TemporaryDirectory() as folder:
         options = {"trace": str(Path(folder) / "trace.jsonl"), "requests": True}
         with engine(model, flexquant=options, max_model_len=512, enable_prefix_caching=False) as llm:
@@ -60,14 +57,14 @@ def measure_worker(model: Path, effort: Effort) -> dict[str, Any]:
             if written.counted() is None:
                 raise RuntimeError("this engine does not count, so that there is nothing to compare")
 
+            decoding = Decoding(llm)
+
             def watched(on: bool) -> None:
+                decoding.prefill()
                 served.records = written if on else silent
                 served.observer.request_names = names if on else None
 
-            def serve() -> None:
-                llm.generate({"prompt_token_ids": PROMPT}, parameters, use_tqdm=False)
-
-            return compare_in_turns(serve, watched, effort, WORKER_TURNS)
+            return compare_in_turns(decoding.step, watched, effort, PASSES)
 
 
 def read(url: str) -> None:
@@ -119,7 +116,10 @@ def measure_server(model: Path, effort: Effort) -> dict[str, Any]:
                     reply.read()
 
             with watcher(url.removesuffix("/v1")) as watched:
-                found = compare_in_turns(serve, watched, effort, SERVER_TURNS)
+                # Ten times as often: an interval ten times as wide says as much of what they cost.
+                found = compare_in_turns(
+                    serve, watched, replace(effort, width=TIMES_AS_OFTEN * effort.width), turns=1
+                )
     once = {name: 1 + (found[name] - 1) / TIMES_AS_OFTEN for name in ("ratio", "low", "high")}
     return found | {"once": once}
 

@@ -16,6 +16,8 @@ import yaml
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.sidecars import recipe_name
+from flexquant.documents.yaml_document import from_yaml
+from flexquant.errors import FlexQuantError
 
 OUR_RECIPES = "flexquant.recipe/"
 NOT_VERSIONS = ("model", "weights_sha256", "calibration_rows_sha256")
@@ -29,9 +31,17 @@ def describe_origins(variants: Sequence[str], files: Mapping[str, Path]) -> str:
 def _describe(variant: str, path: Path | None) -> str:
     if path is None:
         return f"- `{variant}`: its source came without a recipe."
-    document = _read(path)
-    if document is None:
+    try:
+        document = from_yaml(path.read_bytes(), str(path), "recipe", [OUR_RECIPES]).data
+        return _describe_ours(variant, document)
+    except (FlexQuantError, LookupError, TypeError, ValueError, AttributeError):
         return f"- `{variant}`: by `{recipe_name(variant)}`, as it came with the source."
+
+
+def _describe_ours(variant: str, document: JsonObject) -> str:
+    """Tell a recipe that FlexQuant wrote for one variant; any other lacks something and raises one of many errors."""
+    if not document["schema"].startswith(OUR_RECIPES):
+        raise ValueError
     made, calibration = document["made_with"], document.get("calibration")
     (section,) = document["variants"].values()
     modifiers = [
@@ -53,17 +63,6 @@ def _describe(variant: str, path: Path | None) -> str:
             *modifiers,
         ]
     )
-
-
-def _read(path: Path) -> JsonObject | None:
-    """Return a recipe that FlexQuant wrote for one variant; None for any other."""
-    try:
-        document = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError:
-        return None
-    if not isinstance(document, dict) or not str(document.get("schema", "")).startswith(OUR_RECIPES):
-        return None
-    return document if "made_with" in document and len(document["variants"]) == 1 else None
 
 
 def _short(value: Any) -> str:

@@ -31,6 +31,7 @@ SUBCOMMANDS = (
     "policy",
     "eval",
     "sensitivity",
+    "search",
     "tune",
     "simulate",
     "predict",

@@ -76,7 +76,7 @@ def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Docum
     ``keys`` are what a ``kind`` of document needs, for the last of these messages.
     """
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _DatesAsText(text)
         root = loader.get_single_node()
         if root is None or (isinstance(root, yaml.ScalarNode) and not root.value):
             needed = " and ".join(f"'{key}'" for key in keys)
@@ -94,6 +94,14 @@ def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Docum
         raise FlexQuantError(
             f"{source}: nested too deeply, or an alias that contains itself; write it flat"
         ) from e
+
+
+class _DatesAsText(yaml.SafeLoader):
+    """Read dates as text, as JSON does, whatever else is loaded: lm-format-enforcer, which vLLM may import,
+    gives :class:`yaml.SafeLoader` itself another constructor of dates."""
+
+
+_DatesAsText.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
 
 
 def to_yaml(data: dict[str, Any], compact: bool = False) -> str:

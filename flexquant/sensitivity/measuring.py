@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Score one plan after another on one engine, against the log-probabilities of a reference.
 
-Prompts are prefilled in the higher precision always, and their continuations decoded by the plan, so that
+Prompts are prefilled in the highest precision always, and their continuations decoded by the plan, so that
 nothing but decoding differs from plan to plan. What has been measured is kept in a file after every plan,
 and a run that was stopped goes on from there.
 """
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,43 +28,52 @@ from flexquant.evaluation.text import hash_text, read_rows
 from flexquant.measuring.engine import engine, environment, prepare_environment
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.rules import SCHEMA as POLICY_SCHEMA
+from flexquant.policy.rules import Policy
+from flexquant.sensitivity.plans import Layers, all_in, describe, rule_use, with_layer
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-SCHEMA = "flexquant.sensitivity/v1"
-LOWERED, RAISED = "lowered", "raised"
-
-
-def plan_name(direction: str, layer: int) -> str:
-    """Return what results call the plan in which one layer alone is in the other precision."""
-    return f"{direction} {layer}"
+SCHEMA = "flexquant.sensitivity/v2"
+Measure = Callable[[Layers], list[float]]
+"""Returns a plan's mean KL divergence of every row to the reference, in nats a token."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is measured: every layer of a merged checkpoint alone in the lower and in the higher precision."""
+    """What is measured: plans of a merged checkpoint, on rows of a text, against a reference."""
 
     subject: Subject
-    higher: str
-    """The variant of higher precision, which prefills."""
-    lower: str
+    variants: Mapping[str, Policy]
+    """Those that layers may be in, by name, with the policy that runs every pass in it; the most precise
+    first, which also prefills."""
     text: Path
     reference: str | None
-    """Folder or Hugging Face id of the 16-bit model; None: the higher variant is the reference."""
+    """Folder or Hugging Face id of the 16-bit model; None: the most precise variant is the reference."""
     settings: Settings
     """With one batch size."""
 
-    def plans(self) -> dict[str, Any]:
-        """Return by name what each plan's rule uses: both variants alone first, then layer by layer."""
-        found: dict[str, Any] = {self.higher: self.higher, self.lower: self.lower}
-        for layer in range(self.subject.num_layers):
-            for direction, most, one in (
-                (LOWERED, self.higher, self.lower),
-                (RAISED, self.lower, self.higher),
-            ):
-                found[plan_name(direction, layer)] = {"default": most, "layers": {str(layer): one}}
-        return found
+    @property
+    def highest(self) -> str:
+        return next(iter(self.variants))
+
+    def layer_by_layer(self) -> list[Layers]:
+        """Return every plan that tells of one layer, after the variants alone.
+
+        All layers but one are in the highest precision or in the lowest, and that one in another.
+        """
+        number = self.subject.num_layers
+        alone = [all_in(variant, number) for variant in self.variants]
+        return [
+            *alone,
+            *(
+                with_layer(base, layer, variant)
+                for base in (alone[0], alone[-1])
+                for layer in range(number)
+                for variant in self.variants
+                if variant != base[layer]
+            ),
+        ]
 
     def described(self) -> dict[str, Any]:
         """Return what a file of results is of, as data that JSON can hold."""
@@ -71,55 +82,92 @@ class Study:
             "checkpoint": folder_label(self.subject.folder),
             "files": {f.name: f.stat().st_size for f in sorted(self.subject.folder.glob("*.safetensors"))},
             "reference": None if self.reference is None else Path(self.reference).name,
-            "higher": self.higher,
-            "lower": self.lower,
+            "variants": list(self.variants),
             "layers": self.subject.num_layers,
             "settings": {**asdict(self.settings), "batch_sizes": list(self.settings.batch_sizes)},
             "text": {"file": self.text.name, "sha256": hash_text(self.text)},
         }
 
-    # vLLM's second model runner has another interface for logits processors.
-    @environment(VLLM_USE_V2_MODEL_RUNNER="0")
     def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Measure what ``file`` does not hold yet, and return the document that it holds then.
+        """Measure layer by layer what ``file`` does not hold yet; return the document that it holds then.
 
-        ``kl`` of the document holds by plan the mean KL divergence of every row to the reference, in nats a
-        token. ``progress`` gets a line for every plan. Raises FlexQuantError for a text that is too short,
-        and for a file of another study unless it may be overwritten.
+        ``kl`` of the document holds by plan (:func:`flexquant.sensitivity.plans.describe`) the mean KL
+        divergence of every row to the reference, in nats a token. ``progress`` gets a line for every plan.
+        Raises FlexQuantError for a text that is too short, and for a file of another study unless it may be
+        overwritten.
+        """
+        with self.measuring(file, overwrite=overwrite, progress=progress) as (document, measure):
+            self.measure_layers(document, measure, progress)
+        return document
+
+    def measure_layers(
+        self, document: dict[str, Any], measure: Measure, progress: Callable[[str], None]
+    ) -> None:
+        """Measure layer by layer, by what :meth:`measuring` yields, what its document does not hold yet."""
+        plans = self.layer_by_layer()
+        missing = [plan for plan in plans if describe(plan) not in document["kl"]]
+        for number, plan in enumerate(missing, 1):
+            progress(f"{describe(plan)} ({len(plans) - len(missing) + number} of {len(plans)})")
+            measure(plan)
+
+    @contextmanager
+    def measuring(
+        self, file: Path, *, overwrite: bool, progress: Callable[[str], None]
+    ) -> Iterator[tuple[dict[str, Any], Measure]]:
+        """Yield the document of ``file``, and what measures a plan and keeps it there.
+
+        The engine is started by the first plan that the document does not hold.
         """
         prepare_environment()
         rows = read_rows(self.text, self.subject.tokenizer, self.settings)
         document = self._load(file, overwrite)
-        plans = self.plans()
-        missing = [name for name in plans if name not in document["kl"]]
-        if not missing:
-            return document
+        score: Measure | None = None
+        # vLLM's second model runner has another interface for logits processors.
+        with environment(VLLM_USE_V2_MODEL_RUNNER="0"), ExitStack() as stack:
+
+            def measure(layers: Layers) -> list[float]:
+                nonlocal score
+                name = describe(layers)
+                if name not in document["kl"]:
+                    score = score or stack.enter_context(self._scoring(rows, progress))
+                    document["kl"][name] = score(layers)
+                    self._save(file, document)
+                found: list[float] = document["kl"][name]
+                return found
+
+            yield document, measure
+
+    @contextmanager
+    def _scoring(self, rows: list[list[int]], progress: Callable[[str], None]) -> Iterator[Measure]:
+        """Yield what scores a plan on an engine with all variants, after the reference has been scored."""
         (batch_size,) = self.settings.batch_sizes
         options = engine_options(batch_size, self.settings.prompt_tokens, self.settings.row_tokens)
         with tempfile.TemporaryDirectory(prefix="flexquant-sensitivity-") as folder:
-            stored = Path(folder, "reference")
+            stored, scores = Path(folder, "reference"), Path(folder, "scores")
             check_free_space(stored, 4 * len(rows) * self.settings.tokens * self.subject.vocab_size)
             if self.reference is not None:
                 progress(f"the reference {self.reference}")
                 with engine(self.reference, **options) as llm:
-                    self._score(llm, rows, Path(folder, "scores"), store_in=stored)
+                    self._score(llm, rows, scores, store_in=stored)
             # Eager on every device: a compiled engine builds no plans that its policy has not.
             policy = Path(folder, "policy.json")
-            policy.write_text(json.dumps(self._policy(self.lower)))
+            _, *others = self.variants  # all of them are loaded
+            mixed = tuple(islice(cycle(others), self.subject.num_layers))
+            policy.write_text(json.dumps(self._policy(rule_use(mixed))))
             eager = {**options, "enforce_eager": True}
             with engine(self.subject.folder, flexquant={"policy": str(policy)}, **eager) as llm:
                 if self.reference is None:
-                    progress(f"the reference {self.higher}")
-                    self._take(llm, self.higher)
-                    self._score(llm, rows, Path(folder, "scores"), store_in=stored)
-                for number, name in enumerate(missing):
-                    progress(f"{name} ({len(plans) - len(missing) + number + 1} of {len(plans)})")
-                    self._take(llm, plans[name])
-                    scores = self._score(llm, rows, Path(folder, f"plan-{number}"), compare_with=stored)
-                    assert scores.kl is not None
-                    document["kl"][name] = [float(mean) for mean in scores.kl.mean(axis=1)]
-                    self._save(file, document)
-        return document
+                    progress(f"the reference {self.highest}")
+                    self._take(llm, self.highest)
+                    self._score(llm, rows, scores, store_in=stored)
+
+                def score(layers: Layers) -> list[float]:
+                    self._take(llm, rule_use(layers))
+                    found = self._score(llm, rows, scores, compare_with=stored)
+                    assert found.kl is not None
+                    return [float(mean) for mean in found.kl.mean(axis=1)]
+
+                yield score
 
     def _load(self, file: Path, overwrite: bool) -> dict[str, Any]:
         described = self.described()
@@ -150,9 +198,13 @@ class Study:
 
     def _policy(self, use: Any) -> dict[str, Any]:
         """Return the policy that decodes by a plan."""
+        derived: dict[str, Any] = {}
+        for policy in self.variants.values():
+            derived |= policy.document.get("derive", {})
         return {
             "schema": POLICY_SCHEMA,
-            "rules": [{"when": {"phase": ["prefill", "mixed"]}, "use": self.higher}, {"use": use}],
+            **({"derive": derived} if derived else {}),
+            "rules": [{"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}, {"use": use}],
         }
 
     def _take(self, llm: LLM, use: Any) -> None:

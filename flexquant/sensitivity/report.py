@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flexquant.errors import FlexQuantError
-from flexquant.sensitivity.measuring import LOWERED, RAISED, plan_name
+from flexquant.sensitivity.plans import Layers, all_in, describe, with_layer
 
 RESAMPLES = 10_000
 
@@ -33,15 +33,6 @@ class Estimate:
         return f"{self.mean:.2g} ({self.low:.2g} to {self.high:.2g})"
 
 
-@dataclass(frozen=True)
-class LayerEffect:
-    layer: int
-    costs: Estimate
-    """What the KL divergence grows by when this layer alone is in the lower precision."""
-    wins: Estimate
-    """What it shrinks by when this layer alone is in the higher precision."""
-
-
 def estimate(rows: Any) -> Estimate:
     """Return the mean of ``rows``, numbers by row, with its interval."""
     values = np.asarray(rows, dtype=np.float64)
@@ -52,65 +43,84 @@ def estimate(rows: Any) -> Estimate:
     return Estimate(float(values.mean()), float(low), float(high))
 
 
-def layer_effects(document: dict[str, Any]) -> list[LayerEffect]:
-    """Return what every layer costs and wins, in the order of the layers."""
-    kl = {name: np.array(rows) for name, rows in document["kl"].items()}
-    higher, lower = kl[document["higher"]], kl[document["lower"]]
-    return [
-        LayerEffect(
-            layer,
-            estimate(kl[plan_name(LOWERED, layer)] - higher),
-            estimate(lower - kl[plan_name(RAISED, layer)]),
-        )
-        for layer in range(document["layers"])
-    ]
+def costs(document: dict[str, Any], layer: int, variant: str) -> Estimate:
+    """Return what the KL divergence grows by when this layer alone leaves the highest precision."""
+    base = all_in(document["variants"][0], document["layers"])
+    return estimate(_kl(document, with_layer(base, layer, variant)) - _kl(document, base))
+
+
+def wins(document: dict[str, Any], layer: int, variant: str) -> Estimate:
+    """Return what the KL divergence shrinks by when this layer alone leaves the lowest precision."""
+    base = all_in(document["variants"][-1], document["layers"])
+    return estimate(_kl(document, base) - _kl(document, with_layer(base, layer, variant)))
+
+
+def _kl(document: dict[str, Any], layers: Layers) -> np.ndarray:
+    return np.array(document["kl"][describe(layers)])
 
 
 def format_table(document: dict[str, Any]) -> str:
-    """Return a Markdown table of the layers, those first that win most in the higher precision."""
-    higher, lower = document["higher"], document["lower"]
-    of = document["reference"] or f"{higher} itself"
-    effects = sorted(layer_effects(document), key=lambda effect: effect.wins.mean, reverse=True)
-    rows = [f"| {effect.layer} | {effect.costs} | {effect.wins} |" for effect in effects]
-    all_higher, all_lower = (estimate(document["kl"][variant]) for variant in (higher, lower))
+    """Return a Markdown table of the layers, those first that win most in the highest precision."""
+    variants, number = document["variants"], document["layers"]
+    of = document["reference"] or f"{variants[0]} itself"
+    alone = ", ".join(f"{v} {estimate(_kl(document, all_in(v, number)))}" for v in variants)
+    effects = _effects(document)
+    ranking = sorted(range(number), key=lambda layer: effects[-1][1][layer].mean, reverse=True)
     return "\n".join(
         [
-            f"KL divergence to {of}, nats a token: all layers in {higher} {all_higher}, "
-            f"in {lower} {all_lower}.",
+            f"KL divergence to {of}, nats a token, with all layers in one variant: {alone}.",
             "",
-            f"| layer | costs in {lower}, all others in {higher} | wins in {higher}, all others in {lower} |",
-            "| --- | --- | --- |",
-            *rows,
+            f"| layer | {' | '.join(title for title, _ in effects)} |",
+            "| --- |" + " --- |" * len(effects),
+            *(f"| {layer} | {' | '.join(str(found[layer]) for _, found in effects)} |" for layer in ranking),
         ]
     )
 
 
+def _effects(document: dict[str, Any]) -> list[tuple[str, list[Estimate]]]:
+    """Return what is told of every layer, with its title; last what it wins in the highest precision."""
+    variants, layers = document["variants"], range(document["layers"])
+    highest, lowest = variants[0], variants[-1]
+    return [
+        *(
+            (f"costs in {v}, all others in {highest}", [costs(document, layer, v) for layer in layers])
+            for v in variants[1:]
+        ),
+        *(
+            (f"wins in {v}, all others in {lowest}", [wins(document, layer, v) for layer in layers])
+            for v in reversed(variants[:-1])
+        ),
+    ]
+
+
 def save_plot(document: dict[str, Any], file: Path) -> None:
     """Draw what every layer costs and wins, as a PNG; raises FlexQuantError without matplotlib."""
+    figure_of, canvas_of = matplotlib()
+    figure = figure_of(figsize=(9, 4.5), layout="constrained")
+    canvas = canvas_of(figure)
+    axes = figure.subplots()
+    effects = _effects(document)
+    for number, (title, found) in enumerate(effects):
+        means = np.array([e.mean for e in found])
+        apart = np.array([[e.mean - e.low for e in found], [e.high - e.mean for e in found]])
+        places = np.arange(len(found)) + 0.3 * (number / max(1, len(effects) - 1) - 0.5)
+        axes.errorbar(
+            places, means, yerr=np.where(np.isfinite(apart), apart, 0), fmt="o", capsize=2, label=title
+        )
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.set_xlabel("decoder layer")
+    axes.set_ylabel("KL divergence, nats a token")
+    axes.set_title(f"{document['checkpoint']}: each layer alone in another precision")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2)
+    canvas.print_figure(file, format="png")
+
+
+def matplotlib() -> tuple[Any, Any]:
+    """Return the classes that draw a figure into a file; raise FlexQuantError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as e:
         raise FlexQuantError('plots need matplotlib; install it with: pip install "flexquant[eval]"') from e
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    effects = layer_effects(document)
-    higher, lower = document["higher"], document["lower"]
-    for name, offset, found in (
-        (f"costs in {lower}, all others in {higher}", -0.15, [effect.costs for effect in effects]),
-        (f"wins in {higher}, all others in {lower}", 0.15, [effect.wins for effect in effects]),
-    ):
-        means = np.array([e.mean for e in found])
-        apart = np.array([[e.mean - e.low for e in found], [e.high - e.mean for e in found]])
-        places = np.arange(len(found)) + offset
-        axes.errorbar(
-            places, means, yerr=np.where(np.isfinite(apart), apart, 0), fmt="o", capsize=2, label=name
-        )
-    axes.axhline(0, color="grey", linewidth=0.8)
-    axes.set_xlabel("decoder layer")
-    axes.set_ylabel("KL divergence, nats a token")
-    axes.set_title(f"{document['checkpoint']}: each layer alone in the other precision")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2)
-    canvas.print_figure(file, format="png")
+    return Figure, FigureCanvasAgg

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import Phase
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from flexquant.serving.vllm_api import AttentionBackend, CommonAttentionMetadata, ForwardContext
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """What one forward pass holds."""
 
     phase: Phase
@@ -49,15 +47,24 @@ UNKNOWN = Pass("prefill", 0, 0, 0, 0)
 
 
 def describe_pass(
-    query_start_loc: torch.Tensor, tokens: int, tokens_per_sequence: int, names: Sequence[str] | None = None
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    tokens: int,
+    tokens_per_sequence: int,
+    names: Sequence[str] | None = None,
 ) -> Pass:
     """Describe a pass of ``tokens`` tokens by where the tokens of each sequence start.
 
-    ``query_start_loc``: int32 [sequences + 1], on the host; padding sequences have no tokens.
-    ``tokens_per_sequence`` is what a decoding sequence contributes: 1, plus any speculated tokens. ``names``
-    are those of the requests, in the order of the sequences; None: they are not followed.
+    ``query_start_loc``: int32 [sequences + 1], on the host; padding sequences come last and have no tokens.
+    No sequence has more than ``max_query_len``. ``tokens_per_sequence`` is what a decoding sequence
+    contributes: 1, plus any speculated tokens. ``names`` are those of the requests, in the order of the
+    sequences; None: they are not followed.
     """
     starts = query_start_loc.numpy()
+    if max_query_len == 1:  # most passes of a server: a few operations, not a dozen
+        sequences = int(starts[-1])
+        ones = None if names is None else dict.fromkeys(names[:sequences], 1)
+        return Pass("decode", tokens, sequences, 1, sequences, ones)
     lengths = starts[1:] - starts[:-1]
     lengths = lengths[lengths > 0]
     longest = int(lengths.max(initial=0))
@@ -135,7 +142,7 @@ class PassObserver:
             return None
         described = getattr(metadata.get(self._first_layer), "flexquant_pass", UNKNOWN)
         self._left_over = None
-        return described if described.tokens == tokens else replace(described, tokens=tokens)
+        return described if described.tokens == tokens else described._replace(tokens=tokens)
 
     def settle(self) -> None:
         """Tell of the last pass, if it was replayed."""
@@ -157,7 +164,11 @@ class PassObserver:
         # A FULL graph is replayed with metadata of its padded size; other passes learn theirs in read().
         names = self.request_names() if self.request_names is not None else None
         found = describe_pass(
-            common.query_start_loc_cpu, common.num_actual_tokens, self._tokens_per_sequence, names
+            common.query_start_loc_cpu,
+            common.max_query_len,
+            common.num_actual_tokens,
+            self._tokens_per_sequence,
+            names,
         )
         prefilling = common.is_prefilling
         is_own = self.is_warming_up or self._is_interrupted

@@ -17,6 +17,8 @@ import multiprocessing
 import os
 import tempfile
 from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.utils import floatToGoString
 from vllm.config import CUDAGraphMode
 
+from flexquant.errors import FlexQuantError
 from flexquant.serving.forward_pass import Pass
 from flexquant.serving.metric_names import (
     FORWARD,
@@ -90,7 +93,56 @@ def metrics_of_worker(vllm_config: VllmConfig) -> PassMetrics | None:
 
 Labels = tuple[tuple[str, str], ...]
 """Names and values."""
+FILE_BYTES = 1 << 20
+"""Of a file of counters; a plan and phase takes 12 KiB at most."""
 SIZE_ENDS = [floatToGoString(end) for end in (*SIZE_BUCKETS, float("inf"))]
+
+
+def shared_file(file: Path) -> MmapedDict:
+    """Return the numbers of a new file, whose FILE_BYTES are its own from the start.
+
+    The library maps a file with holes, and a write to a hole ends the process when the disk is full. Raises
+    FlexQuantError where there is no place.
+    """
+    try:
+        with file.open("wb") as f:
+            os.posix_fallocate(f.fileno(), 0, FILE_BYTES)
+    except OSError as e:
+        raise FlexQuantError(
+            f"cannot write {FILE_BYTES >> 10} KiB of metrics to {file} ({e.strerror}); make room there, or "
+            "set TMPDIR to a folder on another disk"
+        ) from e
+    return MmapedDict(str(file))
+
+
+class SharedNumber:
+    """A number in shared memory that nobody else changes, so that it need not be read there."""
+
+    __slots__ = ("_key", "_memory", "_value")
+
+    def __init__(self, memory: MmapedDict, key: str) -> None:
+        self._memory = memory
+        self._key = key
+        self._value, _ = memory.read_value(key)
+
+    def add(self, amount: float) -> None:
+        self._value += amount
+        self._memory.write_value(self._key, self._value, 0.0)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Those of one plan and phase."""
+
+    forward: SharedNumber
+    tokens: SharedNumber
+    padded_tokens: SharedNumber
+    seconds: SharedNumber
+    size: SharedNumber
+    """Sum of all sizes."""
+    buckets: list[SharedNumber]
+    """Passes by size, in the order of SIZE_ENDS."""
+    replays: Callable[[CUDAGraphMode], SharedNumber]
 
 
 class PassMetrics:
@@ -99,15 +151,14 @@ class PassMetrics:
     def __init__(self, folder: Path, labels: Labels, device: torch.device) -> None:
         """``labels`` are those of every metric; ``device`` runs the passes."""
         self._labels = labels
-        self._counters = MmapedDict(str(folder / f"counter_flexquant{os.getpid()}.db"))
-        self._sizes = MmapedDict(str(folder / f"histogram_flexquant{os.getpid()}.db"))
+        self._counters = shared_file(folder / f"counter_flexquant{os.getpid()}.db")
+        self._sizes = shared_file(folder / f"histogram_flexquant{os.getpid()}.db")
         # Of several engines that tell the same the largest value is shown.
-        self._gauges = MmapedDict(str(folder / f"gauge_max_flexquant{os.getpid()}.db"))
-        self._key = functools.cache(self._make_key)
-        self._buckets = functools.cache(self._make_buckets)
-        self._timer = PassTimer(device, self._add_seconds)
-        self._last: Labels = ()
-        """Plan and phase of the pass that was counted last."""
+        self._gauges = shared_file(folder / f"gauge_max_flexquant{os.getpid()}.db")
+        self._of = functools.cache(self._make_counters)
+        self._timer: PassTimer[SharedNumber] = PassTimer(device, SharedNumber.add)
+        self._seconds: SharedNumber | None = None
+        """Those of the plan and phase that were counted last."""
         self._policy: Labels | None = None
 
     def announce_weights(self, nbytes: dict[str, int]) -> None:
@@ -128,17 +179,21 @@ class PassMetrics:
 
     def count_pass(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
         """Count a pass; ``graph``: the mode of the CUDA graphs that it runs from."""
-        self._last = labels = (("plan", plan), ("phase", forward_pass.phase))
-        self._add(FORWARD, 1, *labels)
-        self._add(TOKENS, forward_pass.scheduled_tokens, *labels)
-        self._add(PADDED_TOKENS, forward_pass.tokens, *labels)
-        self._observe_size(forward_pass, labels)
+        counters = self._of(plan, forward_pass.phase)
+        self._seconds = counters.seconds
+        counters.forward.add(1)
+        counters.tokens.add(forward_pass.scheduled_tokens)
+        counters.padded_tokens.add(forward_pass.tokens)
+        size = forward_pass.sequences if forward_pass.phase == "decode" else forward_pass.scheduled_tokens
+        counters.buckets[bisect_left(SIZE_BUCKETS, size)].add(1)
+        counters.size.add(size)
         if graph != CUDAGraphMode.NONE:
-            self._add(REPLAYS, 1, *labels, ("mode", graph.name))
+            counters.replays(graph).add(1)
 
     def end_pass(self) -> None:
         """The pass that was counted last has ended."""
-        self._timer.end(self._last)
+        if self._seconds is not None:
+            self._timer.end(self._seconds)
 
     def counted(self) -> list[dict[str, str | float]]:
         """Return a record for each plan and phase that has run: the counters by their names."""
@@ -152,32 +207,28 @@ class PassMetrics:
                 cell[name] = value
         return list(cells.values())
 
-    def _add_seconds(self, labels: Labels, seconds: float) -> None:
-        self._add(SECONDS, seconds, *labels)
+    def _make_counters(self, plan: str, phase: str) -> Counters:
+        labels = (("plan", plan), ("phase", phase))
 
-    def _observe_size(self, forward_pass: Pass, labels: Labels) -> None:
-        decodes = forward_pass.phase == "decode"
-        size = forward_pass.sequences if decodes else forward_pass.scheduled_tokens
-        add_to(self._sizes, self._buckets(labels)[bisect_left(SIZE_BUCKETS, size)], 1)
-        add_to(self._sizes, self._key(SIZE, f"{SIZE}_sum", labels), size)
+        def counter(metric: str, *more: tuple[str, str]) -> SharedNumber:
+            return SharedNumber(self._counters, self._key(metric, f"{metric}_total", (*labels, *more)))
 
-    def _make_buckets(self, labels: Labels) -> list[str]:
-        keys = [self._make_key(SIZE, f"{SIZE}_bucket", (*labels, ("le", end))) for end in SIZE_ENDS]
-        for key in keys:
-            add_to(self._sizes, key, 0)
-        return keys
+        def of_size(sample: str, *more: tuple[str, str]) -> SharedNumber:
+            return SharedNumber(self._sizes, self._key(SIZE, f"{SIZE}_{sample}", (*labels, *more)))
 
-    def _add(self, metric: str, amount: float, *labels: tuple[str, str]) -> None:
-        add_to(self._counters, self._key(metric, f"{metric}_total", labels), amount)
+        return Counters(
+            forward=counter(FORWARD),
+            tokens=counter(TOKENS),
+            padded_tokens=counter(PADDED_TOKENS),
+            seconds=counter(SECONDS),
+            buckets=[of_size("bucket", ("le", end)) for end in SIZE_ENDS],
+            size=of_size("sum"),
+            replays=functools.cache(lambda mode: counter(REPLAYS, ("mode", mode.name))),
+        )
 
     def _set(self, metric: str, value: float, *labels: tuple[str, str]) -> None:
         self._gauges.write_value(self._key(metric, metric, labels), float(value), 0.0)
 
-    def _make_key(self, metric: str, sample: str, labels: Labels) -> str:
+    def _key(self, metric: str, sample: str, labels: Labels) -> str:
         named = dict(self._labels + labels)
         return mmap_key(metric, sample, list(named), list(named.values()), HELP[metric])
-
-
-def add_to(values: MmapedDict, key: str, amount: float) -> None:
-    value, _ = values.read_value(key)
-    values.write_value(key, value + amount, 0.0)

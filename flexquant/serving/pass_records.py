@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -73,6 +72,6 @@ class PassRecords:
         """Return what the last pass held and its plan, as the trace writes it; None before the first."""
         if self._last is None:
             return None
-        described = asdict(self._last[0])
+        described = self._last[0]._asdict()
         del described["requests"]
         return {**described, "plan": self._last[1]}

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
+import msgspec
 from vllm.config import VllmConfig
 
 from flexquant.errors import FlexQuantError
@@ -32,19 +32,20 @@ class Trace:
 
     def __init__(self, path: str) -> None:
         try:
-            self._file: TextIO = open(path, "w", buffering=1)  # noqa: SIM115 - lives as long as the model
+            self._file: BinaryIO = open(path, "wb", buffering=0)  # noqa: SIM115 - lives as long as the model
         except OSError as e:
             raise FlexQuantError(f"cannot write the trace '{path}' ({e.strerror}); name another file") from e
+        self._encode = msgspec.json.Encoder().encode
 
     def begin(self, header: dict[str, Any]) -> None:
         """Write what is served; comes before every :meth:`record`."""
         self._write(header)
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(self._encode(record) + b"\n")
 
     def record(self, forward_pass: Pass, plan: str) -> None:
-        record = {**vars(forward_pass), "plan": plan}
+        record = {**forward_pass._asdict(), "plan": plan}
         if forward_pass.requests is None:
             del record["requests"]
         self._write(record)

@@ -20,6 +20,7 @@ from tests import programs, readme
 BIN = Path(sys.executable).parent
 FEW = {
     "eval": "--samples 4 --batch-sizes 4 --prompt-tokens 32 --tokens 8 --no-questions",
+    "search": "--samples 1 --batch-size 1 --prompt-tokens 8 --tokens 2",
     "sensitivity": "--samples 1 --batch-size 1 --prompt-tokens 8 --tokens 2",
     "tune": "--quick --rounds 1 --max-batch 4 --max-tokens 32",
 }

@@ -13,11 +13,13 @@ import pytest
 from flexquant import cli
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.settings import Settings
+from flexquant.sensitivity.plans import describe, with_layer
 from tests.checkpoints import make_checkpoint
 from tests.conftest import STARTS
 
 pytestmark = pytest.mark.engine
 LAYERS = 3
+HIGHER, LAST_RAISED = "w8a8 0-2", "w4a16 0-1, w8a8 2"
 NUMBERS = {"batch_size": 2, "samples": 4, "prompt_tokens": 16, "tokens": 6}
 POLICY = """
 schema: flexquant.policy/v1
@@ -54,19 +56,25 @@ def document(arguments: list[str], folder: Path) -> dict[str, Any]:
 
 
 def test_every_plan_is_measured_on_every_row(document: dict[str, Any]) -> None:
-    layered = {f"{direction} {layer}" for direction in ("lowered", "raised") for layer in range(LAYERS)}
-    assert document["kl"].keys() == {"w8a8", "w4a16", *layered}
+    alone = [("w8a8",) * LAYERS, ("w4a16",) * LAYERS]
+    layered = [
+        with_layer(base, layer, other)
+        for base, other in zip(alone, ("w4a16", "w8a8"), strict=True)
+        for layer in range(LAYERS)
+    ]
+    assert document["kl"].keys() == {describe(plan) for plan in (*alone, *layered)}
     assert all(len(rows) == NUMBERS["samples"] and min(rows) > 0 for rows in document["kl"].values())
     assert len({tuple(rows) for rows in document["kl"].values()}) == len(document["kl"])
 
 
 @pytest.mark.parametrize(
-    ("name", "most", "one"), [("lowered 1", "w8a8", "w4a16"), ("raised 1", "w4a16", "w8a8")]
+    ("name", "most", "one"),
+    [("w8a8 0, w4a16 1, w8a8 2", "w8a8", "w4a16"), ("w4a16 0, w8a8 1, w4a16 2", "w4a16", "w8a8")],
 )
 def test_the_numbers_are_those_of_an_evaluation_of_the_plan(
     document: dict[str, Any], folder: Path, merged: Path, name: str, most: str, one: str
 ) -> None:
-    policy = folder / f"{name.replace(' ', '-')}.yaml"
+    policy = folder / f"{one}-in-the-middle.yaml"
     policy.write_text(POLICY.format(most=most, one=one))
     settings = Settings((2,), NUMBERS["samples"], NUMBERS["prompt_tokens"], NUMBERS["tokens"])
     found = evaluate(
@@ -95,13 +103,13 @@ def test_a_run_that_was_stopped_goes_on(
     document: dict[str, Any], arguments: list[str], folder: Path, pytestconfig: pytest.Config
 ) -> None:
     file = folder / "results" / "sensitivity.json"
-    begun = {**document, "kl": {n: rows for n, rows in document["kl"].items() if n != "raised 2"}}
-    begun["kl"]["w8a8"] = [9.0] * NUMBERS["samples"]
+    begun = {**document, "kl": {n: rows for n, rows in document["kl"].items() if n != LAST_RAISED}}
+    begun["kl"][HIGHER] = [9.0] * NUMBERS["samples"]
     file.write_text(json.dumps(begun))
     assert cli.main(["sensitivity", *arguments]) == 0
     found = json.loads(file.read_text())["kl"]
-    assert found["raised 2"] == pytest.approx(document["kl"]["raised 2"], rel=1e-4)
-    assert found["w8a8"] == [9.0] * NUMBERS["samples"], "it was not measured again"
+    assert found[LAST_RAISED] == pytest.approx(document["kl"][LAST_RAISED], rel=1e-4)
+    assert found[HIGHER] == [9.0] * NUMBERS["samples"], "it was not measured again"
     before = pytestconfig.stash[STARTS]["engines"]
     assert cli.main(["sensitivity", *arguments]) == 0
     assert pytestconfig.stash[STARTS]["engines"] == before

@@ -38,6 +38,12 @@ def test_other_recipes_are_named_and_missing_ones_said(tmp_path):
         "default_stage: {default_modifiers: {}}",
         "- : [",
         RECIPE.split("made")[0],
+        RECIPE.replace("seed: 7", "seed: !!int x"),
+        RECIPE.replace("length: 512, ", ""),
+        RECIPE.replace("model: org/model, ", ""),
+        RECIPE.replace("  int8:\n", "  int4: {}\n  int8:\n"),
+        "schema: flexquant.recipe/v1\nvariants: 7\nmade_with: 8\n",
+        "[" * 5000,
     ):
         recipe.write_text(text)
         found = describe_origins(["w8a8", "w4a16"], {"recipe.w8a8.yaml": recipe})

@@ -243,7 +243,12 @@ BAD = {
     "tab": ("schema: x\nrules:\n\t- use: w8a8\n", 3, "not valid YAML", "correct the syntax"),
     "two documents": (rules("- use: w8a8") + "---\nb: 1\n", 4, "not valid YAML", "correct the syntax"),
     "unknown tag": (rules("- use: !python/name:os.system x"), 3, "not valid YAML", "correct the syntax"),
-    "impossible date": (rules("- use: 2024-13-40"), 3, "rules[0].use is '2024-13-40'", "quote it"),
+    "date for a number": (
+        rules("- when: {tokens: {max: 2024-13-40}}", "  use: w8a8", "- use: w4a16"),
+        3,
+        'rules[0].when.tokens.max is "2024-13-40"',
+        "whole number",
+    ),
 }
 
 

@@ -9,35 +9,37 @@ import math
 import numpy as np
 import pytest
 
-from flexquant.sensitivity.report import estimate, format_table, layer_effects
+from flexquant.policy.rules import parse_policy
+from flexquant.sensitivity.plans import Layers, describe, rule_use, with_layer
+from flexquant.sensitivity.report import costs, estimate, format_table, wins
 
+HIGH, MIDDLE, LOW = "w8a8", "w4a8", "w4a16"
+KL = {
+    (HIGH, HIGH): [0.1, 0.3],
+    (LOW, LOW): [1.0, 2.0],
+    (LOW, HIGH): [0.2, 0.5],
+    (HIGH, LOW): [0.1, 0.3],
+}
 DOCUMENT = {
     "checkpoint": "m",
     "reference": "r",
-    "higher": "w8a8",
-    "lower": "w4a16",
+    "variants": [HIGH, LOW],
     "layers": 2,
-    "kl": {
-        "w8a8": [0.1, 0.3],
-        "w4a16": [1.0, 2.0],
-        "lowered 0": [0.2, 0.5],
-        "lowered 1": [0.1, 0.3],
-        "raised 0": [0.9, 1.7],
-        "raised 1": [0.5, 1.0],
-    },
+    "kl": {describe(layers): rows for layers, rows in KL.items()},
 }
 
 
 def test_differences_are_taken_row_by_row() -> None:
-    first, second = layer_effects(DOCUMENT)
-    assert first.costs.mean == pytest.approx(0.15) and second.costs.mean == 0
-    assert first.wins.mean == pytest.approx(0.2) and second.wins.mean == pytest.approx(0.75)
-    assert first.costs.low == pytest.approx(0.1) and first.costs.high == pytest.approx(0.2)
+    first, second = (costs(DOCUMENT, layer, LOW) for layer in (0, 1))
+    assert first.mean == pytest.approx(0.15) and second.mean == 0
+    assert first.low == pytest.approx(0.1) and first.high == pytest.approx(0.2)
+    won = [wins(DOCUMENT, layer, HIGH).mean for layer in (0, 1)]
+    assert won == pytest.approx([1.3, 1.15])
 
 
 def test_the_layer_that_wins_most_comes_first() -> None:
     rows = [line.split(" | ")[0] for line in format_table(DOCUMENT).splitlines() if line[2:3].isdecimal()]
-    assert rows == ["| 1", "| 0"]
+    assert rows == ["| 0", "| 1"]
 
 
 def test_the_interval_is_that_of_the_mean() -> None:
@@ -50,3 +52,34 @@ def test_the_interval_is_that_of_the_mean() -> None:
 
 def test_one_row_has_no_interval() -> None:
     assert (estimate([2.0]).low, estimate([2.0]).high) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ((HIGH,) * 3, "w8a8 0-2"),
+        ((HIGH, LOW, LOW), "w8a8 0, w4a16 1-2"),
+        ((LOW, HIGH, MIDDLE, MIDDLE, LOW), "w4a16 0, w8a8 1, w4a8 2-3, w4a16 4"),
+    ],
+)
+def test_a_plan_is_told_by_its_runs(layers: Layers, text: str) -> None:
+    assert describe(layers) == text
+
+
+@pytest.mark.parametrize(
+    "layers", [(HIGH,) * 3, (LOW, HIGH, LOW, LOW), (LOW, HIGH, HIGH, MIDDLE, LOW, LOW, HIGH, LOW)]
+)
+def test_a_policy_reads_back_the_plan_that_was_written(layers: Layers) -> None:
+    document = {
+        "schema": "flexquant.policy/v1",
+        "derive": {MIDDLE: {"from": LOW, "activations": "int8"}},
+        "rules": [{"use": rule_use(layers)}],
+    }
+    if MIDDLE not in layers:
+        del document["derive"]
+    (rule,) = parse_policy(document, "the plan").rules
+    found = (rule.variant,) * len(layers)
+    for run in rule.layers:
+        for layer in range(run.first, run.last + 1):
+            found = with_layer(found, layer, run.variant)
+    assert found == layers

@@ -32,6 +32,22 @@ MEASURING = (
         ("tests/unit/test_evaluation.py::test_kl_divergence_by_hand",),
     ),
     Fault(
+        "what-costs-time-counts-for-nothing",
+        "The layer that wins most is raised first, whatever its time.",
+        "flexquant/search/chain.py",
+        "won / longer if longer > 0",
+        "won if longer > 0",
+        ("tests/unit/test_search.py::test_of_three_variants_a_layer_takes_what_wins_most_for_its_time",),
+    ),
+    Fault(
+        "plan-of-the-wrong-passes",
+        "The searched plan decodes as many sequences as there are layers, not as many as were asked for.",
+        "flexquant/search/report.py",
+        'if rule.matches("decode", sequences, sequences)',
+        'if rule.matches("decode", len(found.chosen.layers), 1)',
+        ("tests/unit/test_search.py",),
+    ),
+    Fault(
         "crossing-inverted",
         "A range ends where the variant that follows is slower.",
         "flexquant/tuning/deciding.py",

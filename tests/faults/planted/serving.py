@@ -52,6 +52,22 @@ SERVING = (
         (PHASES,),
     ),
     Fault(
+        "metrics-with-holes",
+        "The files that a worker counts in have no bytes until they are written.",
+        "flexquant/serving/metrics.py",
+        "os.posix_fallocate(f.fileno(), 0, FILE_BYTES)",
+        "f.truncate(FILE_BYTES)",
+        ("tests/unit/test_metrics_files.py::test_every_byte_has_its_place_on_the_disk",),
+    ),
+    Fault(
+        "padding-decodes-too",
+        "Where every sequence has one token, those that pad a CUDA graph are counted.",
+        "flexquant/serving/forward_pass.py",
+        "sequences = int(starts[-1])",
+        "sequences = len(starts) - 1",
+        (PHASES,),
+    ),
+    Fault(
         "aux-hidden-states-of-one-plan",
         "EAGLE-3 gets the hidden states that it drafts from in the passes of one plan only.",
         "flexquant/serving/model.py",
@@ -95,9 +111,9 @@ SERVING = (
         "route-from-stale-metadata",
         "A pass takes the plan of the pass before it.",
         "flexquant/serving/forward_pass.py",
-        "        return described if described.tokens == tokens else replace(described, tokens=tokens)\n",
+        "        return described if described.tokens == tokens else described._replace(tokens=tokens)\n",
         "        self._read, before = described, getattr(self, '_read', described)\n"
-        "        return replace(before, tokens=tokens)\n",
+        "        return before._replace(tokens=tokens)\n",
         (PHASES,),
     ),
     Fault(

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Find which layers decode in which precision, under a budget of quality, time or layers.
+
+Measures what each layer costs and wins, as 'flexquant sensitivity' does and in the same file. Then it raises
+one layer after another from the lowest precision to the highest, the one that wins most for its time first,
+and measures such plans whole, since what layers win does not add up. The times are those of the policy, which
+'flexquant tune' wrote. The policy that it writes is that one, with the plan in the rule that decodes as many
+sequences as --sequences says.
+
+examples:
+  flexquant search out --text text.txt --reference model --policy tuned.yaml --output results --max-kl 0.05
+  flexquant search out --text text.txt --policy tuned.yaml --output results --layers 8 --compare
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from flexquant.cli._arguments import parse_count
+from flexquant.cli._study import add_study, study_of, tell
+from flexquant.errors import FlexQuantError, UsageError
+
+HELP = "find which layers decode in which precision, and write the policy"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_study(parser, "searched.yaml, searched.md and searched.png, beside sensitivity.json")
+    parser.add_argument(
+        "--policy",
+        metavar="POLICY",
+        help="policy with measured times, from 'flexquant tune' (default: the one stored in the checkpoint)",
+    )
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--max-kl", type=float, metavar="X", help="most KL divergence, nats a token")
+    budget.add_argument(
+        "--max-slowdown", type=float, metavar="X", help="e.g. 0.1: 10 %% slower than the fastest variant"
+    )
+    budget.add_argument("--layers", type=parse_count, metavar="N", help="raise so many layers")
+    parser.add_argument(
+        "--sequences",
+        type=parse_count,
+        default=1,
+        metavar="N",
+        help="of the decode pass whose time counts, --batch-size of those scored (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="measure plans that raise as many layers beside it: first, last, at both ends, random",
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from flexquant.checkpoint.output import staged_file
+    from flexquant.evaluation.report import writable_folder
+    from flexquant.policy.choose import choose_policy, find_measured
+    from flexquant.search.budget import Budget
+    from flexquant.search.report import format_table, policy_document, policy_text, save_plot
+    from flexquant.search.searching import Search
+    from flexquant.sensitivity.plans import describe
+
+    budget = Budget(args.max_kl, args.max_slowdown, args.layers)
+    study = study_of(args)
+    stored = study.subject.checkpoint.merged.policy
+    measured = find_measured(args.policy, stored)
+    if measured is None:
+        raise UsageError(f"{args.folder} stores no measured times; give a tuned policy as --policy")
+    _, base = choose_policy(args.policy, stored)
+    search = Search(study, measured[0], budget, args.sequences, args.compare)
+    with writable_folder(args.output, "--output") as folder:
+        found = search.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
+    document = policy_document(base, found, dict(study.variants), budget, args.sequences)
+    table = format_table(found)
+    print(table)
+    for name, text in (("searched.yaml", policy_text(document, found)), ("searched.md", table + "\n")):
+        with staged_file(folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
+    print(f"chosen: {describe(found.chosen.layers)}; wrote {folder / 'searched.yaml'}")
+    try:
+        with staged_file(folder / "searched.png") as partial:
+            save_plot(found, partial)
+    except FlexQuantError as e:
+        print(f"no plot: {e}", file=sys.stderr)
+    return document

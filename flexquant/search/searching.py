@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""One search: measure layer by layer, propose plans, measure these whole, choose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy.pass_times import PassTimes
+from flexquant.search.budget import Budget, Measured
+from flexquant.search.chain import greedy_chain, raised
+from flexquant.sensitivity.measuring import Measure, Study
+from flexquant.sensitivity.plans import Layers, all_in
+from flexquant.sensitivity.report import wins
+
+RANDOM_PLANS = 3
+LAST = 3
+"""Of the proposed plans that keep to a budget, those that raise most; more is not always better."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has measured, and chosen."""
+
+    document: dict[str, Any]
+    """That of the study, with every plan that has been measured."""
+    chosen: Measured
+    searched: list[Measured]
+    """Each variant alone, each layer alone in another variant, and the plans that these proposed."""
+    others: dict[str, Measured]
+    """By what they are, plans with as many layers raised that no measurement chose, if asked for."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Looks for the best plan of decode passes under a budget."""
+
+    study: Study
+    times: PassTimes
+    """Of every variant, measured by `flexquant tune` or predicted."""
+    budget: Budget
+    sequences: int = 1
+    """Of the decode pass whose time counts."""
+    compare: bool = False
+    """Whether to measure plans beside the chosen one that no measurement chose."""
+
+    def __post_init__(self) -> None:
+        self.budget.check_layers(self.study.subject.num_layers)
+        missing = [variant for variant in self.study.variants if variant not in self.times.variants]
+        if missing:
+            raise FlexQuantError(
+                f"the policy has times of {', '.join(self.times.variants)}, not of {', '.join(missing)}; "
+                "give one that 'flexquant tune' wrote for these variants"
+            )
+
+    def run(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> Found:
+        """Measure what ``file`` does not hold yet, and choose; raise FlexQuantError if no plan will do."""
+        number = self.study.subject.num_layers
+        seconds = {variant: self._seconds(all_in(variant, number)) for variant in self.study.variants}
+        with self.study.measuring(file, overwrite=overwrite, progress=progress) as (document, measure):
+
+            def measured(plan: Layers) -> Measured:
+                return Measured(plan, fmean(measure(plan)), self._seconds(plan))
+
+            self.study.measure_layers(document, measure, progress)
+            chain = greedy_chain(lambda layer, v: wins(document, layer, v).mean, seconds, number)
+            progress("whole plans")
+            if self.budget.max_kl is not None:
+                proposed = self._bisect(chain, measure)
+            else:
+                proposed = list(filter(self._allowed, chain))[-LAST:]
+            plans = [measured(plan) for plan in dict.fromkeys((*self.study.layer_by_layer(), *proposed))]
+            chosen = self.budget.choose([plan for plan in plans if self._allowed(plan.layers)])
+            others = (
+                {name: measured(plan) for name, plan in self._others(chosen.layers)} if self.compare else {}
+            )
+        return Found(document, chosen, plans, others)
+
+    def _allowed(self, plan: Layers) -> bool:
+        fastest = min(self._seconds(all_in(variant, len(plan))) for variant in self.study.variants)
+        return self.budget.allows(self._raised(plan), self._seconds(plan) / fastest - 1)
+
+    def _raised(self, plan: Layers) -> int:
+        """Return how many layers are not in the lowest precision."""
+        *_, lowest = self.study.variants
+        return sum(variant != lowest for variant in plan)
+
+    def _seconds(self, plan: Layers) -> float:
+        return self.times.seconds(plan, "decode", self.sequences)
+
+    def _bisect(self, chain: list[Layers], measure: Measure) -> list[Layers]:
+        """Return the plans of the chain beside the first that keeps to the budget's KL divergence."""
+        assert self.budget.max_kl is not None
+        first, last = 0, len(chain) - 1
+        while first < last:
+            middle = (first + last) // 2
+            if fmean(measure(chain[middle])) <= self.budget.max_kl:
+                last = middle
+            else:
+                first = middle + 1
+        return chain[max(0, first - 1) : first + 2]
+
+    def _others(self, layers: Layers) -> list[tuple[str, Layers]]:
+        """Return plans that raise as many layers as ``layers`` does, by what they are."""
+        number, (highest, *_, lowest) = len(layers), self.study.variants
+        count = self._raised(layers)
+        places = {
+            "first": range(count),
+            "last": range(number - count, number),
+            "first and last": [*range((count + 1) // 2), *range(number - count // 2, number)],
+        }
+        drawn = random.Random(self.study.settings.seed)
+        for index in range(1, RANDOM_PLANS + 1):
+            places[f"random {index}"] = drawn.sample(range(number), count)
+        return [(name, raised(list(chosen), highest, lowest, number)) for name, chosen in places.items()]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A search measures layers and whole plans, and writes the policy that decodes by the best one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from flexquant import cli
+from flexquant.documents.yaml_document import to_yaml
+from flexquant.evaluation.evaluating import evaluate
+from flexquant.evaluation.settings import Settings
+from flexquant.policy.rules import load_policy
+from flexquant.sensitivity.plans import describe
+from tests.checkpoints import make_checkpoint
+from tests.pass_times import CROSSED, make_times
+
+pytestmark = pytest.mark.engine
+LAYERS, SAMPLES, PROMPT, TOKENS = 3, 4, 16, 6
+TUNED = {
+    "schema": "flexquant.policy/v1",
+    "rules": [
+        {"when": {"phase": ["prefill", "mixed"]}, "use": "w8a8"},
+        {"when": {"phase": "decode", "batch_size": {"max": 4}}, "use": "w4a16"},
+        {"use": "w8a8"},
+    ],
+    "measured": make_times(CROSSED).to_data(),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("search")
+    (folder / "text.txt").write_text(Path(__file__).read_text() * 4)
+    (folder / "tuned.yaml").write_text(to_yaml(TUNED))
+    make_checkpoint(folder / "16-bit", scheme=None, num_layers=LAYERS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def merged(tiny_merged: Any) -> Path:
+    return tiny_merged(num_layers=LAYERS) / "merged"
+
+
+@pytest.fixture(scope="module")
+def arguments(merged: Path, folder: Path) -> list[str]:
+    files = ["--text", str(folder / "text.txt"), "--reference", str(folder / "16-bit")]
+    files += ["--policy", str(folder / "tuned.yaml"), "--output", str(folder / "results")]
+    numbers = ["--batch-size", "2", "--samples", str(SAMPLES)]
+    numbers += ["--prompt-tokens", str(PROMPT), "--tokens", str(TOKENS)]
+    return ["search", str(merged), *files, *numbers]
+
+
+@pytest.fixture(scope="module")
+def searched(arguments: list[str], folder: Path) -> dict[str, float]:
+    """The KL divergence of every plan that a search for one layer has measured."""
+    assert cli.main([*arguments, "--layers", "1", "--compare"]) == 0
+    return read_kl(folder)
+
+
+def read_kl(folder: Path) -> dict[str, float]:
+    document = json.loads((folder / "results" / "sensitivity.json").read_text())
+    return {plan: fmean(rows) for plan, rows in document["kl"].items()}
+
+
+def chosen_plan(folder: Path) -> str:
+    (line,) = [
+        line for line in (folder / "results" / "searched.md").read_text().splitlines() if "**chosen**" in line
+    ]
+    return line.split(" | ")[0].removeprefix("| ")
+
+
+def test_of_one_layer_the_best_is_chosen(searched: dict[str, float], folder: Path) -> None:
+    plans = [
+        describe(layers)
+        for layers in itertools.product(("w8a8", "w4a16"), repeat=LAYERS)
+        if layers.count("w8a8") == 1
+    ]
+    assert searched[chosen_plan(folder)] == min(searched[plan] for plan in plans)
+    assert (folder / "results" / "searched.png").stat().st_size > 1000
+
+
+def test_the_policy_decodes_by_the_plan_where_the_given_one_took_the_lowest_variant(
+    searched: dict[str, float], folder: Path, merged: Path
+) -> None:
+    file = folder / "results" / "searched.yaml"
+    prompts, small, large = load_policy(str(file)).rules
+    assert (prompts.variants, large.variants) == (("w8a8",), ("w8a8",))
+    assert small.batch_size.max == 4 and set(small.variants) == {"w4a16", "w8a8"}
+    found = evaluate(
+        merged,
+        folder / "text.txt",
+        reference=folder / "16-bit",
+        policies=[str(file)],
+        questions=[],
+        settings=Settings((2,), SAMPLES, PROMPT, TOKENS),
+    )
+    (result,) = [result for result in found["results"] if result["policy"] == file.name]
+    assert result["quality"]["mean_kl"] == pytest.approx(searched[chosen_plan(folder)], rel=1e-4)
+
+
+def test_the_fastest_plan_that_loses_no_more_is_chosen(
+    searched: dict[str, float], arguments: list[str], folder: Path
+) -> None:
+    most = (searched["w8a8 0-2"] + searched["w4a16 0-2"]) / 2
+    assert cli.main([*arguments, "--max-kl", str(most)]) == 0
+    kl, plan = read_kl(folder), chosen_plan(folder)
+    assert kl[plan] <= most
+    rows = (folder / "results" / "searched.md").read_text().splitlines()[2:]
+    faster = rows[: next(number for number, row in enumerate(rows) if "**chosen**" in row)]
+    assert faster
+    assert all(kl[row.split(" | ")[0].removeprefix("| ")] > most for row in faster)
+
+
+def test_a_loss_that_no_plan_keeps_to_names_the_nearest(
+    searched: dict[str, float], arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (folder / "results" / "searched.yaml").read_bytes()
+    assert cli.main([*arguments, "--max-kl", "0"]) == 1
+    nearest = min(searched, key=lambda plan: searched[plan])
+    assert f"no plan loses at most 0 nats a token; the nearest, {nearest}, loses" in capsys.readouterr().err
+    assert (folder / "results" / "searched.yaml").read_bytes() == before
+
+
+def test_more_layers_than_there_are_is_wrong_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*arguments, "--layers", str(LAYERS + 1)]) == 2
+    assert "the model has 3 layers, not 4; give --layers up to that" in capsys.readouterr().err
