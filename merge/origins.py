@@ -39,7 +39,7 @@ def _describe(variant: str, path: Path | None) -> str:
 
 
 def _describe_ours(variant: str, document: JsonObject) -> str:
-    """Tell a recipe that FlexQuant wrote for one variant; any other lacks something and raises one of many errors."""
+    """Tell a recipe that FlexQuant wrote for one variant; of any other, raise what its form brings about."""
     if not document["schema"].startswith(OUR_RECIPES):
         raise ValueError
     made, calibration = document["made_with"], document.get("calibration")

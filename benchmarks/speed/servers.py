@@ -62,9 +62,8 @@ class ServerOptions:
         return {
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            # On a CPU, whole GiB; and threads that spin while they wait would slow the server under load.
+            # On a CPU, whole GiB.
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(self.kv_cache_gib or 1))),
-            "OMP_WAIT_POLICY": "PASSIVE",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
             **subject.environment,

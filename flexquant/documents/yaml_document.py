@@ -100,8 +100,10 @@ class _DatesAsText(yaml.SafeLoader):
     """Read dates as text, as JSON does, whatever else is loaded: lm-format-enforcer, which vLLM may import,
     gives :class:`yaml.SafeLoader` itself another constructor of dates."""
 
-
-_DatesAsText.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+    yaml_constructors = {
+        **yaml.SafeLoader.yaml_constructors,
+        "tag:yaml.org,2002:timestamp": yaml.SafeLoader.construct_yaml_str,
+    }
 
 
 def to_yaml(data: dict[str, Any], compact: bool = False) -> str:

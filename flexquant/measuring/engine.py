@@ -22,8 +22,6 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     # On a CPU vLLM would claim nine tenths of the memory for the KV cache, in GiB here; a GPU ignores it.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    # Threads that spin while they wait slow everything down as soon as another process wants the cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
