@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 import pytest
 
 from tests.cores import take_cores
+
+# Engines and servers of tests share cores: one whose threads spin while they wait takes them from the others.
+# OpenMP reads this where torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 STARTS = pytest.StashKey[Counter[str]]()
 """By kind: engines in this process, and programs."""

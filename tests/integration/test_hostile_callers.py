@@ -53,7 +53,7 @@ NO_POLICIES = {
     "as many dashes": b"- " * 60_000,
     "closed brackets": b"[" * 3000 + b"]" * 3000,
     "a Python object": b'!!python/object/apply:os.system ["true"]',
-    "a day that is none": RULES.format('"description": 2001-99-99').encode(),
+    "a day that is none": RULES.format('"derive": 2001-99-99').encode(),
     "a mapping as a key": b"{{a: 1}: 2}",
     "too many rules": b'{"schema": "flexquant.policy/v1", "rules": [' + b'{"use": "w8a8"},' * 100 + b"]}",
 }
