@@ -160,6 +160,8 @@ SPEED = RESULTS / "smollm2-135m-cpu"
 SPEED_ON_GPU = RESULTS / "llama-3.1-8b-h100"
 SPEED_ON_AVX512 = RESULTS / "1.5b-avx512"
 TUNED_ON_AVX512 = "flexquant:benchmarks/results/tuning/1.5b-avx512.yaml"
+SPEED_ON_ZEN = RESULTS / "1.5b-zen4"
+TUNED_ON_ZEN = "flexquant:benchmarks/results/tuning/1.5b-zen4.yaml"
 STATICS = ("w8a8", "w4a16")
 ROUTED = "flexquant:phase-batch"
 SPEED_METRICS = ("TTFT ms", "TPOT ms", "tokens/s")
@@ -224,6 +226,22 @@ def avx512_speed() -> str:
 
 def avx512_ratios() -> str:
     return ratio_table(by_workload(read_cells(SPEED_ON_AVX512), "serving"), constant=False)
+
+
+def zen_speed() -> str:
+    return speed(SPEED_ON_ZEN, ("w8a8",), TUNED_ON_ZEN)
+
+
+def zen_ratios() -> str:
+    """FlexQuant over static W8A8 by kind of requests, and over all of them together."""
+    measured = by_workload(read_cells(SPEED_ON_ZEN), "serving")
+    together = {name: summarise(measured, TUNED_ON_ZEN, METRICS[name][0]).together for name in LATENCIES}
+    words = " and ".join(
+        f"{name.removesuffix(' ms')} is {found.ratio:.3f} ({found.low:.3f} – {found.high:.3f}) times that of "
+        f"static W8A8 ({said(found, name)})"
+        for name, found in together.items()
+    )
+    return f"{ratio_table(measured, constant=False)}\n\nOver all of these its {words}."
 
 
 def cpu_kernels() -> str:
@@ -294,8 +312,8 @@ def simulated() -> str:
 
 def main() -> int:
     functions = (policies, methods, smoothing, merging, merging_memory, speed, speed_ratios, tuned, simulated)
-    machines = (gpu_speed, gpu_ratios, gpu_kernels, avx512_speed, avx512_ratios, cpu_kernels)
-    servers = (own_cost, watching, disaggregated)
+    machines = (gpu_speed, gpu_ratios, gpu_kernels, avx512_speed, avx512_ratios, zen_speed, zen_ratios)
+    servers = (cpu_kernels, own_cost, watching, disaggregated)
     blocks = {f.__name__: f for f in (*functions, *machines, *servers)}
     wrong = False
     for page in PAGES:
