@@ -25,6 +25,26 @@ rules:
     use: {default: w8a8, layers: {"0": w4a16}}
   - use: w8a8
 """
+FLOOR = """
+schema: flexquant.policy/v1
+rules:
+  - when: {phase: decode, since_prompt: {max: 3}}
+    use: w8a8
+  - when: {phase: decode}
+    use: w4a16
+  - use: w8a8
+"""
+TRIGGERED = """
+schema: flexquant.policy/v1
+experimental:
+  trigger: {signal: entropy, aggregate: mean, enter: 2.5, leave: 1.5, dwell: 2}
+rules:
+  - when: {phase: decode, unsure: true}
+    use: w8a8
+  - when: {phase: decode}
+    use: w4a16
+  - use: w8a8
+"""
 
 
 def rules(*lines: str) -> str:

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.cli._arguments import parse_count
 from flexquant.policy.choose import DEFAULT_POLICY, choose_policy
+from flexquant.policy.moments import Span
 from flexquant.policy.pass_times import device_name
 from flexquant.policy.routes import build_route_table, matching_rules
-from flexquant.policy.rules import PHASES, builtin_policies, load_policy
+from flexquant.policy.rules import PHASES, Phase, builtin_policies, load_policy
 from flexquant.policy.times_table import format_times
+from flexquant.policy.trigger import describe_trigger
 from flexquant.serving.client import ADMIN_KEY, apply_policy
 
 HELP = "list, validate, show and apply policies"
@@ -101,9 +103,10 @@ def _show(args: argparse.Namespace) -> dict[str, Any]:
     if args.model is None:
         _, policy = choose_policy(args.policy)
         rows = [
-            (phase, first, last, rule.plan_text)
+            Row(phase, span, first, last, rule.plan_text)
             for phase in PHASES
-            for first, last, rule in matching_rules(policy, phase, args.max_tokens)
+            for span in policy.spans(phase)
+            for first, last, rule in matching_rules(policy, phase, args.max_tokens, moment=span.moment)
         ]
     else:
         config, num_layers = read_merged_config(args.model)
@@ -112,19 +115,18 @@ def _show(args: argparse.Namespace) -> dict[str, Any]:
             policy, config.variants, num_layers, args.max_tokens, mixable=config.mixable_groups
         )
         rows = [
-            (phase, interval.min_tokens, interval.max_tokens, interval.plan.name)
+            Row(phase, span, interval.min_tokens, interval.max_tokens, interval.plan.name)
             for phase in PHASES
-            for interval in table.intervals(phase)
+            for span in table.spans(phase)
+            for interval in table.intervals(phase, span.moment)
         ]
         result["num_layers"] = num_layers
         result["plans"] = {plan.name: list(plan.layers) for plan in table.plans}
 
     print(f"{policy.name}: {policy.description}" if policy.description else policy.name)
-    print(f"{'phase':<8}  {'forward pass of':<22}  plan")
-    for phase, first, last, plan in rows:
-        unit = "sequences" if phase == "decode" else "tokens"
-        size = f"{first} or more" if last == sys.maxsize else f"{first} to {last}"
-        print(f"{phase:<8}  {f'{size} {unit}':<22}  {plan}")
+    print("\n".join(_table(rows)))
+    if policy.trigger is not None:
+        print(f"unsure: {describe_trigger(policy.trigger)}")
     if policy.measured is not None:
         origin = policy.measured.origin
         print(f"\nmeasured: {origin.get('model')}, {device_name(origin)}, {origin.get('date')}")
@@ -134,12 +136,13 @@ def _show(args: argparse.Namespace) -> dict[str, Any]:
         "description": policy.description,
         "routes": [
             {
-                "phase": phase,
-                "min_tokens": first,
-                "max_tokens": None if last == sys.maxsize else last,
-                "plan": plan,
+                "phase": row.phase,
+                "min_tokens": row.first,
+                "max_tokens": None if row.last == sys.maxsize else row.last,
+                "plan": row.plan,
             }
-            for phase, first, last, plan in rows
+            | ({"moment": row.span.name} if row.span.name else {})
+            for row in rows
         ],
         "measured": None if policy.measured is None else policy.measured.to_data(),
         **result,
@@ -152,7 +155,9 @@ def _apply(args: argparse.Namespace) -> dict[str, Any]:
     print(f"{after} {'would replace' if args.dry_run else 'has replaced'} {before}")
     for change in answer["routes"]:
         tokens = f"{change['min_tokens']} to {change['max_tokens']} tokens"
-        print(f"{change['phase']:<8}  {tokens:<22}  {change['before']} -> {change['after']}")
+        plans = f"{change['before']} -> {change['after']}"
+        moment = f"  ({change['moment']})" if "moment" in change else ""
+        print(f"{change['phase']:<8}  {tokens:<22}  {plans}{moment}")
     if not answer["routes"]:
         print("every pass keeps its plan")
     if answer["captures_graphs"]:
@@ -162,8 +167,31 @@ def _apply(args: argparse.Namespace) -> dict[str, Any]:
     return answer
 
 
-def _plan(rows: Sequence[tuple[str, int, int, str]], phase: str, size: int) -> str:
-    """Return the name of the plan for a pass of ``size`` tokens."""
-    return next(
-        (plan for row_phase, first, last, plan in rows if row_phase == phase and first <= size <= last), "-"
-    )
+class Row(NamedTuple):
+    """The plan of the passes of ``first`` to ``last`` tokens, both included."""
+
+    phase: Phase
+    span: Span
+    first: int
+    last: int
+    plan: str
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines for people; only policies that tell moments apart have a column for them."""
+    width = max(len(row.span.name) for row in rows)
+
+    def line(phase: str, size: str, moment: str, plan: str) -> str:
+        return f"{phase:<8}  {size:<22}  {f'{moment:<{max(width, 6)}}  ' if width else ''}{plan}"
+
+    yield line("phase", "forward pass of", "moment", "plan")
+    for row in rows:
+        unit = "sequences" if row.phase == "decode" else "tokens"
+        size = f"{row.first} or more" if row.last == sys.maxsize else f"{row.first} to {row.last}"
+        yield line(row.phase, f"{size} {unit}", row.span.name or "any", row.plan)
+
+
+def _plan(rows: Sequence[Row], phase: str, size: int) -> str:
+    """Return the name of the plan for a pass of ``size`` tokens, at a calm moment."""
+    found = (row for row in rows if row.phase == phase and row.span.is_calm)
+    return next((row.plan for row in found if row.first <= size <= row.last), "-")

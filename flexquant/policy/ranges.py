@@ -25,6 +25,11 @@ class Bounds:
     def __contains__(self, number: int) -> bool:
         return self.min <= number and (self.max is None or number <= self.max)
 
+    def starts(self, unit: int = 1) -> set[int]:
+        """Where the range begins, and where what is above it does, both in numbers of ``unit`` to a whole."""
+        first = (self.min - 1) * unit + 1
+        return {first} if self.max is None else {first, self.max * unit + 1}
+
 
 @dataclass(frozen=True)
 class LayerRange:

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from flexquant.policy.moments import Span, spans
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.rules import PHASES, Phase
 
@@ -18,23 +19,40 @@ class RouteChange(NamedTuple):
     max_tokens: int
     before: str
     after: str
+    moment: str = ""
+    """The name of their :class:`~flexquant.policy.moments.Span`; empty: all."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Return it as data that JSON can hold, without a moment where there is none."""
+        data = self._asdict()
+        return data if self.moment else {key: data[key] for key in self._fields if key != "moment"}
 
 
 def route_changes(before: RouteTable, after: RouteTable) -> list[RouteChange]:
-    """Return the passes whose plan differs between two tables of one model, by phase and token count.
+    """Return the passes whose plan differs between two tables of one model, by phase, moment and token count.
 
     Both tables have to end at the same token count, as those of one server do. Plans are compared by name.
     """
     changes: list[RouteChange] = []
     for phase in PHASES:
-        old, new = before.intervals(phase), after.intervals(phase)
-        starts = sorted({row.min_tokens for row in (*old, *new)})
-        for first, following in zip(starts, [*starts[1:], old[-1].max_tokens + 1], strict=True):
-            plans = before.lookup(phase, first).name, after.lookup(phase, first).name
-            if plans[0] == plans[1]:
-                continue
-            last = changes[-1] if changes else None
-            if last and last[:1] + last[3:] == (phase, *plans) and last.max_tokens == first - 1:
-                first = changes.pop().min_tokens
-            changes.append(RouteChange(phase, first, following - 1, *plans))
+        told = [*before.spans(phase), *after.spans(phase)]
+        for span in spans({span.first for span in told}, any(span.unsure is not None for span in told)):
+            changes += _changes(before, after, phase, span)
+    return changes
+
+
+def _changes(before: RouteTable, after: RouteTable, phase: Phase, span: Span) -> list[RouteChange]:
+    changes: list[RouteChange] = []
+    old, new = before.intervals(phase, span.moment), after.intervals(phase, span.moment)
+    starts = sorted({row.min_tokens for row in (*old, *new)})
+    for first, following in zip(starts, [*starts[1:], old[-1].max_tokens + 1], strict=True):
+        plans = (
+            before.lookup(phase, first, span.moment).name,
+            after.lookup(phase, first, span.moment).name,
+        )
+        if plans[0] == plans[1]:
+            continue
+        if changes and (*changes[-1][3:5], changes[-1].max_tokens) == (*plans, first - 1):
+            first = changes.pop().min_tokens
+        changes.append(RouteChange(phase, first, following - 1, *plans, span.name))
     return changes

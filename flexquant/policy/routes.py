@@ -3,7 +3,8 @@
 """The route table: a policy worked out for one model, so that choosing a plan is one look-up.
 
 The plan of a forward pass is a pure function of its phase and its padded token count, the same on every
-rank and for every replay of a CUDA graph. Nothing here imports torch or vLLM.
+rank and for every replay of a CUDA graph. In decode a policy may add the moment to these
+(:mod:`flexquant.policy.moments`), which all ranks count alike. Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import NamedTuple
 
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.errors import FlexQuantError
+from flexquant.policy.moments import CALM, Moment, Span
 from flexquant.policy.ranges import LayerRange
 from flexquant.policy.rules import PHASES, Derivation, Phase, Policy, Rule
+from flexquant.policy.trigger import Trigger
 
 
 @dataclass(frozen=True)
@@ -78,52 +81,88 @@ class RouteTable:
 
     def __init__(
         self,
-        intervals: Mapping[Phase, list[Interval]],
+        intervals: Mapping[Phase, Mapping[Span, list[Interval]]],
         derived: dict[str, Derivation],
         tokens_per_sequence: int = 1,
+        trigger: Trigger | None = None,
     ) -> None:
-        """``intervals``: for every phase, in ascending order and without gaps from one token."""
+        """``intervals``: for every phase and span, in ascending order and without gaps from one token."""
         self.derived = derived
         """By name, the variants that are computed from the checkpoint's while loading."""
-        self._intervals = intervals
+        self.trigger = trigger
+        """When passes are unsure, if the policy asks for that."""
+        self._spans = {phase: tuple(by_span) for phase, by_span in intervals.items()}
+        self._names = {phase: [span.name for span in spans] for phase, spans in self._spans.items()}
+        self._span_starts = {
+            phase: sorted({span.first for span in spans})[1:] for phase, spans in self._spans.items()
+        }
+        self._states = {phase: len({span.unsure for span in spans}) for phase, spans in self._spans.items()}
+        self._intervals = {phase: tuple(by_span.values()) for phase, by_span in intervals.items()}
         self._tokens_per_sequence = tokens_per_sequence
         self._routes = {
-            phase: ([i.min_tokens for i in rows[1:]], [i.plan for i in rows])
-            for phase, rows in intervals.items()
+            phase: [([i.min_tokens for i in rows[1:]], [i.plan for i in rows]) for rows in by_span]
+            for phase, by_span in self._intervals.items()
         }
         self.plans: tuple[Plan, ...] = tuple(
-            dict.fromkeys(row.plan for phase in PHASES for row in intervals[phase])
+            dict.fromkeys(row.plan for phase in PHASES for rows in self._intervals[phase] for row in rows)
         )
         """The plans that some pass can take, by phase and then token count."""
 
-    def lookup(self, phase: Phase, tokens: int) -> Plan:
+    @property
+    def has_moments(self) -> bool:
+        """Whether decode passes of one size are told apart by their moment."""
+        return len(self._spans["decode"]) > 1
+
+    def spans(self, phase: Phase) -> tuple[Span, ...]:
+        """The moments that are told apart in a phase: one for all, but in decode."""
+        return self._spans[phase]
+
+    def moment_name(self, phase: Phase, moment: Moment) -> str:
+        """The name of that which a moment belongs to; empty for all moments."""
+        return self._names[phase][self._number(phase, moment)]
+
+    def _number(self, phase: Phase, moment: Moment) -> int:
+        states = self._states[phase]
+        return bisect_right(self._span_starts[phase], moment.since_prompt) * states + (
+            states > 1 and moment.unsure
+        )
+
+    def lookup(self, phase: Phase, tokens: int, moment: Moment = CALM) -> Plan:
         """The plan for a pass of ``tokens`` padded tokens; more than the table holds take its last."""
-        starts, plans = self._routes[phase]
+        routes = self._routes[phase]
+        starts, plans = routes[self._number(phase, moment) if len(routes) > 1 else 0]
         return plans[bisect_right(starts, tokens)]
 
     def reachable(self, tokens: int) -> tuple[Plan, ...]:
-        """The plans that some pass of ``tokens`` padded tokens can take.
+        """The plans that some pass of ``tokens`` padded tokens can take, at whatever moment.
 
         A prefill pass has more tokens than one decoding sequence, and a mixed one a decoding sequence more.
         """
         one = self._tokens_per_sequence
-        most_in_decode = self._intervals["decode"][-1].max_tokens
+        most_in_decode = self._intervals["decode"][0][-1].max_tokens
         possible = {"prefill": tokens > one, "decode": tokens <= most_in_decode, "mixed": tokens > one + 1}
-        return tuple(dict.fromkeys(self.lookup(phase, tokens) for phase in PHASES if possible[phase]))
+        return tuple(
+            dict.fromkeys(
+                self.lookup(phase, tokens, span.moment)
+                for phase in PHASES
+                if possible[phase]
+                for span in self._spans[phase]
+            )
+        )
 
     def source(self, variant: str) -> str:
         """The checkpoint's variant whose weights a variant has: itself, unless it is derived."""
         return self.derived[variant].source if variant in self.derived else variant
 
     def ignores_phase(self) -> bool:
-        """Whether a pass takes the same plan in whatever phase it is, so that its size alone decides."""
-        starts = {row.min_tokens for phase in PHASES for row in self._intervals[phase]}
+        """Whether a pass takes the same plan whatever phase and moment it is in: its size alone decides."""
+        starts = {row.min_tokens for phase in PHASES for rows in self._intervals[phase] for row in rows}
         one = self._tokens_per_sequence
         return all(len(self.reachable(tokens)) <= 1 for tokens in {*starts, one + 1, one + 2})
 
-    def intervals(self, phase: Phase) -> list[Interval]:
+    def intervals(self, phase: Phase, moment: Moment = CALM) -> list[Interval]:
         """The token ranges of a phase with their plans, ascending; neighbours have different plans."""
-        return list(self._intervals[phase])
+        return list(self._intervals[phase][self._number(phase, moment)])
 
 
 def build_route_table(
@@ -155,35 +194,39 @@ def build_route_table(
             _check_mixable(rule, plan, policy, mixable)
         plans[rule] = plan
 
-    intervals = {}
+    intervals: dict[Phase, dict[Span, list[Interval]]] = {}
     for phase in PHASES:
         limit = max_tokens
         if phase == "decode" and max_decode_tokens is not None:
             limit = min(limit, max_decode_tokens)
-        rows: list[Interval] = []
-        for first, last, rule in matching_rules(policy, phase, limit, tokens_per_sequence):
-            if rows and rows[-1].plan == plans[rule]:
-                first = rows.pop().min_tokens
-            rows.append(Interval(first, last, plans[rule]))
-        intervals[phase] = rows
-    return RouteTable(intervals, policy.derived, tokens_per_sequence)
+        intervals[phase] = {
+            span: _intervals(matching_rules(policy, phase, limit, tokens_per_sequence, span.moment), plans)
+            for span in policy.spans(phase)
+        }
+    return RouteTable(intervals, policy.derived, tokens_per_sequence, policy.trigger)
+
+
+def _intervals(matching: list[tuple[int, int, Rule]], plans: Mapping[Rule, Plan]) -> list[Interval]:
+    rows: list[Interval] = []
+    for first, last, rule in matching:
+        if rows and rows[-1].plan == plans[rule]:
+            first = rows.pop().min_tokens
+        rows.append(Interval(first, last, plans[rule]))
+    return rows
 
 
 def matching_rules(
-    policy: Policy, phase: str, max_tokens: int, tokens_per_sequence: int = 1
+    policy: Policy, phase: str, max_tokens: int, tokens_per_sequence: int = 1, moment: Moment = CALM
 ) -> list[tuple[int, int, Rule]]:
     """The rule for every token count from 1 to ``max_tokens``, as ascending ``(first, last, rule)``."""
     starts = {1}
     for rule in policy.rules:
-        for bounds, unit in ((rule.tokens, 1), (rule.batch_size, tokens_per_sequence)):
-            starts.add((bounds.min - 1) * unit + 1)
-            if bounds.max is not None:
-                starts.add(bounds.max * unit + 1)
+        starts |= rule.tokens.starts() | rule.batch_size.starts(tokens_per_sequence)
     cuts = sorted(start for start in starts if start <= max_tokens)
     rows: list[tuple[int, int, Rule]] = []
     for first, following in zip(cuts, [*cuts[1:], max_tokens + 1], strict=True):
         batch_size = -(-first // tokens_per_sequence)
-        rule = next(rule for rule in policy.rules if rule.matches(phase, first, batch_size))
+        rule = next(rule for rule in policy.rules if rule.matches(phase, first, batch_size, moment))
         if rows and rows[-1][2] is rule:
             first = rows.pop()[0]
         rows.append((first, following - 1, rule))

@@ -12,6 +12,9 @@ A policy may name variants that the checkpoint does not hold, computed while loa
     derive:
       w4a8: {from: w4a16, activations: int8}
 
+Rules for decode may ask for more than sizes: how many decode passes ago a prompt was computed
+(``since_prompt``), and whether the policy's trigger is on (``unsure``, :mod:`flexquant.policy.trigger`).
+
 A policy file and a document stored in a merged checkpoint go through one validator: a file is first
 turned into a plain document plus the line of each key, which the messages then name. What depends on the
 model (its variants and layers) is checked by :func:`flexquant.policy.routes.build_route_table`. Nothing here
@@ -22,13 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, Literal
 
 from flexquant.documents.named_files import builtin_names, read_named
 from flexquant.documents.yaml_document import Document, KeyPath, from_data, from_yaml, show
+from flexquant.policy.moments import CALM, Moment, Span, spans
 from flexquant.policy.pass_times import PassTimes, read_pass_times
 from flexquant.policy.ranges import Bounds, LayerRange, read_bounds, read_layers, read_variant
+from flexquant.policy.trigger import Trigger, read_trigger
 
 SCHEMA = "flexquant.policy/v1"
 PACKAGE = "flexquant.policies"
@@ -36,6 +40,15 @@ MAX_RULES = 64
 Phase = Literal["prefill", "decode", "mixed"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "mixed")
 """Only prompt chunks; only sequences in generation; both."""
+
+WHEN = ("phase", "batch_size", "tokens", "since_prompt", "unsure")
+"""What a rule may ask for."""
+IN_DECODE = {
+    "batch_size": "use 'tokens' instead",
+    "since_prompt": "add 'phase: decode'",
+    "unsure": "add 'phase: decode'",
+}
+"""What only rules for decode may, and what to do in others."""
 
 ACTIVATIONS = ("int8", "fp8")
 """What a derived variant may quantise the activations of an INT4 variant to, per token, while it runs."""
@@ -48,14 +61,23 @@ class Rule:
     phases: tuple[str, ...]
     tokens: Bounds
     batch_size: Bounds
+    since_prompt: Bounds
+    unsure: bool | None
+    """None: whether the trigger is on or off."""
     variant: str
     layers: tuple[LayerRange, ...]
     place: str = field(compare=False)
     """File, line and key of ``use``, for messages."""
 
-    def matches(self, phase: str, tokens: int, batch_size: int) -> bool:
-        """Whether the rule takes a pass of ``tokens`` tokens; ``batch_size`` matters in decode only."""
-        return phase in self.phases and tokens in self.tokens and batch_size in self.batch_size
+    def matches(self, phase: str, tokens: int, batch_size: int, moment: Moment = CALM) -> bool:
+        """Whether the rule takes a pass of ``tokens`` tokens; the others matter in decode only."""
+        return (
+            phase in self.phases
+            and tokens in self.tokens
+            and batch_size in self.batch_size
+            and moment.since_prompt in self.since_prompt
+            and self.unsure in (None, moment.unsure)
+        )
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -91,6 +113,8 @@ class Policy:
     rules: tuple[Rule, ...]
     derived: dict[str, Derivation]
     """By name, the variants that are computed from the checkpoint's."""
+    trigger: Trigger | None
+    """When passes are unsure, if rules ask for that."""
     measured: PassTimes | None
     """What the variants' passes took where the policy was tuned."""
     document: dict[str, Any]
@@ -99,6 +123,13 @@ class Policy:
     @property
     def variants(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for rule in self.rules for name in rule.variants))
+
+    def spans(self, phase: str) -> tuple[Span, ...]:
+        """The moments that the rules tell apart: only decode has more than one."""
+        if phase != "decode":
+            return (Span(),)
+        starts = {start for rule in self.rules for start in rule.since_prompt.starts()}
+        return spans(starts, any(rule.unsure is not None for rule in self.rules))
 
 
 def builtin_policies() -> list[str]:
@@ -136,7 +167,7 @@ def parse_policy(document: dict[str, Any], source: str = "stored policy") -> Pol
 
 def _validate(document: Document, name: str) -> Policy:
     data = document.data
-    document.check_keys(data, (), ("schema", "rules"), ("description", "derive", "measured"))
+    document.check_keys(data, (), ("schema", "rules"), ("description", "derive", "experimental", "measured"))
     if data["schema"] != SCHEMA:
         document.fail(("schema",), f"is {show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
     description = data.get("description", "")
@@ -172,8 +203,27 @@ def _validate(document: Document, name: str) -> Policy:
     for variant in derived:
         if variant not in used:
             document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
+    trigger = _trigger(rules, document)
     measured = read_pass_times(data["measured"], ("measured",), document) if "measured" in data else None
-    return Policy(name, description, tuple(rules), derived, measured, data)
+    return Policy(name, description, tuple(rules), derived, trigger, measured, data)
+
+
+def _trigger(rules: Sequence[Rule], document: Document) -> Trigger | None:
+    asking = [i for i, rule in enumerate(rules) if rule.unsure is not None]
+    if "experimental" not in document.data:
+        if asking:
+            document.fail(
+                ("rules", asking[0], "when", "unsure"),
+                "needs the key 'experimental', with a trigger that says which passes are unsure; add it",
+            )
+        return None
+    experimental = document.data["experimental"]
+    document.check_keys(experimental, ("experimental",), ("trigger",))
+    path = ("experimental", "trigger")
+    trigger = read_trigger(experimental["trigger"], path, document)
+    if not asking:
+        document.fail(path, "is used by no rule; remove it, or ask for 'unsure: true' in one")
+    return trigger
 
 
 def _derivations(value: Any, document: Document) -> dict[str, Derivation]:
@@ -199,33 +249,39 @@ def _derivations(value: Any, document: Document) -> dict[str, Derivation]:
 
 def _rule(entry: dict[str, Any], path: KeyPath, document: Document) -> Rule:
     phases: tuple[str, ...] = PHASES
-    tokens = batch_size = Bounds()
+    ranges = {"tokens": Bounds(), "batch_size": Bounds(), "since_prompt": Bounds()}
+    unsure = None
     if "when" in entry:
         when, when_path = entry["when"], (*path, "when")
-        document.check_keys(when, when_path, (), ("phase", "batch_size", "tokens"))
+        document.check_keys(when, when_path, (), WHEN)
         if not when:
-            document.fail(when_path, "is empty; give at least one of phase, batch_size, tokens")
+            document.fail(when_path, f"is empty; give at least one of {', '.join(WHEN)}")
         if "phase" in when:
             phases = _phases(when["phase"], (*when_path, "phase"), document)
-        if "tokens" in when:
-            tokens = read_bounds(when["tokens"], (*when_path, "tokens"), document)
-        if "batch_size" in when:
-            batch_size = read_bounds(when["batch_size"], (*when_path, "batch_size"), document)
-            if phases != ("decode",):
+        for key in ranges:
+            if key in when:
+                ranges[key] = read_bounds(when[key], (*when_path, key), document)
+        if "unsure" in when:
+            unsure = when["unsure"]
+            if not isinstance(unsure, bool):
+                document.fail((*when_path, "unsure"), f"is {show(unsure)}; give true or false")
+        for key, advice in IN_DECODE.items():
+            if key in when and phases != ("decode",):
                 document.fail(
-                    (*when_path, "batch_size"),
+                    (*when_path, key),
                     f"is for a rule with 'phase: decode' only, but this one has {', '.join(phases)}; "
-                    "use 'tokens' instead",
+                    f"{advice}",
                 )
     use, use_path = entry["use"], (*path, "use")
+    layers: tuple[LayerRange, ...] = ()
     if not isinstance(use, dict):
-        return Rule(
-            phases, tokens, batch_size, read_variant(use, use_path, document), (), document.place(use_path)
-        )
-    document.check_keys(use, use_path, ("default", "layers"), ())
-    default = read_variant(use["default"], (*use_path, "default"), document)
-    layers = read_layers(use["layers"], (*use_path, "layers"), document)
-    return Rule(phases, tokens, batch_size, default, layers, document.place((*use_path, "default")))
+        variant, place = read_variant(use, use_path, document), document.place(use_path)
+    else:
+        document.check_keys(use, use_path, ("default", "layers"), ())
+        variant = read_variant(use["default"], (*use_path, "default"), document)
+        layers = read_layers(use["layers"], (*use_path, "layers"), document)
+        place = document.place((*use_path, "default"))
+    return Rule(phases, **ranges, unsure=unsure, variant=variant, layers=layers, place=place)
 
 
 def _phases(value: Any, path: KeyPath, document: Document) -> tuple[str, ...]:
@@ -236,10 +292,28 @@ def _phases(value: Any, path: KeyPath, document: Document) -> tuple[str, ...]:
 
 
 def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:
-    """Whether some pass reaches the rule: if any does, one at the lower ends of the ranges left over does."""
-    tokens = {rule.tokens.min} | {r.tokens.max + 1 for r in earlier if r.tokens.max}
-    batches = {rule.batch_size.min} | {r.batch_size.max + 1 for r in earlier if r.batch_size.max}
-    return any(
-        rule.matches(*point) and not any(r.matches(*point) for r in earlier)
-        for point in product(rule.phases, tokens, batches)
+    """Whether some pass reaches the rule."""
+    states = (False, True) if rule.unsure is None else (rule.unsure,)
+    return not all(
+        _are_covered(
+            _ranges(rule), [_ranges(r) for r in earlier if phase in r.phases and r.unsure in (None, state)]
+        )
+        for phase in rule.phases
+        for state in states
     )
+
+
+def _ranges(rule: Rule) -> list[Bounds]:
+    return [rule.tokens, rule.batch_size, rule.since_prompt]
+
+
+def _are_covered(ranges: list[Bounds], others: list[list[Bounds]]) -> bool:
+    """Whether all points of ``ranges``, one for each dimension, lie within some of ``others``.
+
+    If one does not, one at the lower ends of the ranges left over does not.
+    """
+    if not ranges or not others:
+        return bool(others)
+    first, *rest = ranges
+    starts = {first.min} | {start for other in others for start in other[0].starts() if start in first}
+    return all(_are_covered(rest, [other[1:] for other in others if s in other[0]]) for s in starts)

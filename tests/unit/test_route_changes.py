@@ -46,5 +46,5 @@ def test_neighbouring_passes_are_told_together() -> None:
         }
         return build_route_table(parse_policy(document), ["a", "b"], 2, 50)
 
-    assert route_changes(policy(8), policy(20)) == [("decode", 9, 20, "b", "a")]
+    assert route_changes(policy(8), policy(20)) == [("decode", 9, 20, "b", "a", "")]
     assert route_changes(policy(8), policy(8)) == []

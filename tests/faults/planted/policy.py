@@ -10,9 +10,9 @@ POLICY = (
     Fault(
         "batch-size-max-exclusive",
         "A rule's 'max' leaves out the batch of exactly that size.",
-        "flexquant/policy/routes.py",
-        "starts.add(bounds.max * unit + 1)",
-        "starts.add(bounds.max * unit)",
+        "flexquant/policy/ranges.py",
+        "self.max * unit + 1",
+        "self.max * unit",
         ("tests/unit/test_routes.py::test_lookup_at_the_edges",),
     ),
     Fault(
