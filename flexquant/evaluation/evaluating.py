@@ -23,7 +23,14 @@ from flexquant.evaluation.measure import (
     greedy_answers,
     most_tokens,
 )
-from flexquant.evaluation.schedule import Candidate, Passes, Run, find_candidates, make_schedule
+from flexquant.evaluation.schedule import (
+    Candidate,
+    Passes,
+    Run,
+    describe_plans,
+    find_candidates,
+    make_schedule,
+)
 from flexquant.evaluation.scores import Quality, summarise
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
@@ -79,7 +86,9 @@ def evaluate(
     subject.check_length(longest, "a question and its answer")
     smallest = settings.batch_sizes[0]
     questions_tokens = most_tokens(prompts, smallest) if prompts else None
-    runs = make_schedule(candidates, subject, settings.batch_sizes, settings.prompt_tokens, questions_tokens)
+    runs = make_schedule(
+        candidates, subject, settings.batch_sizes, settings.prompt_tokens, settings.tokens, questions_tokens
+    )
     rows = read_rows(text, subject.tokenizer, settings)
 
     evaluation = _Evaluation(subject, reference, settings, rows, prompts, longest, questions_tokens, progress)
@@ -215,25 +224,25 @@ class _Evaluation:
 
     def _result(self, run: Run, weights: LayerBytes) -> dict[str, Any]:
         source = run.same_as or (run.candidate.name, run.batch_size)
+        passes, batches = self.passes[source], self.settings.samples // run.batch_size
+        decode = run.decode_plans.counts(batches, passes.unsure)
         result = {
             "policy": run.candidate.name,
             "batch_size": run.batch_size,
             "prefill_plan": run.prefill_plan.name,
-            "decode_plan": run.decode_plan.name,
+            "decode_plan": describe_plans(decode),
             "same_as": {"policy": source[0], "batch_size": source[1]} if run.same_as else None,
             "quality": asdict(self.quality[source]),
-            "bytes_per_weight": asdict(weights.per_weight(run.routes, run.decode_plan)),
+            "bytes_per_weight": asdict(weights.per_weight(run.routes, decode)),
             "answers": None,
         }
         if run.same_as is None:
-            passes = self.passes[source]
-            result["passes"] = asdict(passes)
+            result["passes"] = passes.to_data()
             result["deviations"] = passes.deviations(
                 run.prefill_plan.name,
-                run.decode_plan.name,
+                {plan.name: count for plan, count in decode.items()} if self.settings.tokens > 1 else {},
                 run.batch_size,
-                self.settings.samples // run.batch_size,
-                self.settings.tokens,
+                batches,
             )
         if run.answers:
             answered = run.answers_same_as or run.candidate.name

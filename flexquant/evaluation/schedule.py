@@ -3,8 +3,10 @@
 """Which policy is measured at which batch size, and whose numbers are the same anyway.
 
 A forced row takes one prefill pass and decode passes of one batch size, so its scores depend on the plans
-of these two alone: runs with an equal pair share their numbers. (CUDA graphs pad a batch to the next size
+of these alone: runs with equal plans share their numbers. (CUDA graphs pad a batch to the next size
 captured, and the policy sees the padded size; :class:`Passes` tells if another plan ran than was meant.)
+The first decode pass of a batch follows its prompts, so that ``since_prompt`` counts from 1 in each. Which
+passes a policy's trigger makes unsure is not known before: the trace tells.
 
 Answers end one by one, so that the batch shrinks: they are the same only if the policies agree on all passes
 up to that size.
@@ -14,15 +16,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flexquant.errors import UsageError
 from flexquant.evaluation.subject import Subject
 from flexquant.policy.choose import default_name, find_policies
+from flexquant.policy.moments import Moment
 from flexquant.policy.routes import Plan, RouteTable, build_route_table
-from flexquant.policy.rules import Policy
+from flexquant.policy.rules import Phase, Policy
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,42 @@ def find_candidates(subject: Subject, names: Sequence[str] | None) -> list[Candi
 
 
 @dataclass(frozen=True)
+class DecodePlans:
+    """The plans of the decode passes of a batch, in order."""
+
+    sure: tuple[Plan, ...]
+    """At least one, also where only the prefill pass is scored."""
+    unsure: tuple[Plan, ...]
+    """Those that run instead where the policy's trigger is on."""
+
+    @classmethod
+    def of(cls, routes: RouteTable, batch_size: int, passes: int) -> DecodePlans:
+        """Return those of ``passes`` passes of ``batch_size`` sequences, after their prompts."""
+        numbers = range(1, max(1, passes) + 1)
+        return cls(
+            *(
+                tuple(routes.lookup("decode", batch_size, Moment(number, unsure)) for number in numbers)
+                for unsure in (False, True)
+            )
+        )
+
+    @property
+    def depend_on_trigger(self) -> bool:
+        return self.sure != self.unsure
+
+    def counts(self, batches: int, unsure: Mapping[int, int]) -> Counter[Plan]:
+        """Return how many passes of ``batches`` batches take each plan.
+
+        ``unsure``: of how many batches a pass, by its number from 1, was unsure.
+        """
+        found: Counter[Plan] = Counter()
+        for number, (sure, other) in enumerate(zip(self.sure, self.unsure, strict=True), 1):
+            found[other] += unsure.get(number, 0)
+            found[sure] += batches - unsure.get(number, 0)
+        return +found
+
+
+@dataclass(frozen=True)
 class Run:
     """One policy at one batch size."""
 
@@ -67,9 +107,9 @@ class Run:
     batch_size: int
     routes: RouteTable
     prefill_plan: Plan
-    decode_plan: Plan
+    decode_plans: DecodePlans
     same_as: tuple[str, int] | None
-    """The earlier run (policy, batch size) with the same two plans; None: this one is measured."""
+    """The earlier run (policy, batch size) with the same plans; None: this one is measured."""
     answers: bool
     """Whether it answers the questions."""
     answers_same_as: str | None
@@ -85,14 +125,16 @@ def make_schedule(
     subject: Subject,
     batch_sizes: Sequence[int],
     prompt_tokens: int,
+    tokens: int,
     questions_tokens: int | None,
 ) -> list[Run]:
     """Return every policy at every batch size, the smallest (which also answers the questions) first.
 
-    ``prompt_tokens`` are those of one row; ``questions_tokens`` the most in one batch of questions, None
-    without questions. Raises FlexQuantError for a policy that does not fit the checkpoint.
+    ``prompt_tokens`` are those of one row, ``tokens`` its forced ones; ``questions_tokens`` the most in one
+    batch of questions, None without questions. Raises FlexQuantError for a policy that does not fit the
+    checkpoint.
     """
-    measured: dict[tuple[Plan, Plan], tuple[str, int]] = {}
+    measured: dict[object, tuple[str, int]] = {}
     answered: dict[object, str] = {}
     runs = []
     for batch_size in batch_sizes:
@@ -101,23 +143,39 @@ def make_schedule(
         for candidate in candidates:
             most = max(prompts, questions_tokens or 0) if answers else prompts
             routes = candidate.routes(subject, most, batch_size)
-            pair = routes.lookup("prefill", prompts), routes.lookup("decode", batch_size)
-            key = tuple(routes.intervals("prefill")), tuple(routes.intervals("decode"))
+            prefill_plan = routes.lookup("prefill", prompts)
+            decode_plans = DecodePlans.of(routes, batch_size, tokens - 1)
+            plans = (
+                prefill_plan,
+                decode_plans,
+                decode_plans.depend_on_trigger and (routes.trigger, batch_size),
+            )
+            key = routes.trigger, *_all_intervals(routes)
             runs.append(
                 Run(
                     candidate,
                     batch_size,
                     routes,
-                    *pair,
-                    same_as=measured.get(pair),
+                    prefill_plan,
+                    decode_plans,
+                    same_as=measured.get(plans),
                     answers=answers,
                     answers_same_as=answered.get(key) if answers else None,
                 )
             )
-            measured.setdefault(pair, (candidate.name, batch_size))
+            measured.setdefault(plans, (candidate.name, batch_size))
             if answers:
                 answered.setdefault(key, candidate.name)
     return runs
+
+
+def _all_intervals(routes: RouteTable) -> list[object]:
+    phases: tuple[Phase, ...] = ("prefill", "decode")
+    return [
+        (span, tuple(routes.intervals(phase, span.moment)))
+        for phase in phases
+        for span in routes.spans(phase)
+    ]
 
 
 @dataclass(frozen=True)
@@ -128,6 +186,8 @@ class Passes:
     """Phase -> plan -> number of passes."""
     decode_batch_sizes: dict[int, int]
     """Sequences in a decode pass -> number of passes."""
+    unsure: dict[int, int] = field(default_factory=dict)
+    """Number of a decode pass after its prompts, from 1 -> of how many batches it was unsure."""
 
     @classmethod
     def from_trace(cls, path: Path) -> Passes:
@@ -137,13 +197,18 @@ class Passes:
         for (phase, plan), count in sorted(Counter((p["phase"], p["plan"]) for p in passes).items()):
             by_plan.setdefault(phase, {})[plan] = count
         sizes = Counter(p["sequences"] for p in passes if p["phase"] == "decode")
-        return cls(by_plan, dict(sorted(sizes.items())))
+        unsure = Counter(p["since_prompt"] for p in passes if p.get("unsure"))
+        return cls(by_plan, dict(sorted(sizes.items())), dict(sorted(unsure.items())))
 
-    def deviations(self, prefill: str, decode: str, batch_size: int, batches: int, tokens: int) -> list[str]:
-        """Say what differs from one prefill and ``tokens - 1`` decode passes a batch, in those plans."""
-        meant = {"prefill": {prefill: batches}}
-        if tokens > 1:
-            meant["decode"] = {decode: batches * (tokens - 1)}
+    def to_data(self) -> dict[str, Any]:
+        """Return them as data that JSON can hold, without ``unsure`` where no pass was."""
+        return {key: value for key, value in asdict(self).items() if value or key != "unsure"}
+
+    def deviations(self, prefill: str, decode: Mapping[str, int], batch_size: int, batches: int) -> list[str]:
+        """Say what differs from one prefill pass a batch in that plan, and decode passes by plan."""
+        meant: dict[str, Mapping[str, int]] = {"prefill": {prefill: batches}}
+        if decode:
+            meant["decode"] = decode
         found = []
         for phase in sorted({*meant, *self.by_plan}):
             if self.by_plan.get(phase) != meant.get(phase):
@@ -157,5 +222,12 @@ class Passes:
         return found
 
 
-def _describe(plans: dict[str, int] | None) -> str:
+def describe_plans(passes: Mapping[Plan, int]) -> str:
+    """Return the plan that all passes take, or each with its share, e.g. ``w8a8 25.0%, w4a16 75.0%``."""
+    if len(passes) == 1:
+        return next(iter(passes)).name
+    return ", ".join(f"{plan.name} {count / sum(passes.values()):.1%}" for plan, count in passes.items())
+
+
+def _describe(plans: Mapping[str, int] | None) -> str:
     return ", ".join(f"{count} of {plan}" for plan, count in plans.items()) if plans else "none"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexquant.checkpoint.logical import logical_shapes
@@ -25,7 +26,7 @@ class BytesPerWeight:
     resident: float
     """Held: the decoder layers of every variant that the policy uses, tensors stored once counted once."""
     decode: float
-    """Read by one decode pass: the layers of its plan."""
+    """Read by one decode pass: the layers of its plan; of several plans the mean over the passes."""
 
 
 class LayerBytes:
@@ -46,8 +47,11 @@ class LayerBytes:
             weights = sum(math.prod(shape) for key, shape in shapes.items() if LAYER.search(key))
             self.weights = max(self.weights, weights)
 
-    def per_weight(self, routes: RouteTable, decode_plan: Plan) -> BytesPerWeight:
-        """Return what a policy with this table holds, and what a decode pass of ``decode_plan`` reads."""
+    def per_weight(self, routes: RouteTable, decode: Mapping[Plan, int]) -> BytesPerWeight:
+        """Return what a policy with this table holds, and what a decode pass reads.
+
+        ``decode``: how many passes take each plan.
+        """
         sources = {name: name for name in self._layers}
         sources |= {name: derivation.source for name, derivation in routes.derived.items()}
         used = {variant for plan in routes.plans for variant in plan.layers}
@@ -57,8 +61,13 @@ class LayerBytes:
             for keys in self._layers[sources[name]].values()
             for key in keys
         }
-        read = [key for i, name in enumerate(decode_plan.layers) for key in self._layers[sources[name]][i]]
+        read = [
+            (key, passes)
+            for plan, passes in decode.items()
+            for i, name in enumerate(plan.layers)
+            for key in self._layers[sources[name]][i]
+        ]
         return BytesPerWeight(
             sum(self._tensors[key] for key, _ in held) / self.weights,
-            sum(self._tensors[key] for key in read) / self.weights,
+            sum(passes * self._tensors[key] for key, passes in read) / sum(decode.values()) / self.weights,
         )

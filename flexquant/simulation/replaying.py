@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The clock of a simulation: pass after pass until every request of the trace is served."""
+"""The clock of a simulation: pass after pass until every request of the trace is served.
+
+Rules that ask for ``since_prompt`` are followed. A policy's trigger is taken for off all the time, since a
+simulation has no logits: passes with ``unsure: true`` do not happen.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flexquant.policy.moments import Moment, count_since_prompt
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.rules import Phase
 from flexquant.simulation.pass_cost import PassCost
@@ -57,12 +62,15 @@ def replay(trace: list[Request], table: RouteTable, cost: PassCost, limits: Limi
     passes: list[TimedPass] = []
     gaps = array("d")
     now = 0.0
+    since_prompt = 0
     while True:
         while coming and coming[0].request.arrival <= now:
             scheduler.waiting.append(coming.popleft())
         batch = scheduler.schedule()
         if batch:
-            passes.append(_timed(batch, in_flight[-1][1] if in_flight else now, table, cost, limits))
+            since_prompt = count_since_prompt(since_prompt, phase_of(batch), holds_prompt(batch))
+            start = in_flight[-1][1] if in_flight else now
+            passes.append(_timed(batch, start, Moment(since_prompt, False), table, cost, limits))
             in_flight.append((batch, passes[-1].start + passes[-1].seconds))
             if len(in_flight) < limits.passes_in_flight:
                 continue
@@ -80,11 +88,13 @@ def replay(trace: list[Request], table: RouteTable, cost: PassCost, limits: Limi
             sequence.last_token = now
 
 
-def _timed(batch: Batch, start: float, table: RouteTable, cost: PassCost, limits: Limits) -> TimedPass:
+def _timed(
+    batch: Batch, start: float, moment: Moment, table: RouteTable, cost: PassCost, limits: Limits
+) -> TimedPass:
     phase = phase_of(batch)
     tokens = sum(chunk.tokens for chunk in batch)
     padded = limits.padded(tokens)
-    plan = table.lookup(phase, padded)
+    plan = table.lookup(phase, padded, moment)
     return TimedPass(start, cost.seconds(plan, phase, batch, padded), phase, plan.name, tokens, len(batch))
 
 
@@ -94,3 +104,8 @@ def phase_of(batch: Batch) -> Phase:
     if lengths == {1}:
         return "decode"
     return "mixed" if 1 in lengths else "prefill"
+
+
+def holds_prompt(batch: Batch) -> bool:
+    """Return whether some of a pass's tokens are a prompt's."""
+    return any(chunk.context < chunk.sequence.request.input for chunk in batch)

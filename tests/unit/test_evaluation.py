@@ -17,7 +17,7 @@ from flexquant.cli import main
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.measure import Scores, compare_answers, most_tokens
-from flexquant.evaluation.schedule import Passes, find_candidates, make_schedule
+from flexquant.evaluation.schedule import Passes, Run, find_candidates, make_schedule
 from flexquant.evaluation.scores import (
     kl_divergence,
     log_probabilities,
@@ -30,6 +30,7 @@ from flexquant.evaluation.subject import Subject
 from flexquant.evaluation.text import question_prompts, read_questions
 from flexquant.evaluation.weight_bytes import LayerBytes
 from flexquant.merge import merge_checkpoints
+from flexquant.policy.routes import Plan
 from tests.checkpoints import make_checkpoint
 from tests.policies import THRESHOLD
 
@@ -135,11 +136,18 @@ def test_most_tokens_of_a_batch():
 # schedule
 
 
+TOKENS = 7
+
+
+def decode_plans(run: Run, unsure: bool = False) -> list[str]:
+    return [plan.name for plan in (run.decode_plans.unsure if unsure else run.decode_plans.sure)]
+
+
 def schedule(subject, names, batch_sizes=(4, 8), questions_tokens=None):
     candidates = find_candidates(subject, names)
     return {
         (run.candidate.name, run.batch_size): run
-        for run in make_schedule(candidates, subject, batch_sizes, 16, questions_tokens)
+        for run in make_schedule(candidates, subject, batch_sizes, 16, TOKENS, questions_tokens)
     }
 
 
@@ -156,7 +164,7 @@ def test_runs_with_the_same_two_plans_share_their_numbers(subject, folder):
         ("threshold.yaml", 8): ("w8a8", 4),
     }
     assert runs["phase", 4].prefill_plan.name == "w8a8"
-    assert runs["phase", 4].decode_plan.name == "w4a16"
+    assert decode_plans(runs["phase", 4]) == ["w4a16"] * (TOKENS - 1)
     assert not any(run.answers for run in runs.values())
 
 
@@ -213,11 +221,14 @@ def test_bytes_per_weight_by_hand(subject):
     layer_bytes = LayerBytes(subject.checkpoint)
     assert layer_bytes.weights == 2 * weights
     runs = schedule(subject, ["w8a8", "phase"])
-    pure = layer_bytes.per_weight(runs["w8a8", 4].routes, runs["w8a8", 4].decode_plan)
+    w8a8, w4a16 = (Plan.from_name(name, 2) for name in ("w8a8", "w4a16"))
+    pure = layer_bytes.per_weight(runs["w8a8", 4].routes, {w8a8: 7})
     assert pure.resident == pure.decode == pytest.approx((int8 + norms) / weights)
-    phase = layer_bytes.per_weight(runs["phase", 4].routes, runs["phase", 4].decode_plan)
+    phase = layer_bytes.per_weight(runs["phase", 4].routes, {w4a16: 7})
     assert phase.resident == pytest.approx((int8 + int4 + norms) / weights)
     assert phase.decode == pytest.approx((int4 + norms) / weights)
+    mostly = layer_bytes.per_weight(runs["phase", 4].routes, {w8a8: 1, w4a16: 3})
+    assert mostly.decode == pytest.approx((int8 / 4 + 3 * int4 / 4 + norms) / weights)
 
 
 # passes
@@ -235,7 +246,7 @@ def test_passes_as_meant(tmp_path):
     passes = Passes.from_trace(trace_of(tmp_path, ("prefill", 16, 2, "w8a8"), decode, decode))
     assert passes.by_plan == {"decode": {"w4a16": 2}, "prefill": {"w8a8": 1}}
     assert passes.decode_batch_sizes == {2: 2}
-    assert passes.deviations("w8a8", "w4a16", batch_size=2, batches=1, tokens=3) == []
+    assert passes.deviations("w8a8", {"w4a16": 2}, batch_size=2, batches=1) == []
 
 
 def test_passes_that_deviate_are_told(tmp_path):
@@ -248,7 +259,7 @@ def test_passes_that_deviate_are_told(tmp_path):
             ("decode", 1, 1, "w8a8"),
         )
     )
-    assert passes.deviations("w8a8", "w4a16", batch_size=2, batches=1, tokens=3) == [
+    assert passes.deviations("w8a8", {"w4a16": 2}, batch_size=2, batches=1) == [
         "decode passes were 1 of w4a16, 1 of w8a8, but 2 of w4a16 were meant",
         "mixed passes were 1 of w8a8, but none were meant",
         "some decode passes had 1 sequences instead of 2",
