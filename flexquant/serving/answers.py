@@ -29,10 +29,12 @@ class RouteOfTokens(Answer):
     min_tokens: int
     max_tokens: int
     plan: str
+    moment: str | None = None
+    """The name of a :class:`flexquant.policy.moments.Span`, only where the policy tells moments apart."""
 
 
 class LastPass(Answer):
-    """The fields of :class:`flexquant.serving.forward_pass.Pass`."""
+    """The fields of :class:`flexquant.serving.forward_pass.Pass`; the last four only with moments."""
 
     phase: Phase
     tokens: int
@@ -40,6 +42,10 @@ class LastPass(Answer):
     max_query_len: int
     scheduled_tokens: int
     plan: str
+    moment: str | None = None
+    since_prompt: int | None = None
+    unsure: bool | None = None
+    signal: float | None = None
 
 
 class Counted(BaseModel):
@@ -70,10 +76,11 @@ class Status(Answer):
 
 
 class Run(Answer):
-    """Consecutive tokens of one plan."""
+    """Consecutive tokens of one plan and one moment."""
 
     plan: str
     tokens: int
+    moment: str | None = None
 
 
 class ServedRequest(Answer):
@@ -95,6 +102,7 @@ class ChangedRoute(Answer):
     max_tokens: int
     before: str
     after: str
+    moment: str | None = None
 
 
 class PolicyChange(Answer):

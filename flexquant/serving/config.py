@@ -10,6 +10,7 @@ from flexquant.checkpoint.merged_config import MergedConfig, Variant
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Derivation, Policy
+from flexquant.policy.trigger import SignalTrigger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,6 +32,7 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
     graphs = compilation.cudagraph_mode or CUDAGraphMode.NONE
     one_head, one_embedding = has_one_head(merged, routes), has_one_embedding(merged, routes)
     several_plans_a_size = not routes.ignores_phase()
+    has_signal = isinstance(routes.trigger, SignalTrigger)
     refusals: list[tuple[bool, str]] = [
         (
             any(hasattr(ModuleDict, name) for name in merged.variants),
@@ -93,6 +95,21 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             graphs.has_full_cudagraphs() and not one_head,
             f"cudagraph_mode {graphs.name} for variants with different lm_heads (use PIECEWISE)",
         ),
+        (
+            graphs.has_full_cudagraphs() and routes.has_moments,
+            f"cudagraph_mode {graphs.name}, which replays one graph for all decode passes of a size, under a "
+            "policy that asks for since_prompt or unsure (use PIECEWISE)",
+        ),
+        (
+            has_signal and parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism under a policy whose trigger has a signal, which the last ranks alone "
+            "compute (use --tensor-parallel-size)",
+        ),
+        (
+            has_signal and method is not None,
+            "speculative decoding under a policy whose trigger has a signal, for which each sequence needs "
+            "one row of logits in a pass (drop --speculative-config)",
+        ),
     ]
     for refused, what in refusals:
         if refused:
@@ -101,13 +118,15 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
 
 
 def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:
-    """In the front end: where the user leaves the mode to vLLM, prevent FULL graphs for several lm_heads.
+    """In the front end: where the user leaves the mode to vLLM, prevent FULL graphs that cannot be served.
 
-    After a FULL replay, for which the model is not called, it would not know whose logits to compute.
+    After a FULL replay, for which the model is not called, it would not know whose logits to compute of
+    several lm_heads. And of several plans for one size by the moment, a FULL graph holds one.
     """
     from vllm.config import CUDAGraphMode
 
-    if vllm_config.compilation_config.cudagraph_mode is None and not has_one_head(merged, routes):
+    cannot_be_full = routes.has_moments or not has_one_head(merged, routes)
+    if vllm_config.compilation_config.cudagraph_mode is None and cannot_be_full:
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 

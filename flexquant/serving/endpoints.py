@@ -56,6 +56,7 @@ class FlexQuantEndpoints:
             "/flexquant",
             status,
             response_model=Status,
+            response_model_exclude_unset=True,
             responses=refusals(_401="Not vLLM's key.", _404=nothing),
             **with_key,
         )
@@ -64,6 +65,7 @@ class FlexQuantEndpoints:
             "/flexquant/requests/{response}",
             plans_of_response,
             response_model=ServedRequests,
+            response_model_exclude_unset=True,
             responses=refusals(_401="Not vLLM's key.", _404="None of the last requests.", _4XX="Refused."),
             **with_key,
         )

@@ -13,17 +13,20 @@ is left over: whoever comes next, the step's logits or the next step, finds it a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexquant.errors import FlexQuantError
+from flexquant.policy.moments import CALM, Moment
 from flexquant.policy.rules import Phase
 from flexquant.serving.vllm_api import subclass_attention_backend
 
 if TYPE_CHECKING:
     import torch
 
+    from flexquant.serving.moments import RunningMoments
     from flexquant.serving.vllm_api import AttentionBackend, CommonAttentionMetadata, ForwardContext
 
 
@@ -41,6 +44,20 @@ class Pass(NamedTuple):
     """Tokens without padding, those that vLLM's scheduler asked for; 0 as above."""
     requests: Mapping[str, int] | None = None
     """By name, how many of these tokens are a request's; None if requests are not followed."""
+    moment: Moment = CALM
+    """When it comes; :data:`CALM` if moments are not followed, and for passes of vLLM's own."""
+    signal: float | None = None
+    """The last that its moment follows from; None if there is none."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Return what it holds as data that JSON can hold, the requests left out."""
+        data = self._asdict()
+        del data["requests"], data["moment"], data["signal"]
+        if self.moment != CALM:
+            data |= self.moment._asdict()
+        if self.signal is not None:
+            data["signal"] = self.signal if math.isfinite(self.signal) else None
+        return data
 
 
 UNKNOWN = Pass("prefill", 0, 0, 0, 0)
@@ -108,6 +125,8 @@ class PassObserver:
         self._is_interrupted = False
         self.request_names: Callable[[], Sequence[str]] | None = None
         """Tells the requests of the next pass in order, if they are followed."""
+        self.moments: RunningMoments | None = None
+        """Tells when each pass comes, if the policy tells moments apart."""
 
     def observe(self, layers: Mapping[str, Any]) -> None:
         """Put observed backends into attention layers, by name; call before vLLM makes their KV cache.
@@ -170,12 +189,13 @@ class PassObserver:
             self._tokens_per_sequence,
             names,
         )
-        prefilling = common.is_prefilling
         is_own = self.is_warming_up or self._is_interrupted
-        if not (self.is_serving or is_own) and prefilling is not None and bool(prefilling.any()):
+        if not (self.is_serving or is_own) and _holds_prompt(common):
             self.is_serving = True
         if self._first_layer in layer_names and self.is_serving and not self._in_capture:
             self.settle()
+            if self.moments is not None:
+                found = self.moments.place(found, _holds_prompt(common))
             self._left_over = found
             if self._began is not None:
                 self._began()
@@ -216,3 +236,8 @@ class PassObserver:
                     return super().build_for_cudagraph_capture(common_attn_metadata)
 
         return subclass_attention_backend("FlexQuant", backend, ObservedBuilder)
+
+
+def _holds_prompt(common: CommonAttentionMetadata) -> bool:
+    """Whether a sequence has tokens of its prompt in the pass, so far as vLLM says."""
+    return common.is_prefilling is not None and bool(common.is_prefilling.any())

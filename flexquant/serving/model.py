@@ -22,6 +22,7 @@ from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.forward_pass import Pass, PassObserver
 from flexquant.serving.graphs import PlanGraphs
 from flexquant.serving.model_state import observed_model_state
+from flexquant.serving.moments import running_moments
 from flexquant.serving.options import resolved_policy
 from flexquant.serving.pass_records import PassRecords
 from flexquant.serving.plan_views import build_plan, is_compiled
@@ -82,6 +83,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         )
         if not routes.ignores_phase():
             self.observer.check_phases()
+        self.observer.moments = running_moments(routes)
         self._vllm_config = vllm_config
         self._derived = routes.derived
         self._loader = VariantLoader(variants, self.merged, routes.derived)
@@ -171,6 +173,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
             self.policy = after
             if captures:
                 self._capture_again(runner, before)
+            self.observer.moments = running_moments(after.routes)
             self.records.announce_policy(after)
             logger.info("FlexQuant: policy %s instead of %s", after.name, before.name)
         return describe_change(before, after, captures=captures)
@@ -240,7 +243,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         if forward_pass is None:
             any_plan = self.routes.reachable(tokens)[0].name
             return self._plans[any_plan](*inputs) if in_pieces else self._run_all(inputs)
-        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)
+        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment)
         if not in_pieces:
             self._graphs.watch_full_capture(plan.name, forward_pass.phase, tokens)
         if self.observer.is_serving:
@@ -253,8 +256,9 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
     def _served(self, forward_pass: Pass, graph: CUDAGraphMode) -> None:
         """Note a pass of vLLM's scheduler, and the mode of the CUDA graphs that it runs from."""
         self._graphs.finish()
-        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens).name
-        self.records.serve(forward_pass, plan, graph)
+        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment).name
+        moment = self.routes.moment_name(forward_pass.phase, forward_pass.moment)
+        self.records.serve(forward_pass, plan, graph, moment)
 
     def _replayed(self, forward_pass: Pass) -> None:
         self._served(forward_pass, CUDAGraphMode.FULL)
@@ -270,4 +274,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         """Return logits [tokens, vocabulary] of the last pass, with its plan's lm_head."""
         self.observer.settle()
         self.records.end()
-        return self._plans[self._last_plan].compute_logits(hidden_states)
+        logits = self._plans[self._last_plan].compute_logits(hidden_states)
+        if self.observer.moments is not None:
+            self.observer.moments.measure(logits, hidden_states.device)
+        return logits

@@ -22,7 +22,7 @@ class PassRecords:
     def __init__(self, metrics: PassMetrics | None, trace: Trace | None) -> None:
         self._metrics = metrics
         self._trace = trace
-        self._last: tuple[Pass, str] | None = None
+        self._last: tuple[Pass, str, str] | None = None
         self.requests = RequestPlans()
 
     @classmethod
@@ -49,11 +49,14 @@ class PassRecords:
         if self._metrics is not None:
             self._metrics.begin_pass()
 
-    def serve(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
-        """Write down a pass of vLLM's scheduler; ``graph``: the mode of the CUDA graphs that it runs from."""
-        self._last = (forward_pass, plan)
+    def serve(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode, moment: str = "") -> None:
+        """Write down a pass of vLLM's scheduler.
+
+        ``graph``: the mode of the CUDA graphs that it runs from; ``moment``: the name of its span of moments.
+        """
+        self._last = (forward_pass, plan, moment)
         if forward_pass.requests is not None:
-            self.requests.record(forward_pass.requests, plan)
+            self.requests.record(forward_pass.requests, plan, moment)
         if self._trace is not None:
             self._trace.record(forward_pass, plan)
         if self._metrics is not None:
@@ -72,6 +75,5 @@ class PassRecords:
         """Return what the last pass held and its plan, as the trace writes it; None before the first."""
         if self._last is None:
             return None
-        described = self._last[0]._asdict()
-        del described["requests"]
-        return {**described, "plan": self._last[1]}
+        forward_pass, plan, moment = self._last
+        return {**forward_pass.to_data(), "plan": plan} | ({"moment": moment} if moment else {})

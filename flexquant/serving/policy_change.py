@@ -109,5 +109,5 @@ def describe_change(before: ServedPolicy, after: ServedPolicy, *, captures: bool
         "before": before.described(),
         "after": after.described(),
         "captures_graphs": captures,
-        "routes": [change._asdict() for change in route_changes(before.routes, after.routes)],
+        "routes": [change.to_data() for change in route_changes(before.routes, after.routes)],
     }

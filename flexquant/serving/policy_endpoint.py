@@ -68,6 +68,7 @@ def add_policy_route(app: FastAPI) -> None:
         methods=["POST"],
         dependencies=[Depends(authorise_admin)],
         response_model=PolicyChange,
+        response_model_exclude_unset=True,
         responses=REFUSALS,
         openapi_extra={"requestBody": {"required": True, "content": content}},
     )

@@ -8,6 +8,7 @@ machines, started by a command on each, every one has a front end of its own, wh
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,11 +29,16 @@ def check_ranks_agree(routes: RouteTable, quantization_config: dict[str, Any]) -
     if world.world_size == 1:
         return
     intervals = {
-        phase: [(row.min_tokens, row.max_tokens, row.plan.layers) for row in routes.intervals(phase)]
+        phase: [
+            (*span, [(row.min_tokens, row.max_tokens, row.plan.layers) for row in rows])
+            for span in routes.spans(phase)
+            if (rows := routes.intervals(phase, span.moment))
+        ]
         for phase in PHASES
     }
+    trigger = routes.trigger and asdict(routes.trigger)
     mine = {
-        "routes": digest_of(intervals),
+        "routes": digest_of({"intervals": intervals, "trigger": trigger}),
         "quantization_config in config.json": digest_of(quantization_config),
     }
     everyones: list[dict[str, str]] = [{}] * world.world_size

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 KEPT = 4096
 """Requests that are remembered, the last ones to come."""
@@ -17,20 +17,36 @@ REST = re.compile(r"([-_]\d+)?(-[0-9a-f]{16}-beam-\d+)?(-[0-9a-f]{8})?")
 """Of the name of a request: in front of the ``id`` of its response, at the end, and all that is behind it."""
 
 
+class Run(NamedTuple):
+    """Consecutive tokens of a request that passes of one plan and one span of moments computed."""
+
+    plan: str
+    tokens: int
+    moment: str
+
+    def to_data(self) -> dict[str, Any]:
+        """Return it as data that JSON can hold, without a moment where there is none."""
+        data = self._asdict()
+        return data if self.moment else {key: data[key] for key in ("plan", "tokens")}
+
+
 class RequestPlans:
     """For the last requests, how many tokens which plan has computed."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, list[tuple[str, int]]] = {}
+        self._runs: dict[str, list[Run]] = {}
 
-    def record(self, tokens: Mapping[str, int], plan: str) -> None:
-        """Note a pass of ``plan``: by the name of each request in it, how many of its tokens."""
+    def record(self, tokens: Mapping[str, int], plan: str, moment: str = "") -> None:
+        """Note a pass of ``plan``: by the name of each request in it, how many of its tokens.
+
+        ``moment`` is the name of the pass's span of moments, empty where the policy tells none apart.
+        """
         for request, number in tokens.items():
             runs = self._runs.setdefault(request, [])
-            if runs and runs[-1][0] == plan:
-                runs[-1] = (plan, runs[-1][1] + number)
+            if runs and (runs[-1].plan, runs[-1].moment) == (plan, moment):
+                runs[-1] = runs[-1]._replace(tokens=runs[-1].tokens + number)
             else:
-                runs.append((plan, number))
+                runs.append(Run(plan, number, moment))
         while len(self._runs) > KEPT:
             del self._runs[next(iter(self._runs))]
 
@@ -40,7 +56,7 @@ class RequestPlans:
         ``response`` is its ``id``. One response may answer several prompts, or one prompt several times.
         """
         return [
-            {"request": request, "plans": [{"plan": plan, "tokens": number} for plan, number in runs]}
+            {"request": request, "plans": [run.to_data() for run in runs]}
             for request, runs in self._runs.items()
             if answers(response, request)
         ]
@@ -56,8 +72,8 @@ class RequestPlans:
         for name, runs in self._runs.items():
             outer = RANDOM.sub("", name)
             for request in {name, outer, NUMBER.sub("", name), NUMBER.sub("", outer)} & wanted:
-                for plan, number in runs:
-                    found.setdefault(request, Counter())[plan] += number
+                for run in runs:
+                    found.setdefault(request, Counter())[run.plan] += run.tokens
         return {request: dict(plans) for request, plans in found.items()}
 
 

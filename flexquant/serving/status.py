@@ -27,7 +27,9 @@ def status_of(model: FlexQuantForCausalLM) -> dict[str, Any]:
         "routes": {
             phase: [
                 {"min_tokens": row.min_tokens, "max_tokens": row.max_tokens, "plan": row.plan.name}
-                for row in model.routes.intervals(phase)
+                | ({"moment": span.name} if span.name else {})
+                for span in model.routes.spans(phase)
+                for row in model.routes.intervals(phase, span.moment)
             ]
             for phase in PHASES
         },

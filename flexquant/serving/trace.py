@@ -45,7 +45,7 @@ class Trace:
         self._file.write(self._encode(record) + b"\n")
 
     def record(self, forward_pass: Pass, plan: str) -> None:
-        record = {**forward_pass._asdict(), "plan": plan}
-        if forward_pass.requests is None:
-            del record["requests"]
+        record = {**forward_pass.to_data(), "plan": plan}
+        if forward_pass.requests is not None:
+            record["requests"] = forward_pass.requests
         self._write(record)

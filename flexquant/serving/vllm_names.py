@@ -398,6 +398,7 @@ NAMES = (
             "get_world_group()": "all ranks, which have to agree on the policy",
             "GroupCoordinator.cpu_group": "how they tell each other",
             "GroupCoordinator.world_size": "how many they are",
+            "GroupCoordinator.broadcast(input_)": "the first tensor-parallel rank tells the trigger's signal",
         },
     ),
     Names(

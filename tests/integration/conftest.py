@@ -24,6 +24,7 @@ import yaml
 from flexquant.measuring import engine as in_process
 from flexquant.policy.rules import Policy, load_policy, parse_policy
 from flexquant.serving.config import build_routes
+from flexquant.serving.moments import running_moments
 from tests.conftest import STARTS
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def take_policy(llm: LLM, policy: str, empty_cache: bool = True) -> None:
         routes = build_routes(llm.llm_engine.vllm_config, model.merged, read_policy(policy))
         assert {plan.name for plan in routes.plans} <= model._plans.keys(), "the engine lacks a plan"
         model.policy = dataclasses.replace(model.policy, routes=routes)
+        model.observer.moments = running_moments(routes)
 
     llm.apply_model(swap)
     if empty_cache:

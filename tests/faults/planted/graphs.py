@@ -32,7 +32,7 @@ GRAPHS = (
         "graphs-of-two-sizes-exchanged",
         "The FULL graph of a size holds the plan of another.",
         "flexquant/serving/model.py",
-        "        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)\n",
+        "        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment)\n",
         "        other = 1 if self.observer.is_serving else 2\n"
         "        plan = self.routes.lookup(forward_pass.phase, other * forward_pass.tokens)\n",
         (REPLAYS + "[V1-FULL_DECODE_ONLY-by-batch]",),

@@ -144,8 +144,8 @@ SERVING = (
         "another-plans-head",
         "Logits always come from the head of the first plan.",
         "flexquant/serving/model.py",
-        "return self._plans[self._last_plan].compute_logits(hidden_states)",
-        "return self._plans[self.routes.plans[0].name].compute_logits(hidden_states)",
+        "logits = self._plans[self._last_plan].compute_logits(hidden_states)",
+        "logits = self._plans[self.routes.plans[0].name].compute_logits(hidden_states)",
         (VIEWS + "test_logits_come_from_the_head_of_the_last_passes_plan",),
     ),
     Fault(
@@ -160,8 +160,8 @@ SERVING = (
         "trace-tells-the-plan-before",
         "The trace is written before the plan is chosen, and names that of the pass before.",
         "flexquant/serving/model.py",
-        "self.records.serve(forward_pass, plan, graph)",
-        "self.records.serve(forward_pass, self._last_plan, graph)",
+        "self.records.serve(forward_pass, plan, graph, moment)",
+        "self.records.serve(forward_pass, self._last_plan, graph, moment)",
         (VIEWS + "test_the_trace_tells_the_plan_of_every_pass_in_order",),
     ),
     Fault(
