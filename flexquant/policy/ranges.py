@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,18 @@ class Bounds:
         """Where the range begins, and where what is above it does, both in numbers of ``unit`` to a whole."""
         first = (self.min - 1) * unit + 1
         return {first} if self.max is None else {first, self.max * unit + 1}
+
+
+def are_covered(ranges: Sequence[Bounds], others: Sequence[Sequence[Bounds]]) -> bool:
+    """Whether all points of a box, given by its range in each dimension, lie within some of other boxes.
+
+    If one does not, then one at the lower ends of the ranges left over does not.
+    """
+    if not ranges or not others:
+        return bool(others)
+    first, *rest = ranges
+    starts = {first.min} | {start for other in others for start in other[0].starts() if start in first}
+    return all(are_covered(rest, [other[1:] for other in others if start in other[0]]) for start in starts)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from flexquant.documents.named_files import builtin_names, read_named
 from flexquant.documents.yaml_document import Document, KeyPath, from_data, from_yaml, show
 from flexquant.policy.moments import CALM, Moment, Span, spans
 from flexquant.policy.pass_times import PassTimes, read_pass_times
-from flexquant.policy.ranges import Bounds, LayerRange, read_bounds, read_layers, read_variant
+from flexquant.policy.ranges import Bounds, LayerRange, are_covered, read_bounds, read_layers, read_variant
 from flexquant.policy.trigger import Trigger, read_trigger
 
 SCHEMA = "flexquant.policy/v1"
@@ -78,6 +78,10 @@ class Rule:
             and moment.since_prompt in self.since_prompt
             and self.unsure in (None, moment.unsure)
         )
+
+    @property
+    def ranges(self) -> tuple[Bounds, ...]:
+        return self.tokens, self.batch_size, self.since_prompt
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -295,25 +299,9 @@ def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:
     """Whether some pass reaches the rule."""
     states = (False, True) if rule.unsure is None else (rule.unsure,)
     return not all(
-        _are_covered(
-            _ranges(rule), [_ranges(r) for r in earlier if phase in r.phases and r.unsure in (None, state)]
+        are_covered(
+            rule.ranges, [r.ranges for r in earlier if phase in r.phases and r.unsure in (None, state)]
         )
         for phase in rule.phases
         for state in states
     )
-
-
-def _ranges(rule: Rule) -> list[Bounds]:
-    return [rule.tokens, rule.batch_size, rule.since_prompt]
-
-
-def _are_covered(ranges: list[Bounds], others: list[list[Bounds]]) -> bool:
-    """Whether all points of ``ranges``, one for each dimension, lie within some of ``others``.
-
-    If one does not, one at the lower ends of the ranges left over does not.
-    """
-    if not ranges or not others:
-        return bool(others)
-    first, *rest = ranges
-    starts = {first.min} | {start for other in others for start in other[0].starts() if start in first}
-    return all(_are_covered(rest, [other[1:] for other in others if s in other[0]]) for s in starts)

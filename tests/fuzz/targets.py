@@ -44,11 +44,13 @@ def _write(name: str, content: bytes) -> Path:
 def policy(data: bytes) -> None:
     """A policy file, and the routes that it gives."""
     parsed = parse_policy_text(data, "fuzz.yaml", "fuzz")
-    assert parse_policy(json.loads(json.dumps(parsed.document))).rules == parsed.rules
+    again = parse_policy(json.loads(json.dumps(parsed.document)))
+    assert (again.rules, again.trigger) == (parsed.rules, parsed.trigger)
     table = build_route_table(parsed, [*parsed.variants], LAYERS, MAX_TOKENS)
     for phase in PHASES:
-        rows = table.intervals(phase)
-        assert rows[0].min_tokens == 1 and rows[-1].max_tokens == MAX_TOKENS
+        for span in table.spans(phase):
+            rows = table.intervals(phase, span.moment)
+            assert rows[0].min_tokens == 1 and rows[-1].max_tokens == MAX_TOKENS
 
 
 def recipe(data: bytes) -> None:
