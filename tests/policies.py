@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Policies that several tests write into a file, and how to write more."""
 
+import re
+
 THRESHOLD = """
 schema: flexquant.policy/v1
 rules:
@@ -45,6 +47,17 @@ rules:
     use: w4a16
   - use: w8a8
 """
+
+
+def triggered(**settings: float) -> str:
+    """``TRIGGERED`` with other settings, a dwell of one pass if it is not given."""
+    given = ", ".join(f"{key}: {value!r}" for key, value in {"dwell": 1, **settings}.items())
+    return re.sub("enter: .*}", f"{given}}}", TRIGGERED)
+
+
+def scheduled(pattern: str) -> str:
+    """``TRIGGERED`` by a pattern."""
+    return re.sub("trigger: .*", f'trigger: {{schedule: "{pattern}"}}', TRIGGERED)
 
 
 def rules(*lines: str) -> str:

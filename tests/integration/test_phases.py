@@ -21,7 +21,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from benchmarks.speed.shapes import SHAPES
 from flexquant.errors import FlexQuantError
+from flexquant.policy.moments import CALM, Moment
+from flexquant.policy.trigger import Schedule
 from flexquant.serving.forward_pass import Pass, PassObserver, describe_pass
+from flexquant.serving.moments import RunningMoments
 
 HEADS = 4
 NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
@@ -109,8 +112,13 @@ class Observed:
             builder = self.backend.get_builder_cls()
             self.builder = builder(spec, NAMES, vllm_config, torch.device("cpu"))
 
-    def step(self, query_lengths: list[int], capture: bool = False) -> ForwardContext:
-        """Build the metadata of a step, each of whose sequences has 20 tokens already."""
+    def step(
+        self, query_lengths: list[int], capture: bool = False, prefilling: list[bool] | None = None
+    ) -> ForwardContext:
+        """Build the metadata of a step, each of whose sequences has 20 tokens already.
+
+        ``prefilling``: whose tokens are a prompt's; None: of those with more than one.
+        """
         starts, lengths = starts_of(query_lengths), torch.tensor(query_lengths, dtype=torch.int32)
         common = CommonAttentionMetadata(
             query_start_loc=starts,
@@ -122,7 +130,7 @@ class Observed:
             max_seq_len=20 + max(query_lengths),
             block_table_tensor=torch.zeros(len(query_lengths), 8, dtype=torch.int32),
             slot_mapping=torch.arange(sum(query_lengths)),
-            is_prefilling=lengths > 1,
+            is_prefilling=lengths > 1 if prefilling is None else torch.tensor(prefilling),
             seq_lens_cpu_upper_bound=20 + lengths,
         )
         if capture:
@@ -171,6 +179,32 @@ def test_passes_before_the_first_prompt_and_captures_are_vllms_own(vllm_config: 
     observed.step([1, 1], capture=True)
     observed.observer.settle()
     assert observed.replayed == []
+
+
+def test_the_schedulers_decode_passes_are_counted_from_the_last_prompt(vllm_config: VllmConfig) -> None:
+    observed = Observed(vllm_config)
+    observed.observer.moments = RunningMoments(Schedule("01"))
+
+    def moment(query_lengths: list[int], **options: Any) -> Moment:
+        found = observed.observer.read(observed.step(query_lengths, **options), sum(query_lengths))
+        assert found is not None
+        return found.moment
+
+    assert moment([1, 1]) is moment([1], capture=True) is CALM, "vLLM's own"
+    assert moment([5]) == Moment(0, False)
+    assert [moment([1]), moment([1])] == [Moment(1, False), Moment(2, True)]
+    assert moment([1], capture=True) is CALM
+    assert moment([1, 5]) == Moment(0, False)
+    assert [moment([1, 1]), moment([1, 1])] == [Moment(1, False), Moment(2, True)]
+    assert moment([1, 1, 1], prefilling=[False, False, True]) == Moment(1, False), "the last of a prompt"
+    assert moment([1, 1, 1]) == Moment(2, True)
+    with observed.observer.interrupted():
+        assert moment([1, 1, 1]) is CALM
+    observed.step([1, 1, 1])
+    observed.observer.settle()
+    assert observed.replayed[-1].moment == Moment(3, False), "also where the model is not called"
+    observed.observer.moments = None
+    assert moment([1, 1, 1]) is CALM
 
 
 def test_profiling_runs_have_no_pass(vllm_config: VllmConfig) -> None:

@@ -6,7 +6,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.two_ranks import check_policy_change, needs_two_cores, run, run_several
+from tests.integration.two_ranks import (
+    check_policy_change,
+    check_trigger,
+    needs_two_cores,
+    run,
+    run_several,
+)
 
 pytestmark = needs_two_cores
 RANKS = {"tensor_parallel_size": 2}
@@ -35,3 +41,7 @@ def test_pure_plans_equal_the_static_checkpoints(variant, number, folder, severa
 
 def test_both_ranks_take_another_policy_between_the_same_two_passes(tiny_merged, tmp_path):
     check_policy_change(tiny_merged("llama", num_layers=2) / "merged", RANKS, tmp_path)
+
+
+def test_both_ranks_find_the_same_passes_unsure(tiny_merged, tmp_path):
+    check_trigger(tiny_merged("llama", num_layers=2) / "merged", RANKS, tmp_path)

@@ -36,6 +36,19 @@ def test_a_response_finds_its_requests(response: str, request_name: str) -> None
     assert plans.find(response) == [{"request": request_name, "plans": runs}]
 
 
+def test_runs_of_one_plan_are_told_by_their_moments_where_there_are_any() -> None:
+    plans = RequestPlans()
+    for plan, moment in [("w8a8", ""), *[("w8a8", "since_prompt 1-2")] * 2, ("w4a16", "since_prompt 3+")]:
+        plans.record({COMPLETION: 1}, plan, moment)
+    (found,) = plans.find(COMPLETION)
+    assert found["plans"] == [
+        {"plan": "w8a8", "tokens": 1},
+        {"plan": "w8a8", "tokens": 2, "moment": "since_prompt 1-2"},
+        {"plan": "w4a16", "tokens": 1, "moment": "since_prompt 3+"},
+    ]
+    assert plans.tokens([COMPLETION]) == {COMPLETION: {"w8a8": 3, "w4a16": 1}}
+
+
 @pytest.mark.parametrize(
     "response", ["", "c", "cmpl", "cmpl-", "cmpl-97de", "0_", "3_cmpl", "cmpl-.*", f"{COMPLETION}-0-0"]
 )
