@@ -35,7 +35,6 @@ def commands() -> list[str]:
     return list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
 
 
-def document(schema: str) -> str:
-    """The pages' YAML document of a schema."""
-    (found,) = [block for block in blocks("yaml") if f"schema: {schema}\n" in block]
-    return found
+def documents(schema: str) -> list[str]:
+    """The pages' YAML documents of a schema, in order."""
+    return [block for block in blocks("yaml") if f"schema: {schema}\n" in block]

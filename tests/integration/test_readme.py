@@ -35,7 +35,7 @@ def folder(tmp_path_factory, real_model, real_variants, real_merged):
         (folder / "my-variants" / name).symlink_to(path)
     (folder / "my-model").symlink_to(real_model)
     (folder / "my-model-merged").symlink_to(real_merged)
-    (folder / "my-policy.yaml").write_text(readme.document("flexquant.policy/v1"))
+    (folder / "my-policy.yaml").write_text(readme.documents("flexquant.policy/v1")[0])
     (folder / "my-text.txt").write_text(topics["execmodel"])
     return folder
 
@@ -89,7 +89,7 @@ def test_the_program_flexquant_is_installed():
 @pytest.mark.engine
 @pytest.mark.parametrize("command", of("vllm"))
 def test_vllm_commands(command, real_merged, tmp_path, monkeypatch):
-    (tmp_path / "my-policy.yaml").write_text(readme.document("flexquant.policy/v1"))
+    (tmp_path / "my-policy.yaml").write_text(readme.documents("flexquant.policy/v1")[0])
     tuned = programs.ROOT / "benchmarks" / "results" / "tuning" / "smollm2-135m.yaml"
     shutil.copy(tuned, tmp_path / "my-tuned.yaml")
     monkeypatch.chdir(tmp_path)

@@ -70,7 +70,7 @@ def test_the_readmes_commands(model: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_the_readmes_recipe(tmp_path: Path) -> None:
     # Large enough that one unit is less than the recipe's budget.
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=4)
-    (tmp_path / "recipe.yaml").write_text(readme.document("flexquant.recipe/v1"))
+    (tmp_path / "recipe.yaml").write_text(readme.documents("flexquant.recipe/v1")[0])
     command = ["quantize", str(model), "--output", str(tmp_path / "variants"), *OPTIONS]
     assert cli.main([*command, "--recipe", str(tmp_path / "recipe.yaml")]) == 0
     ignored = section(tmp_path / "variants/w8a8")["ignore"]

@@ -14,8 +14,8 @@ import pytest
 from flexquant.errors import FlexQuantError
 from flexquant.policy.choose import DEFAULT_POLICY
 from flexquant.policy.ranges import Bounds
-from flexquant.policy.rules import builtin_policies, load_policy, parse_policy
-from tests import programs
+from flexquant.policy.rules import SCHEMA, builtin_policies, load_policy, parse_policy, parse_policy_text
+from tests import programs, readme
 from tests.policies import rules
 
 FULL = """\
@@ -32,6 +32,11 @@ rules:
       layers: {"0-3": w8a8, -1: fp8, -4--3: w8a8}
   - use: w8a8
 """
+
+
+def test_the_policies_of_the_pages_are_valid() -> None:
+    found = [parse_policy_text(text.encode(), "a page", "its") for text in readme.documents(SCHEMA)]
+    assert any(policy.trigger for policy in found)
 
 
 def test_every_key_is_read(tmp_path: Path) -> None:
