@@ -30,25 +30,27 @@ def effort_of(args: argparse.Namespace) -> Effort:
 
 
 class Decoding:
-    """One sequence of an engine in this process, decoded pass by pass: the shortest passes there are."""
+    """Sequences of an engine in this process, decoded pass by pass; one has the shortest passes there are."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, sequences: int = 1) -> None:
         self._engine = llm.llm_engine
         self._tokens = llm.model_config.max_model_len - 1
+        self._sequences = sequences
         self._requests = 0
 
     def prefill(self) -> None:
-        """Begin the sequence, or the next one if it has come to its end."""
+        """Begin the sequences, or the next ones if these have come to their end."""
         from vllm import SamplingParams
 
         if not self._engine.has_unfinished_requests():
-            self._requests += 1
             parameters = SamplingParams(temperature=0, max_tokens=self._tokens, ignore_eos=True)
-            self._engine.add_request(str(self._requests), {"prompt_token_ids": [100]}, parameters)
+            for _ in range(self._sequences):
+                self._requests += 1
+                self._engine.add_request(str(self._requests), {"prompt_token_ids": [100]}, parameters)
             self._engine.step()
 
     def step(self) -> None:
-        """Decode a token."""
+        """Decode a token of each sequence."""
         self._engine.step()
 
 
