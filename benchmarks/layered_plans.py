@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What do layered plans win: searched ones, beside the first, last, outer and random layers?
+
+    python -m benchmarks.layered_plans MERGED --text CHOOSE.txt --unseen OTHER.txt --reference MODEL \
+        --policy TUNED.yaml --layers 4 8 15 --output benchmarks/results/layered
+
+`flexquant search` chooses plans on one text, for each number of raised layers. They, the variants alone and
+as many layers at other places are measured on another text, which chose nothing: the KL divergence of decode
+to the 16-bit model. Times of passes are those of the tuned policy. Started again, it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.speed.results import git_commit
+from flexquant.checkpoint.output import staged_file
+from flexquant.cli._study import add_study, study_of, tell
+from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from flexquant.policy.choose import find_measured
+from flexquant.policy.pass_times import PassTimes
+from flexquant.search.budget import Budget
+from flexquant.search.searching import Search
+from flexquant.sensitivity.measuring import Study
+from flexquant.sensitivity.plans import Layers, all_in, describe
+
+SEARCHED = "searched"
+
+
+def choose(
+    study: Study, times: PassTimes, raised: list[int], sequences: int, file: Path
+) -> dict[Layers, str]:
+    """Return how each plan was chosen: the variants alone, and for each number of raised layers the searched
+    plan and those that no measurement chose.
+    """
+    plans = {all_in(variant, study.subject.num_layers): variant for variant in study.variants}
+    for number in raised:
+        search = Search(study, times, Budget(layers=number), sequences, compare=True)
+        found = search.run(file, overwrite=False, progress=tell)
+        for name, plan in [(SEARCHED, found.chosen), *found.others.items()]:
+            plans.setdefault(plan.layers, f"{name}, {number}")
+    return plans
+
+
+def measure(study: Study, plans: dict[Layers, str], times: PassTimes, sequences: int, file: Path) -> Any:
+    """Return of every plan how it was chosen, its time, and the KL divergence of every row of the text."""
+    with study.measuring(file, overwrite=False, progress=tell) as (_, score):
+        found = []
+        for layers, chosen_by in plans.items():
+            tell(f"{chosen_by}: {describe(layers)}")
+            ms = 1000 * times.seconds(layers, "decode", sequences)
+            found.append({"chosen_by": chosen_by, "plan": describe(layers), "ms": ms, "kl": score(layers)})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_study(parser, "sensitivity.json, unseen.json and layered.json")
+    parser.add_argument("--unseen", type=Path, required=True, metavar="FILE", help="text to measure on")
+    parser.add_argument("--policy", required=True, metavar="FILE", help="what 'flexquant tune' wrote")
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 15], metavar="N", help="raised")
+    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="of a pass whose time counts")
+    args = parser.parse_args()
+    study = study_of(args)
+    unseen = replace(study, text=args.unseen)
+    measured = find_measured(args.policy)
+    assert measured is not None  # a policy without times is refused
+    times, _ = measured
+    args.output.mkdir(parents=True, exist_ok=True)
+    plans = choose(study, times, args.layers, args.sequences, args.output / "sensitivity.json")
+    found = measure(unseen, plans, times, args.sequences, args.output / "unseen.json")
+    document = {
+        **unseen.described(),
+        "chosen_on": args.text.name,
+        "times": Path(args.policy).name,
+        "sequences": args.sequences,
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "commit": git_commit(),
+        "argv": ["python", "-m", "benchmarks.layered_plans", *describe_command()[1:]],
+        "plans": found,
+    }
+    with staged_file(args.output / "layered.json") as partial:
+        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
