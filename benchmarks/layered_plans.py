@@ -74,8 +74,12 @@ def main() -> None:
     assert measured is not None  # a policy without times is refused
     times, _ = measured
     args.output.mkdir(parents=True, exist_ok=True)
-    plans = choose(study, times, args.layers, args.sequences, args.output / "sensitivity.json")
-    found = measure(unseen, plans, times, args.sequences, args.output / "unseen.json")
+    chosen_on, measured_on = (args.output / name for name in ("sensitivity.json", "unseen.json"))
+    if args.overwrite:
+        for file in (chosen_on, measured_on):
+            file.unlink(missing_ok=True)
+    plans = choose(study, times, args.layers, args.sequences, chosen_on)
+    found = measure(unseen, plans, times, args.sequences, measured_on)
     document = {
         **unseen.described(),
         "chosen_on": args.text.name,
