@@ -39,7 +39,6 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             f"variants named like an attribute of torch.nn.ModuleDict, among {', '.join(merged.variants)} "
             "(merge them under other names)",
         ),
-        (vllm_config.lora_config is not None, "LoRA (drop --enable-lora)"),
         (parallel.use_ubatching, "microbatches (drop --enable-dbo and --ubatch-size)"),
         (
             parallel.prefill_context_parallel_size > 1,

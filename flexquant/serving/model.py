@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import Plan, RouteTable
 from flexquant.policy.rules import parse_policy
+from flexquant.serving.adapters import offer_to_adapters, share_adapters, tell_devices
 from flexquant.serving.config import tokens_per_sequence
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.forward_pass import Pass, PassObserver
@@ -40,11 +41,15 @@ from flexquant.serving.vllm_api import (
     IntermediateTensors,
     SupportsEagle,
     SupportsEagle3,
+    SupportsLoRA,
     SupportsPP,
     get_forward_context,
 )
 from flexquant.serving.weight_memory import WeightMemory
 from flexquant.serving.weights import VariantLoader
+
+if TYPE_CHECKING:
+    from flexquant.serving.vllm_api import LoRAModelManager
 
 logger = init_logger("vllm.flexquant.model")
 
@@ -53,7 +58,7 @@ Output = torch.Tensor | IntermediateTensors | tuple[torch.Tensor, list[torch.Ten
 all pipeline-parallel ranks but the last, what the next one takes as ``intermediate_tensors``."""
 
 
-class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3):
+class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3, SupportsLoRA):
     """Several variants of one causal LM over one KV cache; every forward pass takes one plan.
 
     With pipeline parallelism each rank holds its own decoder layers of every variant. All ranks find the same
@@ -89,6 +94,9 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         self._loader = VariantLoader(variants, self.merged, routes.derived)
         # A plain dict: plans are views, and must not show their weights to vLLM a second time.
         self._plans: dict[str, Any] = {plan.name: self._build_plan(plan) for plan in routes.plans}
+        self._lora_manager: LoRAModelManager | None = None
+        if vllm_config.lora_config is not None:
+            offer_to_adapters(self, self._plans[routes.plans[0].name])
         # What pipeline-parallel ranks hand on has the same shape in all variants.
         if make_empty := getattr(next(iter(variants.values())), "make_empty_intermediate_tensors", None):
             self.make_empty_intermediate_tensors = make_empty
@@ -117,6 +125,8 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
         for variant in self.variants.values():
             if hook := getattr(variant, "process_weights_after_loading", None):
                 hook()
+        if self._vllm_config.lora_config is not None:
+            tell_devices(dict(self.variants.items()))
         self._announce()
 
     def _announce(self) -> None:
@@ -216,6 +226,16 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3)
                     f"vLLM's {type(plan).__name__} does not support EAGLE-3; use another speculative method"
                 )
             plan.set_aux_hidden_state_layers(layers)
+
+    @property
+    def lora_manager(self) -> LoRAModelManager | None:
+        """What holds vLLM's LoRA adapters; set by vLLM when it has wrapped the layers."""
+        return self._lora_manager
+
+    @lora_manager.setter
+    def lora_manager(self, manager: LoRAModelManager) -> None:
+        share_adapters(manager, dict(self.variants.items()))
+        self._lora_manager = manager
 
     def get_model_state_cls(self) -> type:
         """vLLM's V2 runner asks for the class that prepares its passes."""

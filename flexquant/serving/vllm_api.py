@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext as ForwardContext
     from vllm.forward_context import get_forward_context as get_forward_context
     from vllm.forward_context import override_forward_context as override_forward_context
+    from vllm.lora.model_manager import LoRAModelManager as LoRAModelManager
     from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS as _POSSIBLE_FP8_KERNELS
     from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS as _POSSIBLE_INT8_KERNELS
     from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS as _POSSIBLE_KERNELS
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.config import VerifyAndUpdateConfig as VerifyAndUpdateConfig
     from vllm.model_executor.models.interfaces import SupportsEagle as SupportsEagle
     from vllm.model_executor.models.interfaces import SupportsEagle3 as SupportsEagle3
+    from vllm.model_executor.models.interfaces import SupportsLoRA as SupportsLoRA
     from vllm.model_executor.models.interfaces import SupportsPP as SupportsPP
     from vllm.scalar_type import scalar_types as scalar_types
     from vllm.sequence import IntermediateTensors as IntermediateTensors

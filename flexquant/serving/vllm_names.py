@@ -128,7 +128,7 @@ NAMES = (
             "VllmConfig.compilation_config": "as below",
             "VllmConfig.get_quantization_config(model_config, load_config)": "a variant's own config",
             "VllmConfig.load_config": "for a variant's own config",
-            "VllmConfig.lora_config": "refused",
+            "VllmConfig.lora_config": "whether layers are made ready for adapters",
             "VllmConfig.offload_config": "one that prefetches is refused",
             "VllmConfig.model_config": "exchanged in each variant's copy",
             "VllmConfig.parallel_config": "as below",
@@ -387,9 +387,31 @@ NAMES = (
             "SupportsEagle": "base class of a model whose hidden states EAGLE drafts from",
             "SupportsEagle3": "the same for EAGLE-3; base models without it are refused",
             "SupportsEagle3.set_aux_hidden_state_layers(layers)": "handed on to every plan",
+            "SupportsLoRA": "base class of a model whose layers vLLM may wrap for adapters",
             "SupportsPP": "base class of a model whose layers may lie on several ranks",
         },
-        mentions={"make_empty_intermediate_tensors": "taken from a variant"},
+        mentions={
+            "make_empty_intermediate_tensors": "taken from a variant",
+            "embedding_modules": "none: adapters of linear layers alone",
+            "packed_modules_mapping": "taken from a variant",
+            "supports_lora": "base models without it are refused",
+        },
+    ),
+    Names(
+        "vllm.lora.model_manager",
+        "vLLM can be told which modules of a model stand for the same layer of an adapter",
+        {
+            "LoRAModelManager": "vLLM sets it as the model's lora_manager when all layers are wrapped",
+        },
+        mentions={
+            "lora_manager": "set on the model",
+            "modules": "layers of further variants are taken out",
+        },
+    ),
+    Names(
+        "vllm.lora.layers.base_linear",
+        "as above",
+        mentions={"lora_a_stacked": "shared by all variants", "lora_b_stacked": "shared by all variants"},
     ),
     Names(
         "vllm.distributed.parallel_state",

@@ -76,12 +76,15 @@ def engine(folder: Path | str, policy: str | None = None, **options: Any) -> Ite
 Answers = list[tuple[list[int], list[dict[int, float]]]]
 
 
-def answers(llm: LLM, prompts: list[Any], **sampling: Any) -> Answers:
-    """Greedy answers: for every prompt the token ids, and at every step the top logprobs by token id."""
+def answers(llm: LLM, prompts: list[Any], adapters: list[Any] | None = None, **sampling: Any) -> Answers:
+    """Greedy answers: for every prompt the token ids, and at every step the top logprobs by token id.
+
+    ``adapters``: the LoRA request of every prompt, None for a prompt without.
+    """
     from vllm import SamplingParams
 
     parameters = SamplingParams(**{"temperature": 0, "max_tokens": 16, "logprobs": 5, **sampling})
-    outputs = llm.generate(prompts, parameters, use_tqdm=False)
+    outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=adapters)
     return [
         (
             list(output.outputs[0].token_ids),

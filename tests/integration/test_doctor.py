@@ -112,7 +112,6 @@ def test_the_first_pipeline_parallel_rank_holds_its_layers(merged):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--enable-lora"], "LoRA"),
         (["--additional-config", '{"flexquant": {"policy": "fastest"}}'], "unknown policy 'fastest'"),
         (["--pipeline-parallel-size", "8"], "none of the model's 4 decoder layers"),
         (["--port", "1", "--fast"], "--port"),

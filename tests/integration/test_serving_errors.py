@@ -104,7 +104,6 @@ def test_mistaken_options(merged, options, found):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"enable_lora": True}, "LoRA"),
         ({"runner": "pooling"}, "runner"),
         ({"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}}, "suffix"),
         (

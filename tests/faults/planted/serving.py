@@ -28,6 +28,22 @@ SERVING = (
         ("tests/integration/test_architectures.py::test_variants_without_an_lm_head_share_the_embedding",),
     ),
     Fault(
+        "adapter-of-one-variant",
+        "Layers of further variants are wrapped for LoRA, but keep matrices that nobody fills.",
+        "flexquant/serving/adapters.py",
+        "layer.lora_a_stacked, layer.lora_b_stacked = filled.lora_a_stacked, filled.lora_b_stacked",
+        "assert filled",
+        ("tests/integration/test_adapters.py::test_every_variant_with_adapters_is_stock_vllm",),
+    ),
+    Fault(
+        "smoothed-with-adapters",
+        "Adapters are served over a smoothed variant.",
+        "flexquant/serving/adapters.py",
+        "    check_unsmoothed(variants)\n",
+        "",
+        ("tests/integration/test_adapters.py::test_a_smoothed_variant_is_refused",),
+    ),
+    Fault(
         "phases-exchanged",
         "A pass of single tokens is no decode pass, and one of prompts is.",
         "flexquant/serving/forward_pass.py",

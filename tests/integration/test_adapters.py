@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""LoRA adapters over a merged checkpoint: under every plan what stock vLLM makes of adapter and variant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from tests.checkpoints import make_checkpoint
+from tests.integration.conftest import answers, engine, every_plan_of, take_policy
+from tests.integration.logprobs import distance
+from tests.policies import LAYERED_DECODE, rules
+
+pytestmark = pytest.mark.engine
+
+RANK, LAYERS, HIDDEN, KV, WIDE = 8, 4, 128, 64, 256
+SIZES = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (HIDDEN, KV),
+    "self_attn.v_proj": (HIDDEN, KV),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (HIDDEN, WIDE),
+    "mlp.up_proj": (HIDDEN, WIDE),
+    "mlp.down_proj": (WIDE, HIDDEN),
+}
+"""Inputs and outputs of each linear of a layer."""
+# One slot more than adapters: on a CPU, vLLM gives prompts without an adapter what the last slot holds.
+OPTIONS = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "max_model_len": 256}
+POLICIES = {"w8a8": "phase", "fp8": "fp8-phase-batch"}
+PROMPTS = ["The harbour was quiet", "In the beginning", "A box of old letters"]
+
+
+def make_adapter(folder: Path, seed: int, modules: tuple[str, ...] = tuple(SIZES)) -> Path:
+    """Write a random adapter as PEFT does."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(LAYERS):
+        for module in modules:
+            inputs, outputs = SIZES[module]
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) / inputs**0.5
+            tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) / 16
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "task_type": "CAUSAL_LM", "bias": "none"}
+    targets = sorted({module.rpartition(".")[2] for module in modules})
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": targets}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What vLLM takes for each prompt: two adapters, of which the second has attention alone, and none."""
+    from vllm.lora.request import LoRARequest
+
+    folder = tmp_path_factory.mktemp("adapters")
+    attention = tuple(module for module in SIZES if module.startswith("self_attn"))
+    made = [make_adapter(folder / "one", 1), make_adapter(folder / "two", 2, attention)]
+    return [LoRARequest(path.name, number, str(path)) for number, path in enumerate(made, 1)] + [None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in 16 bit and its variants, merged in pairs."""
+    folder = tmp_path_factory.mktemp("model")
+    for scheme in (None, "w8a8", "fp8", "w4a16"):
+        make_checkpoint(folder / (scheme or "16-bit"), scheme=scheme, num_layers=LAYERS)
+    for scheme in ("w8a8", "fp8"):
+        sources = {name: folder / name for name in (scheme, "w4a16")}
+        merge_checkpoints(sources, folder / f"{scheme}-w4a16", policy=POLICIES[scheme])
+    return folder
+
+
+def served(folder: Path, policies: list[str], adapters: list[Any] | None, work: Path) -> list[Any]:
+    """What each policy answers with the adapters, and the last one without."""
+    (union := work / "union.yaml").write_text(every_plan_of(policies))
+    found = []
+    with engine(folder, str(union), **OPTIONS) as llm:
+        for policy in policies:
+            take_policy(llm, policy)
+            found.append(answers(llm, PROMPTS, adapters, ignore_eos=True))
+        return [*found, answers(llm, PROMPTS, ignore_eos=True)]
+
+
+def stock(folder: Path, adapters: list[Any]) -> Any:
+    with engine(folder, **OPTIONS) as llm:
+        return answers(llm, PROMPTS, adapters, ignore_eos=True)
+
+
+def test_every_variant_with_adapters_is_stock_vllm(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
+    """Each sequence of a batch has an adapter of its own, or none."""
+    layered = LAYERED_DECODE.replace("w8a8", "fp8")
+    policies = [rules("- use: fp8"), "w4a16", layered]
+    *found, without = served(folder / "fp8-w4a16", policies, adapters, tmp_path)
+    assert found[:2] == [stock(folder / variant, adapters) for variant in ("fp8", "w4a16")]
+    assert [a == b for a, b in zip(found[2], without, strict=True)] == [False, False, True]
+    assert found[2] not in found[:2]
+
+
+def test_w8a8_and_a_change_of_plans(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
+    """Where stock vLLM has no adapters on this kernel: near to the 16-bit model with the same adapters."""
+    w8a8, phase, without = served(folder / "w8a8-w4a16", ["w8a8", "phase"], adapters, tmp_path)
+    expected = stock(folder / "16-bit", adapters)
+    assert distance(w8a8, expected) < distance(phase, expected) < distance(without[:2], expected[:2]) / 2
+
+
+def test_a_smoothed_variant_is_refused(tmp_path: Path) -> None:
+    """Its layers take other inputs than those that an adapter is trained on."""
+
+    def smooth(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        norm = "model.layers.1.input_layernorm.weight"
+        scaled = {norm: state[norm] / 2}
+        for projection in "qkv":
+            name = f"model.layers.1.self_attn.{projection}_proj.weight"
+            scaled[name] = state[name] * 2
+        return state | scaled
+
+    sources = {
+        "w8a8": make_checkpoint(tmp_path / "w8a8", num_layers=LAYERS, transform=smooth),
+        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", num_layers=LAYERS),
+    }
+    merge_checkpoints(sources, tmp_path / "merged")
+    found = "'w8a8' and 'w4a16' .* model.layers.1.input_layernorm.weight: one of them is smoothed"
+    with pytest.raises(FlexQuantError, match=found), engine(tmp_path / "merged", "phase", **OPTIONS):
+        pass
+
+
+def test_an_adapter_for_modules_that_are_not_there(folder: Path, tmp_path: Path) -> None:
+    """vLLM refuses it, and goes on answering."""
+    from vllm.lora.request import LoRARequest
+
+    adapter = make_adapter(tmp_path / "other", 3, ("self_attn.q_proj",))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["wrong_proj"]}))
+    tensors = {
+        "base_model.model.model.layers.0.self_attn.wrong_proj.lora_A.weight": torch.zeros(RANK, HIDDEN)
+    }
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with engine(folder / "w8a8-w4a16", "phase", **OPTIONS) as llm:
+        with pytest.raises(Exception, match="wrong_proj"):
+            llm.llm_engine.add_lora(LoRARequest("other", 1, str(adapter)))
+        assert len(answers(llm, PROMPTS)) == len(PROMPTS)
