@@ -28,6 +28,7 @@ from flexquant.search.budget import Budget
 from flexquant.search.searching import Search
 from flexquant.sensitivity.measuring import Study
 from flexquant.sensitivity.plans import Layers, all_in, describe
+from flexquant.sensitivity.report import estimate, matplotlib
 
 SEARCHED = "searched"
 
@@ -58,11 +59,32 @@ def measure(study: Study, plans: dict[Layers, str], times: PassTimes, sequences:
     return found
 
 
+def save_plot(document: dict[str, Any], file: Path) -> None:
+    """Draw KL divergence against decode time, as a PNG."""
+    figure_of, canvas_of = matplotlib()
+    figure = figure_of(figsize=(7, 4.5), layout="constrained")
+    canvas = canvas_of(figure)
+    axes = figure.subplots()
+    kinds: dict[str, list[tuple[float, float]]] = {}
+    for plan in document["plans"]:
+        chosen_by, _, raised = plan["chosen_by"].partition(", ")
+        kind = "random" if chosen_by.startswith("random") else chosen_by if raised else "variants alone"
+        kinds.setdefault(kind, []).append((plan["ms"], estimate(plan["kl"]).mean))
+    for kind, places in kinds.items():
+        axes.plot(*zip(*sorted(places), strict=True), "*-" if kind == "searched" else "o", label=kind)
+    axes.set_xlabel("decode pass, ms")
+    axes.set_ylabel("KL divergence to 16 bit, nats a token")
+    axes.set_title(f"{document['checkpoint']}: layers raised to {document['variants'][0]}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    canvas.print_figure(file, format="png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_study(parser, "sensitivity.json, unseen.json and layered.json")
+    add_study(parser, "sensitivity.json, unseen.json, layered.json and layered.png")
     parser.add_argument("--unseen", type=Path, required=True, metavar="FILE", help="text to measure on")
     parser.add_argument("--policy", required=True, metavar="FILE", help="what 'flexquant tune' wrote")
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 15], metavar="N", help="raised")
@@ -93,6 +115,8 @@ def main() -> None:
     }
     with staged_file(args.output / "layered.json") as partial:
         partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    with staged_file(args.output / "layered.png") as partial:
+        save_plot(document, partial)
 
 
 if __name__ == "__main__":
