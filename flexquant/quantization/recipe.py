@@ -29,11 +29,13 @@ from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, REFUSED_ARG
 SCHEMA = "flexquant.recipe/v1"
 DEFAULT_RECIPE = "default"
 PACKAGE = "flexquant.quantization.recipes"
+SELF = "self"
+"""As calibration data: text that the model writes itself."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Which text is used (see :func:`~flexquant.documents.texts.read_documents`), and how much."""
+    """Which text is used, and how much: SELF, or what ``flexquant.documents.texts.read_documents`` takes."""
 
     data: str | None = None
     samples: int = 128
@@ -133,7 +135,8 @@ def _calibration(value: Any, document: Document) -> Calibration:
     document.check_keys(value, path, (), tuple(asdict(Calibration())))
     if not isinstance(value.get("data"), (str, type(None))):
         document.fail(
-            (*path, "data"), f"is {show(value['data'])}; give a file, a folder, a dataset id or null"
+            (*path, "data"),
+            f"is {show(value['data'])}; give a file, a folder, a dataset id, {SELF} or null",
         )
     for key, minimum in {"samples": 1, "length": 2, "seed": 0}.items():
         number = value.get(key, minimum)
