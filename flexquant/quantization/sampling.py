@@ -54,7 +54,8 @@ def sample(
     padding = ends[0] if ends else 0
     ids = torch.tensor([[padding] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    output: Any = model.generate(
+    generate: Any = model.generate
+    output = generate(
         input_ids=ids,
         attention_mask=mask,
         generation_config=GenerationConfig(
