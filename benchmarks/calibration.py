@@ -6,8 +6,9 @@
 
 TEXTS is the folder of calibration_texts.py, of which `prose.txt`, `code.txt` and `chat.jsonl` are measured
 on: rows of each go through the 16-bit model and through every variant, in float32, with weights (and, where
-the variant says so, activations) rounded as its scheme says. The result has every row, so that variants are
-compared row by row. Runs in the quantising environment, and holds all models in memory at once.
+the variant says so, activations) rounded as its scheme says. The result has every row, and the table that is
+printed compares variants row by row with the first of the same scheme and groups. Runs in the quantising
+environment, and holds all models in memory at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
+from benchmarks.calibration_table import calibration_table
 from flexquant.documents.texts import draw_rows, read_documents
 from flexquant.measuring.machine import describe_command, describe_machine
 
@@ -106,6 +108,7 @@ def main() -> None:
         ],
     }
     args.output.write_text(json.dumps(result) + "\n")
+    print(calibration_table(result))
 
 
 if __name__ == "__main__":

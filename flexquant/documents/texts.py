@@ -23,6 +23,9 @@ Text = str | list[dict[str, Any]]
 # Rows are drawn from this many times the tokens that are needed, so that a large corpus is not read whole.
 POOL = 8
 
+SELF = "self"
+"""In the place of a name of calibration data: text that the model writes itself."""
+
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
 
 

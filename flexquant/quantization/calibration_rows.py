@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.writer import Progress
-from flexquant.documents.texts import draw_rows, read_documents
-from flexquant.quantization.recipe import SELF, Calibration
+from flexquant.documents.texts import SELF, draw_rows, read_documents
+from flexquant.quantization.recipe import Calibration
 from flexquant.quantization.source_model import SourceModel
 
 if TYPE_CHECKING:

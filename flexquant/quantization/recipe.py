@@ -22,6 +22,7 @@ from typing import Any
 
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.documents.named_files import builtin_names, read_named
+from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import Document, KeyPath, from_yaml, show
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, REFUSED_ARGUMENTS, REFUSED_MODIFIERS
@@ -29,8 +30,6 @@ from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, REFUSED_ARG
 SCHEMA = "flexquant.recipe/v1"
 DEFAULT_RECIPE = "default"
 PACKAGE = "flexquant.quantization.recipes"
-SELF = "self"
-"""As calibration data: text that the model writes itself."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from typing import Any
 
 import flexquant
 from flexquant.checkpoint.folder import read_json
+from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import to_yaml
-from flexquant.quantization.recipe import SCHEMA, SELF, Calibration, VariantRecipe
+from flexquant.quantization.recipe import SCHEMA, Calibration, VariantRecipe
 from flexquant.quantization.source_model import SourceModel
 
 REPORT_FILE = "quantization_report.json"
