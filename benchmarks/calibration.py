@@ -2,11 +2,19 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """How near variants calibrated on different texts are to their 16-bit model, on texts that none has seen.
 
-    python -m benchmarks.calibration MODEL TEXTS "docs, groups of 64=FOLDER" ... --output FILE.json
+    flexquant quantize MODEL --output v/docs --samples 32 --length 256
+    flexquant quantize MODEL --output v/own --samples 32 --length 256 --calibration self
+    python -m benchmarks.calibration_texts --own v/own/calibration.jsonl --output texts
+    flexquant quantize MODEL --output v/handbook --samples 32 --length 256 --calibration texts/handbook.txt
+    flexquant quantize MODEL --output v/mix --samples 32 --length 256 --calibration texts/mix.jsonl
+    python -m benchmarks.calibration MODEL texts docs=v/docs/w4a16 handbook=v/handbook/w4a16 \\
+        own=v/own/w4a16 mix=v/mix/w4a16 "docs, INT8=v/docs/w8a8" "own, INT8=v/own/w8a8" --output FILE.json
 
-TEXTS is the folder of calibration_texts.py, of which `prose.txt`, `code.txt` and `chat.jsonl` are measured
-on: rows of each go through the 16-bit model and through every variant, in float32, with weights (and, where
-the variant says so, activations) rounded as its scheme says. The result has every row, and the table that is
+For groups of 32 the same with `--recipe examples/small_model.yaml` and other folders.
+
+Measured on are `prose.txt`, `code.txt` and `chat.jsonl` of that folder: rows of each go through the 16-bit
+model and through every variant, in float32, with weights (and, where the variant says so, activations)
+rounded as its scheme says. The result has every row, and the table that is
 printed compares variants row by row with the first of the same scheme and groups. Runs in the quantising
 environment, and holds all models in memory at once.
 """
@@ -54,7 +62,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="folder of the 16-bit model")
-    parser.add_argument("texts", type=Path, help="folder with prose.txt, code.txt and chat.jsonl")
+    parser.add_argument("texts", type=Path, help="folder of calibration_texts.py")
     parser.add_argument("variants", nargs="+", metavar="NAME=FOLDER", help="FOLDER ends in w4a16 or w8a8")
     parser.add_argument("--rows", type=int, default=24, help="of each text (%(default)s)")
     parser.add_argument("--length", type=int, default=256, help="tokens in a row (%(default)s)")
