@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 #
 # make demo   quantise, merge and serve a small real model, and ask it things (MODEL=id or folder for another)
-#             SAMPLES and LENGTH set the calibration, on text that the model writes itself: few and short here,
-#             since a CPU needs minutes for them. RECIPE is made for small models: RECIPE=default for larger ones
+#             SAMPLES and LENGTH set the calibration, on text that the model writes itself (CALIBRATION=file for
+#             other text): few and short here, since a CPU needs minutes for them. RECIPE is made for small
+#             models: RECIPE=default for larger ones
 # make test   lint, then the tests of every day: test-quantize and test-serve
 # make test-full   everything: also the tests marked "full", and test-oldest on the oldest supported vLLM
 # make test-faults   break copies of the source, each in one small way, which has to turn a test red
@@ -23,6 +24,7 @@ PYTHON ?= python3
 MODEL ?= .work/SmolLM2-135M-Instruct
 SAMPLES ?= 32
 LENGTH ?= 256
+CALIBRATION ?= self
 RECIPE ?= examples/small_model.yaml
 NAME := $(notdir $(patsubst %/,%,$(MODEL)))
 MERGED := .work/merged/$(NAME)
@@ -186,10 +188,8 @@ clean:
 .work/$(TEST_NAME)/config.json: | .venv/quantize/.done
 	$(QUANTIZE)/python examples/fetch_smollm2.py .work/$(TEST_NAME)
 
-.work/calibration/%.jsonl: | .venv/serve/.done .work/$(TEST_NAME)/config.json
-	@$(SERVE)/python examples/self_calibration.py $(if $(filter $*,$(NAME)),$(MODEL),.work/$*) $@
-
-.work/merged/%/config.json: .work/calibration/%.jsonl
+.work/merged/%/config.json: | .venv/quantize/.done .work/$(TEST_NAME)/config.json
 	@$(QUANTIZE)/flexquant build $(if $(filter $*,$(NAME)),$(MODEL),.work/$*) --output .work/merged/$* \
-		--variants-folder .work/variants/$* --recipe $(RECIPE) --calibration $< \
+		--variants-folder .work/variants/$* --recipe $(RECIPE) \
+		--calibration $(CALIBRATION) \
 		--samples $(SAMPLES) --length $(LENGTH) --overwrite

@@ -24,8 +24,9 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, verify_checkpoint
 from flexquant.policy.choose import choose_policy
 from flexquant.policy.rules import load_policy
+from flexquant.quantization.calibration_rows import Stage, no_stage
 from flexquant.quantization.quantized_variant import QuantizedVariant
-from flexquant.quantization.quantizing import Stage, no_stage, quantize_variants
+from flexquant.quantization.quantizing import quantize_variants
 from flexquant.quantization.recipe import Recipe
 
 STAGES_AFTER_QUANTISING = 2

@@ -16,6 +16,7 @@ import yaml
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.sidecars import recipe_name
+from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
 
@@ -50,7 +51,9 @@ def _describe_ours(variant: str, document: JsonObject) -> str:
     ]
     data = "without calibration data"
     if calibration:
-        text = calibration["data"] or "Python's language reference"
+        text = {None: "Python's language reference", SELF: "text that the model wrote itself"}.get(
+            calibration["data"], calibration["data"]
+        )
         data = (
             f"calibrated on {text}: {calibration['samples']} samples of {calibration['length']} tokens, seed "
             f"{calibration['seed']} (token ids with SHA-256 `{made['calibration_rows_sha256']}`)"

@@ -23,6 +23,9 @@ Text = str | list[dict[str, Any]]
 # Rows are drawn from this many times the tokens that are needed, so that a large corpus is not read whole.
 POOL = 8
 
+SELF = "self"
+"""In the place of a name of calibration data: text that the model writes itself."""
+
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
 
 
@@ -59,17 +62,12 @@ def draw_rows(
     tokenizer adds one. Equal arguments give equal rows. Raises FlexQuantError, which calls the documents
     ``name``, when there is not enough text.
     """
-    if samples < 1 or length < 2:
-        raise FlexQuantError(
-            f"calibration takes at least 1 sample of 2 tokens, not {samples} of {length}; "
-            "the defaults are 128 of 512"
-        )
-    start = _start_of_row(tokenizer)
+    needed = tokens_needed(tokenizer, samples=samples, length=length)
+    start = start_of_row(tokenizer)
     body = length - len(start)
-    needed = samples * body
     tokens: list[int] = []
     for document in documents:
-        ids = tokenizer(_as_text(document, tokenizer, name), add_special_tokens=False)["input_ids"]
+        ids = document_tokens(document, tokenizer, name)
         if tokens and ids and tokenizer.eos_token_id is not None:
             tokens.append(tokenizer.eos_token_id)
         tokens += ids
@@ -87,12 +85,33 @@ def draw_rows(
     return [start + tokens[i : i + body] for i in chosen]
 
 
-def _start_of_row(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def tokens_needed(tokenizer: PreTrainedTokenizerBase, *, samples: int, length: int) -> int:
+    """Return how many tokens of text :func:`draw_rows` needs at least; raise FlexQuantError for too few."""
+    if samples < 1 or length < 2:
+        raise FlexQuantError(
+            f"calibration takes at least 1 sample of 2 tokens, not {samples} of {length}; "
+            "the defaults are 128 of 512"
+        )
+    return samples * (length - len(start_of_row(tokenizer)))
+
+
+def document_tokens(document: Text, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
+    """Return the token ids of one document, a conversation in the model's chat template.
+
+    Raises FlexQuantError, which calls the documents ``name``, for a conversation that cannot be rendered.
+    """
+    ids: list[int] = tokenizer(as_text(document, tokenizer, name), add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def start_of_row(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the begin-of-text token if the tokenizer adds one, else nothing."""
     ids = tokenizer("a")["input_ids"]
     return ids[:1] if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else []
 
 
-def _as_text(document: Text, tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+def as_text(document: Text, tokenizer: PreTrainedTokenizerBase, name: str, **template: Any) -> str:
+    """Return a document's text, a conversation's by the chat template, which takes ``template``."""
     if isinstance(document, str):
         return document
     if not tokenizer.chat_template:
@@ -100,7 +119,7 @@ def _as_text(document: Text, tokenizer: PreTrainedTokenizerBase, name: str) -> s
             f"{name} has 'messages', but the model's tokenizer has no chat template; give records with 'text'"
         )
     try:
-        return str(tokenizer.apply_chat_template(document, tokenize=False))
+        return str(tokenizer.apply_chat_template(document, tokenize=False, **template))
     except Exception as e:  # a template is a program of the model's author
         raise FlexQuantError(f"the model's chat template refuses messages of {name} ({e})") from e
 

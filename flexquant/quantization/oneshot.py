@@ -96,7 +96,7 @@ def run_modifiers(
     batches: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
     data = DataLoader(batches, batch_size=1) if batches else None
     try:
-        with _watched_layers(model, progress), _no_pinning_on_a_cpu():
+        with watched_layers(model, progress), _no_pinning_on_a_cpu():
             oneshot(model=model, tokenizer=tokenizer, dataset=data, recipe=modifiers)
     except BaseException:
         active_session().reset()  # else it holds the model
@@ -130,7 +130,7 @@ def _errors_of_the_system(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def explained_memory(variant: str) -> Iterator[None]:
+def explained_memory(doing: str) -> Iterator[None]:
     """Turn running out of memory, on the GPU or the CPU, into a FlexQuantError."""
     try:
         yield
@@ -138,7 +138,7 @@ def explained_memory(variant: str) -> Iterator[None]:
         if not _is_out_of_memory(e):
             raise
         raise FlexQuantError(
-            f"the memory ran out while quantising '{variant}'; lower --samples or --length, choose a smaller "
+            f"the memory ran out while {doing}; lower --samples or --length, choose a smaller "
             "model, or use a machine with more memory"
         ) from e
 
@@ -160,8 +160,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def _watched_layers(model: PreTrainedModel, progress: Progress | None) -> Iterator[None]:
-    """Report the layer that the data has reached, and stop at activations that are not finite."""
+def watched_layers(model: PreTrainedModel, progress: Progress | None) -> Iterator[None]:
+    """Report the layer that the data has reached, and raise FlexQuantError for activations not finite."""
     names = decoder_layers([name for name, _ in model.named_modules()])
 
     def checker(number: int, name: str) -> Callable[..., None]:

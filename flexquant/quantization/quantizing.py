@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,9 +16,9 @@ from flexquant.checkpoint.output import prepare_output, remove_leftovers, staged
 from flexquant.checkpoint.sidecars import RECIPE
 from flexquant.checkpoint.tokenizer import load_tokenizer
 from flexquant.checkpoint.writer import Progress
-from flexquant.documents.texts import draw_rows, read_documents
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import empty_model
+from flexquant.quantization.calibration_rows import Rows, Stage, calibration_rows, no_stage
 from flexquant.quantization.modifiers import build_modifiers
 from flexquant.quantization.quantized_variant import QuantizedVariant, read_quantized
 from flexquant.quantization.quiet import quiet_libraries
@@ -40,22 +40,10 @@ if TYPE_CHECKING:
     from llmcompressor.modifiers import Modifier
     from transformers import PreTrainedTokenizerBase
 
-Rows = Sequence[Sequence[int]]
 ProgressLine = Callable[[str], None]
-Stage = Callable[..., AbstractContextManager[Progress | None]]
-"""How a caller shows a stage, e.g. as a progress bar.
 
-It is called with the stage's title and, where progress can be counted, the ``unit`` of it. What it returns is
-entered for as long as the stage lasts, and gives a function of (units done, units in all), or None.
-"""
-
-STAGES_BEFORE_VARIANTS = 1
-"""How many stages :func:`quantize_variants` enters before those of the variants: one, in which it reads."""
-
-
-def no_stage(title: str, **unit: str) -> AbstractContextManager[None]:
-    """Show nothing of a stage."""
-    return nullcontext()
+STAGES_BEFORE_VARIANTS = 2
+"""How many stages :func:`quantize_variants` enters before those of the variants: model, calibration text."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +76,15 @@ def quantize_variants(
     """Write ``output``/<name> for each variant of the recipe: a compressed-tensors checkpoint for vLLM.
 
     ``model`` is a folder or Hugging Face id of a 16-bit model. ``variants`` names those to make (default:
-    all). ``calibration``, which is what :func:`~flexquant.documents.texts.read_documents` takes,
-    ``samples``, ``length`` (tokens in a sample) and ``seed`` replace the recipe's where given. Equal inputs
+    all). ``calibration``, which is "self" (the model writes ``output``/calibration.jsonl) or what
+    :func:`~flexquant.documents.texts.read_documents` takes, ``samples``, ``length`` (tokens in a sample) and
+    ``seed`` replace the recipe's where given. Equal inputs
     give equal bytes on one machine with one number of threads. A folder appears only when complete; in it,
     ``recipe.yaml`` reproduces the variant and ``quantization_report.json`` says what was searched.
     ``resume`` keeps variants that an earlier run finished from the same model, recipe, data and versions;
     ``overwrite`` replaces others, each when the new one is complete. ``progress`` receives notes of one line;
-    ``stage`` is entered once for reading the model and once for each variant. What llmcompressor and the
-    libraries below it print is discarded unless ``verbose``.
+    ``stage`` is entered for the model, for the calibration text and for each variant. What llmcompressor and
+    the libraries below it print is discarded unless ``verbose``.
 
     Raises FlexQuantError, before any calibration and with nothing deleted, for a model, recipe or calibration
     data that cannot be used, an output that may not be replaced, and when llmcompressor is not installed; and
@@ -117,11 +106,23 @@ def quantize_variants(
     given: dict[str, Any] = {"data": data, "samples": samples, "length": length, "seed": seed}
     settings = replace(recipe.calibration, **{k: v for k, v in given.items() if v is not None})
     with nullcontext() if verbose else quiet_libraries(progress):
-        with stage(f"reading {folder} and the calibration text"):
+        with stage(f"reading {folder}"):
             source = read_source(folder)
             tokenizer = load_tokenizer(folder)
-            jobs = _prepare(recipe, recipes, source, folders, settings, tokenizer, progress)
-            kept = _find_finished(jobs, overwrite) if resume else [False] * len(jobs)
+            resolved = _resolve(recipes, source, progress)
+        needs_data = {v.recipe.name: build_modifiers(v)[1] for v in resolved}
+        rows: Rows = []
+        if any(needs_data.values()):
+            rows = calibration_rows(settings, source, tokenizer, Path(output), overwrite, progress, stage)
+        else:
+            with stage("no calibration text is needed"):
+                pass
+        jobs = []
+        for v in resolved:
+            used = rows if needs_data[v.recipe.name] else None
+            made_from = variant_inputs(source, recipe.variants[v.recipe.name], used, settings.seed)
+            jobs.append(_Job(v, folders[v.recipe.name], made_from, used))
+        kept = _find_finished(jobs, overwrite) if resume else [False] * len(jobs)
         results = []
         for job, finished in zip(jobs, kept, strict=True):
             started = time.monotonic()
@@ -133,31 +134,18 @@ def quantize_variants(
         return results
 
 
-def _prepare(
-    recipe: Recipe,
-    recipes: Sequence[VariantRecipe],
-    source: SourceModel,
-    folders: Mapping[str, Path],
-    settings: Calibration,
-    tokenizer: PreTrainedTokenizerBase,
-    progress: ProgressLine,
-) -> list[_Job]:
-    """Check every recipe against the model, draw the calibration rows, and note what is worth knowing."""
+def _resolve(
+    recipes: Sequence[VariantRecipe], source: SourceModel, progress: ProgressLine
+) -> list[ResolvedVariant]:
+    """Check every recipe against the model, and note what is worth knowing."""
     from flexquant.quantization.oneshot import separate_experts
 
     empty = separate_experts(empty_model(source.config))
     resolved = [resolve_variant(r, empty, source.config.model_type) for r in recipes]
-    needs_data = {v.recipe.name: build_modifiers(v)[1] for v in resolved}
-    rows = _calibration_rows(settings, tokenizer, progress) if any(needs_data.values()) else []
-    jobs = []
     for variant in resolved:
-        name = variant.recipe.name
         for note in variant.notes:
-            progress(f"{name}: {note}")
-        used = rows if needs_data[name] else None
-        made_from = variant_inputs(source, recipe.variants[name], used, settings.seed)
-        jobs.append(_Job(variant, folders[name], made_from, used))
-    return jobs
+            progress(f"{variant.recipe.name}: {note}")
+    return resolved
 
 
 def _title(job: _Job, finished: bool) -> str:
@@ -179,20 +167,6 @@ def _choose_variants(recipe: Recipe, names: Sequence[str] | None) -> list[Varian
     if not names:
         raise FlexQuantError(f"no variant is chosen; the recipe has {', '.join(recipe.variants)}")
     return [recipe.variants[name] for name in names]
-
-
-def _calibration_rows(
-    settings: Calibration, tokenizer: PreTrainedTokenizerBase, progress: ProgressLine
-) -> Rows:
-    if settings.data is None:
-        progress("calibrating on Python's own documentation; text like your users' gives better accuracy")
-    return draw_rows(
-        read_documents(settings.data),
-        tokenizer,
-        samples=settings.samples,
-        length=settings.length,
-        seed=settings.seed,
-    )
 
 
 def _find_finished(jobs: Sequence[_Job], overwrite: bool) -> list[bool]:
@@ -238,7 +212,7 @@ def _quantize(
     name = job.variant.recipe.name
     dtype = cast(torch.dtype, source.config.dtype or torch.bfloat16)
     rows = [torch.tensor(row) for row in job.rows or ()]
-    with explained_memory(name):
+    with explained_memory(f"quantising '{name}'"):
         quantized = load_model(source.folder, dtype)
         modifiers, _ = build_modifiers(job.variant, rows, sum(map(len, rows)))
         run_modifiers(quantized, tokenizer, modifiers, rows, settings.seed, show)

@@ -22,6 +22,7 @@ from typing import Any
 
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.documents.named_files import builtin_names, read_named
+from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import Document, KeyPath, from_yaml, show
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, REFUSED_ARGUMENTS, REFUSED_MODIFIERS
@@ -33,7 +34,7 @@ PACKAGE = "flexquant.quantization.recipes"
 
 @dataclass(frozen=True)
 class Calibration:
-    """Which text is used (see :func:`~flexquant.documents.texts.read_documents`), and how much."""
+    """Which text is used, and how much: SELF, or what ``flexquant.documents.texts.read_documents`` takes."""
 
     data: str | None = None
     samples: int = 128
@@ -133,7 +134,8 @@ def _calibration(value: Any, document: Document) -> Calibration:
     document.check_keys(value, path, (), tuple(asdict(Calibration())))
     if not isinstance(value.get("data"), (str, type(None))):
         document.fail(
-            (*path, "data"), f"is {show(value['data'])}; give a file, a folder, a dataset id or null"
+            (*path, "data"),
+            f"is {show(value['data'])}; give a file, a folder, a dataset id, {SELF} or null",
         )
     for key, minimum in {"samples": 1, "length": 2, "seed": 0}.items():
         number = value.get(key, minimum)

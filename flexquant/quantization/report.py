@@ -19,6 +19,7 @@ from typing import Any
 
 import flexquant
 from flexquant.checkpoint.folder import read_json
+from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.quantization.recipe import SCHEMA, Calibration, VariantRecipe
 from flexquant.quantization.source_model import SourceModel
@@ -65,7 +66,7 @@ def variant_inputs(
 def portable_settings(calibration: Calibration) -> dict[str, Any]:
     """Return which samples were used, with the name alone of a file or folder."""
     data = calibration.data
-    if data is not None and Path(data).expanduser().exists():
+    if data is not None and data != SELF and Path(data).expanduser().exists():
         calibration = replace(calibration, data=Path(data).expanduser().resolve().name)
     return asdict(calibration)
 

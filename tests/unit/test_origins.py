@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from flexquant.merge.origins import describe_origins
 
 RECIPE = """
@@ -29,6 +31,15 @@ def test_our_recipes_are_told_in_full(tmp_path):
         "  - SmoothQuantModifier: smoothing_strength 0.5 to 0.8, chosen for each of 3 modules",
         "  - GPTQModifier: scheme W8A8; ignore [lm_head]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"), [("null", "Python's language reference"), ("self", "text that the model wrote itself")]
+)
+def test_calibration_data_that_is_no_file_is_said_in_words(tmp_path, data, said):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("chats.jsonl", data))
+    assert f"calibrated on {said}: 64 samples" in describe_origins(["w8a8"], {"recipe.w8a8.yaml": recipe})
 
 
 def test_other_recipes_are_named_and_missing_ones_said(tmp_path):

@@ -144,7 +144,7 @@ def test_bad_sections_are_named_with_line_and_what_is_allowed(section: dict, exp
 @pytest.mark.parametrize(
     ("calibration", "expected"),
     [
-        ({"data": 3}, r"calibration.data is 3; give a file, a folder, a dataset id or null"),
+        ({"data": 3}, r"calibration.data is 3; give a file, a folder, a dataset id, self or null"),
         ({"samples": 0}, r"calibration.samples is 0; give a whole number of at least 1"),
         ({"length": 1}, r"calibration.length is 1; give a whole number of at least 2"),
         ({"sample": 3}, r"calibration.sample is an unknown key; .* data, samples, length, seed"),

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Text sampled from a 16-bit model: prompts of any lengths side by side, each at a temperature of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from flexquant.documents.texts import start_of_row
+from flexquant.quantization.openings import ENGLISH, OTHERS, Language
+
+KNOWN = 1.6
+"""A language is known if the model needs at most this many times the nats of its best for one sentence."""
+VOCABULARY_TRIES = 100
+
+
+class RowTemperatures(LogitsProcessor):
+    """Divides the logits [rows, vocabulary] of every row by its own temperature."""
+
+    def __init__(self, temperatures: Sequence[float]) -> None:
+        self._temperatures = torch.tensor(temperatures)[:, None]
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores / self._temperatures.to(scores.device)
+
+
+@torch.inference_mode()
+def sample(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    tokens: int,
+) -> list[list[int]]:
+    """Return what the model writes to each prompt: at most ``tokens`` ids, without the end token.
+
+    Nothing of the model's own generation settings is used but its end tokens; torch's seed decides.
+    """
+    ends = end_tokens(model, tokenizer)
+    longest = max(map(len, prompts))
+    room = getattr(model.config, "max_position_embeddings", None)
+    most = tokens if room is None else max(1, min(tokens, room - longest))
+    padding = ends[0] if ends else 0
+    ids = torch.tensor([[padding] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    generate: Any = model.generate
+    output = generate(
+        input_ids=ids,
+        attention_mask=mask,
+        generation_config=GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            repetition_penalty=1.0,
+            max_new_tokens=most,
+            eos_token_id=ends or None,
+            pad_token_id=padding,
+        ),
+        logits_processor=LogitsProcessorList([RowTemperatures(temperatures)]),
+    )
+    written = []
+    for row in output[:, longest:].tolist():
+        end = next((i for i, token in enumerate(row) if token in ends), len(row))
+        written.append(row[:end])
+    return written
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end what the model writes, by its generation settings and its tokenizer."""
+    configured: Any = model.generation_config.eos_token_id if model.generation_config else None
+    listed = configured if isinstance(configured, list) else [configured]
+    return list(dict.fromkeys(e for e in (*listed, tokenizer.eos_token_id) if e is not None))
+
+
+@torch.inference_mode()
+def known_languages(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[Language, ...]:
+    """Return English and the other languages in which the model finds a plain sentence about as likely."""
+    nats = {}
+    for language in (ENGLISH, *OTHERS):
+        start = start_of_row(tokenizer)
+        ids = start + tokenizer(language.sentence, add_special_tokens=False)["input_ids"]
+        row = torch.tensor([ids], device=model.device)
+        logits = model(row).logits[0, :-1].float().log_softmax(-1)  # [tokens - 1, vocabulary]
+        nats[language] = -float(logits.gather(1, row[0, 1:, None].to(logits.device)).sum())
+    least = min(nats.values())
+    return (ENGLISH, *(language for language in OTHERS if nats[language] <= KNOWN * least))
+
+
+def vocabulary_word(tokenizer: PreTrainedTokenizerBase, draw: Random) -> str:
+    """Return a word, or a word's beginning, that is one token; "The" where there are hardly any."""
+    for _ in range(VOCABULARY_TRIES):
+        word = str(tokenizer.decode([draw.randrange(len(tokenizer))], skip_special_tokens=True)).strip()
+        if len(word) > 1 and word.isalpha():
+            return word
+    return ENGLISH.openings[0]

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Calibration text that the 16-bit model writes itself, where there is no other.
+
+What a model says is what it will compute on, in its own languages and by its own chat template. Half of the
+documents are answers to requests, if there is a template; the others go on from first words, every second
+time from a word of the tokenizer's vocabulary. Each is sampled at one of several temperatures. Documents are
+written until there is enough for the rows that are asked for, and kept in one JSONL file that anybody can
+read, and that a later run takes as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from flexquant.checkpoint.output import staged_file
+from flexquant.checkpoint.writer import Progress
+from flexquant.documents.texts import as_text, document_tokens, start_of_row, tokens_needed
+from flexquant.errors import FlexQuantError
+from flexquant.quantization.oneshot import explained_memory, watched_layers
+from flexquant.quantization.openings import Language, draw_opening, draw_request
+from flexquant.quantization.recipe import Calibration
+from flexquant.quantization.report import versions
+from flexquant.quantization.sampling import known_languages, sample, vocabulary_word
+from flexquant.quantization.source_model import SourceModel
+
+FILE = "calibration.jsonl"
+"""Name of the text's file beside the variants."""
+
+TEMPERATURES = (0.6, 0.8, 1.0)
+BATCH = 32
+"""Documents written side by side."""
+MOST_DOCUMENTS = 16
+"""Times the documents that full length would need, after which a model has not written enough."""
+
+NAME = "the model's own text"
+OTHERWISE = "give text like your users' requests with --calibration FILE"
+
+
+def made_with(source: SourceModel, settings: Calibration) -> dict[str, Any]:
+    """Return what the text depends on, as the file's first record tells it under ``made_with``."""
+    return {
+        "model": source.label,
+        "weights_sha256": source.weights_sha256,
+        "config_sha256": source.config_sha256,
+        "samples": settings.samples,
+        "length": settings.length,
+        "seed": settings.seed,
+        "versions": versions(),
+    }
+
+
+def find_written(file: Path, expected: dict[str, Any], *, overwrite: bool) -> bool:
+    """Return whether ``file`` holds the text that :func:`write_calibration` would write.
+
+    Raises FlexQuantError for a file that was made otherwise or was changed, unless it is to be replaced.
+    """
+    if not file.exists():
+        return False
+    try:
+        first, *others = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        header = json.loads(first)["made_with"]
+        digest = header.pop("text_sha256")
+        different = [key for key in expected if header.get(key) != expected[key]]
+        if digest != _sha256([_without_header(json.loads(first)), *map(json.loads, others)]):
+            different.append("text")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        different = ["content"]
+    if different and not overwrite:
+        raise FlexQuantError(
+            f"{file} was made with different {', '.join(different)}; calibrate on it as it is with "
+            "--calibration FILE, replace it with --overwrite, or choose another folder"
+        )
+    return not different
+
+
+def write_calibration(
+    file: Path,
+    source: SourceModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Calibration,
+    progress: Progress | None = None,
+) -> None:
+    """Let the 16-bit model write ``file``, JSONL as ``flexquant.documents.texts.read_documents`` takes it.
+
+    There is enough text for ``settings.samples`` rows of ``settings.length`` tokens. Equal arguments give
+    equal text on one machine with one number of threads. ``progress`` is called with the tokens written and
+    needed. The file appears when it is complete. Raises FlexQuantError for a model that writes next to
+    nothing, or whose activations are not finite.
+    """
+    with explained_memory("writing the calibration text"):
+        on_gpu = torch.cuda.is_available()
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            dtype=(source.config.dtype or torch.bfloat16) if on_gpu else torch.float32,
+            device_map="auto" if on_gpu else None,
+        )
+        with watched_layers(model, None):
+            records = _write_documents(model, tokenizer, source, settings, progress)
+    header = {**made_with(source, settings), "text_sha256": _sha256(records)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with staged_file(file) as partial:
+        lines = [{**records[0], "made_with": header}, *records[1:]]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        partial.write_text(text, encoding="utf-8")
+
+
+def _write_documents(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: SourceModel,
+    settings: Calibration,
+    progress: Progress | None,
+) -> list[dict[str, Any]]:
+    needed = tokens_needed(tokenizer, samples=settings.samples, length=settings.length)
+    languages = known_languages(model, tokenizer)
+    records: list[dict[str, Any]] = []
+    tokens = asked = 0
+    most = MOST_DOCUMENTS * math.ceil(needed / settings.length)
+    while tokens < needed:
+        if asked >= (most if tokens else min(most, BATCH)):
+            found = f"only {tokens:,} tokens" if tokens else "nothing but its end token"
+            raise FlexQuantError(
+                f"{source.folder} wrote {found} in {asked} documents, and {settings.samples} samples of "
+                f"{settings.length} tokens need {needed:,}; {OTHERWISE}"
+            )
+        size = min(BATCH, math.ceil((needed - tokens) / settings.length) + 1)
+        torch.manual_seed(Random(f"{settings.seed}, {asked}").getrandbits(63))
+        for record in _write_batch(model, tokenizer, languages, range(asked, asked + size), settings):
+            records.append(record)
+            tokens += len(document_tokens(record.get("messages") or record["text"], tokenizer, NAME))
+        asked += size
+        if progress is not None:
+            progress(min(tokens, needed), needed)
+    return records
+
+
+def _write_batch(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    languages: tuple[Language, ...],
+    numbers: Sequence[int],
+    settings: Calibration,
+) -> list[dict[str, Any]]:
+    """Return the records of the documents of these numbers, without those to which nothing was written."""
+    draws = [Random(f"{settings.seed}, document {number}") for number in numbers]
+    temperatures = [draw.choice(TEMPERATURES) for draw in draws]
+    starts, prompts = [], []
+    for number, draw in zip(numbers, draws, strict=True):
+        if tokenizer.chat_template and number % 2 == 0:
+            start: Any = [{"role": "user", "content": draw_request(languages, draw)}]
+            text = as_text(start, tokenizer, NAME, add_generation_prompt=True)
+            prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        else:
+            start = vocabulary_word(tokenizer, draw) if number % 4 == 1 else draw_opening(languages, draw)
+            prompts.append(start_of_row(tokenizer) + tokenizer(start, add_special_tokens=False)["input_ids"])
+        starts.append(start)
+    written = sample(model, tokenizer, prompts, temperatures, settings.length)
+    records: list[dict[str, Any]] = []
+    for start, temperature, prompt, ids in zip(starts, temperatures, prompts, written, strict=True):
+        answer = str(tokenizer.decode(ids, skip_special_tokens=True))
+        if not answer.strip():
+            continue
+        document: dict[str, Any] = (
+            {"text": tokenizer.decode([*prompt, *ids], skip_special_tokens=True)}
+            if isinstance(start, str)
+            else {"messages": [*start, {"role": "assistant", "content": answer}]}
+        )
+        records.append({**document, "temperature": temperature})
+    return records
+
+
+def _without_header(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key != "made_with"}
+
+
+def _sha256(data: object) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Text that the model writes itself to be calibrated on: what is in it, and that it is kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from flexquant import cli
+from flexquant.errors import FlexQuantError
+from flexquant.quantization.recipe import load_recipe
+from tests.checkpoints import StateDict, make_checkpoint
+from tests.quantize.folders import digests, report
+from tests.quantize.quantizing import RTN, W4A16, quantize, recipe, recorder
+
+BY = recipe(w4a16=W4A16)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def write(model: Path, output: Path, **options: Any) -> list[dict[str, Any]]:
+    """Quantise on the model's own text, and return the file's records."""
+    quantize(model, output, BY, calibration="self", **options)
+    return records(output)
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in _lines(output / "calibration.jsonl")]
+
+
+def _lines(file: Path) -> list[str]:
+    """Return its lines; text that a model writes may hold what ``splitlines`` takes for an end."""
+    return file.read_text().removesuffix("\n").split("\n")
+
+
+def texts(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in record.items() if key != "made_with"} for record in found]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("small") / "model", scheme=None, num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a chat template."""
+    model = make_checkpoint(tmp_path_factory.mktemp("chatting") / "model", scheme=None, num_layers=1)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    return model
+
+
+@pytest.fixture(scope="module")
+def first_run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("first") / "variants"
+    write(small, output)
+    return output
+
+
+@pytest.fixture
+def finished(first_run: Path, tmp_path: Path) -> Path:
+    """What a first run leaves, to be changed."""
+    return Path(shutil.copytree(first_run, tmp_path / "variants"))
+
+
+def test_half_of_it_is_conversations_where_there_is_a_chat_template(chatting: Path, tmp_path: Path) -> None:
+    found = write(chatting, tmp_path / "variants")
+    conversations = [record["messages"] for record in found if "messages" in record]
+    assert abs(len(found) - 2 * len(conversations)) <= 1
+    for user, assistant in conversations:
+        assert user["role"] == "user" and len(user["content"]) > 5
+        assert assistant["role"] == "assistant" and assistant["content"].strip()
+    assert len({record["temperature"] for record in found}) > 1
+
+
+def test_without_a_chat_template_all_of_it_is_plain_text(small: Path, finished: Path) -> None:
+    found = records(finished)
+    assert all(record["text"].strip() and "messages" not in record for record in found)
+    header = found[0]["made_with"]
+    assert (header["model"], header["samples"], header["length"], header["seed"]) == (small.name, 4, 64, 0)
+
+
+def test_equal_seeds_give_equal_text_and_other_seeds_other_text(
+    small: Path, finished: Path, tmp_path: Path
+) -> None:
+    assert write(small, tmp_path / "again") == records(finished)
+    assert digests(tmp_path / "again") == digests(finished)
+    assert texts(write(small, tmp_path / "other", seed=1)) != texts(records(finished))
+
+
+def test_report_and_recipe_name_it(small: Path, finished: Path, tmp_path: Path) -> None:
+    calibration = report(finished / "w4a16")["calibration"]
+    assert calibration["data"] == "self" and len(calibration["rows_sha256"]) == 64
+    resolved = finished / "w4a16/recipe.yaml"
+    assert yaml.safe_load(resolved.read_text())["calibration"]["data"] == "self"
+    quantize(small, tmp_path / "again", load_recipe(resolved))
+    assert report(tmp_path / "again/w4a16")["calibration"] == calibration
+
+
+def test_it_can_be_named_as_a_file(small: Path, finished: Path, tmp_path: Path) -> None:
+    quantize(small, tmp_path / "other", BY, calibration=finished / "calibration.jsonl")
+    found = report(tmp_path / "other/w4a16")["calibration"]
+    assert found["data"] == "calibration.jsonl"
+    assert found["rows_sha256"] == report(finished / "w4a16")["calibration"]["rows_sha256"]
+
+
+def test_a_later_run_takes_the_same_text(small: Path, finished: Path) -> None:
+    expected, written = digests(finished), (finished / "calibration.jsonl").stat().st_mtime_ns
+    titles: list[str] = []
+    two = recipe(w8a8=RTN, w4a16=W4A16)
+    results = quantize(small, finished, two, calibration="self", resume=True, stage=recorder(titles))
+    assert [result.kept for result in results] == [False, True]
+    file = finished / "calibration.jsonl"
+    assert f"reading the calibration text that the model wrote into {file}" in titles
+    assert file.stat().st_mtime_ns == written
+    assert expected.items() <= digests(finished).items()
+
+
+def test_an_interrupted_writing_begins_anew(small: Path, finished: Path, tmp_path: Path) -> None:
+    expected = digests(finished)
+    output = tmp_path / "interrupted"
+    output.mkdir()
+    (output / "calibration.jsonl.new").write_text('{"text": "half')
+    write(small, output, resume=True)
+    assert digests(output) == expected
+
+
+def test_text_made_otherwise_or_changed_is_replaced_only_when_told_to(small: Path, finished: Path) -> None:
+    file = finished / "calibration.jsonl"
+    expected = digests(finished)
+    with pytest.raises(
+        FlexQuantError, match=r"calibration.jsonl was made with different seed; .*--overwrite"
+    ):
+        write(small, finished, seed=1, resume=True)
+    file.write_text(file.read_text() + '{"text": "mine"}\n')
+    with pytest.raises(FlexQuantError, match="calibration.jsonl was made with different text; .*--overwrite"):
+        write(small, finished, resume=True)
+    file.write_text("not JSON\n")
+    with pytest.raises(FlexQuantError, match="calibration.jsonl was made with different content"):
+        write(small, finished, resume=True)
+    write(small, finished, resume=True, overwrite=True)
+    assert digests(finished) == expected
+
+
+def test_a_recipe_without_calibration_writes_nothing(small: Path, tmp_path: Path) -> None:
+    quantize(small, tmp_path / "variants", recipe(w8a8=RTN), calibration="self")
+    assert [path.name for path in (tmp_path / "variants").iterdir()] == ["w8a8"]
+
+
+def ends_with(weight: float) -> Callable[[StateDict], StateDict]:
+    """Return a change to a model that makes the end token as much likelier than all others, everywhere."""
+
+    def transform(state: StateDict) -> StateDict:
+        for name in state:
+            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
+                state[name] = torch.zeros_like(state[name])
+        state["model.embed_tokens.weight"][:, 0] = 100
+        state["model.norm.weight"][:] = 1
+        state["lm_head.weight"][257, 0] = weight
+        return state
+
+    return transform
+
+
+@pytest.mark.parametrize(
+    ("weight", "found"),
+    [(100, "nothing but its end token in .* documents"), (0.7, r"only \d+ tokens in \d+ documents")],
+)
+def test_a_model_that_writes_next_to_nothing_is_refused(tmp_path: Path, weight: float, found: str) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=ends_with(weight))
+    with pytest.raises(FlexQuantError, match=rf"model wrote {found}, .* need 256; .*--calibration FILE"):
+        write(model, tmp_path / "variants")
+    assert not (tmp_path / "variants").exists()
+
+
+def test_a_chat_template_that_refuses_is_told(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no user here') }}")
+    with pytest.raises(FlexQuantError, match="chat template refuses .*the model's own text .*no user here"):
+        write(model, tmp_path / "variants")
+
+
+def test_on_the_command_line(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "variants"
+    command = ["quantize", str(small), "--output", str(output), "--calibration", "self", "--samples", "2"]
+    assert cli.main([*command, "--length", "32", "--variants", "w4a16"]) == 0
+    assert f"[2/3] the model writes its calibration text, {output / 'calibration.jsonl'} ..." in (
+        capsys.readouterr().err
+    )
+    assert records(output)
