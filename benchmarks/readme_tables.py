@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving_tables import RESULTS, disaggregated, own_cost, read, watching
+from benchmarks.serving_tables import RESULTS, disaggregated, generation, own_cost, read, watching
 from benchmarks.speed.comparing import (
     Summary,
     best_static,
@@ -313,7 +313,7 @@ def simulated() -> str:
 def main() -> int:
     functions = (policies, methods, smoothing, merging, merging_memory, speed, speed_ratios, tuned, simulated)
     machines = (gpu_speed, gpu_ratios, gpu_kernels, avx512_speed, avx512_ratios, zen_speed, zen_ratios)
-    servers = (cpu_kernels, own_cost, watching, disaggregated)
+    servers = (cpu_kernels, own_cost, watching, disaggregated, generation)
     blocks = {f.__name__: f for f in (*functions, *machines, *servers)}
     wrong = False
     for page in PAGES:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.generation.answering import KINDS, Answers, Settings, answer_all
-from benchmarks.generation.results import results_of, table
+from benchmarks.generation.results import results_of
+from benchmarks.generation.tables import table
 from benchmarks.generation.task import text_of
 from benchmarks.speed.results import git_commit
 from flexquant.checkpoint.output import staged_file
