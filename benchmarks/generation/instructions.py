@@ -26,7 +26,7 @@ GROUPS = ("animals", "fruits", "countries", "colours", "sports", "tools", "river
 
 def words_of(text: str) -> list[str]:
     """Return the words of a text in small letters, without punctuation around them."""
-    return [word for part in text.casefold().split() if (word := part.strip(".,;:!?\"'()*"))]
+    return [word for part in text.casefold().split() if (word := part.strip(".,;:!?\"'()*-"))]
 
 
 def is_one_of(options: Collection[str]) -> Check:

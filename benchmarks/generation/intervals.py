@@ -51,9 +51,9 @@ def compare_paired(first: Sequence[bool], second: Sequence[bool]) -> PairedShare
     p1, p2 = sum(first) / number, sum(second) / number
     (low1, high1), (low2, high2) = wilson(sum(first), number), wilson(sum(second), number)
     product = (both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither)
-    excess = both * neither - only_first * only_second
+    excess = float(both * neither - only_first * only_second)
     if excess > 0:
-        excess = max(excess - number / 2, 0)
+        excess = max(excess - number / 2, 0.0)
     correlation = excess / math.sqrt(product) if product else 0.0
 
     def distance(a: float, b: float) -> float:

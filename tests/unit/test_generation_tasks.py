@@ -78,7 +78,7 @@ def test_last_number(text, number):
         (on.is_in_capitals, ["SNOW FELL, TWICE 2."], ["Snow", "123", "SNOW fELL"]),
         (on.is_in_small_letters, ["trees give shade."], ["Trees", "12"]),
         (on.has_no_comma, ["One. Two."], ["One, two"]),
-        (on.has_number_of_words(3), ["Red, hot, sun", "a b c."], ["a b", "a b c d"]),
+        (on.has_number_of_words(3), ["Red, hot - sun", "a b c."], ["a b", "a b c d"]),
     ],
 )
 def test_forms_of_answers(check, right, wrong):
