@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import speed_tables
-from benchmarks.serving_tables import disaggregated, own_cost, read, watching
+from benchmarks.layered_tables import layered
+from benchmarks.serving_tables import disaggregated, generation, own_cost, read, watching
 from benchmarks.table import markdown
 
 ROOT = Path(__file__).parents[1]
@@ -143,7 +144,7 @@ def simulated() -> str:
 
 def main() -> int:
     functions = (policies, methods, smoothing, merging, merging_memory, simulated)
-    servers = (own_cost, watching, disaggregated)
+    servers = (own_cost, watching, disaggregated, generation, layered)
     blocks = {f.__name__: f for f in (*functions, *servers, *speed_tables.BLOCKS)}
     wrong = False
     for page in PAGES:

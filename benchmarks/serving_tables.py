@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""For readme_tables: what is told of live servers."""
+"""For readme_tables: what is told of live servers, and of whole answers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.generation.tables import table
 from benchmarks.table import markdown
 
 RESULTS = Path(__file__).parent / "results"
@@ -50,3 +51,15 @@ def disaggregated() -> str:
             parts = ", ".join(f"{variant} {mib:.1f}" for variant, mib in weights.items())
             rows.append([f"`{policy}`", server, parts, f"{sum(weights.values()):.1f}"])
     return markdown(["policy of the decode server", "server", "MiB of weights", "together"], rows)
+
+
+def generation() -> str:
+    """What whole answers lose under each policy, and with what it was measured."""
+    found = read("generation.json")
+    settings = found["settings"]
+    tasks, tokens = settings["tasks"], settings["tokens"]
+    return (
+        f"{table(found)}\n\n{tasks['arithmetic']} tasks of arithmetic, {tasks['instructions']} instructions "
+        f"(answers of up to {tokens['arithmetic']} tokens), {tasks['long']} open questions (up to "
+        f"{tokens['long']}); {settings['batch_size']} prompts at once, seed {settings['seed']}."
+    )

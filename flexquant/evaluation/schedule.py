@@ -191,8 +191,13 @@ class Passes:
 
     @classmethod
     def from_trace(cls, path: Path) -> Passes:
-        """Count the passes of a trace file, its first line (what is served) left out."""
-        passes = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+        """Count the passes of a trace file since its last line that tells what is served."""
+        passes: list[dict[str, Any]] = []
+        for line in map(json.loads, path.read_text().splitlines()):
+            if "phase" in line:
+                passes.append(line)
+            else:
+                passes = []
         by_plan: dict[str, dict[str, int]] = {}
         for (phase, plan), count in sorted(Counter((p["phase"], p["plan"]) for p in passes).items()):
             by_plan.setdefault(phase, {})[plan] = count

@@ -60,10 +60,11 @@ def question_prompts(questions: list[str], tokenizer: PreTrainedTokenizerBase) -
     """Return the token ids of each question, in the chat template if the tokenizer has one."""
     if not tokenizer.chat_template:
         return [tokenizer(question)["input_ids"] for question in questions]
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-        )
-        for question in questions
-    ]
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return [chat_prompt([{"role": "user", "content": question}], tokenizer) for question in questions]
+
+
+def chat_prompt(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a conversation that the model is to go on with, in the chat template."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexquant.errors import FlexQuantError
+
 if TYPE_CHECKING:
     from vllm import LLM
 
@@ -70,3 +72,10 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
             llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
+
+
+def take_policy(llm: LLM, name: str, document: dict[str, Any]) -> None:
+    """Route by another policy from now on; FlexQuantError where the engine cannot take it."""
+    for answer in llm.collective_rpc("flexquant_change_policy", args=(name, document, False)):
+        if "refused" in answer:
+            raise FlexQuantError(answer["refused"])

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from flexquant.checkpoint.output import check_free_space, staged_file
 from flexquant.checkpoint.provenance import folder_label
-from flexquant.errors import FlexQuantError, UsageError
+from flexquant.errors import UsageError
 from flexquant.evaluation.measure import Scores, decode_forced, engine_options
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
 from flexquant.evaluation.text import hash_text, read_rows
-from flexquant.measuring.engine import engine, environment, prepare_environment
+from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.rules import SCHEMA as POLICY_SCHEMA
 from flexquant.policy.rules import Policy
@@ -209,10 +209,7 @@ class Study:
 
     def _take(self, llm: LLM, use: Any) -> None:
         """Decode by another plan from now on."""
-        arguments = ("plan", self._policy(use), False)
-        for answer in llm.collective_rpc("flexquant_change_policy", args=arguments):
-            if "refused" in answer:
-                raise FlexQuantError(answer["refused"])
+        take_policy(llm, "plan", self._policy(use))
 
     def _score(self, llm: LLM, rows: list[list[int]], folder: Path, **files: Path) -> Scores:
         (batch_size,) = self.settings.batch_sizes

@@ -249,6 +249,14 @@ def test_passes_as_meant(tmp_path):
     assert passes.deviations("w8a8", {"w4a16": 2}, batch_size=2, batches=1) == []
 
 
+def test_passes_are_those_since_the_policy_was_changed(tmp_path):
+    trace = trace_of(tmp_path, ("prefill", 16, 2, "w8a8"), ("decode", 2, 2, "w8a8"))
+    before = trace.read_text()
+    trace_of(tmp_path, ("prefill", 16, 2, "w8a8"), ("decode", 2, 2, "w4a16"))
+    trace.write_text(before + trace.read_text())
+    assert Passes.from_trace(trace).by_plan == {"decode": {"w4a16": 1}, "prefill": {"w8a8": 1}}
+
+
 def test_passes_that_deviate_are_told(tmp_path):
     passes = Passes.from_trace(
         trace_of(

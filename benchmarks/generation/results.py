@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""From answers to the results that are written: shares, paired differences, first differences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.generation.answering import Answers
+from benchmarks.generation.intervals import compare_paired, median_of, wilson
+from benchmarks.generation.task import Task, is_right, text_of
+from flexquant.evaluation.evaluating import REFERENCE
+from flexquant.evaluation.measure import Answer
+
+CHECKED = ("arithmetic", "instructions")
+
+
+def first_difference(first: Answer, second: Answer) -> int | None:
+    """Return which token, from 1, is the first that differs, an end included; None: none does."""
+    for number, (a, b) in enumerate(zip(first, second, strict=False), 1):
+        if a != b:
+            return number
+    return None if len(first) == len(second) else min(len(first), len(second)) + 1
+
+
+def results_of(answers: Answers, tokens: dict[str, int], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return an entry for the 16-bit model, its second answers, and every policy, as data for JSON.
+
+    ``tokens``: kind -> most tokens of an answer. ``against`` compares with the 16-bit model and with the
+    first policy.
+    """
+    texts = {
+        name: {kind: [text_of(answer, tokenizer) for answer in found] for kind, found in kinds.items()}
+        for name, kinds in answers.by_policy.items()
+    }
+    right = {
+        name: {kind: list(map(is_right, answers.tasks[kind], kinds[kind])) for kind in CHECKED}
+        for name, kinds in texts.items()
+    }
+    first_policy = next(iter(answers.same_as))
+    results = []
+    for name, kinds in answers.by_policy.items():
+        result: dict[str, Any] = {"policy": name, "same_as": answers.same_as.get(name)}
+        if name in answers.passes:
+            result["passes"] = answers.passes[name].by_plan
+        result["kinds"] = {
+            kind: {
+                "empty": sum(not text for text in texts[name][kind]),
+                "cut": sum(len(answer) >= tokens[kind] for answer in found),
+                "tokens": sum(map(len, found)),
+            }
+            | (_accuracy(answers.tasks[kind], right[name][kind]) if kind in CHECKED else {})
+            for kind, found in kinds.items()
+        }
+        result["against"] = {
+            other: {kind: asdict(compare_paired(right[name][kind], right[other][kind])) for kind in CHECKED}
+            | {"long": _parting(kinds["long"], answers.by_policy[other]["long"])}
+            for other in dict.fromkeys((REFERENCE, first_policy))
+            if other != name and not (other == first_policy and name.startswith(REFERENCE))
+        }
+        results.append(result)
+    return results
+
+
+def _accuracy(tasks: Sequence[Task], right: Sequence[bool]) -> dict[str, Any]:
+    asked = Counter(task.family for task in tasks)
+    found = Counter(task.family for task, good in zip(tasks, right, strict=True) if good)
+    return {
+        "right": sum(right),
+        "of": len(right),
+        "interval": wilson(sum(right), len(right)),
+        "families": {family: [found[family], number] for family, number in asked.items()},
+        "each": "".join("1" if good else "0" for good in right),
+    }
+
+
+def _parting(answers: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
+    at = [first_difference(a, b) for a, b in zip(answers, others, strict=True)]
+    return {**asdict(median_of(at)), "same": at.count(None), "of": len(at), "at": at}

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A task: a question, how such questions are answered, and what an answer has to hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flexquant.errors import FlexQuantError
+from flexquant.evaluation.text import chat_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Check = Callable[[str], bool]
+DRAWS = 1000
+"""How often a question that is there already is drawn again."""
+
+
+@dataclass(frozen=True)
+class Task:
+    family: str
+    """What sort of question it is, in the results."""
+    question: str
+    check: Check | None = None
+    """Whether an answer, without white space around it, is right; None: there is no right one."""
+    examples: tuple[tuple[str, str], ...] = ()
+    """Questions of the family with their answers, asked before."""
+
+
+Family = Callable[[random.Random], Task]
+
+
+def draw(families: Sequence[Family], count: int, seed: int) -> list[Task]:
+    """Return ``count`` tasks with different questions, of each family in turn; the same for a seed.
+
+    Raises FlexQuantError where a family has not so many.
+    """
+    random_numbers = random.Random(seed)
+    found: dict[str, Task] = {}
+    for number in range(count):
+        family = families[number % len(families)]
+        drawn = (family(random_numbers) for _ in range(DRAWS))
+        task = next((task for task in drawn if task.question not in found), None)
+        if task is None:
+            raise FlexQuantError(
+                f"there are no {count} different tasks of this kind: {number} were found; ask for fewer"
+            )
+        found[task.question] = task
+    return list(found.values())
+
+
+def prompt_of(task: Task, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return a task's token ids: a conversation, or plain text if the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        turns = [f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in task.examples]
+        return list(tokenizer("".join(turns) + f"Question: {task.question}\nAnswer:")["input_ids"])
+    messages = []
+    for question, answer in task.examples:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return chat_prompt([*messages, {"role": "user", "content": task.question}], tokenizer)
+
+
+def text_of(answer: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return an answer's text without special tokens and white space around it.
+
+    A model without a chat template goes on with questions of its own, which are left out.
+    """
+    text: str = tokenizer.decode(answer, skip_special_tokens=True)
+    if not tokenizer.chat_template:
+        text = text.partition("\nQuestion:")[0]
+    return text.strip()
+
+
+def is_right(task: Task, text: str) -> bool:
+    """Whether an answer is right; an empty one never is."""
+    assert task.check is not None
+    return bool(text) and task.check(text)
