@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.merged_config import MergedConfig, Variant
@@ -127,6 +128,20 @@ def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: Rou
     cannot_be_full = routes.has_moments or not has_one_head(merged, routes)
     if vllm_config.compilation_config.cudagraph_mode is None and cannot_be_full:
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def find_compiled_code_again() -> None:
+    """In the front end: on a CPU, let the second start of a model find the code of the first.
+
+    vLLM (0.32) keeps compiled code there in a form that it cannot load ("'function' object has no
+    attribute 'finalize_loading'"), so that it compiles at every start, and each plan in a folder of its own.
+    Without that form, Inductor keeps the code itself, by what it computes, in one folder for all plans. A
+    value that the user has set is left alone. Delete when the oldest supported vLLM loads it.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
 def check_pipeline(vllm_config: VllmConfig, merged: MergedConfig) -> None:

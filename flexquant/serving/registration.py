@@ -71,7 +71,12 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        from flexquant.serving.config import build_routes, check_supported, choose_graph_mode
+        from flexquant.serving.config import (
+            build_routes,
+            check_supported,
+            choose_graph_mode,
+            find_compiled_code_again,
+        )
         from flexquant.serving.metrics import offer_metrics
         from flexquant.serving.options import resolve_policy
         from flexquant.serving.verification import verify_if_asked
@@ -80,6 +85,7 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         routes = build_routes(vllm_config, merged, resolve_policy(vllm_config, merged))
         check_supported(vllm_config, merged, routes)
         choose_graph_mode(vllm_config, merged, routes)
+        find_compiled_code_again()
         verify_if_asked(vllm_config)
         offer_metrics()
         # vLLM's workers can be asked for what FlexQuant knows, unless the operator extends them otherwise.

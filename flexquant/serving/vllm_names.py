@@ -233,6 +233,11 @@ NAMES = (
         {"TorchCompileWithNoGuardsWrapper.__init__()": "called on a plan: compile state of its own"},
     ),
     Names(
+        "vllm.envs",
+        "vLLM loads what it has compiled ahead of time for a CPU",
+        mentions={"VLLM_USE_AOT_COMPILE": "written: 0, so that Inductor keeps the code"},
+    ),
+    Names(
         "vllm.compilation.decorators",
         _PLANS,
         mentions={

@@ -112,26 +112,33 @@ def as_on_a_gpu():
         yield
 
 
+def counts() -> dict[str, int]:
+    """What vLLM has compiled in this process, and what Inductor has, by whether it found the code on disk."""
+    from torch._dynamo.utils import counters
+    from vllm.compilation.counter import compilation_counter
+
+    found = {name: counters["inductor"][name] for name in ("fxgraph_cache_hit", "fxgraph_cache_miss")}
+    return {**vars(compilation_counter), **found}
+
+
 @contextmanager
 def counting():
     """Yield two dictionaries: what vLLM has compiled when it sizes the KV cache, and afterwards."""
-    from vllm.compilation.counter import compilation_counter
     from vllm.v1.engine import core
 
     size_kv_cache = core.get_kv_cache_configs
-    start = dict(vars(compilation_counter))
+    start = counts()
     before: dict[str, int] = {}
     after: dict[str, int] = {}
 
     def get_kv_cache_configs(*args: Any) -> Any:
-        before.update({name: count - start[name] for name, count in vars(compilation_counter).items()})
+        before.update({name: count - start[name] for name, count in counts().items()})
         return size_kv_cache(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "get_kv_cache_configs", get_kv_cache_configs)
         yield before, after
-    counts = vars(compilation_counter)
-    after.update({name: counts[name] - start[name] - before[name] for name in counts})
+    after.update({name: count - start[name] - before[name] for name, count in counts().items()})
 
 
 def answers_by_number(llm: Any) -> dict[int, Answers]:
@@ -140,9 +147,17 @@ def answers_by_number(llm: Any) -> dict[int, Answers]:
 
 
 def run(
-    folder: Path, cache: Path, policy: Path | None = None, mode: str = "", aot: bool = True, **options: Any
+    folder: Path,
+    cache: Path,
+    policy: Path | None = None,
+    mode: str = "",
+    aot: bool | None = True,
+    **options: Any,
 ) -> Run:
-    """Start an engine that keeps what it compiles in ``cache``, and ask it."""
+    """Start an engine that keeps what it compiles in ``cache``, and ask it.
+
+    ``aot``: whether vLLM compiles ahead of time; None leaves it to FlexQuant.
+    """
     options = {"enforce_eager": False, **SIZES, **options}
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -150,7 +165,9 @@ def run(
         counting() as (before, after),
     ):
         patch.setenv("VLLM_CACHE_ROOT", str(cache))
-        patch.setenv("VLLM_USE_AOT_COMPILE", str(int(aot)))
+        patch.setenv("VLLM_USE_AOT_COMPILE", str(int(bool(aot))))
+        if aot is None:
+            patch.delenv("VLLM_USE_AOT_COMPILE")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))  # vLLM sets it, and leaves it set
         with engine(folder, policy and str(policy), **options) as llm:
             by_number = answers_by_number(llm)
@@ -306,19 +323,43 @@ def test_a_checkpoint_merged_again_with_another_scheme_runs_none_of_the_old_code
     assert again != old, "otherwise the line above would show nothing"
 
 
+@pytest.fixture(scope="module")
+def on_a_cpu(folder, policies, tmp_path_factory):
+    """``several`` twice under DYNAMO_TRACE_ONCE, the default on a CPU; the trace of the first start."""
+    cache = tmp_path_factory.mktemp("DYNAMO_TRACE_ONCE")
+    cold, warm = (
+        run(
+            folder / "merged",
+            cache,
+            policies["several"],
+            aot=None,
+            flexquant={"trace": str(cache / f"{start}.jsonl")},
+        )
+        for start in ("cold", "warm")
+    )
+    lines = (cache / "cold.jsonl").read_text().splitlines()[1:]
+    return cold, warm, [json.loads(line) for line in lines]
+
+
+def test_a_cpu_compiles_every_plan_once_and_finds_it_at_the_next_start(on_a_cpu):
+    cold, warm, _ = on_a_cpu
+    assert cold.before_kv_cache["fxgraph_cache_miss"] == len(PLANS)
+    assert cold.before_kv_cache["fxgraph_cache_hit"] == 0
+    assert warm.before_kv_cache["fxgraph_cache_hit"] == len(PLANS)
+    assert warm.before_kv_cache["fxgraph_cache_miss"] == 0
+    assert not any(cold.after_kv_cache.values()), cold.after_kv_cache
+    assert not any(warm.after_kv_cache.values()), warm.after_kv_cache
+    assert warm.answers == cold.answers
+
+
 @pytest.mark.full
-def test_dynamo_trace_once_has_every_plan_too(folder, policies, eager, tmp_path):
-    """What vLLM makes of its default on a CPU: no cache on disk, and plans as in the mode above."""
-    trace = tmp_path / "routes.jsonl"
-    several = run(folder / "merged", tmp_path, policies["several"], flexquant={"trace": str(trace)})
-    routes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+def test_on_a_cpu_every_plan_computes_what_it_does_elsewhere(on_a_cpu, folder, eager, tmp_path):
+    several, _, routes = on_a_cpu
     assert {(r["sequences"], r["phase"]): r["plan"] for r in routes} == PLAN
-    w8a8 = run(folder / "w8a8", tmp_path / "w8a8")
+    w8a8 = run(folder / "w8a8", tmp_path / "w8a8", aot=False)
     assert several.answers[3] == w8a8.answers[3]
     for number in (1, 2, 4):
         to_eager, to_w8a8 = (
             distance(several.answers[number], other.answers[number], SECOND) for other in (eager, w8a8)
         )
         assert to_eager < to_w8a8 / 2, number
-    assert several.before_kv_cache["num_aot_compiles"] == len(PLANS)
-    assert not any(several.after_kv_cache.values()), several.after_kv_cache
