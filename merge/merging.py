@@ -16,12 +16,11 @@ from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import (
     DEFAULT_SHARD_SIZE,
     Progress,
-    Shard,
     copy_file,
     needed_bytes,
     plan_shards,
     write_json,
-    write_shards,
+    writing_shards,
 )
 from flexquant.errors import FlexQuantError
 from flexquant.merge.card import make_card
@@ -47,8 +46,9 @@ def merge_checkpoints(
     """Merge compressed-tensors checkpoints of one model into the folder ``output``.
 
     ``sources`` are (variant name, folder). ``policy`` names a built-in policy or a file to store as the
-    default. ``progress`` hears of bytes written, ``kv_progress`` of layers compared. Everything is
-    validated before a byte is written, and ``output`` appears only when complete. Returns what was
+    default. The weights are compared while other threads write: ``kv_progress`` hears of layers compared,
+    and then ``progress`` of bytes written, those from meanwhile first. ``output`` appears only when it is
+    complete, and nothing is left of what was written for variants that are then refused. Returns what was
     written; raises FlexQuantError for sources that cannot be combined, an output that may not be replaced
     and a full disk.
     """
@@ -58,30 +58,28 @@ def merge_checkpoints(
     pairs = list(sources.items()) if isinstance(sources, Mapping) else list(sources)
     prepare_output(output, [Path(folder) for _, folder in pairs], overwrite=overwrite)
     plan = plan_merge([Source.open(name, folder) for name, folder in pairs])
-    kv = check_kv_compatibility(plan.sources, kv_progress)
-    if not kv.compatible and not allow_incompatible_kv:
-        raise FlexQuantError(kv.message)
-    names = [s.name for s in plan.sources]
-    merged = MergedConfig(
-        base_architecture=plan.base_architecture,
-        variants={s.name: Variant(f"{s.name}.", s.quantization_config) for s in plan.sources},
-        shared_modules=plan.shared_modules,
-        mixable=tuple(map(tuple, kv.mixable)),
-        policy=_default_policy(policy, names, plan.num_layers, kv.mixable),
-        kv_compatibility=kv.to_json(),
-    )
     shards = plan_shards(list(plan.groups.values()), max_shard_size)
     check_free_space(output, needed_bytes(shards, plan.files.values()))
-    with staged_folder(output) as stage:
-        return _write(plan, merged, shards, stage, progress)
+    with staged_folder(output) as stage, writing_shards(stage, shards) as finish:
+        kv = check_kv_compatibility(plan.sources, kv_progress)
+        if not kv.compatible and not allow_incompatible_kv:
+            raise FlexQuantError(kv.message)
+        names = [s.name for s in plan.sources]
+        merged = MergedConfig(
+            base_architecture=plan.base_architecture,
+            variants={s.name: Variant(f"{s.name}.", s.quantization_config) for s in plan.sources},
+            shared_modules=plan.shared_modules,
+            mixable=tuple(map(tuple, kv.mixable)),
+            policy=_default_policy(policy, names, plan.num_layers, kv.mixable),
+            kv_compatibility=kv.to_json(),
+        )
+        return _describe(plan, merged, stage, finish(progress))
 
 
-def _write(
-    plan: MergePlan, merged: MergedConfig, shards: Sequence[Shard], stage: Path, progress: Progress | None
-) -> Report:
+def _describe(plan: MergePlan, merged: MergedConfig, stage: Path, digests: Mapping[str, str]) -> Report:
+    """Write what lies beside the shards; ``digests`` are the SHA-256 of the tensors by key."""
     for name, path in plan.files.items():
         copy_file(path, stage / name)
-    digests = write_shards(stage, shards, progress)
     write_json(stage / "config.json", _merged_config(plan.sources[0].config, merged))
     provenance = make_provenance(plan.sources, digests, stage, ["config.json", *plan.files])
     write_json(stage / PROVENANCE_FILE, provenance)

@@ -4,7 +4,8 @@
 
 A few threads each take one tensor at a time: read a chunk, write it at its place, add it to the hash.
 Python lets go of its lock in all three, and memory stays at a chunk a thread however large the model is.
-Another thread waits for the disk meanwhile, so that little is left to wait for at the end.
+Another thread waits for the disk meanwhile, so that little is left to wait for at the end. Who has the shards
+written may do something else in the meantime, and give up.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE
 from flexquant.checkpoint.output import sync
@@ -79,39 +82,53 @@ def write_shards(folder: Path, shards: Sequence[Shard], progress: Progress | Non
     The files are on the disk when this returns. Raises OSError when writing fails and FlexQuantError when
     a source cannot be read; files may then be incomplete.
     """
-    digests: dict[str, str] = {}
-    done, total = 0, sum(ref.nbytes for shard in shards for _, ref, _ in shard.tensors)
+    with writing_shards(folder, shards) as finish:
+        return finish(progress)
+
+
+@contextmanager
+def writing_shards(
+    folder: Path, shards: Sequence[Shard]
+) -> Iterator[Callable[[Progress | None], dict[str, str]]]:
+    """Begin to write the shards in other threads, and give a function that waits for them.
+
+    What it takes, returns and raises is as for :func:`write_shards`, failures from before its call included.
+    At the end of the block what is not written by then stays unwritten.
+    """
+    stopped = Event()
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     disk = ThreadPoolExecutor(1)
+    copies: list[list[Future[str]]] = []
     try:
-        copies: list[list[Future[str]]] = []
         for shard in shards:
             path = folder / shard.file
             with open(path, "xb") as f:
                 f.write(shard.header)
                 f.truncate(shard.nbytes)
-            copies.append([pool.submit(_copy, ref, path, offset) for _, ref, offset in shard.tensors])
-        syncs: list[Future[None]] = []
-        for shard, futures in zip(shards, copies, strict=True):
-            unsynced = 0
-            for (key, ref, _), future in zip(shard.tensors, futures, strict=True):
-                digests[key] = future.result()
-                done += ref.nbytes
-                unsynced += ref.nbytes
-                if unsynced > BYTES_BETWEEN_SYNCS and all(previous.done() for previous in syncs):
-                    syncs.append(disk.submit(sync, folder / shard.file))
-                    unsynced = 0
-                if progress is not None:
-                    progress(done, total)
-            syncs.append(disk.submit(sync, folder / shard.file))
-        for finished in syncs:
-            finished.result()
+            copies.append(
+                [pool.submit(_copy, ref, path, offset, stopped) for _, ref, offset in shard.tensors]
+            )
+        synced = disk.submit(_sync_meanwhile, folder, shards, copies, stopped)
+
+        def finish(progress: Progress | None) -> dict[str, str]:
+            digests: dict[str, str] = {}
+            done, total = 0, sum(ref.nbytes for shard in shards for _, ref, _ in shard.tensors)
+            for shard, futures in zip(shards, copies, strict=True):
+                for (key, ref, _), future in zip(shard.tensors, futures, strict=True):
+                    digests[key] = future.result()
+                    done += ref.nbytes
+                    if progress is not None:
+                        progress(done, total)
+            synced.result()
+            if len(shards) > 1:
+                _write_index(folder, shards)
+            return dict(sorted(digests.items()))
+
+        yield finish
     finally:
+        stopped.set()
         for threads in (pool, disk):
             threads.shutdown(cancel_futures=True)
-    if len(shards) > 1:
-        _write_index(folder, shards)
-    return dict(sorted(digests.items()))
 
 
 def needed_bytes(shards: Sequence[Shard], files: Iterable[Path]) -> int:
@@ -150,12 +167,17 @@ def _lay_out(file: str, tensors: Mapping[str, TensorRef]) -> Shard:
     return Shard(file, raw, tuple((key, ref, len(raw) + offset) for key, ref, offset in placed))
 
 
-def _copy(ref: TensorRef, path: Path, offset: int) -> str:
-    """Copy a tensor's bytes to ``offset`` of a file that is already there; return their SHA-256."""
+def _copy(ref: TensorRef, path: Path, offset: int, stopped: Event) -> str:
+    """Copy a tensor's bytes to ``offset`` of a file that is already there; return their SHA-256.
+
+    Once ``stopped`` is set, the copying ends: nobody waits for its result then.
+    """
     digest = hashlib.sha256()
     fd = os.open(path, os.O_WRONLY)
     try:
         for chunk in read_chunks(ref):
+            if stopped.is_set():
+                break
             written = 0
             while written < len(chunk):
                 written += os.pwrite(fd, chunk[written:], offset + written)
@@ -164,6 +186,24 @@ def _copy(ref: TensorRef, path: Path, offset: int) -> str:
     finally:
         os.close(fd)
     return digest.hexdigest()
+
+
+def _sync_meanwhile(
+    folder: Path, shards: Sequence[Shard], copies: Sequence[Sequence[Future[str]]], stopped: Event
+) -> None:
+    """Wait for the copies, in their order, and have the disk write them, until ``stopped`` is set."""
+    for shard, futures in zip(shards, copies, strict=True):
+        unsynced = 0
+        for (_, ref, _), future in zip(shard.tensors, futures, strict=True):
+            with suppress(CancelledError):  # concurrent.futures.wait never hears of these
+                future.exception()
+            if stopped.is_set():
+                return
+            unsynced += ref.nbytes
+            if unsynced > BYTES_BETWEEN_SYNCS:
+                sync(folder / shard.file)
+                unsynced = 0
+        sync(folder / shard.file)
 
 
 def _write_index(folder: Path, shards: Sequence[Shard]) -> None:

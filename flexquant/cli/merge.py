@@ -3,7 +3,7 @@
 """Merge quantised variants of one model into one checkpoint.
 
 Each variant is a compressed-tensors checkpoint folder such as llmcompressor writes. Tensors that are equal
-in all of them are stored once. Everything is checked first; the output appears only when it is complete.
+in all of them are stored once. The output appears only when everything is checked and it is complete.
 
 examples:
   flexquant merge w8a8=model-w8a8 w4a16=model-w4a16 --output model-merged

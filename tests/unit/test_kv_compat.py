@@ -36,6 +36,7 @@ from tests.unit.edits import (
     smooth_norms,
     smooth_v_to_o,
 )
+from tests.unit.full_merge import compare_and_refuse
 
 
 def report(
@@ -49,7 +50,9 @@ def report(
     reference = make_checkpoint(tmp_path / "a", architecture, schemes[0])
     transform = None if edit is None else in_float32(edit)
     other = make_checkpoint(tmp_path / "b", architecture, schemes[1], transform=transform, **overrides)
-    return check_kv_compatibility([Source.open("first", reference), Source.open("second", other)])
+    return compare_and_refuse(
+        [Source.open("first", reference), Source.open("second", other)], tmp_path / "out"
+    )
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])

@@ -24,6 +24,7 @@ from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from flexquant.merge.kv.sampling import BLOCK_ROWS, row_numbers, sample_rows
 from tests.checkpoints import StateDict, make_checkpoint, quantise_int4, quantise_int8
 from tests.unit.edits import in_float32, rotate_residual
+from tests.unit.full_merge import compare_and_refuse
 
 SIZES = {128: 1, 576: 1, 1024: 2, 2048: 4, 4096: 8}
 """hidden size -> one block in so many is compared."""
@@ -94,7 +95,7 @@ def compare(
     """Compare an untouched variant (the reference) with an edited one, or one of another seed."""
     reference = write(tmp_path / "w8a8", "w8a8", hidden, kv_heads=kv_heads)
     other = write(tmp_path / "w4a16", "w4a16", hidden, edit, seed, kv_heads)
-    return check_kv_compatibility([reference, other])
+    return compare_and_refuse([reference, other], tmp_path / "out")
 
 
 def orthogonal(size: int) -> torch.Tensor:
