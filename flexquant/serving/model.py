@@ -233,8 +233,9 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         return self._lora_manager
 
     @lora_manager.setter
-    def lora_manager(self, manager: LoRAModelManager) -> None:
-        share_adapters(manager, dict(self.variants.items()))
+    def lora_manager(self, manager: LoRAModelManager | None) -> None:
+        if manager is not None:
+            share_adapters(manager, dict(self.variants.items()))
         self._lora_manager = manager
 
     def get_model_state_cls(self) -> type:
