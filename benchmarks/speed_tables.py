@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.serving_tables import RESULTS
 from benchmarks.speed.comparing import (
+    Measured,
     Summary,
     best_static,
     compare_beside,
@@ -19,6 +20,7 @@ from benchmarks.speed.comparing import (
     summarise,
 )
 from benchmarks.speed.results import read_cells, read_header
+from benchmarks.speed.subjects import STATIC
 from benchmarks.speed.tables import (
     LATENCIES,
     METRICS,
@@ -128,6 +130,69 @@ def zen_ratios() -> str:
     return f"{ratio_table(measured, constant=False)}\n\nOver all of these its {words}."
 
 
+def zen_others() -> str:
+    """FlexQuant over the static precisions that did not fit into the memory beside W8A8."""
+    folders = (RESULTS / "1.5b-zen4-int4", RESULTS / "1.5b-zen4-bf16")
+    measured = [by_workload(read_cells(folder), "serving") for folder in folders]
+    return "\n\n".join(ratio_table(found, constant=False) for found in measured)
+
+
+def zen_half() -> str:
+    return all_subjects(RESULTS / "0.5b-zen4")
+
+
+def zen_small() -> str:
+    return all_subjects(RESULTS / "smollm2-135m-zen4")
+
+
+def all_subjects(folder: Path) -> str:
+    """Medians by metric; the tuned policy over the best static subject; streams; the overhead."""
+    cells = read_cells(folder)
+    measured = by_workload(cells, "serving")
+    (policy,) = dict.fromkeys(subject for subjects in measured.values() for subject in routed(subjects))
+    streams = {workload: found for workload, found in measured.items() if workload.rate is not None}
+    return "\n\n".join(
+        [
+            *(medians(measured, name, policy) for name in SPEED_METRICS),
+            against_best(measured, policy),
+            ratio_table(streams, constant=False),
+            ratio_table(by_workload(cells, "overhead"), constant=True),
+        ]
+    )
+
+
+def medians(measured: Measured, name: str, policy: str) -> str:
+    """One metric, a column a subject, the best of each row in bold."""
+    get, form = METRICS[name]
+    statics = [s for s in STATIC if any(s in subjects for subjects in measured.values())]
+    best = max if name == "tokens/s" else min
+    rows = []
+    for workload, subjects in measured.items():
+        found = [statistics.median(map(get, subjects[s].values())) for s in (*statics, policy)]
+        shown = [f"**{m:{form}}**" if m == best(found) else f"{m:{form}}" for m in found]
+        rows.append([f"`{workload.name}`", *shown])
+    return markdown([name, *statics, "FlexQuant"], rows)
+
+
+def against_best(measured: Measured, policy: str) -> str:
+    """The policy over the static subject with the smallest median, for each latency."""
+    rows = []
+    for workload, subjects in measured.items():
+        row = [f"`{workload.name}`"]
+        for name in LATENCIES:
+            get = METRICS[name][0]
+            best = best_static(subjects, get)
+            found = compare_beside(
+                paired_ratios(subjects[policy], subjects[best], get), second_server(subjects, best, get)
+            )
+            row += [f"`{best}`", f"{found}, {said(found, name)}"]
+        rows.append(row)
+    header = [
+        text for name in LATENCIES for text in (f"best {name.removesuffix(' ms')}", "FlexQuant over it")
+    ]
+    return markdown(["requests", *header], rows)
+
+
 def cpu_kernels() -> str:
     return kernels(RESULTS / "cpu-kernels-zen4")
 
@@ -190,6 +255,9 @@ BLOCKS = (
     avx512_ratios,
     zen_speed,
     zen_ratios,
+    zen_others,
+    zen_half,
+    zen_small,
     cpu_kernels,
     tuned,
 )
