@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import speed_tables
-from benchmarks.layered_tables import layered
+from benchmarks.decode_quality_tables import layered, trigger
 from benchmarks.serving_tables import disaggregated, generation, own_cost, read, watching
 from benchmarks.table import markdown
 
@@ -144,7 +144,7 @@ def simulated() -> str:
 
 def main() -> int:
     functions = (policies, methods, smoothing, merging, merging_memory, simulated)
-    servers = (own_cost, watching, disaggregated, generation, layered)
+    servers = (own_cost, watching, disaggregated, generation, layered, trigger)
     blocks = {f.__name__: f for f in (*functions, *servers, *speed_tables.BLOCKS)}
     wrong = False
     for page in PAGES:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""For readme_tables: what layered plans win back of the lowest precision's loss."""
+"""For readme_tables: what layered plans, and a trigger, win back of the lowest precision's loss in decode."""
 
 from __future__ import annotations
 
@@ -48,4 +48,28 @@ def layered() -> str:
             ]
         )
     header = ["layers raised", "chosen by", "decode pass, ms", "KL to 16 bit (nats)", "of the gap won back"]
+    return markdown(header, rows)
+
+
+def trigger() -> str:
+    """By trigger: the passes that it raised, its KL divergence, and that of as many evenly or at random."""
+    document = read("trigger.json")
+    quality = document["quality"]
+
+    def told(name: str) -> str:
+        return f"{quality[name]['mean_kl']:.4f} ± {quality[name]['mean_kl_error']:.4f}"
+
+    rows = [["none (`phase`)", "0 %", told("phase"), "", ""]]
+    for name, raised in document["raised"].items():
+        draws = [n for n in quality if n.startswith(f"{name}, random")]
+        drawn = ", ".join(f"{quality[n]['mean_kl']:.4f}" for n in draws)
+        rows.append([name, f"{raised / document['passes']:.0%}", told(name), told(f"{name}, evenly"), drawn])
+    rows.append(["all (`w8a8`)", "100 %", told("w8a8"), "", ""])
+    header = [
+        "raised by",
+        "of the passes",
+        "KL to 16 bit (nats)",
+        "as many, evenly spaced",
+        "at random, each draw",
+    ]
     return markdown(header, rows)
