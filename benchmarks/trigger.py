@@ -7,7 +7,8 @@
 Rows of text are decoded one at a time, in the lowest precision but for the passes that a trigger raises: by
 the entropy of the last tokens' distributions, or by the margin of the likeliest. How many each trigger raised
 is read from the trace; then schedules raise exactly as many of the same rows' passes, evenly spaced and drawn
-at random. All are measured as `flexquant eval` does: KL divergence to the 16-bit model, standard error over rows.
+at random. All are measured as `flexquant eval` does: the KL divergence to the 16-bit model, with its standard
+error over rows.
 """
 
 from __future__ import annotations
