@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The benchmarks of decoding end to end, on a small random model: layered plans, triggers, operators."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import layered_plans, trigger, where_time_goes
+from flexquant.documents.yaml_document import to_yaml
+from flexquant.sensitivity.plans import all_in, describe, with_layer
+from tests.checkpoints import make_checkpoint
+from tests.integration.test_search import LAYERS, TUNED
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+
+SAMPLES = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("decode")
+    source = Path(__file__).read_text() * 8
+    (folder / "one.txt").write_text(source[: len(source) // 2])
+    (folder / "other.txt").write_text(source[len(source) // 2 :])
+    (folder / "tuned.yaml").write_text(to_yaml(TUNED))
+    make_checkpoint(folder / "16-bit", scheme=None, num_layers=LAYERS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def merged(tiny_merged: Any) -> Path:
+    return tiny_merged(num_layers=LAYERS) / "merged"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, module: Any, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+    module.main()
+
+
+def test_layered_plans_are_chosen_on_one_text_and_measured_on_another(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, merged: Path
+) -> None:
+    output = folder / "layered"
+    files = ["--text", folder / "one.txt", "--unseen", folder / "other.txt", "--reference", folder / "16-bit"]
+    files += ["--policy", folder / "tuned.yaml", "--output", output]
+    numbers = ["--batch-size", 2, "--samples", SAMPLES, "--prompt-tokens", 16, "--tokens", 6, "--layers", 1]
+    run(monkeypatch, layered_plans, merged, *files, *numbers)
+    document = json.loads((output / "layered.json").read_text())
+    plans = {plan["chosen_by"]: plan for plan in document["plans"]}
+    assert plans["w8a8"]["plan"] == describe(all_in("w8a8", LAYERS))
+    chosen_on = json.loads((output / "sensitivity.json").read_text())["kl"]
+    lowest = all_in("w4a16", LAYERS)
+    one_raised = [describe(with_layer(lowest, layer, "w8a8")) for layer in range(LAYERS)]
+    assert plans["searched, 1"]["plan"] == min(one_raised, key=lambda plan: sum(chosen_on[plan]))
+    assert all(len(plan["kl"]) == SAMPLES and plan["ms"] > 0 for plan in plans.values())
+    assert document["text"]["file"] == "other.txt" and document["chosen_on"] == "one.txt"
+    assert (output / "layered.png").stat().st_size > 1000
+
+
+def test_as_many_passes_as_a_trigger_raises(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, merged: Path
+) -> None:
+    chosen = {"entropy": {"signal": "entropy", "aggregate": "max", "enter": 4.5}}
+    monkeypatch.setattr(trigger, "TRIGGERS", chosen)
+    files = ["--text", folder / "one.txt", "--reference", folder / "16-bit"]
+    output = folder / "trigger.json"
+    run(monkeypatch, trigger, merged, *files, "--samples", SAMPLES, "--tokens", 9, "--output", output)
+    document = json.loads(output.read_text())
+    assert document["passes"] == SAMPLES * 8
+    assert set(document["raised"]) == {"entropy"}
+    names = {"entropy", "entropy, evenly", *(f"entropy, random {n}" for n in (1, 2, 3)), "phase", "w8a8"}
+    assert names < set(document["quality"])
+
+
+def test_operators_account_for_a_pass(monkeypatch: pytest.MonkeyPatch, folder: Path, merged: Path) -> None:
+    output = folder / "operators.json"
+    options = ["--policies", "w8a8", "--sequences", 1, 2, "--output", output]
+    run(monkeypatch, where_time_goes, merged, *options)
+    ((_, document),) = json.loads(output.read_text()).items()
+    found = document["policies"]["w8a8"]
+    assert found["kernels"]["w8a8"]
+    for sequences in ("1", "2"):
+        operators = found["sequences"][sequences]["operators"]
+        assert found["sequences"][sequences]["pass_ms"] > 0
+        assert sum(operators.values()) > 0 and "other operators" in operators
