@@ -27,6 +27,8 @@ from benchmarks.speed.workloads import Workload
 
 START = "start"
 WARM_UP_TOKENS = 2
+WAKE_UP = Workload(1, 16, WARM_UP_TOKENS)
+"""Before every cell: of a server that was idle meanwhile, the system may have taken memory back."""
 
 
 class ServingRun:
@@ -154,6 +156,8 @@ class ServingRun:
             if cell.workload.rate is None and (cell.subject.name, cell.workload) not in self._warm:
                 self._warm.add((cell.subject.name, cell.workload))
                 self._bench(replace(cell.workload, output=WARM_UP_TOKENS), -1, server, client)
+            else:
+                self._bench(WAKE_UP, -1, server, client)
             result = self._bench(cell.workload, cell.round, server, client)
         except WorkerError as e:
             self.results.save(cell.part, self._parameters(cell), time.monotonic() - started, failure=str(e))
