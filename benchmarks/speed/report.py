@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.speed.plots import draw_plots
+from benchmarks.speed.pressure import short_of_memory
 from benchmarks.speed.results import Cell, read_cells, read_header
 from benchmarks.speed.tables import (
     batch_table,
@@ -72,7 +73,10 @@ def write_report(folder: Path) -> list[str]:
 
 def _sections(cells: Sequence[Cell]) -> Iterable[str]:
     if serving := by_workload(cells, "serving"):
-        yield f"## Latency and throughput\n\n{READING}"
+        results = [
+            r for subjects in serving.values() for rounds in subjects.values() for r in rounds.values()
+        ]
+        yield " ".join(["## Latency and throughput\n\n" + READING, short_of_memory(results)]).rstrip()
         yield latency_table(serving)
         yield (
             "## Batches\n\nPrefill: until the last prompt of the batch has its first token. Decode: one pass "

@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.speed.comparing import Rounds
 from benchmarks.speed.kernels import has_stock_w4a8
 from benchmarks.speed.models import Model
+from benchmarks.speed.pressure import STALLED, stalled_seconds
 from benchmarks.speed.results import Results
 from benchmarks.speed.rounds import Cell, Plan
 from benchmarks.speed.servers import MODEL_NAME, Server, ServerError, ServerOptions, ServerPool
@@ -158,7 +159,9 @@ class ServingRun:
                 self._bench(replace(cell.workload, output=WARM_UP_TOKENS), -1, server, client)
             else:
                 self._bench(WAKE_UP, -1, server, client)
+            stalled = stalled_seconds()
             result = self._bench(cell.workload, cell.round, server, client)
+            result[STALLED] = round(stalled_seconds() - stalled, 3)
         except WorkerError as e:
             self.results.save(cell.part, self._parameters(cell), time.monotonic() - started, failure=str(e))
             print(f"failed: {e}", flush=True)
