@@ -63,3 +63,28 @@ def generation() -> str:
         f"(answers of up to {tokens['arithmetic']} tokens), {tasks['long']} open questions (up to "
         f"{tokens['long']}); {settings['batch_size']} prompts at once, seed {settings['seed']}."
     )
+
+
+PARTS = {
+    "quantised linear layers": ("qlinear", "int4pack", "scaled_mm", "woq_linear"),
+    "lm_head, in 16 bit": ("linear_unary", "addmm", "aten::mm", "aten::linear"),
+    "attention and KV cache": ("attention", "kv_cache"),
+}
+"""What occurs in the names of the operators of each part of a pass."""
+
+
+def operators() -> str:
+    """Of the 1.5 B shape, by policy and number of sequences: what takes how many ms of a decode pass."""
+    (found,) = read("where-time-goes.json").values()
+    rows = []
+    for policy, measured in found["policies"].items():
+        for sequences, one in measured["sequences"].items():
+            rest, parts = dict(one["operators"]), []
+            for names in PARTS.values():
+                inside = [name for name in rest if any(part in name for part in names)]
+                parts.append(sum(rest.pop(name) for name in inside))
+            parts += [sum(rest.values()), one["pass_ms"] - sum(one["operators"].values())]
+            rows.append([f"`{policy}`", sequences, *(f"{ms:.1f}" for ms in (one["pass_ms"], *parts))])
+    return markdown(
+        ["variant", "sequences", "a pass, ms", *PARTS, "other operators", "the rest: Python"], rows
+    )
