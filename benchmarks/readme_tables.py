@@ -101,7 +101,7 @@ def smoothing() -> str:
 
 
 def merging() -> str:
-    found = read("merge.json")
+    found, wide = read("merge.json"), read("merge-8192.json")
     verifying = ""
     if "verify_to_read" in found:
         verifying = (
@@ -115,7 +115,9 @@ def merging() -> str:
         f"`cp -r` of the same bytes ({alone:.1f} times without comparing the weights; `cp -r` and `sync` "
         "together took "
         f"{synced:.1f} times as long), and at most "
-        f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory{verifying}"
+        f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory{verifying}. Of layers "
+        f"{wide['hidden_size']} wide, {wide['input_bytes'] / 1e9:.1f} GB took {wide['merge_to_cp']:.1f} times as "
+        f"long as `cp -r`, and {wide['merge_without_comparing_to_cp']:.1f} times without comparing."
     )
 
 
