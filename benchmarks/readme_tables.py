@@ -116,8 +116,8 @@ def merging() -> str:
         "together took "
         f"{synced:.1f} times as long), and at most "
         f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory{verifying}. Of layers "
-        f"{wide['hidden_size']} wide, {wide['input_bytes'] / 1e9:.1f} GB took {wide['merge_to_cp']:.1f} times "
-        f"as long as `cp -r`, and {wide['merge_without_comparing_to_cp']:.1f} times without comparing."
+        f"{wide['hidden_size']} wide, {wide['input_bytes'] / 1e9:.1f} GB took {wide['merge_to_cp']:.1f} "
+        f"times as long as `cp -r`, and {wide['merge_without_comparing_to_cp']:.1f} times without comparing."
     )
 
 
