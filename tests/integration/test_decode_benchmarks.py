@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks import layered_plans, trigger, where_time_goes
-from flexquant.documents.yaml_document import to_yaml
 from flexquant.sensitivity.plans import all_in, describe, with_layer
-from tests.checkpoints import make_checkpoint
-from tests.integration.test_search import LAYERS, TUNED
+from tests.integration.test_search import LAYERS, write_tuned_and_reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -28,8 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = Path(__file__).read_text() * 8
     (folder / "one.txt").write_text(source[: len(source) // 2])
     (folder / "other.txt").write_text(source[len(source) // 2 :])
-    (folder / "tuned.yaml").write_text(to_yaml(TUNED))
-    make_checkpoint(folder / "16-bit", scheme=None, num_layers=LAYERS)
+    write_tuned_and_reference(folder)
     return folder
 
 

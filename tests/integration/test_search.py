@@ -34,12 +34,17 @@ TUNED = {
 }
 
 
+def write_tuned_and_reference(folder: Path) -> None:
+    """Write ``tuned.yaml``, a policy with measured times, and ``16-bit``, the model of its variants."""
+    (folder / "tuned.yaml").write_text(to_yaml(TUNED))
+    make_checkpoint(folder / "16-bit", scheme=None, num_layers=LAYERS)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("search")
     (folder / "text.txt").write_text(Path(__file__).read_text() * 4)
-    (folder / "tuned.yaml").write_text(to_yaml(TUNED))
-    make_checkpoint(folder / "16-bit", scheme=None, num_layers=LAYERS)
+    write_tuned_and_reference(folder)
     return folder
 
 
