@@ -2,14 +2,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """A server under load while its policy is changed: does every request get what the recorded routes give it?
 
-    python -m benchmarks.load MERGED --requests 2000 --changes 20 --output benchmarks/results/load.json
+    python -m benchmarks.load MERGED --stock MODEL --output benchmarks/results/load.json
 
 ``vllm bench serve`` sends prompts of mixed lengths, cut from the pages of this project, to a ``vllm serve``,
 as many at a time as it takes; meanwhile the policies given follow one another. Then: did a request fail; do
-FlexQuant's counters add up to the tokens that vLLM counted; does memory grow; and is the answer of each of a
-sample that of an engine which computes it alone, every token by the plan that is recorded for it? Batches of
-another size round otherwise, so that an answer may leave the other where two tokens are nearly as likely: the
-difference of their log-probabilities is told for every answer that does. Prefix caching is off.
+FlexQuant's counters add up to the tokens that vLLM counted; does memory grow, and more than that of vLLM
+without FlexQuant, which serves ``--stock`` under the same load; and is the answer of each of a sample that of
+an engine which computes it alone, every token by the plan that is recorded for it? Batches of another size
+round otherwise, so that an answer may leave the other where two tokens are nearly as likely: the difference of
+their log-probabilities is told for every answer that does. Prefix caching is off.
 """
 
 from __future__ import annotations
@@ -22,16 +23,14 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
-
+from benchmarks.process_memory import MemoryOverTime
 from benchmarks.recorded_routes import Answer, compare_answers
 from benchmarks.speed.results import git_commit
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
@@ -44,7 +43,9 @@ POLICIES = ("phase", "w8a8", "phase-batch", "w4a16", "phase-batch-layer")
 CONCURRENCY = 128
 """Requests under way, twice as many as are computed at a time."""
 MAX_LENGTH = 512
-SAMPLE_SECONDS = 2.0
+KV_CACHE_BYTES = 512 * 2**20
+"""For twice the tokens that are under way. Its pages count as memory only once they are used, so that of a large
+cache the memory would grow all the time."""
 
 
 def make_prompts(number: int, seed: int) -> list[dict[str, Any]]:
@@ -58,38 +59,6 @@ def make_prompts(number: int, seed: int) -> list[dict[str, Any]]:
             {"prompt": " ".join(words[start : start + length]), "output_tokens": draw.randint(4, 64)}
         )
     return prompts
-
-
-class Memory(threading.Thread):
-    """Samples the resident memory of a process and its descendants until it is stopped."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self._process = psutil.Process(pid)
-        self._ended = threading.Event()
-        self.samples: list[tuple[float, float]] = []
-        """Seconds and MiB."""
-
-    def run(self) -> None:
-        began = time.monotonic()
-        while not self._ended.wait(SAMPLE_SECONDS):
-            processes = [self._process, *self._process.children(recursive=True)]
-            resident = sum(process.memory_info().rss for process in processes)
-            self.samples.append((time.monotonic() - began, resident / 2**20))
-
-    def stop(self) -> dict[str, float]:
-        """End; return the slope over the second half, in MiB an hour, and the first and last sample."""
-        self._ended.set()
-        self.join()
-        half = np.array(self.samples[len(self.samples) // 2 :])
-        slope = float(np.polyfit(half[:, 0], half[:, 1], 1)[0]) if len(half) > 2 else float("nan")
-        return {
-            "seconds": self.samples[-1][0],
-            "first_mib": self.samples[0][1],
-            "half_mib": float(half[0, 1]),
-            "last_mib": self.samples[-1][1],
-            "slope_mib_per_hour": 3600 * slope,
-        }
 
 
 def scrape(url: str) -> dict[str, float]:
@@ -132,7 +101,7 @@ def send(
 def change_policies(
     url: str, client: subprocess.Popen[bytes], policies: Sequence[str], changes: int, passes: Path, total: int
 ) -> list[dict[str, Any]]:
-    """Have one policy follow another until the client ends; return what each change did.
+    """Have one policy follow another while the client runs; return what each change did.
 
     They are spread over the load by the tokens that the trace ``passes`` tells, of ``total`` to come.
     """
@@ -149,7 +118,6 @@ def change_policies(
             name = policies[(len(done) + 1) % len(policies)]
             told = apply_policy(url, load_policy(name))
             done.append({"policy": name, "seconds": told["seconds"], "routes": len(told["routes"])})
-    client.wait()
     return done
 
 
@@ -172,37 +140,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     trace = folder / "trace.jsonl"
     options = {"policy": args.policies[0], "trace": str(trace), "requests": True}
-    arguments = ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", str(MAX_LENGTH)]
-    arguments += [
-        "--max-num-seqs",
-        str(CONCURRENCY // 2),
-        "--additional-config",
-        json.dumps({"flexquant": options}),
-    ]
+    words = sum(len(prompt["prompt"].split()) + prompt["output_tokens"] for prompt in prompts)
     os.environ[ADMIN_KEY] = "load"
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ, "VLLM_PLUGINS": "flexquant"}
-    server = VLLMServer(args.model, arguments, folder / "server.log", environment)
-    try:
-        server.wait_until_healthy()
+    with serve(args.model, folder, "--additional-config", json.dumps({"flexquant": options})) as server:
         before = scrape(server.url)
-        memory = Memory(server.processes.pid)
-        memory.start()
-        client = send(
-            server.url,
-            str(args.model),
-            folder / "prompts.jsonl",
-            args.requests,
-            folder / "found.json",
-            folder / "bench.log",
-        )
-        words = sum(len(prompt["prompt"].split()) + prompt["output_tokens"] for prompt in prompts)
-        changes = change_policies(server.url, client, args.policies, args.changes, trace, words)
-        grown = memory.stop()
+        with under_load(server, args.model, args.requests, folder) as (client, memory):
+            changes = change_policies(server.url, client, args.policies, args.changes, trace, words)
         after = scrape(server.url)
-    finally:
-        server.stop()
-    if client.returncode:
-        raise RuntimeError(f"vllm bench serve failed: {(folder / 'bench.log').read_text()[-2000:]}")
     found = json.loads((folder / "found.json").read_text())
     counted = {name: after[name] - before.get(name, 0.0) for name in after}
     answers = read_answers(trace, prompts, found["generated_texts"])
@@ -212,9 +156,50 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "seconds": found["duration"],
         "changes": changes,
         "counters": check_counters(counted, trace),
-        "memory": grown,
+        "memory": memory.told(),
+        "memory_of_stock_vllm": measure_stock(args.stock, args.requests, folder) if args.stock else None,
         "answers": compare_answers(args.model, sample, plans_in(trace), MAX_LENGTH),
     }
+
+
+def measure_stock(model: Path, requests: int, folder: Path) -> dict[str, Any]:
+    """Return the memory of a ``vllm serve`` without FlexQuant under the same load."""
+    with serve(model, folder) as server, under_load(server, model, requests, folder) as (_, memory):
+        pass
+    return memory.told()
+
+
+@contextmanager
+def serve(model: Path, folder: Path, *options: str) -> Iterator[VLLMServer]:
+    """Serve a model for as long as the block runs."""
+    arguments = ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", str(MAX_LENGTH)]
+    arguments += ["--max-num-seqs", str(CONCURRENCY // 2), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+    environment = {**os.environ, "VLLM_PLUGINS": "flexquant"}
+    server = VLLMServer(model, [*arguments, *options], folder / f"{model.name}-server.log", environment)
+    try:
+        server.wait_until_healthy()
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def under_load(
+    server: VLLMServer, model: Path, requests: int, folder: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], MemoryOverTime]]:
+    """Send the prompts while the block runs and until they are answered, and watch the memory meanwhile."""
+    log = folder / "bench.log"
+    memory = MemoryOverTime(server.processes.pid)
+    memory.start()
+    client = send(server.url, str(model), folder / "prompts.jsonl", requests, folder / "found.json", log)
+    try:
+        yield client, memory
+        code = client.wait()
+    finally:
+        client.kill()
+        memory.stop()
+    if code:
+        raise RuntimeError(f"vllm bench serve failed: {log.read_text()[-2000:]}")
 
 
 def plans_in(trace: Path) -> dict[str, list[str]]:
@@ -249,6 +234,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="merged checkpoint")
+    parser.add_argument(
+        "--stock", type=Path, metavar="MODEL", help="served without FlexQuant, to compare memory with"
+    )
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--changes", type=int, default=20, help="of the policy (%(default)s)")
