@@ -9,8 +9,8 @@ as many at a time as it takes; meanwhile the policies given follow one another. 
 FlexQuant's counters add up to the tokens that vLLM counted; does memory grow, and more than that of vLLM
 without FlexQuant, which serves ``--stock`` under the same load; and is the answer of each of a sample that of
 an engine which computes it alone, every token by the plan that is recorded for it? Batches of another size
-round otherwise, so that an answer may leave the other where two tokens are nearly as likely: the difference of
-their log-probabilities is told for every answer that does. Prefix caching is off.
+round otherwise, so that an answer may leave the other where two tokens are nearly as likely: the difference
+of their log-probabilities is told for every answer that does. Prefix caching is off.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ PAGES = Path(__file__).parents[1]
 POLICIES = ("phase", "w8a8", "phase-batch", "w4a16", "phase-batch-layer")
 CONCURRENCY = 128
 """Requests under way, twice as many as are computed at a time."""
-MAX_LENGTH = 512
+MAX_LENGTH = 1024
 KV_CACHE_BYTES = 512 * 2**20
-"""For twice the tokens that are under way. Its pages count as memory only once they are used, so that of a large
-cache the memory would grow all the time."""
+"""For twice the tokens that are under way. Its pages count as memory only once they are used: with a large
+cache the memory would grow for a long time."""
 
 
 def make_prompts(number: int, seed: int) -> list[dict[str, Any]]:
@@ -148,6 +148,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             changes = change_policies(server.url, client, args.policies, args.changes, trace, words)
         after = scrape(server.url)
     found = json.loads((folder / "found.json").read_text())
+    if found["failed"]:
+        raise RuntimeError(f"requests failed: {sorted(set(filter(None, found['errors'])))}")
     counted = {name: after[name] - before.get(name, 0.0) for name in after}
     answers = read_answers(trace, prompts, found["generated_texts"])
     sample = random.Random(args.seed).sample(answers, min(args.compare, len(answers)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import own_cost, watching
+from benchmarks import own_cost, switching, watching
 from flexquant.measuring.comparison import Effort
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
@@ -21,9 +21,10 @@ ONE_ROUND = Effort(1, 1, 1.0)
     "measure",
     [
         lambda folder: own_cost.measure(folder, "w4a16", ONE_ROUND),
-        lambda f: watching.measure_worker(f, ONE_ROUND),
+        lambda folder: watching.measure_worker(folder, ONE_ROUND),
+        lambda folder: switching.measure(folder, ("w8a8", "w4a16"), ONE_ROUND),
     ],
-    ids=["own_cost", "watching"],
+    ids=["own_cost", "watching", "switching"],
 )
 def test_a_round_has_times_of_both(measure: Callable[[Any], dict[str, Any]], tiny_merged: Any) -> None:
     found = measure(tiny_merged("llama") / "merged")
