@@ -39,21 +39,15 @@ class MemoryOverTime(threading.Thread):
         self.join()
 
     def told(self) -> dict[str, Any]:
-        """Return for every process, and for all together, the memory in MiB and how it grew.
-
-        The slope is that of a line through the second half of the samples.
-        """
+        """Return for every process, and for all together, MiB at first, at last and at every minute."""
         seconds = np.array([moment for moment, _ in self._samples])
-        half = len(seconds) // 2
         found: dict[str, Any] = {"seconds": float(seconds[-1])}
         for name in sorted({name for _, resident in self._samples for name in resident}):
             mib = np.array([resident.get(name, 0.0) for _, resident in self._samples])
             found[name] = {
                 "first_mib": float(mib[0]),
-                "half_mib": float(mib[half]),
                 "last_mib": float(mib[-1]),
-                "slope_mib_per_hour": 3600 * float(np.polyfit(seconds[half:], mib[half:], 1)[0]),
-                "mib_by_minute": [round(float(mib[i])) for i in each_minute(seconds)],
+                "mib_by_minute": [round(float(mib[i]), 1) for i in each_minute(seconds)],
             }
         return found
 

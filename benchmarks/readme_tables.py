@@ -16,7 +16,18 @@ from typing import Any
 
 from benchmarks import speed_tables
 from benchmarks.decode_quality_tables import layered, trigger
-from benchmarks.serving_tables import disaggregated, generation, operators, own_cost, read, watching
+from benchmarks.serving_tables import (
+    disaggregated,
+    generation,
+    loaded,
+    memory,
+    operators,
+    own_cost,
+    read,
+    starting,
+    switching,
+    watching,
+)
 from benchmarks.table import markdown
 
 ROOT = Path(__file__).parents[1]
@@ -146,8 +157,9 @@ def simulated() -> str:
 
 def main() -> int:
     functions = (policies, methods, smoothing, merging, merging_memory, simulated)
-    servers = (own_cost, watching, disaggregated, generation, layered, trigger, operators)
-    blocks = {f.__name__: f for f in (*functions, *servers, *speed_tables.BLOCKS)}
+    servers = (own_cost, watching, switching, starting, loaded, memory, disaggregated, operators)
+    quality = (generation, layered, trigger)
+    blocks = {f.__name__: f for f in (*functions, *servers, *quality, *speed_tables.BLOCKS)}
     wrong = False
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

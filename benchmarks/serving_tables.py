@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.generation.tables import table
 from benchmarks.table import markdown
 
@@ -36,6 +38,62 @@ def watching() -> str:
         [what, *(_percent(ratio[end]) for end in ("ratio", "low", "high"))] for what, ratio in watched.items()
     ]
     return markdown(["watched by", "time", "at least", "at most"], rows)
+
+
+PROCESSES = {"api_server": "API server", "engine_core": "engine core", "worker": "worker", "all": "all"}
+
+
+def memory() -> str:
+    """MiB of each process of a server under load, and of stock vLLM's beside it, with their last slopes."""
+    found = read("load.json")
+    servers = {"FlexQuant": found["memory"], "stock vLLM, 16 bit": found["memory_of_stock_vllm"]}
+    rows = []
+    for server, processes in servers.items():
+        for key, process in PROCESSES.items():
+            minutes = processes[key]["mib_by_minute"]
+            moments = [minutes[i * len(minutes) // 4] for i in range(4)]
+            slope = 60 * np.polyfit(range(len(minutes) // 4), minutes[-(len(minutes) // 4) :], 1)[0]
+            mib = [f"{one:.0f}" for one in (*moments, processes[key]["last_mib"])]
+            rows.append([server, process, *mib, f"{slope:+.0f}"])
+    header = ["server", "process", "MiB at first", "after ¼", "after ½", "after ¾", "at the end"]
+    return markdown([*header, "MiB an hour, last quarter"], rows)
+
+
+def loaded() -> str:
+    """What became of the requests under load, of the counts, and of the answers."""
+    found = read("load.json")
+    requests, counted, answers = found["requests"], found["counters"], found["answers"]
+    parted = ""
+    if gaps := answers["gaps"]:
+        parted = f", the others part where two tokens are at most {max(gaps):.2f} nats apart"
+    return (
+        f"{requests['sent']:,} requests in {found['seconds'] / 60:.0f} minutes, {len(found['changes'])} "
+        f"changes of the policy meanwhile: {requests['failed']} failed. FlexQuant counted "
+        f"{counted['passes']:,.0f} passes and {counted['tokens']:,.0f} tokens, its trace "
+        f"{counted['passes_in_trace']:,} and {counted['tokens_in_trace']:,}, vLLM "
+        f"{counted['steps_by_vllm']:,.0f} and {counted['tokens_by_vllm']:,.0f}. Of {answers['compared']} "
+        f"answers computed again, alone, by the recorded routes, {answers['equal']} are equal{parted}."
+    )
+
+
+def switching() -> str:
+    """What passes cost more whose plans alternate, than the same passes one plan after the other."""
+    found = read("switching.json")
+    more, low, high = (_percent(found[end]) for end in ("ratio", "low", "high"))
+    return (
+        f"Passes of {found['pass_ms']:.1f} ms whose plans alternate take {more} of time ({low} to {high}) "
+        f"against the same passes, one plan after the other: {len(found['on_seconds']):,} paired rounds."
+    )
+
+
+def starting() -> str:
+    """Seconds until a server answers, and how fast it then decodes, eager and compiled."""
+    rows = [
+        [server, one["start"], f"{one['seconds']:.0f}", f"{one['token_ms']:.1f}"]
+        for server, starts in read("starting.json")["starts"].items()
+        for one in starts
+    ]
+    return markdown(["server", "start", "seconds until it answers", "ms per token, alone"], rows)
 
 
 def _percent(ratio: float) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.checkpoints import EXPERTS, MIXTURES
 from tests.integration.two_ranks import (
     check_policy_change,
     check_trigger,
@@ -18,14 +19,29 @@ pytestmark = needs_two_cores
 RANKS = {"tensor_parallel_size": 2}
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2", marks=pytest.mark.full)])
-def folder(request, tiny_merged):
-    return tiny_merged(request.param, num_layers=2)
+EXPERT_PARALLEL = {**RANKS, "enable_expert_parallel": True}
+FULL = pytest.mark.full
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("llama", RANKS), id="llama"),
+        pytest.param(("qwen2", RANKS), id="qwen2", marks=FULL),
+        pytest.param(("qwen3_moe", RANKS), id="qwen3_moe", marks=FULL),
+        pytest.param(("qwen3_moe", EXPERT_PARALLEL), id="qwen3_moe, expert parallel", marks=FULL),
+    ],
+)
+def served(request, tiny_merged):
+    """A folder with both variants and the merged checkpoint, and vLLM's options for the ranks."""
+    architecture, ranks = request.param
+    return tiny_merged(architecture, 2, (EXPERTS,) if architecture in MIXTURES else ()), ranks
 
 
 @pytest.fixture(scope="module")
-def several(folder, tmp_path_factory):
-    return run_several(folder / "merged", RANKS, tmp_path_factory.mktemp("several"))
+def several(served, tmp_path_factory):
+    folder, ranks = served
+    return run_several(folder / "merged", ranks, tmp_path_factory.mktemp("several"))
 
 
 def test_both_ranks_take_the_policys_routes(several):
@@ -33,8 +49,9 @@ def test_both_ranks_take_the_policys_routes(several):
 
 
 @pytest.mark.parametrize(("variant", "number"), [("w4a16", 1), ("w8a8", 3)])
-def test_pure_plans_equal_the_static_checkpoints(variant, number, folder, several):
-    static = run(folder / variant, RANKS)
+def test_pure_plans_equal_the_static_checkpoints(variant, number, served, several):
+    folder, ranks = served
+    static = run(folder / variant, ranks)
     assert several.answers[number] == static[number]
     assert several.answers[2] != static[2], "which the layered plan answered"
 
