@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Calibration text that the 16-bit model writes itself, where there is no other.
+"""Calibration text where there is no other: half of it the 16-bit model writes itself.
 
-What a model says is what it will compute on, in its own languages and by its own chat template. Half of the
+What a model says is what it will compute on, in its own languages and by its own chat template. Half of its
 documents are answers to requests, if there is a template; the others go on from first words, every second
-time from a word of the tokenizer's vocabulary. Each is sampled at one of several temperatures. Documents are
-written until there is enough for the rows that are asked for, and kept in one JSONL file that anybody can
-read, and that a later run takes as it is.
+time from a word of the tokenizer's vocabulary. Each is sampled at one of several temperatures. The other half
+of the text is from Python's own documentation: both together did better on unseen text than either alone
+(flexquant/quantization/README.md). All of it is kept in one JSONL file that anybody can read, and that a
+later run takes as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from flexquant.checkpoint.output import staged_file
 from flexquant.checkpoint.writer import Progress
-from flexquant.documents.texts import as_text, document_tokens, start_of_row, tokens_needed
+from flexquant.documents.texts import (
+    as_text,
+    document_tokens,
+    read_documents,
+    start_of_row,
+    tokens_needed,
+)
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.oneshot import explained_memory, watched_layers
 from flexquant.quantization.openings import Language, draw_opening, draw_request
@@ -39,6 +46,8 @@ FILE = "calibration.jsonl"
 TEMPERATURES = (0.6, 0.8, 1.0)
 BATCH = 32
 """Documents written side by side."""
+PASSAGE = 1000
+"""Characters of Python's documentation after which a passage ends with its paragraph."""
 MOST_DOCUMENTS = 16
 """Times the documents that full length would need, after which a model has not written enough."""
 
@@ -92,9 +101,10 @@ def write_calibration(
 ) -> None:
     """Let the 16-bit model write ``file``, JSONL as ``flexquant.documents.texts.read_documents`` takes it.
 
-    There is enough text for ``settings.samples`` rows of ``settings.length`` tokens. Equal arguments give
-    equal text on one machine with one number of threads. ``progress`` is called with the tokens written and
-    needed. The file appears when it is complete. Raises FlexQuantError for a model that writes next to
+    There is enough text for ``settings.samples`` rows of ``settings.length`` tokens, half of it from Python's
+    documentation as far as that reaches. Equal arguments give equal text on one machine with one number of
+    threads. ``progress`` is called with the tokens written and to be written. The file appears when it is
+    complete. Raises FlexQuantError for a model that writes next to
     nothing, or whose activations are not finite.
     """
     with explained_memory("writing the calibration text"):
@@ -122,26 +132,52 @@ def _write_documents(
     progress: Progress | None,
 ) -> list[dict[str, Any]]:
     needed = tokens_needed(tokenizer, samples=settings.samples, length=settings.length)
+    documentation = _documentation(tokenizer, needed // 2, settings.seed)
+    to_write = needed - sum(len(document_tokens(text, tokenizer, NAME)) for text in documentation)
     languages = known_languages(model, tokenizer)
     records: list[dict[str, Any]] = []
     tokens = asked = 0
-    most = MOST_DOCUMENTS * math.ceil(needed / settings.length)
-    while tokens < needed:
+    most = MOST_DOCUMENTS * math.ceil(to_write / settings.length)
+    while tokens < to_write:
         if asked >= (most if tokens else min(most, BATCH)):
             found = f"only {tokens:,} tokens" if tokens else "nothing but its end token"
             raise FlexQuantError(
                 f"{source.folder} wrote {found} in {asked} documents, and {settings.samples} samples of "
-                f"{settings.length} tokens need {needed:,}; {OTHERWISE}"
+                f"{settings.length} tokens need {to_write:,} beside Python's documentation; {OTHERWISE}"
             )
-        size = min(BATCH, math.ceil((needed - tokens) / settings.length) + 1)
+        size = min(BATCH, math.ceil((to_write - tokens) / settings.length) + 1)
         torch.manual_seed(Random(f"{settings.seed}, {asked}").getrandbits(63))
         for record in _write_batch(model, tokenizer, languages, range(asked, asked + size), settings):
             records.append(record)
             tokens += len(document_tokens(record.get("messages") or record["text"], tokenizer, NAME))
         asked += size
         if progress is not None:
-            progress(min(tokens, needed), needed)
-    return records
+            progress(min(tokens, to_write), to_write)
+    return [*records, *({"text": text} for text in documentation)]
+
+
+def _documentation(tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int) -> list[str]:
+    """Return passages of Python's documentation, at most that many tokens of them, drawn by the seed."""
+    passages = [passage for page in read_documents(None) for passage in _passages(str(page))]
+    Random(f"{seed}, documentation").shuffle(passages)
+    taken = []
+    for passage in passages:
+        tokens -= len(document_tokens(passage, tokenizer, NAME))
+        if tokens < 0:
+            break
+        taken.append(passage)
+    return taken
+
+
+def _passages(page: str) -> list[str]:
+    """Return a page's paragraphs, in groups that are about as long as what the model writes."""
+    passages: list[str] = []
+    for paragraph in page.split("\n\n"):
+        if passages and len(passages[-1]) < PASSAGE:
+            passages[-1] += f"\n\n{paragraph}"
+        else:
+            passages.append(paragraph)
+    return passages
 
 
 def _write_batch(

@@ -63,7 +63,7 @@ def test_the_readmes_commands(model: Path, tmp_path: Path, monkeypatch: pytest.M
     commands = [c for c in readme.commands() if c.startswith(("flexquant quantize", "flexquant build"))]
     for command in commands:
         assert cli.main([*shlex.split(command)[1:], *OPTIONS]) == 0
-    assert {p.name for p in (tmp_path / "my-variants").iterdir()} == {"w8a8", "w4a16"}
+    assert {p.name for p in (tmp_path / "my-variants").iterdir()} == {"calibration.jsonl", "w8a8", "w4a16"}
     assert {p.name for p in tmp_path.iterdir()} > {"my-model-merged", "my-other-variants"}
 
 

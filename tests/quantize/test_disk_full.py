@@ -34,7 +34,7 @@ def test_a_variant_that_does_not_fit(model: Path, tmp_path: Path, most: int) -> 
     assert sentence.startswith(
         f"flexquant quantize: error: the disk ran full while writing {output / 'w8a8'}"
     )
-    assert digests(tmp_path) == {}
+    assert digests(tmp_path).keys() == {"variants/calibration.jsonl"}, "which is whole"
     programs.run(command, timeout=SECONDS)
     assert {"w8a8/config.json", "w4a16/config.json"} <= digests(output).keys()
 

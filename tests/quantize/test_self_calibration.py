@@ -8,11 +8,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from transformers import AutoTokenizer
 
 from flexquant import cli
 from flexquant.errors import FlexQuantError
@@ -39,6 +41,11 @@ def records(output: Path) -> list[dict[str, Any]]:
 def _lines(file: Path) -> list[str]:
     """Return its lines; text that a model writes may hold what ``splitlines`` takes for an end."""
     return file.read_text().removesuffix("\n").split("\n")
+
+
+def written(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of what the model wrote."""
+    return [record for record in found if "temperature" in record]
 
 
 def texts(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -72,13 +79,25 @@ def finished(first_run: Path, tmp_path: Path) -> Path:
 
 
 def test_half_of_it_is_conversations_where_there_is_a_chat_template(chatting: Path, tmp_path: Path) -> None:
-    found = write(chatting, tmp_path / "variants")
+    found = written(write(chatting, tmp_path / "variants"))
     conversations = [record["messages"] for record in found if "messages" in record]
     assert abs(len(found) - 2 * len(conversations)) <= 1
     for user, assistant in conversations:
         assert user["role"] == "user" and len(user["content"]) > 5
         assert assistant["role"] == "assistant" and assistant["content"].strip()
     assert len({record["temperature"] for record in found}) > 1
+
+
+def test_half_of_the_text_is_of_pythons_documentation(small: Path, tmp_path: Path) -> None:
+    found = write(small, tmp_path / "variants", samples=16, length=256)
+    by_model, others = written(found), found[len(written(found)) :]
+    assert found[: len(by_model)] == by_model
+    assert others and all(any(record["text"] in page for page in topics.values()) for record in others)
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    ours, theirs = (
+        sum(len(tokenizer(record["text"])["input_ids"]) for record in part) for part in (by_model, others)
+    )
+    assert 0 < theirs <= 16 * 256 // 2 <= ours
 
 
 def test_without_a_chat_template_all_of_it_is_plain_text(small: Path, finished: Path) -> None:
@@ -176,7 +195,7 @@ def ends_with(weight: float) -> Callable[[StateDict], StateDict]:
 )
 def test_a_model_that_writes_next_to_nothing_is_refused(tmp_path: Path, weight: float, found: str) -> None:
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=ends_with(weight))
-    with pytest.raises(FlexQuantError, match=rf"model wrote {found}, .* need 256; .*--calibration FILE"):
+    with pytest.raises(FlexQuantError, match=rf"model wrote {found}, .* need 256 beside .*--cal"):
         write(model, tmp_path / "variants")
     assert not (tmp_path / "variants").exists()
 

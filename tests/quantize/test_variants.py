@@ -52,7 +52,7 @@ def test_everything_else_stays_in_the_source_dtype(model: Path, variants: Path, 
 def test_files_beside_the_weights_are_the_source_s(model: Path, variants: Path, scheme: str) -> None:
     for name in TOKENIZER_FILES:
         assert (variants / scheme / name).read_bytes() == (model / name).read_bytes()
-    assert sorted(p.name for p in variants.iterdir()) == ["w4a16", "w8a8"]
+    assert sorted(p.name for p in variants.iterdir()) == ["calibration.jsonl", "w4a16", "w8a8"]
 
 
 def test_norms_hand_their_scales_to_all_their_readers_so_that_v_stays(model: Path, variants: Path) -> None:
