@@ -393,7 +393,16 @@ NAMES = (
             "SupportsEagle3": "the same for EAGLE-3; base models without it are refused",
             "SupportsEagle3.set_aux_hidden_state_layers(layers)": "handed on to every plan",
             "SupportsLoRA": "base class of a model whose layers vLLM may wrap for adapters",
+            "SupportsMultiModal": "base class of a model that reads images",
+            "SupportsMultiModal._processor_factory": "a base model's: it prepares images and prompts",
+            "SupportsMultiModal.embed_multimodal()": "asked of a plan: the embeddings of images",
+            "SupportsMultiModal.get_language_model()": "where a vision model has its decoder layers",
+            "SupportsMultiModal.get_placeholder_str()": "a base model's: what stands for an image",
             "SupportsPP": "base class of a model whose layers may lie on several ranks",
+        },
+        overrides={
+            "SupportsMultiModal.embed_multimodal()": "asks a plan",
+            "SupportsMultiModal.embed_input_ids(input_ids, multimodal_embeddings, is_multimodal)": "asks a plan",
         },
         mentions={
             "make_empty_intermediate_tensors": "taken from a variant",
@@ -401,6 +410,11 @@ NAMES = (
             "packed_modules_mapping": "taken from a variant",
             "supports_lora": "base models without it are refused",
         },
+    ),
+    Names(
+        "vllm.model_executor.models.idefics3",
+        "vLLM asks a model, not its class, how images are read",
+        {"Idefics3ForConditionalGeneration": "the base model, which is asked"},
     ),
     Names(
         "vllm.lora.model_manager",
