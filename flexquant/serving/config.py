@@ -7,13 +7,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.merged_config import MergedConfig, Variant
+from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfig, Variant
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Derivation, Policy
 from flexquant.policy.trigger import SignalTrigger
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.config import VllmConfig
 
 SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3")
@@ -32,6 +33,7 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
     method = vllm_config.speculative_config and vllm_config.speculative_config.method
     graphs = compilation.cudagraph_mode or CUDAGraphMode.NONE
     one_head, one_embedding = has_one_head(merged, routes), has_one_embedding(merged, routes)
+    images = vllm_config.model_config.is_multimodal_model
     several_plans_a_size = not routes.ignores_phase()
     has_signal = isinstance(routes.trigger, SignalTrigger)
     refusals: list[tuple[bool, str]] = [
@@ -40,6 +42,21 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             f"variants named like an attribute of torch.nn.ModuleDict, among {', '.join(merged.variants)} "
             "(merge them under other names)",
         ),
+        (
+            reads_more_than_text(vllm_config.model_config.hf_config) and not images,
+            f"{merged.base_architecture}, which reads more than text (of such models it serves "
+            f"{', '.join(VISION_ARCHITECTURES)}; serve one variant's own checkpoint)",
+        ),
+        (
+            images and not one_embedding,
+            "a vision model whose variants have different embeddings, which vLLM asks for before the plan of a "
+            "pass is known (leave the embedding out of quantising in every variant)",
+        ),
+        (
+            images and method is not None,
+            "speculative decoding for vision models (drop --speculative-config)",
+        ),
+        (images and vllm_config.lora_config is not None, "LoRA for vision models (drop --enable-lora)"),
         (parallel.use_ubatching, "microbatches (drop --enable-dbo and --ubatch-size)"),
         (
             parallel.prefill_context_parallel_size > 1,
@@ -115,6 +132,11 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
         if refused:
             raise FlexQuantError(f"FlexQuant does not support {what}")
     check_pipeline(vllm_config, merged)
+
+
+def reads_more_than_text(hf_config: PretrainedConfig) -> bool:
+    """Whether a model is made for images, video or sound too, as its config says."""
+    return any(getattr(hf_config, f"{what}_config", None) is not None for what in ("vision", "audio"))
 
 
 def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:

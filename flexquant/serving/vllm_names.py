@@ -139,6 +139,7 @@ NAMES = (
             "ModelConfig.get_vocab_size()": "random prompts, when passes are timed",
             "ModelConfig.hf_config": "the checkpoint's config.json; exchanged in each variant's copy",
             "ModelConfig.hf_text_config": "the number of layers",
+            "ModelConfig.is_multimodal_model": "whether the model reads images",
             "ModelConfig.is_moe": "refused with data parallelism and several plans",
             "ModelConfig.registry": "asked whether the base model may be split among ranks",
             "ModelConfig.quantization": "exchanged in each variant's copy",
