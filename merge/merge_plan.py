@@ -45,7 +45,7 @@ class MergePlan:
         E.g. ``model.norm`` and ``model.layers.0.mlp.experts``; of a vision model each tower as a whole.
         """
         shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
-        towers = find_towers(self.sources[0])
+        towers = _find_towers(self.sources)
         holders = {
             name: towers.get(name) or _holder(name) for source in self.sources for name in source.tensors
         }
@@ -87,7 +87,7 @@ def plan_merge(sources: Sequence[Source]) -> MergePlan:
     files = plan_sidecars(sources)
     shared = _find_shared(sources)
     if len(sources) > 1:
-        _check_towers(first, shared)
+        _check_towers(sources, shared)
     groups = {"shared": {SHARED_PREFIX + name: first.tensors[name] for name in sorted(shared)}}
     for source in sources:
         own = sorted(source.tensors.keys() - shared)
@@ -163,17 +163,18 @@ def _find_shared(sources: Sequence[Source]) -> set[str]:
         }
 
 
-def find_towers(source: Source) -> dict[str, str]:
+def _find_towers(sources: Sequence[Source]) -> dict[str, str]:
     """Return by tensor the module beside the language model that it lies in; none for a text model."""
-    if source.architecture not in VISION_ARCHITECTURES:
+    if sources[0].architecture not in VISION_ARCHITECTURES:
         return {}
-    roots = decoder_roots(source.tensors)
-    return {name: found for name in source.tensors if (found := tower(name, roots))}
+    names = {name for source in sources for name in source.tensors}
+    roots = decoder_roots(names)
+    return {name: found for name in sorted(names) if (found := tower(name, roots))}
 
 
-def _check_towers(source: Source, shared: Collection[str]) -> None:
+def _check_towers(sources: Sequence[Source], shared: Collection[str]) -> None:
     """Raise FlexQuantError if what reads the images is not ``shared`` by all variants."""
-    for name, module in find_towers(source).items():
+    for name, module in _find_towers(sources).items():
         if name not in shared:
             raise FlexQuantError(
                 f"'{name}' is not equal in all variants, but images are read once for all of them; leave "

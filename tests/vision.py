@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -37,7 +36,7 @@ CHAT = (
 )
 
 
-def small_config(num_layers: int = 4, **overrides: Any) -> Idefics3Config:
+def small_config() -> Idefics3Config:
     vision = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -48,7 +47,7 @@ def small_config(num_layers: int = 4, **overrides: Any) -> Idefics3Config:
         "initializer_range": 0.08,
     }
     return Idefics3Config(
-        text_config=base_config("llama", num_layers, **overrides).to_dict(),
+        text_config=base_config("llama", num_layers=4).to_dict(),
         vision_config=vision,
         image_token_id=258 + SPECIAL.index("<image>"),
         scale_factor=SCALE,
@@ -71,17 +70,15 @@ def make_vision_checkpoint(
     folder: Path,
     scheme: str | None,
     *,
-    num_layers: int = 4,
     ignore: Sequence[str] = TOWERS,
     transform: Callable[[StateDict], StateDict] | None = None,
-    **overrides: Any,
 ) -> Path:
     """Write a checkpoint folder with tokenizer, processor and chat template, and return it.
 
     ``scheme`` None writes the 16-bit model; ``ignore`` stays in 16 bit otherwise. ``transform`` edits the
-    tensors before they are quantised, and ``overrides`` are of the language model's config.
+    tensors before they are quantised.
     """
-    config = small_config(num_layers, **overrides)
+    config = small_config()
     config.architectures = [ARCHITECTURE]
     state = random_tensors(config)
     if transform is not None:

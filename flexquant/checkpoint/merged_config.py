@@ -36,7 +36,7 @@ VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 def served_architecture(base_architecture: str) -> str:
     """Return the class that serves a merged checkpoint: its ``architectures[0]``.
 
-    One serves all text models. A vision model has one of its own, since vLLM asks the class how to read images.
+    One serves all text models. Vision models have their own, since vLLM asks the class how to read images.
     """
     return f"FlexQuant{base_architecture}" if base_architecture in VISION_ARCHITECTURES else ARCHITECTURE
 

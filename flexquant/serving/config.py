@@ -49,12 +49,16 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
         ),
         (
             images and not one_embedding,
-            "a vision model whose variants have different embeddings, which vLLM asks for before the plan of a "
-            "pass is known (leave the embedding out of quantising in every variant)",
+            "a vision model whose variants have different embeddings, which vLLM asks for before the plan of "
+            "a pass is known (leave the embedding out of quantising in every variant)",
         ),
         (
             images and method is not None,
             "speculative decoding for vision models (drop --speculative-config)",
+        ),
+        (
+            images and vllm_config.model_config.multimodal_config.mm_encoder_only,
+            "a server that only reads images (drop --mm-encoder-only)",
         ),
         (images and vllm_config.lora_config is not None, "LoRA for vision models (drop --enable-lora)"),
         (parallel.use_ubatching, "microbatches (drop --enable-dbo and --ubatch-size)"),

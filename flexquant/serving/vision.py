@@ -18,24 +18,27 @@ import torch
 from flexquant.serving.model import FlexQuantForCausalLM
 from flexquant.serving.vllm_api import Idefics3ForConditionalGeneration, SupportsMultiModal
 
+Embeddings = list[torch.Tensor] | torch.Tensor | tuple[torch.Tensor, ...]
+"""One for each image [tokens, hidden]; a tensor has one more dimension for the images."""
+
 
 class FlexQuantVisionModel(FlexQuantForCausalLM, SupportsMultiModal):
     """Several variants of one vision-language model over one KV cache, and over one set of towers."""
 
-    def embed_multimodal(self, **images: object) -> list[torch.Tensor] | torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return an embedding [tokens, hidden] for every image that the base's processor has prepared."""
+    def embed_multimodal(self, **images: object) -> Embeddings:
+        """Return the embeddings of images that the base's processor has prepared."""
         return self._plans[self._last_plan].embed_multimodal(**images)
 
     def embed_input_ids(
         self,
         input_ids: torch.Tensor,
-        multimodal_embeddings: list[torch.Tensor] | torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        multimodal_embeddings: Embeddings | None = None,
         *,
         is_multimodal: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return embeddings [tokens, hidden], those of images where ``is_multimodal`` [tokens] says so."""
         return self._plans[self._last_plan].embed_input_ids(
-            input_ids, multimodal_embeddings, is_multimodal=is_multimodal
+            input_ids, multimodal_embeddings=multimodal_embeddings, is_multimodal=is_multimodal
         )
 
 

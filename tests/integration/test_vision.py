@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A vision-language model: prompts with images under each variant alone, under layered plans, and over HTTP."""
+"""A vision-language model: prompts with images under each variant alone, in layered plans, over HTTP."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def png(seed: int) -> bytes:
 
 
 def test_chat_with_an_image_over_http(folder: Path, served: dict[str, Served]) -> None:
-    """A policy of one variant answers as offline; bytes that are no image are refused, and the server goes on."""
+    """The answers are those offline; bytes that are no image are refused, and the server goes on."""
     additional = json.dumps({"flexquant": {"policy": "w8a8"}})
     arguments = ["--enforce-eager", "--max-model-len", "512", "--served-model-name", "tiny"]
     with vllm_serve(folder / "merged", *arguments, "--additional-config", additional) as url:
@@ -140,6 +140,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
     [
         ({"speculative_config": DRAFTS}, "speculative decoding for vision models"),
         ({"enable_lora": True}, "LoRA for vision models"),
+        ({"mm_encoder_only": True}, "--mm-encoder-only"),
         ({"pipeline_parallel_size": 2}, "no pipeline parallelism for Idefics3"),
     ],
 )
