@@ -8,13 +8,13 @@ import os
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfig, Variant
+from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Derivation, Policy
 from flexquant.policy.trigger import SignalTrigger
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
     from vllm.config import VllmConfig
 
 SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3")
@@ -43,7 +43,7 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             "(merge them under other names)",
         ),
         (
-            reads_more_than_text(vllm_config.model_config.hf_config) and not images,
+            reads_more_than_text(vllm_config.model_config.hf_config.to_dict()) and not images,
             f"{merged.base_architecture}, which reads more than text (of such models it serves "
             f"{', '.join(VISION_ARCHITECTURES)}; serve one variant's own checkpoint)",
         ),
@@ -136,11 +136,6 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
         if refused:
             raise FlexQuantError(f"FlexQuant does not support {what}")
     check_pipeline(vllm_config, merged)
-
-
-def reads_more_than_text(hf_config: PretrainedConfig) -> bool:
-    """Whether a model is made for images, video or sound too, as its config says."""
-    return any(getattr(hf_config, f"{what}_config", None) is not None for what in ("vision", "audio"))
 
 
 def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:
