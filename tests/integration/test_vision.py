@@ -64,6 +64,14 @@ def test_a_constant_policy_equals_stock_vllm(variant: str, folder: Path, served:
     assert served[variant].answers == stock.answers
 
 
+@pytest.mark.full
+def test_a_constant_policy_equals_stock_vllm_compiled(folder: Path) -> None:
+    options = {**OPTIONS, "enforce_eager": False}
+    (stock,) = generate(folder / "w4a16", None, PROMPTS, sampling=SAMPLING, **options)
+    (found,) = generate(folder / "merged", ["w4a16"], PROMPTS, sampling=SAMPLING, **options)
+    assert found.answers == stock.answers
+
+
 def test_variants_and_images_matter(served: dict[str, Served]) -> None:
     """Otherwise the test above would show less than it says."""
     assert served["w8a8"].answers != served["w4a16"].answers
