@@ -33,7 +33,8 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
     method = vllm_config.speculative_config and vllm_config.speculative_config.method
     graphs = compilation.cudagraph_mode or CUDAGraphMode.NONE
     one_head, one_embedding = has_one_head(merged, routes), has_one_embedding(merged, routes)
-    images = vllm_config.model_config.is_multimodal_model
+    model = vllm_config.model_config
+    images, multimodal = model.is_multimodal_model, model.multimodal_config
     several_plans_a_size = not routes.ignores_phase()
     has_signal = isinstance(routes.trigger, SignalTrigger)
     refusals: list[tuple[bool, str]] = [
@@ -43,7 +44,7 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             "(merge them under other names)",
         ),
         (
-            reads_more_than_text(vllm_config.model_config.hf_config.to_dict()) and not images,
+            reads_more_than_text(model.hf_config.to_dict()) and not images,
             f"{merged.base_architecture}, which reads more than text (of such models it serves "
             f"{', '.join(VISION_ARCHITECTURES)}; serve one variant's own checkpoint)",
         ),
@@ -57,7 +58,7 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             "speculative decoding for vision models (drop --speculative-config)",
         ),
         (
-            images and vllm_config.model_config.multimodal_config.mm_encoder_only,
+            multimodal is not None and multimodal.mm_encoder_only,
             "a server that only reads images (drop --mm-encoder-only)",
         ),
         (images and vllm_config.lora_config is not None, "LoRA for vision models (drop --enable-lora)"),
@@ -82,11 +83,11 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             "prefetching offload, which takes one model (use --cpu-offload-gb)",
         ),
         (
-            vllm_config.model_config.runner_type != "generate",
-            f"the '{vllm_config.model_config.runner_type}' runner (use --runner generate)",
+            model.runner_type != "generate",
+            f"the '{model.runner_type}' runner (use --runner generate)",
         ),
         (
-            vllm_config.model_config.enable_prompt_embeds and not one_embedding,
+            model.enable_prompt_embeds and not one_embedding,
             "prompt embeddings for variants with different embeddings (drop --enable-prompt-embeds)",
         ),
         (
@@ -94,7 +95,7 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             "moving experts among ranks (drop --enable-eplb): vLLM would move those of one variant",
         ),
         (
-            vllm_config.model_config.is_moe and parallel.data_parallel_size > 1 and len(routes.plans) > 1,
+            model.is_moe and parallel.data_parallel_size > 1 and len(routes.plans) > 1,
             "data parallelism for a mixture-of-experts model, whose replicas run expert layers together, "
             "under a policy with several plans (use --tensor-parallel-size, or several servers)",
         ),
