@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Small random vision-language models, quantised by rounding to nearest, and images to ask them about.
 
-Idefics3, the architecture of SmolVLM and Granite Docling: vLLM serves it without torchvision, which a CPU's
-vLLM comes without, and which most other vision models need.
+Idefics3: vLLM serves it without torchvision, which a CPU's vLLM comes without, and which most other vision
+models need.
 """
 
 from __future__ import annotations

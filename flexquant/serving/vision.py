@@ -43,7 +43,7 @@ class FlexQuantVisionModel(FlexQuantForCausalLM, SupportsMultiModal):
 
 
 class FlexQuantIdefics3ForConditionalGeneration(FlexQuantVisionModel):
-    """Idefics3, the architecture of SmolVLM and Granite Docling too."""
+    """Idefics3: a tower for images, a connector, and Llama."""
 
     _processor_factory = Idefics3ForConditionalGeneration._processor_factory
     get_placeholder_str = Idefics3ForConditionalGeneration.get_placeholder_str
