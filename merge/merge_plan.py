@@ -5,15 +5,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexquant.checkpoint.logical import logical_shapes
-from flexquant.checkpoint.merged_config import SHARED_PREFIX, check_variant_name
+from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
 from flexquant.checkpoint.model_config import count_layers
-from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER
+from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER, decoder_roots, tower
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.sidecars import plan_sidecars
 from flexquant.checkpoint.source import Source
@@ -42,10 +42,13 @@ class MergePlan:
     def shared_modules(self) -> tuple[str, ...]:
         """Modules all of whose tensors are shared: outside the decoder layers, and what `_holder` names.
 
-        E.g. ``model.norm`` and ``model.layers.0.mlp.experts``.
+        E.g. ``model.norm`` and ``model.layers.0.mlp.experts``; of a vision model each tower as a whole.
         """
         shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
-        holders = {name: _holder(name) for source in self.sources for name in source.tensors}
+        towers = _find_towers(self.sources)
+        holders = {
+            name: towers.get(name) or _holder(name) for source in self.sources for name in source.tensors
+        }
         partly = {holder for name, holder in holders.items() if name not in shared}
         modules = {holder for holder in holders.values() if holder is not None} - partly
         if self.sources[0].config.get("tie_word_embeddings"):
@@ -83,6 +86,8 @@ def plan_merge(sources: Sequence[Source]) -> MergePlan:
         _check_same_shapes(first, shapes[0], source, shape)
     files = plan_sidecars(sources)
     shared = _find_shared(sources)
+    if len(sources) > 1:
+        _check_towers(sources, shared)
     groups = {"shared": {SHARED_PREFIX + name: first.tensors[name] for name in sorted(shared)}}
     for source in sources:
         own = sorted(source.tensors.keys() - shared)
@@ -156,6 +161,26 @@ def _find_shared(sources: Sequence[Source]) -> set[str]:
             for name, shared in zip(first.tensors, pool.map(is_shared, first.tensors), strict=True)
             if shared
         }
+
+
+def _find_towers(sources: Sequence[Source]) -> dict[str, str]:
+    """Return by tensor the module beside the language model that it lies in; none for a text model."""
+    if sources[0].architecture not in VISION_ARCHITECTURES:
+        return {}
+    names = {name for source in sources for name in source.tensors}
+    roots = decoder_roots(names)
+    return {name: found for name in sorted(names) if (found := tower(name, roots))}
+
+
+def _check_towers(sources: Sequence[Source], shared: Collection[str]) -> None:
+    """Raise FlexQuantError if what reads the images is not ``shared`` by all variants."""
+    for name, module in _find_towers(sources).items():
+        if name not in shared:
+            raise FlexQuantError(
+                f"'{name}' is not equal in all variants, but images are read once for all of them; leave "
+                f"'{module}' out of quantising in each (add 're:.*{module.rpartition('.')[2]}.*' to the "
+                "recipe's 'ignore')"
+            )
 
 
 def _holder(tensor_name: str) -> str | None:

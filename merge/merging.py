@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from flexquant.checkpoint.contents import Report, make_report
-from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig, Variant
+from flexquant.checkpoint.merged_config import MergedConfig, Variant, served_architecture
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
 from flexquant.checkpoint.provenance import PROVENANCE_FILE, make_provenance
@@ -90,7 +90,8 @@ def _describe(plan: MergePlan, merged: MergedConfig, stage: Path, digests: Mappi
 
 def _merged_config(base: JsonObject, merged: MergedConfig) -> JsonObject:
     config = {key: value for key, value in base.items() if key != "_name_or_path"}
-    return {**config, "architectures": [ARCHITECTURE], "quantization_config": merged.to_json()}
+    architecture = served_architecture(merged.base_architecture)
+    return {**config, "architectures": [architecture], "quantization_config": merged.to_json()}
 
 
 def _default_policy(

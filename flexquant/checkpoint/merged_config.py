@@ -25,10 +25,20 @@ from flexquant.errors import FlexQuantError
 
 CONFIG_FILE = "config.json"
 ARCHITECTURE = "FlexQuantForCausalLM"
+VISION_ARCHITECTURES = ("Idefics3ForConditionalGeneration",)
+"""Base architectures that read images beside text, of those that are served."""
 QUANT_METHOD = "flexquant"
 SCHEMA_VERSION = 1
 SHARED_PREFIX = "shared."
 VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+
+
+def served_architecture(base_architecture: str) -> str:
+    """Return the class that serves a merged checkpoint: its ``architectures[0]``.
+
+    One serves all text models. Vision models have their own, since vLLM asks the class how to read images.
+    """
+    return f"FlexQuant{base_architecture}" if base_architecture in VISION_ARCHITECTURES else ARCHITECTURE
 
 
 def check_variant_name(name: str) -> None:

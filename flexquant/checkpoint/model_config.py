@@ -31,6 +31,11 @@ def text_config(config: JsonObject) -> JsonObject:
     return nested if isinstance(nested, dict) and nested else config
 
 
+def reads_more_than_text(config: JsonObject) -> bool:
+    """Whether a model is made for images, video or sound too."""
+    return any(config.get(f"{what}_config") for what in ("vision", "audio"))
+
+
 def count_layers(config: JsonObject) -> int:
     """Return the number of decoder layers that a config states; raise FlexQuantError when it states none."""
     layers = text_config(config).get("num_hidden_layers")

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 
+STACK = "layers."
 LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<index>\d+)\.")
 """A decoder layer in the name of a module or tensor inside it."""
 EXPERTS = re.compile(r"^.*\.experts(?=\.)")
@@ -17,6 +19,9 @@ vLLM's attention layer holds it, and all variants have that layer in common.
 """
 OTHER_TOWERS = re.compile(r"vision|visual|audio|image|mtp", re.IGNORECASE)
 """Found in the name of a stack of layers that is not the language model's decoder."""
+TOP = re.compile(r"^(?:model\.)?[^.]+(?=\.)")
+"""The outermost module that a tensor lies in, the model as a whole left out."""
+HEAD = re.compile(r"(^|\.)lm_head\.")
 FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -31,6 +36,24 @@ def decoder_layer(name: str) -> re.Match[str] | None:
     """Return what LAYER matches in a name; None outside of the layers of the language model's decoder."""
     match = LAYER.match(name)
     return None if match is None or OTHER_TOWERS.search(match["stack"]) else match
+
+
+def decoder_roots(tensors: Iterable[str]) -> set[str]:
+    """Return what stands before ``layers.`` in the names of the decoder layers' tensors, e.g. ``model.``."""
+    inside = (decoder_layer(name) for name in tensors if ".self_attn." in name)
+    stacks = {match["stack"] for match in inside if match and match["index"] == "0"}
+    return {stack.removesuffix(STACK) for stack in stacks if stack.endswith(STACK)}
+
+
+def tower(tensor: str, roots: Collection[str]) -> str | None:
+    """Return the module beside the language model that a tensor lies in, e.g. ``model.vision_model``.
+
+    None for the language model's own, those below ``roots`` and its lm_head.
+    """
+    if tensor.startswith(tuple(roots)) or HEAD.search(tensor):
+        return None
+    found = TOP.match(tensor)
+    return found[0] if found else None
 
 
 def fused_name(linear: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.folder import read_json, read_tensors
+from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.provenance import folder_label
 from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, DTYPES, TensorRef, read_chunks
 from flexquant.checkpoint.sidecars import IDENTICAL, NOTICES
@@ -42,13 +43,21 @@ def read_source(folder: Path) -> SourceModel:
     """Read all weights of a model folder once, and return what it is.
 
     Raises FlexQuantError for a configuration that transformers does not know, a weight of another dtype than
-    float16, bfloat16 or float32, and a weight with NaN or infinity, naming the tensor.
+    float16, bfloat16 or float32, and a weight with NaN or infinity, naming the tensor; and for a model that
+    reads more than text.
     """
     from transformers import AutoConfig
 
     with explained(f"cannot read the configuration of {folder}", "name a folder in Hugging Face's format"):
         config = AutoConfig.from_pretrained(folder)
-    settings = json.dumps(read_json(folder / "config.json"), sort_keys=True)
+    written = read_json(folder / "config.json")
+    if reads_more_than_text(written):
+        raise FlexQuantError(
+            f"{folder} is a model that reads more than text ('{config.model_type}'), and recipes are for "
+            "text models; quantise its language model with llm-compressor itself, and merge the variants "
+            "(flexquant/quantization/README.md, 'Vision models')"
+        )
+    settings = json.dumps(written, sort_keys=True)
     config_sha256 = hashlib.sha256(settings.encode()).hexdigest()
     return SourceModel(folder, folder_label(folder), config, check_weights(folder), config_sha256)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.merged_config import MergedConfig, Variant
+from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfig, Variant
+from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Derivation, Policy
@@ -32,6 +33,8 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
     method = vllm_config.speculative_config and vllm_config.speculative_config.method
     graphs = compilation.cudagraph_mode or CUDAGraphMode.NONE
     one_head, one_embedding = has_one_head(merged, routes), has_one_embedding(merged, routes)
+    model = vllm_config.model_config
+    images, multimodal = model.is_multimodal_model, model.multimodal_config
     several_plans_a_size = not routes.ignores_phase()
     has_signal = isinstance(routes.trigger, SignalTrigger)
     refusals: list[tuple[bool, str]] = [
@@ -40,6 +43,25 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             f"variants named like an attribute of torch.nn.ModuleDict, among {', '.join(merged.variants)} "
             "(merge them under other names)",
         ),
+        (
+            reads_more_than_text(model.hf_config.to_dict()) and not images,
+            f"{merged.base_architecture}, which reads more than text (of such models it serves "
+            f"{', '.join(VISION_ARCHITECTURES)}; serve one variant's own checkpoint)",
+        ),
+        (
+            images and not one_embedding,
+            "a vision model whose variants have different embeddings, which vLLM asks for before the plan of "
+            "a pass is known (leave the embedding out of quantising in every variant)",
+        ),
+        (
+            images and method is not None,
+            "speculative decoding for vision models (drop --speculative-config)",
+        ),
+        (
+            multimodal is not None and multimodal.mm_encoder_only,
+            "a server that only reads images (drop --mm-encoder-only)",
+        ),
+        (images and vllm_config.lora_config is not None, "LoRA for vision models (drop --enable-lora)"),
         (parallel.use_ubatching, "microbatches (drop --enable-dbo and --ubatch-size)"),
         (
             parallel.prefill_context_parallel_size > 1,
@@ -61,11 +83,11 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             "prefetching offload, which takes one model (use --cpu-offload-gb)",
         ),
         (
-            vllm_config.model_config.runner_type != "generate",
-            f"the '{vllm_config.model_config.runner_type}' runner (use --runner generate)",
+            model.runner_type != "generate",
+            f"the '{model.runner_type}' runner (use --runner generate)",
         ),
         (
-            vllm_config.model_config.enable_prompt_embeds and not one_embedding,
+            model.enable_prompt_embeds and not one_embedding,
             "prompt embeddings for variants with different embeddings (drop --enable-prompt-embeds)",
         ),
         (
@@ -73,7 +95,7 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             "moving experts among ranks (drop --enable-eplb): vLLM would move those of one variant",
         ),
         (
-            vllm_config.model_config.is_moe and parallel.data_parallel_size > 1 and len(routes.plans) > 1,
+            model.is_moe and parallel.data_parallel_size > 1 and len(routes.plans) > 1,
             "data parallelism for a mixture-of-experts model, whose replicas run expert layers together, "
             "under a policy with several plans (use --tensor-parallel-size, or several servers)",
         ),

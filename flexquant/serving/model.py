@@ -26,7 +26,7 @@ from flexquant.serving.model_state import observed_model_state
 from flexquant.serving.moments import running_moments
 from flexquant.serving.options import resolved_policy
 from flexquant.serving.pass_records import PassRecords
-from flexquant.serving.plan_views import build_plan, is_compiled
+from flexquant.serving.plan_views import build_plan, decoder_path, is_compiled
 from flexquant.serving.policy_change import (
     ServedPolicy,
     check_capture,
@@ -167,7 +167,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         after = served_policy(self._vllm_config, self.merged, name, parse_policy(document, name))
         if not after.routes.ignores_phase():
             self.observer.check_phases()
-        compiles = any(is_compiled(plan.model) for plan in self._plans.values())
+        compiles = any(is_compiled(plan.get_submodule(decoder_path(plan))) for plan in self._plans.values())
         check_change(
             after,
             variants=list(self.variants),

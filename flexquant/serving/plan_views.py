@@ -42,6 +42,25 @@ def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
     return view
 
 
+def decoder_path(model: Any) -> str:
+    """Return the name of the module that holds a model's decoder layers as its ``layers``.
+
+    That is ``model`` for text models. A vision model has it in its language model, or as its language model.
+    """
+    if not getattr(model, "supports_multimodal", False):
+        return "model"
+    language_model = model.get_language_model()
+    path = next(name for name, module in model.named_modules() if module is language_model)
+    return path if hasattr(language_model, "layers") else f"{path}.model"
+
+
+def with_module(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    """Return a shallow copy of ``root`` that holds ``module`` in the place of the one named ``path``."""
+    name, _, below = path.partition(".")
+    child = with_module(root.get_submodule(name), below, module) if below else module
+    return shallow_copy(root, **{name: child})
+
+
 def build_plan(
     variants: Mapping[str, Any], plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivation]
 ) -> nn.Module:
@@ -51,12 +70,13 @@ def build_plan(
     comes from the variant that runs the plan's last layer.
     """
     base = variants[plan.layers[-1]]
-    layers = [variants[v].model.layers[i] for i, v in enumerate(plan.layers)]
-    inner = shallow_copy(base.model, layers=nn.ModuleList(layers))
+    path = decoder_path(base)
+    layers = [variants[v].get_submodule(path).layers[i] for i, v in enumerate(plan.layers)]
+    inner: Any = shallow_copy(base.get_submodule(path), layers=nn.ModuleList(layers))
     if is_compiled(inner):
         digest = plan_digest(plan, merged, derived)
-        give_own_compile_state(inner, plan.name, digest, base.model.vllm_config)
-    return shallow_copy(base, model=inner)
+        give_own_compile_state(inner, plan.name, digest, inner.vllm_config)
+    return with_module(base, path, inner)
 
 
 def is_compiled(inner: nn.Module) -> bool:

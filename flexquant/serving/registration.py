@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.model_executor.models import ModelRegistry
 
-from flexquant.checkpoint.merged_config import ARCHITECTURE, QUANT_METHOD, MergedConfig
+from flexquant.checkpoint.merged_config import (
+    ARCHITECTURE,
+    QUANT_METHOD,
+    VISION_ARCHITECTURES,
+    MergedConfig,
+    served_architecture,
+)
 from flexquant.serving.vllm_api import (
     MODELS_CONFIG_MAP,
     QUANTIZATION_METHODS,
@@ -96,9 +102,11 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
 
 
 def register_with_vllm() -> None:
-    """Register the quantisation method, the configuration hook and the model class, once a process."""
+    """Register the quantisation method, the configuration hook and the model classes, once a process."""
     if QUANT_METHOD in QUANTIZATION_METHODS:
         return
     register_quantization_config(QUANT_METHOD)(FlexQuantConfig)
-    MODELS_CONFIG_MAP[ARCHITECTURE] = FlexQuantModelConfig
-    ModelRegistry.register_model(ARCHITECTURE, f"flexquant.serving.model:{ARCHITECTURE}")
+    classes = {ARCHITECTURE: "model"} | {served_architecture(base): "vision" for base in VISION_ARCHITECTURES}
+    for name, module in classes.items():
+        MODELS_CONFIG_MAP[name] = FlexQuantModelConfig
+        ModelRegistry.register_model(name, f"flexquant.serving.{module}:{name}")

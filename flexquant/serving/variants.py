@@ -9,7 +9,7 @@ lists meaningful, but vLLM registers attention layers by name, in ``static_forwa
 its part of the KV cache. So all variants but the first are built against a scratch dictionary, and then
 their attention modules are replaced by the first variant's: *one* KV cache, written and read by all.
 Modules outside the decoder layers whose tensors are the same in every variant (embedding, final norm,
-lm_head) are replaced in the same way, and exist once; so do equal experts
+lm_head, what reads images) are replaced in the same way, and exist once; so do equal experts
 (:mod:`flexquant.serving.expert_layers`). A *derived* variant (:mod:`flexquant.serving.w4a8`) is its source
 built once more with other kernels in the INT4 layers; it shares all else with the source.
 """
@@ -36,6 +36,7 @@ from flexquant.serving.expert_layers import (
     name_apart,
     only_experts,
 )
+from flexquant.serving.plan_views import decoder_path
 from flexquant.serving.vllm_api import AttentionLayerBase, initialize_model
 from flexquant.serving.w4a8 import is_int4_layer, use_8bit_activations
 
@@ -172,7 +173,7 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 
 
 def check_structure(model: nn.Module, architecture: str) -> None:
-    inner = getattr(model, "model", None)
+    inner = dict(model.named_modules()).get(decoder_path(model))
     if not isinstance(getattr(inner, "layers", None), nn.ModuleList):
         raise FlexQuantError(
             f"{architecture} is not built with 'model.layers' in this vLLM; FlexQuant serves decoder-only "

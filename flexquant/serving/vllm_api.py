@@ -100,9 +100,13 @@ if TYPE_CHECKING:
     from vllm.model_executor.model_loader.utils import initialize_model as initialize_model
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP as MODELS_CONFIG_MAP
     from vllm.model_executor.models.config import VerifyAndUpdateConfig as VerifyAndUpdateConfig
+    from vllm.model_executor.models.idefics3 import (
+        Idefics3ForConditionalGeneration as Idefics3ForConditionalGeneration,
+    )
     from vllm.model_executor.models.interfaces import SupportsEagle as SupportsEagle
     from vllm.model_executor.models.interfaces import SupportsEagle3 as SupportsEagle3
     from vllm.model_executor.models.interfaces import SupportsLoRA as SupportsLoRA
+    from vllm.model_executor.models.interfaces import SupportsMultiModal as SupportsMultiModal
     from vllm.model_executor.models.interfaces import SupportsPP as SupportsPP
     from vllm.scalar_type import scalar_types as scalar_types
     from vllm.sequence import IntermediateTensors as IntermediateTensors

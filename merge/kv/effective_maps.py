@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
-from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER, decoder_layer
+from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER, decoder_roots
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
@@ -33,7 +33,6 @@ from flexquant.merge.kv.sampling import BLOCK_ROWS, row_numbers, sample_rows
 from flexquant.merge.kv.scaled_rows import ScaledMatrix, ScaledRows
 
 CHUNK_WEIGHTS = 1 << 18  # weights in memory at a time, per variant: 1 MiB as float32, kind to caches
-STACK = "layers."
 CACHED = ("k_proj", "v_proj")
 LATENT = "kv_a_proj_with_mqa"
 """In the place of both with multi-head latent attention: a compressed K and V, and a part of K."""
@@ -239,9 +238,7 @@ def _in_chunks(rows: Sequence[range], most: int) -> Iterator[list[range]]:
 
 def _decoder_root(source: Source) -> str:
     """Return the prefix before ``layers.`` of the language model's decoder, e.g. ``model.``."""
-    inside = (decoder_layer(name) for name in source.tensors if ".self_attn." in name)
-    stacks = {match["stack"] for match in inside if match and match["index"] == "0"}
-    roots = {stack.removesuffix(STACK) for stack in stacks if stack.endswith(STACK)}
+    roots = decoder_roots(source.tensors)
     if len(roots) != 1:
         found = f"found {', '.join(sorted(roots))}" if roots else "found none"
         raise FlexQuantError(

@@ -157,7 +157,8 @@ def generate(
     are a list of one. ``sampling`` is for :func:`answers`, and ``options`` are the engine's.
     """
     documents = policies and [read_policy(policy).document for policy in policies]
-    key = json.dumps([str(folder), documents, batches, sampling, options], sort_keys=True)
+    asked = [str(folder), documents, batches, sampling, options]
+    key = json.dumps(asked, sort_keys=True, default=lambda image: image.tobytes().hex())
     if key not in _kept:
         _kept[key] = _generate(folder, policies, batches, sampling or {}, options)
     return _kept[key]

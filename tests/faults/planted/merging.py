@@ -11,6 +11,14 @@ OUTPUT = "tests/unit/test_output.py::"
 
 MERGING = (
     Fault(
+        "towers-not-compared",
+        "The variants of a vision model may read images each in its own way.",
+        "merge/merge_plan.py",
+        "if name not in shared:",
+        "if False:",
+        ("tests/unit/test_merging_vision.py::test_towers_that_differ_are_refused",),
+    ),
+    Fault(
         "latent-not-expanded-alike",
         "Variants share a cache of latents that each expands in its own way.",
         "merge/kv/pair.py",

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A vision-language model: prompts with images under each variant alone, in layered plans, over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from vllm.engine.arg_utils import EngineArgs
+
+from flexquant.errors import FlexQuantError
+from flexquant.measuring.server import vllm_serve
+from flexquant.merge import merge_checkpoints
+from tests.integration.conftest import Served, generate
+from tests.integration.test_architectures import LAYERED, OPTIONS, SAMPLING
+from tests.vision import make_vision_checkpoint, picture
+
+pytestmark = pytest.mark.engine
+
+VARIANTS = ("w8a8", "w4a16")
+
+
+def prompt(text: str, *images: int) -> dict[str, Any]:
+    return {"prompt": text, "multi_modal_data": {"image": [picture(seed) for seed in images]}}
+
+
+SAME_TEXT = [prompt("what is in <image>?", 0), prompt("what is in <image>?", 1)]
+PROMPTS = [
+    *SAME_TEXT,
+    "a prompt without an image",
+    prompt("compare <image> with <image>, please", 2, 3),
+    prompt("a prompt of more than one chunk, whose image comes in the second of them: <image>", 4),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with w8a8, w4a16 and merged."""
+    folder = tmp_path_factory.mktemp("vision")
+    merge_checkpoints({v: make_vision_checkpoint(folder / v, v) for v in VARIANTS}, folder / "merged")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> dict[str, Served]:
+    """What the constant policies and a layered one answer."""
+    policies = [*VARIANTS, LAYERED]
+    found = generate(folder / "merged", policies, PROMPTS, sampling=SAMPLING, **OPTIONS)
+    return dict(zip((*VARIANTS, "layered"), found, strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_constant_policy_equals_stock_vllm(variant: str, folder: Path, served: dict[str, Served]) -> None:
+    (stock,) = generate(folder / variant, None, PROMPTS, sampling=SAMPLING, **OPTIONS)
+    assert served[variant].answers == stock.answers
+
+
+@pytest.mark.full
+def test_a_constant_policy_equals_stock_vllm_compiled(folder: Path) -> None:
+    options = {**OPTIONS, "enforce_eager": False}
+    (stock,) = generate(folder / "w4a16", None, PROMPTS, sampling=SAMPLING, **options)
+    (found,) = generate(folder / "merged", ["w4a16"], PROMPTS, sampling=SAMPLING, **options)
+    assert found.answers == stock.answers
+
+
+def test_variants_and_images_matter(served: dict[str, Served]) -> None:
+    """Otherwise the test above would show less than it says."""
+    assert served["w8a8"].answers != served["w4a16"].answers
+    for variant in VARIANTS:
+        ((one, other, *_),) = served[variant].answers
+        assert one != other
+
+
+def test_layers_of_both_variants_read_one_image(served: dict[str, Served]) -> None:
+    layered = served["layered"]
+    plans = {(found["phase"] == "decode", found["plan"]) for found in layered.passes}
+    assert plans == {(False, "w8a8"), (True, "w8a8+w4a16[1-2]")}
+    assert layered.answers not in (served["w8a8"].answers, served["w4a16"].answers)
+
+
+def image_url(data: bytes) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def png(seed: int) -> bytes:
+    file = io.BytesIO()
+    picture(seed).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_chat_with_an_image_over_http(folder: Path, served: dict[str, Served]) -> None:
+    """The answers are those offline; bytes that are no image are refused, and the server goes on."""
+    additional = json.dumps({"flexquant": {"policy": "w8a8"}})
+    arguments = ["--enforce-eager", "--max-model-len", "512", "--served-model-name", "tiny"]
+    with vllm_serve(folder / "merged", *arguments, "--additional-config", additional) as url:
+        client = OpenAI(base_url=url, api_key="none")
+
+        def ask(data: bytes) -> list[int]:
+            content: Any = [
+                {"type": "text", "text": "what is in "},
+                image_url(data),
+                {"type": "text", "text": "?"},
+            ]
+            reply = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": content}],
+                max_tokens=SAMPLING["max_tokens"],
+                temperature=0,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+            return reply.choices[0].token_ids  # type: ignore[attr-defined]
+
+        ((first, second, *_),) = served["w8a8"].answers
+        assert ask(png(0)) == first[0]
+        with pytest.raises(openai.BadRequestError, match="image"):
+            ask(b"no image")
+        assert ask(png(1)) == second[0]
+
+
+def configure(folder: Path, **options: Any) -> None:
+    EngineArgs(model=str(folder), max_model_len=256, enforce_eager=True, **options).create_engine_config()
+
+
+def edited(folder: Path, edit: Callable[[dict[str, Any]], Any], to: Path) -> Path:
+    """Return a copy of a checkpoint whose config has been edited."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    edit(config)
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"speculative_config": DRAFTS}, "speculative decoding for vision models"),
+        ({"enable_lora": True}, "LoRA for vision models"),
+        ({"mm_encoder_only": True}, "--mm-encoder-only"),
+        ({"pipeline_parallel_size": 2}, "no pipeline parallelism for Idefics3"),
+    ],
+)
+def test_what_is_refused_for_vision_models(options: dict[str, Any], named: str, folder: Path) -> None:
+    configure(folder / "merged")
+    with pytest.raises(FlexQuantError, match=named):
+        configure(folder / "merged", **options)
+
+
+def test_variants_with_embeddings_of_their_own_are_refused(folder: Path, tmp_path: Path) -> None:
+    def own_embeddings(config: dict[str, Any]) -> None:
+        config["quantization_config"]["shared_modules"].remove("model.text_model.embed_tokens")
+
+    merged = edited(folder / "merged", own_embeddings, tmp_path / "edited")
+    with pytest.raises(FlexQuantError, match=r"different embeddings.*leave the embedding out"):
+        configure(merged)
+    configure(merged, additional_config={"flexquant": {"policy": "w4a16"}})
+
+
+def test_another_vision_architecture_is_refused_before_anything_is_loaded(
+    folder: Path, tmp_path: Path
+) -> None:
+    def of_another(config: dict[str, Any]) -> None:
+        config["architectures"] = ["LlavaForConditionalGeneration"]
+
+    sources = {v: edited(folder / v, of_another, tmp_path / v) for v in VARIANTS}
+    merge_checkpoints(sources, tmp_path / "merged")
+    message = "LlavaForConditionalGeneration, which reads more than text.*Idefics3ForConditionalGeneration"
+    with pytest.raises(FlexQuantError, match=message):
+        configure(tmp_path / "merged")

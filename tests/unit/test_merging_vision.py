@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Merging vision-language models: what reads the images is equal in all variants, and stored once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexquant.checkpoint.folder import read_tensors
+from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.checkpoint.module_names import decoder_roots, tower
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from tests.checkpoints import StateDict
+from tests.vision import ARCHITECTURE, make_vision_checkpoint
+
+PATCHES = "model.vision_model.embeddings.patch_embedding.weight"
+
+
+def sources(folder: Path, **of_the_other) -> dict[str, Path]:
+    """W8A8 of a model, and W4A16 of it or, with arguments, of another."""
+    return {
+        "w8a8": make_vision_checkpoint(folder / "w8a8", "w8a8"),
+        "w4a16": make_vision_checkpoint(folder / "w4a16", "w4a16", **of_the_other),
+    }
+
+
+def test_towers_are_stored_once_and_the_class_reads_images(tmp_path):
+    variants = sources(tmp_path)
+    merge_checkpoints(variants, tmp_path / "merged")
+    merged, layers = read_merged_config(tmp_path / "merged")
+    assert (merged.base_architecture, layers) == (ARCHITECTURE, 4)
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["architectures"] == [f"FlexQuant{ARCHITECTURE}"]
+    assert merged.shared_modules == (
+        "lm_head",
+        "model.connector",
+        "model.text_model.embed_tokens",
+        "model.text_model.norm",
+        "model.vision_model",
+    )
+    keys = read_tensors(tmp_path / "merged").keys()
+    towers = [key for key in keys if ".vision_model." in key or ".connector." in key]
+    assert towers and all(key.startswith("shared.") for key in towers)
+    assert (tmp_path / "merged" / "processor_config.json").is_file()
+    verify_checkpoint(tmp_path / "merged", against=variants)
+
+
+def test_a_variant_comes_back_with_its_architecture(tmp_path):
+    variants = sources(tmp_path)
+    merge_checkpoints(variants, tmp_path / "merged")
+    split_checkpoint(tmp_path / "merged", "w4a16", tmp_path / "split")
+    back, before = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "split", variants["w4a16"])
+    )
+    assert back["architectures"] == [ARCHITECTURE]
+    assert back == {key: value for key, value in before.items() if key != "_name_or_path"}
+
+
+def test_towers_that_differ_are_refused(tmp_path):
+    def other(state: StateDict) -> StateDict:
+        return state | {PATCHES: state[PATCHES] * 1.01}
+
+    with pytest.raises(FlexQuantError, match=rf"'{PATCHES}' is not equal.*'re:\.\*vision_model\.\*'"):
+        merge_checkpoints(sources(tmp_path, transform=other), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_quantised_towers_are_refused(tmp_path):
+    variants = {v: make_vision_checkpoint(tmp_path / v, v, ignore=()) for v in ("w8a8", "w4a16")}
+    with pytest.raises(FlexQuantError, match="leave 'model.vision_model' out of quantising in each"):
+        merge_checkpoints(variants, tmp_path / "merged")
+
+
+def test_language_models_that_differ_are_refused(tmp_path):
+    def other(state: StateDict) -> StateDict:
+        name = "model.text_model.layers.2.self_attn.v_proj.weight"
+        return state | {name: torch.randn_like(state[name])}
+
+    with pytest.raises(FlexQuantError, match="layer 2"):
+        merge_checkpoints(sources(tmp_path, transform=other), tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "found"),
+    [
+        ("model.vision_tower.encoder.layers.0.self_attn.q_proj.weight", "model.vision_tower"),
+        ("vision_tower.encoder.layers.0.self_attn.q_proj.weight", "vision_tower"),
+        ("multi_modal_projector.linear_1.bias", "multi_modal_projector"),
+        ("model.language_model.norm.weight", None),
+        ("language_model.lm_head.weight", None),
+        ("lm_head.weight", None),
+    ],
+)
+def test_the_tower_that_a_tensor_lies_in(tensor, found):
+    layer = "model.language_model.layers.0.self_attn.q_proj.weight"
+    assert tower(tensor, decoder_roots([layer, tensor])) == found
