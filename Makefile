@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 #
 # make demo   quantise, merge and serve a small real model, and ask it things (MODEL=id or folder for another)
-#             SAMPLES and LENGTH set the calibration, on text that the model writes itself (CALIBRATION=file for
+#             SAMPLES and LENGTH set the calibration, on text of which the model writes half (CALIBRATION=file for
 #             other text): few and short here, since a CPU needs minutes for them. RECIPE is made for small
 #             models: RECIPE=default for larger ones
 # make test   lint, then the tests of every day: test-quantize and test-serve

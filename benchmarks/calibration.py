@@ -2,13 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """How near variants calibrated on different texts are to their 16-bit model, on texts that none has seen.
 
-    flexquant quantize MODEL --output v/docs --samples 32 --length 256
-    flexquant quantize MODEL --output v/own --samples 32 --length 256 --calibration self
-    python -m benchmarks.calibration_texts --own v/own/calibration.jsonl --output texts
+    flexquant quantize MODEL --output v/self --samples 32 --length 256
+    sed 's/data: self/data: null/' flexquant/quantization/recipes/default.yaml > docs.yaml
+    flexquant quantize MODEL --output v/docs --samples 32 --length 256 --recipe docs.yaml
+    python -m benchmarks.calibration_texts --own v/self/calibration.jsonl --output texts
     flexquant quantize MODEL --output v/handbook --samples 32 --length 256 --calibration texts/handbook.txt
     flexquant quantize MODEL --output v/mix --samples 32 --length 256 --calibration texts/mix.jsonl
     python -m benchmarks.calibration MODEL texts docs=v/docs/w4a16 handbook=v/handbook/w4a16 \\
-        own=v/own/w4a16 mix=v/mix/w4a16 "docs, INT8=v/docs/w8a8" "own, INT8=v/own/w8a8" --output FILE.json
+        self=v/self/w4a16 mix=v/mix/w4a16 "docs, INT8=v/docs/w8a8" "self, INT8=v/self/w8a8" --output FILE.json
 
 For groups of 32 the same with `--recipe examples/small_model.yaml` and other folders.
 

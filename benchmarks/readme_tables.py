@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import speed_tables
+from benchmarks.calibration_table import calibration_table
 from benchmarks.decode_quality_tables import layered, trigger
 from benchmarks.serving_tables import (
     disaggregated,
@@ -98,6 +99,16 @@ def methods() -> str:
     return markdown(header, rows)
 
 
+def calibration() -> str:
+    """What variants lose that were calibrated on different texts, the model's own among them."""
+    return calibration_table(read("calibration.json"))
+
+
+def calibration_self() -> str:
+    """The same of `--calibration self`, beside Python's documentation alone."""
+    return calibration_table(read("calibration-self.json"))
+
+
 def smoothing() -> str:
     found = read("smoothing.json")["smoothing"]
     ratios, best = found["ratios_to_per_mapping"], found["best_single_alpha"]
@@ -156,7 +167,16 @@ def simulated() -> str:
 
 
 def main() -> int:
-    functions = (policies, methods, smoothing, merging, merging_memory, simulated)
+    functions = (
+        policies,
+        methods,
+        calibration,
+        calibration_self,
+        smoothing,
+        merging,
+        merging_memory,
+        simulated,
+    )
     servers = (own_cost, watching, switching, starting, loaded, memory, disaggregated, operators)
     quality = (generation, layered, trigger)
     blocks = {f.__name__: f for f in (*functions, *servers, *quality, *speed_tables.BLOCKS)}

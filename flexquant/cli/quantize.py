@@ -5,12 +5,13 @@
 Needs llmcompressor (pip install "flexquant[quantize]"), in an environment without vLLM. MODEL is a folder
 or a Hugging Face id. A recipe is a built-in one (see --recipe) or a YAML file that names llmcompressor's
 modifiers for each variant. Calibrate on text like your users': a text file, a .jsonl file whose records have
-'text' or 'messages', a folder of such files, or a Hugging Face dataset id. Where there is none, the model can
-write it: --calibration self leaves DIR/calibration.jsonl, which another run with --resume takes again.
+'text' or 'messages', a folder of such files, or a Hugging Face dataset id. Where there is none, built-in
+recipes have the model write half of it, and leave it as DIR/calibration.jsonl, which another run with
+--resume takes again.
 
   flexquant quantize Qwen/Qwen2.5-7B-Instruct --output variants --calibration HuggingFaceH4/ultrachat_200k
   flexquant quantize path/to/model --output variants --calibration chats.jsonl --samples 256 --length 1024
-  flexquant quantize path/to/model --output variants --calibration self
+  flexquant quantize path/to/model --output variants --recipe my-recipe.yaml --calibration self
   flexquant quantize path/to/model --output variants --recipe fp8 --resume
   flexquant quantize path/to/model --output variants --recipe my-recipe.yaml --variants w4a16 --overwrite
 """
@@ -62,8 +63,8 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration",
         metavar="FILE|DIR|DATASET|self",
-        help="text or .jsonl file, folder of them, dataset id, or 'self': text that the model writes, kept "
-        "beside the variants (default: the recipe's, else Python's own documentation)",
+        help="text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
+        "half (default: the recipe's; that of built-in ones: self)",
     )
     for option, what in (
         ("samples", "calibration samples"),

@@ -24,7 +24,7 @@ Text = str | list[dict[str, Any]]
 POOL = 8
 
 SELF = "self"
-"""In the place of a name of calibration data: text that the model writes itself."""
+"""In the place of a name of calibration data: text of which the model writes half."""
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
 
