@@ -75,12 +75,15 @@ class VariantLoader:
         return self._variants[name].load_weights(tensors)
 
     def _check_complete(self, loaded: Mapping[str, set[str]]) -> None:
-        by_reference = {p for p in loaded[self._first] if p.startswith(self._by_reference)}
+        parameters = dict(self._variants[self._first].named_parameters())
+        by_reference = {id(parameters[name]) for name in loaded[self._first] & parameters.keys()}
         for name, variant in self._variants.items():
             missing = [
                 parameter
-                for parameter, _ in variant.named_parameters()
-                if REQUIRED_PARAMETER.search(parameter) and parameter not in loaded[name] | by_reference
+                for parameter, tensor in variant.named_parameters()
+                if REQUIRED_PARAMETER.search(parameter)
+                and parameter not in loaded[name]
+                and id(tensor) not in by_reference
             ]
             if missing:
                 raise FlexQuantError(

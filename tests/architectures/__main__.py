@@ -4,7 +4,8 @@
 
     python -m tests.architectures [ARCHITECTURE ...] [--work FOLDER]
 
-Without names: those that the results, tests/architectures/results.json, lack. Each has a process of its own.
+Without names: those that the results, tests/architectures/results.json, lack. Each has a process of its own,
+since a model class that fails may leave vLLM in any state; it is forked, so that vLLM is imported once.
 The results are written after each, and from them the page, flexquant/serving/ARCHITECTURES.md.
 """
 
@@ -12,21 +13,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
-from tests.architectures.chain import FAILS, NOT_MADE, REFUSED, SERVED, STOCK_FAILS, first_line
+from tests.architectures.chain import (
+    FAILS,
+    NOT_MADE,
+    REFUSED,
+    SERVED,
+    STOCK_FAILS,
+    first_line,
+    try_architecture,
+)
 from tests.programs import ROOT
 
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = ROOT / "flexquant" / "serving" / "ARCHITECTURES.md"
-SECONDS = 600
+FORK = multiprocessing.get_context("fork")
+SECONDS = 180
 """That one architecture gets."""
 MEANINGS = {
     SERVED: "merged and served; under each variant alone the answers are those of stock vLLM",
@@ -38,10 +50,13 @@ MEANINGS = {
 
 
 def text_architectures() -> list[str]:
-    """Return the names of vLLM's text generation models."""
-    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+    """Return the names of vLLM's text generation models, with those whose code it takes from transformers."""
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS, _TRANSFORMERS_SUPPORTED_MODELS
 
-    return sorted(_TEXT_GENERATION_MODELS, key=str.lower)
+    by_transformers = {
+        name for name, (_, its_class) in _TRANSFORMERS_SUPPORTED_MODELS.items() if "Multi" not in its_class
+    }
+    return sorted({*_TEXT_GENERATION_MODELS, *by_transformers}, key=str.lower)
 
 
 def try_one(architecture: str, work: Path) -> dict[str, Any]:
@@ -50,21 +65,29 @@ def try_one(architecture: str, work: Path) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     output = folder / "outcome.json"
-    command = [sys.executable, "-m", "tests.architectures.chain", architecture]
-    command += ["--work", str(folder / "checkpoints"), "--output", str(output)]
-    try:
-        with open(folder / "log", "wb") as log:
-            ended = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, timeout=SECONDS, check=False
-            )
-        reason = f"the process ended with {ended.returncode}"
-    except subprocess.TimeoutExpired:
+    process = FORK.Process(
+        target=with_log, args=(folder / "log", architecture, folder / "checkpoints", output)
+    )
+    process.start()
+    process.join(SECONDS)
+    reason = f"the process ended with {process.exitcode}"
+    if process.is_alive():
+        process.kill()
+        process.join()
         reason = f"no end within {SECONDS} s"
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if output.is_file():
         found: dict[str, Any] = json.loads(output.read_text())
         return found
     return {"architecture": architecture, "model_type": None, "outcome": FAILS, "reason": reason}
+
+
+def with_log(path: Path, architecture: str, checkpoints: Path, output: Path) -> None:
+    """In a process of its own: try an architecture, with all that is printed in a file."""
+    with open(path, "wb") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    try_architecture(architecture, checkpoints, output)
 
 
 def page(results: dict[str, Any]) -> str:
@@ -115,6 +138,7 @@ def main() -> None:
         "versions": describe_versions(),
         "text_models": len(names),
     }
+    import_module("vllm.entrypoints.llm")
     with tempfile.TemporaryDirectory() as temporary:
         for name in args.architectures or [name for name in names if name not in results["architectures"]]:
             found = try_one(name, args.work or Path(temporary))

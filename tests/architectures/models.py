@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 257,
     "pad_token_id": 257,
     "sliding_window": 64,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 64,
     # experts
     "num_local_experts": 4,
     "num_experts": 4,
@@ -58,12 +61,12 @@ SMALL: dict[str, Any] = {
     # state spaces
     "state_size": 16,
     "mamba_d_state": 16,
-    "mamba_d_head": 32,
-    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_heads": 32,
     "mamba_n_groups": 1,
     "mamba_d_ssm": 256,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 32,
+    "mamba_num_heads": 32,
+    "mamba_head_dim": 8,
     "ssm_state_size": 16,
     "n_groups": 1,
     "linear_num_key_heads": 2,
@@ -76,15 +79,42 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32},
     "vaultgemma": {"query_pre_attn_scalar": 32},
-    "afmoe": {"score_func": "sigmoid"},
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": 32},
-    "glm4_moe_lite": {"first_k_dense_replace": 1},
-    "gemma4_text": {"enable_moe_block": False},
+    "glm4_moe_lite": {"head_dim": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"num_layers": 2, "head_dim": 64, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 16,
+        "ngram_vocab_size_base": 1000,
+    },
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
 }
 """What one model type needs beside that."""
+LIKE: dict[str, tuple[str, dict[str, Any]]] = {
+    "MiMoForCausalLM": ("qwen2", {}),
+    "MiMoV2ForCausalLM": ("mimo_v2_flash", {}),
+    "MiniCPMForCausalLM": ("llama", {"scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 64}),
+    "PanguEmbeddedForCausalLM": ("llama", {"attention_bias": True}),
+    "PhiMoEForCausalLM": ("phimoe", {}),
+    "Rnj1ForCausalLM": ("gemma3_text", {}),
+    "SolarForCausalLM": (
+        "llama",
+        {"bskcn_1": [1], "bskcn_2": [2], "bskcn_3": [2], "bskcn_4": [3], "bskcn_tv": [0.9, 0.8]},
+    ),
+    "TeleFLMForCausalLM": ("llama", {"use_mup": True, "mup_scale_factor": 2.0, "output_mult": 1.0}),
+}
+"""Names that transformers lacks: the model type whose tensors vLLM's class loads, and fields of its own."""
 IN_16_BIT = re.compile(r"(^|\.)(gate|router|shared_expert_gate|kv_b_proj)$")
-LAYER = re.compile(r"\.\d+\.")
+LAYER = re.compile(r"\.(?:layers|h|blocks)\.\d+\.")
 EXPERT = re.compile(EXPERTS.removeprefix("re:"))
 
 
@@ -94,10 +124,21 @@ def model_type(architecture: str) -> str | None:
     return next((kind for kind in types if kind.endswith("_text")), types[0] if types else None)
 
 
-def small_config(kind: str) -> PretrainedConfig:
+def source(architecture: str, same_class: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
+    """Return the model type to make an architecture of, and fields of its own; None if there is none.
+
+    ``same_class`` are the names for which vLLM has the same class.
+    """
+    if architecture in LIKE:
+        return LIKE[architecture]
+    kinds = (model_type(name) for name in (architecture, *same_class))
+    return next(((kind, {}) for kind in kinds if kind is not None), None)
+
+
+def small_config(kind: str, **own: Any) -> PretrainedConfig:
     """Return a small configuration of a model type; transformers derives what follows from the fields."""
     has = {*AutoConfig.for_model(kind).to_dict(), *type(AutoConfig.for_model(kind)).attribute_map}
-    fields = {name: value for name, value in SMALL.items() if name in has} | OF_ONE.get(kind, {})
+    fields = {name: value for name, value in SMALL.items() if name in has} | OF_ONE.get(kind, {}) | own
     return AutoConfig.for_model(kind, **fields, dtype="bfloat16")
 
 
@@ -112,21 +153,29 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     return model
 
 
+def in_layer(name: str) -> str:
+    """Return a module's name below its decoder layer; above it may have another in published checkpoints."""
+    return LAYER.split(name)[-1]
+
+
 def split(model: PreTrainedModel) -> tuple[StateDict, set[str], list[str]]:
     """Return a model's tensors as they are published, those to quantise, and the linears that are not.
 
-    Linears of the decoder layers are quantised. In 16 bit stay routers, what INT4 in groups of 64 cannot
-    hold, and what vLLM has no kernel for on every CPU: experts, and latent attention's ``kv_b_proj``.
+    Linears of the decoder layers are quantised. In 16 bit stay the others, routers, what INT4 in groups of 64
+    cannot hold, and what vLLM has no kernel for on every CPU: experts, and latent attention's ``kv_b_proj``.
     """
     state = saved_tensors(model)
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {in_layer(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     quantised, left_out = set(), []
     for key, tensor in state.items():
         name = key.removesuffix(".weight")
-        if tensor.ndim != 2 or name not in linears or not LAYER.search(name) or EXPERT.search(name):
+        if tensor.ndim != 2 or in_layer(name) not in linears or EXPERT.search(name):
             continue
-        if IN_16_BIT.search(name) or tensor.shape[1] % 64 or tensor.shape[0] % 32:
+        outside = not LAYER.search(name)
+        if outside or IN_16_BIT.search(name) or tensor.shape[1] % 64 or tensor.shape[0] % 32:
             left_out.append(name)
         else:
             quantised.add(key)
+    if not quantised:
+        raise ValueError("its decoder layers have no linears that can be quantised")
     return state, quantised, [*left_out, EXPERTS]
