@@ -18,35 +18,17 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
-from tests.architectures.chain import (
-    FAILS,
-    NOT_MADE,
-    REFUSED,
-    SERVED,
-    STOCK_FAILS,
-    first_line,
-    try_architecture,
-)
-from tests.programs import ROOT
+from tests.architectures.chain import first_line, try_architecture
+from tests.architectures.outcomes import FAILS, PAGE, RESULTS, page
 
-RESULTS = Path(__file__).parent / "results.json"
-PAGE = ROOT / "flexquant" / "serving" / "ARCHITECTURES.md"
 FORK = multiprocessing.get_context("fork")
 SECONDS = 180
 """That one architecture gets."""
-MEANINGS = {
-    SERVED: "merged and served; under each variant alone the answers are those of stock vLLM",
-    REFUSED: "by FlexQuant, with this message",
-    STOCK_FAILS: "on the variant's own checkpoint, without FlexQuant, on this machine",
-    NOT_MADE: "no small random model came about to try it with",
-    FAILS: "in FlexQuant: a mistake to mend",
-}
 
 
 def text_architectures() -> list[str]:
@@ -79,7 +61,13 @@ def try_one(architecture: str, work: Path) -> dict[str, Any]:
     if output.is_file():
         found: dict[str, Any] = json.loads(output.read_text())
         return found
-    return {"architecture": architecture, "model_type": None, "outcome": FAILS, "reason": reason}
+    return {
+        "architecture": architecture,
+        "model_type": None,
+        "features": [],
+        "outcome": FAILS,
+        "reason": reason,
+    }
 
 
 def with_log(path: Path, architecture: str, checkpoints: Path, output: Path) -> None:
@@ -88,37 +76,6 @@ def with_log(path: Path, architecture: str, checkpoints: Path, output: Path) -> 
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     try_architecture(architecture, checkpoints, output)
-
-
-def page(results: dict[str, Any]) -> str:
-    """Return the page about the results, in Markdown."""
-    found = results["architectures"]
-    counts = Counter(one["outcome"] for one in found.values())
-    versions = results["versions"]
-    lines = [
-        "# Architectures",
-        "",
-        f"{len(found)} of the {results['text_models']} text models of vLLM {versions['vllm']}, by",
-        "`python -m tests.architectures`: where transformers can make a small random model, it is quantised",
-        "to W8A8 and W4A16, merged, served on a CPU, and compared with stock vLLM on each variant's own",
-        "checkpoint. Experts stay in 16 bit here: vLLM's CPU kernels for others need AMX or zentorch.",
-        "",
-        "| outcome | architectures | meaning |",
-        "| --- | --- | --- |",
-        *(f"| {name} | {counts[name]} | {meaning} |" for name, meaning in MEANINGS.items()),
-        "",
-        f"transformers {versions['transformers']}, torch {versions['torch']}; {results['machine']['cpu']}.",
-        "",
-        "| architecture | outcome | reason |",
-        "| --- | --- | --- |",
-    ]
-    order = list(MEANINGS)
-    for name, one in sorted(
-        found.items(), key=lambda item: (order.index(item[1]["outcome"]), item[0].lower())
-    ):
-        reason = one["reason"].replace("|", "\\|").replace("<", "&lt;")
-        lines.append(f"| {name} | {one['outcome']} | {reason} |")
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

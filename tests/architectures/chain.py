@@ -13,7 +13,8 @@ from typing import Any
 
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from tests.architectures.models import random_model, small_config, source, split
+from tests.architectures.models import features, random_model, small_config, source, split
+from tests.architectures.outcomes import FAILS, NOT_MADE, REFUSED, SERVED, STOCK_FAILS
 from tests.checkpoints import write_checkpoint
 from tests.integration.conftest import generate
 
@@ -22,8 +23,6 @@ SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
 VARIANTS = ("w8a8", "w4a16")
 
-SERVED, REFUSED, STOCK_FAILS, NOT_MADE, FAILS = "served", "refused", "stock vLLM fails", "not made", "fails"
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -31,8 +30,10 @@ class Outcome:
 
     architecture: str
     model_type: str | None
+    """Of transformers, that it was made of."""
+    features: list[str]
     outcome: str
-    reason: str = ""
+    reason: str
 
 
 class Ended(Exception):
@@ -77,20 +78,18 @@ def same_class(architecture: str) -> list[str]:
     return [] if its_class[0] == "transformers" else names
 
 
-def make_variants(architecture: str, kind: str, own: dict[str, Any], work: Path) -> None:
+def make_variants(architecture: str, kind: str, own: dict[str, Any], work: Path) -> list[str]:
+    """Write the checkpoints of the variants; return what the model has."""
     model = random_model(small_config(kind, **own))
     state, quantised, left_out = split(model)
     model.config.architectures = [architecture]
     for scheme in VARIANTS:
         write_checkpoint(work / scheme, model.config, state, scheme, quantised, left_out)
+    return features(model.config, state)
 
 
-def run(architecture: str, kind: str, own: dict[str, Any], work: Path) -> None:
-    """Go through the chain of an architecture; raise Ended where it ends early.
-
-    ``kind`` is the model type that it is made of, with fields of its ``own``.
-    """
-    step(NOT_MADE, lambda: make_variants(architecture, kind, own, work))
+def run(work: Path) -> None:
+    """Go through the chain of the variants in ``work``; raise Ended where it ends early."""
     # Before an engine: vLLM turns classes that it takes from transformers into some that only it can build.
     try:
         step(FAILS, lambda: merge_checkpoints({v: work / v for v in VARIANTS}, work / "merged"))
@@ -124,12 +123,13 @@ def try_architecture(architecture: str, work: Path, output: Path) -> None:
     # Which features a model class has vLLM asks in a process of its own: this one is there for one class too.
     registry._run_in_subprocess = lambda ask: ask()
     found = source(architecture, same_class(architecture))
-    kind, outcome, reason = None, SERVED, ""
+    kind, has, outcome, reason = None, [], SERVED, ""
     try:
         if found is None:
             raise Ended(NOT_MADE, "transformers has no class of this name, and none whose tensors it loads")
         kind, own = found
-        run(architecture, kind, own, work)
+        has = step(NOT_MADE, lambda: make_variants(architecture, kind, own, work))
+        run(work)
     except Ended as e:
         outcome, reason = e.args
-    output.write_text(json.dumps(asdict(Outcome(architecture, kind, outcome, reason)), indent=1) + "\n")
+    output.write_text(json.dumps(asdict(Outcome(architecture, kind, has, outcome, reason)), indent=1) + "\n")

@@ -83,6 +83,7 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": 32},
     "glm4_moe_lite": {"head_dim": 64},
+    "hrm_text": {"num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"num_layers": 2, "head_dim": 64, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
@@ -179,3 +180,22 @@ def split(model: PreTrainedModel) -> tuple[StateDict, set[str], list[str]]:
     if not quantised:
         raise ValueError("its decoder layers have no linears that can be quantised")
     return state, quantised, [*left_out, EXPERTS]
+
+
+def features(config: PretrainedConfig, state: StateDict) -> list[str]:
+    """Return what a model has beyond Llama's layers, as its tensors and its config tell."""
+    names = list(state)
+    norms = {key for key in names if re.search(r"\.layers\.0\.[a-z_]*norm[a-z_0-9]*\.weight$", key)}
+    windows = getattr(config, "layer_types", None) or ["sliding_attention"]
+    found = {
+        "tied head": config.tie_word_embeddings,
+        "biases": any(re.search(r"\.(q|qkv|k)_proj\.bias$", key) for key in names),
+        "norms of Q and K": any(re.search(r"\.(q|k|query|key)_(layer)?norm\.weight$", key) for key in names),
+        "more than two norms a layer": len(norms) > 2,
+        "attention beside MLP": len(norms) == 1,
+        "sliding window": bool(getattr(config, "sliding_window", None)) and "sliding_attention" in windows,
+        "latent attention": any("kv_a_proj_with_mqa" in key for key in names),
+        "experts": any(".experts." in key for key in names),
+        "states": any(re.search(r"\.(A_log|conv1d\.weight|conv\.weight)$", key) for key in names),
+    }
+    return [name for name, has in found.items() if has]
