@@ -61,6 +61,7 @@ SMALL: dict[str, Any] = {
     # state spaces
     "state_size": 16,
     "mamba_d_state": 16,
+    "mamba_chunk_size": 64,
     "mamba_d_head": 8,
     "mamba_n_heads": 32,
     "mamba_n_groups": 1,
@@ -82,8 +83,8 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": 32},
-    "glm4_moe_lite": {"head_dim": 64},
-    "hrm_text": {"num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1},
+    "glm4_moe_lite": {"head_dim": 64, "first_k_dense_replace": 1},
+    "hrm_text": {"num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1, "prefix_lm": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"num_layers": 2, "head_dim": 64, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
@@ -115,7 +116,7 @@ LIKE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Names that transformers lacks: the model type whose tensors vLLM's class loads, and fields of its own."""
 IN_16_BIT = re.compile(r"(^|\.)(gate|router|shared_expert_gate|kv_b_proj)$")
-LAYER = re.compile(r"\.(?:layers|h|blocks)\.\d+\.")
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
 EXPERT = re.compile(EXPERTS.removeprefix("re:"))
 
 
@@ -172,13 +173,16 @@ def split(model: PreTrainedModel) -> tuple[StateDict, set[str], list[str]]:
         name = key.removesuffix(".weight")
         if tensor.ndim != 2 or in_layer(name) not in linears or EXPERT.search(name):
             continue
-        outside = not LAYER.search(name)
-        if outside or IN_16_BIT.search(name) or tensor.shape[1] % 64 or tensor.shape[0] % 32:
+        if not LAYER.search(name):
+            left_out.append(f"re:.*{re.escape(name.rpartition('model.')[2])}$")
+        elif IN_16_BIT.search(name) or tensor.shape[1] % 64 or tensor.shape[0] % 32:
             left_out.append(name)
         else:
             quantised.add(key)
     if not quantised:
-        raise ValueError("its decoder layers have no linears that can be quantised")
+        raise ValueError(
+            "no published tensor is the weight of a linear in its decoder layers, as transformers names them"
+        )
     return state, quantised, [*left_out, EXPERTS]
 
 
@@ -195,7 +199,7 @@ def features(config: PretrainedConfig, state: StateDict) -> list[str]:
         "attention beside MLP": len(norms) == 1,
         "sliding window": bool(getattr(config, "sliding_window", None)) and "sliding_attention" in windows,
         "latent attention": any("kv_a_proj_with_mqa" in key for key in names),
-        "experts": any(".experts." in key for key in names),
+        "experts": any(".experts." in key or ".block_sparse_moe." in key for key in names),
         "states": any(re.search(r"\.(A_log|conv1d\.weight|conv\.weight)$", key) for key in names),
     }
     return [name for name, has in found.items() if has]
