@@ -18,12 +18,13 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
-from tests.architectures.chain import first_line, try_architecture
+from flexquant.measuring.machine import describe_machine, describe_versions
+from tests.architectures.chain import Outcome, try_architecture
 from tests.architectures.outcomes import FAILS, PAGE, RESULTS, page
 
 FORK = multiprocessing.get_context("fork")
@@ -47,9 +48,8 @@ def try_one(architecture: str, work: Path) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     output = folder / "outcome.json"
-    process = FORK.Process(
-        target=with_log, args=(folder / "log", architecture, folder / "checkpoints", output)
-    )
+    arguments = (folder / "log", architecture, folder / "checkpoints", output)
+    process = FORK.Process(target=with_log, args=arguments)
     process.start()
     process.join(SECONDS)
     reason = f"the process ended with {process.exitcode}"
@@ -61,13 +61,7 @@ def try_one(architecture: str, work: Path) -> dict[str, Any]:
     if output.is_file():
         found: dict[str, Any] = json.loads(output.read_text())
         return found
-    return {
-        "architecture": architecture,
-        "model_type": None,
-        "features": [],
-        "outcome": FAILS,
-        "reason": reason,
-    }
+    return asdict(Outcome(architecture, None, [], FAILS, reason))
 
 
 def with_log(path: Path, architecture: str, checkpoints: Path, output: Path) -> None:
@@ -90,7 +84,7 @@ def main() -> None:
         parser.error(f"vLLM has no {', '.join(sorted(unknown))}")
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"architectures": {}}
     results |= {
-        "argv": ["python", "-m", "tests.architectures", *describe_command()[1:]],
+        "argv": ["python", "-m", "tests.architectures"],
         "machine": describe_machine(),
         "versions": describe_versions(),
         "text_models": len(names),
@@ -99,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for name in args.architectures or [name for name in names if name not in results["architectures"]]:
             found = try_one(name, args.work or Path(temporary))
-            print(f"{name}: {found['outcome']} {first_line(Exception(found['reason']))}", flush=True)
+            print(f"{name}: {found['outcome']} {found['reason']}", flush=True)
             results["architectures"][name] = found
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
             PAGE.write_text(page(results))

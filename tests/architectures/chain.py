@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +23,8 @@ PROMPTS = ["hello world, this is a prompt of more than one chunk " * 3, "abc", "
 SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
 VARIANTS = ("w8a8", "w4a16")
+LONGEST = 400
+"""Characters of a reason."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ def step(outcome: str, what: Callable[[], Any], place: str = "") -> Any:
         traceback.print_exc()
         refused = next((cause for cause in causes(e) if isinstance(cause, FlexQuantError)), None)
         if refused is not None:
-            raise Ended(REFUSED, first_line(refused)) from e
-        raise Ended(outcome, f"{place}{type(e).__name__}: {first_line(e)}") from e
+            raise Ended(REFUSED, in_one_line(refused)) from e
+        raise Ended(outcome, f"{place}{type(e).__name__}: {in_one_line(e)}") from e
 
 
 def causes(error: BaseException | None) -> list[BaseException]:
@@ -63,10 +66,11 @@ def causes(error: BaseException | None) -> list[BaseException]:
     return found
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of a message, with the next one where it ends in a colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+def in_one_line(error: BaseException) -> str:
+    """Return a message in one line, cut if it is long; without one, the code that raised the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    said = " ".join(str(error).split()) or (f"{frames[-1].line}, in {frames[-1].name}" if frames else "")
+    return textwrap.shorten(said, LONGEST, placeholder=" ...")
 
 
 def same_class(architecture: str) -> list[str]:

@@ -85,7 +85,9 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 32},
     "glm4_moe_lite": {"head_dim": 64, "first_k_dense_replace": 1},
     "hrm_text": {"num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1, "prefix_lm": False},
+    "lfm2": {"block_dim": 128, "conv_dim": 128, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"num_experts_per_tok": 1},
     "longcat_flash": {"num_layers": 2, "head_dim": 64, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
     "qwen4_exp_text": {
@@ -115,6 +117,7 @@ LIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "TeleFLMForCausalLM": ("llama", {"use_mup": True, "mup_scale_factor": 2.0, "output_mult": 1.0}),
 }
 """Names that transformers lacks: the model type whose tensors vLLM's class loads, and fields of its own."""
+ROUTERS = "re:.*\\.(gate|router)$"
 IN_16_BIT = re.compile(r"(^|\.)(gate|router|shared_expert_gate|kv_b_proj)$")
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
 EXPERT = re.compile(EXPERTS.removeprefix("re:"))
@@ -183,7 +186,7 @@ def split(model: PreTrainedModel) -> tuple[StateDict, set[str], list[str]]:
         raise ValueError(
             "no published tensor is the weight of a linear in its decoder layers, as transformers names them"
         )
-    return state, quantised, [*left_out, EXPERTS]
+    return state, quantised, [*left_out, ROUTERS, EXPERTS]
 
 
 def features(config: PretrainedConfig, state: StateDict) -> list[str]:
