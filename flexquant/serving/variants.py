@@ -191,7 +191,8 @@ def check_cache_layers(
     for name, layer in registered.items():
         if not isinstance(layer, AttentionLayerBase):
             continue
-        own = [child for child in layer.modules() if isinstance(child, LinearBase) and child not in replaced]
+        modules: Iterable[nn.Module] = layer.modules()  # type: ignore[attr-defined]
+        own = [child for child in modules if isinstance(child, LinearBase) and child not in replaced]
         if own:
             raise FlexQuantError(
                 f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the linears "

@@ -79,16 +79,19 @@ class VariantLoader:
 
         vLLM's A.X-K1 has one in every layer, and runs it in those with experts: of others it stays as built.
         """
+        of_variant = {
+            name: dict(variant.named_parameters(remove_duplicate=False))
+            for name, variant in self._variants.items()
+        }
+        # A parameter may have several names, in one variant or by reference in several.
+        filled = {id(of_variant[name][p]) for name in loaded for p in loaded[name] & of_variant[name].keys()}
         somewhere = set().union(*loaded.values())
-        parameters = dict(self._variants[self._first].named_parameters())
-        by_reference = {id(parameters[name]) for name in loaded[self._first] & parameters.keys()}
         for name, variant in self._variants.items():
             missing = [
                 parameter
                 for parameter, tensor in variant.named_parameters()
                 if REQUIRED_PARAMETER.search(parameter)
-                and parameter not in loaded[name]
-                and id(tensor) not in by_reference
+                and id(tensor) not in filled
                 and not (tensor.ndim == 1 and parameter not in somewhere)
             ]
             if missing:
