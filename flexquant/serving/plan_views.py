@@ -56,7 +56,8 @@ def build_plan(
     if is_compiled(inner):
         digest = plan_digest(plan, merged, derived)
         give_own_compile_state(inner, plan.name, digest, base.model.vllm_config)
-    return shallow_copy(base, model=inner)
+    # vLLM's call of eval() for the whole model comes later, and does not reach views.
+    return shallow_copy(base, model=inner).eval()
 
 
 def is_compiled(inner: nn.Module) -> bool:

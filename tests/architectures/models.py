@@ -72,8 +72,8 @@ SMALL: dict[str, Any] = {
     "n_groups": 1,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 """For the fields that a configuration has. Dimensions are multiples of 64, as INT4 in groups of 64 needs."""
 OF_ONE: dict[str, dict[str, Any]] = {

@@ -9,6 +9,7 @@ import pytest
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from tests.architectures.chain import OPTIONS, VARIANTS, make_variants, run
+from tests.architectures.models import LIKE
 from tests.integration.conftest import engine
 
 pytestmark = pytest.mark.engine
@@ -32,6 +33,13 @@ def test_shared_modules_are_found_by_their_names_in_vllm(tmp_path):
 def test_a_norm_that_vllm_alone_has_need_not_be_in_the_checkpoint(tmp_path):
     """vLLM's A.X-K1 has a norm behind every MLP, of which transformers writes those behind experts."""
     make_variants("AXK1ForCausalLM", "axk1", {}, tmp_path)
+    run(tmp_path)
+
+
+def test_plans_are_not_in_training(tmp_path):
+    """vLLM's Solar mixes in the states of earlier layers, in training with another share than in serving."""
+    architecture = "SolarForCausalLM"
+    make_variants(architecture, *LIKE[architecture], tmp_path)
     run(tmp_path)
 
 
