@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from flexquant.measuring.machine import describe_machine, describe_versions
-from tests.architectures.chain import Outcome, try_architecture
+from tests.architectures.chain import SECONDS, Outcome, try_architecture
 from tests.architectures.outcomes import FAILS, PAGE, RESULTS, page
 
 FORK = multiprocessing.get_context("fork")
-SECONDS = 180
-"""That one architecture gets."""
+PATIENCE = 30
+"""Seconds that a process gets to end after its time."""
 
 
 def text_architectures() -> list[str]:
@@ -51,12 +51,12 @@ def try_one(architecture: str, work: Path) -> dict[str, Any]:
     arguments = (folder / "log", architecture, folder / "checkpoints", output)
     process = FORK.Process(target=with_log, args=arguments)
     process.start()
-    process.join(SECONDS)
+    process.join(SECONDS + PATIENCE)
     reason = f"the process ended with {process.exitcode}"
     if process.is_alive():
         process.kill()
         process.join()
-        reason = f"no end within {SECONDS} s"
+        reason = f"no end within {SECONDS + PATIENCE} s"
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if output.is_file():
         found: dict[str, Any] = json.loads(output.read_text())

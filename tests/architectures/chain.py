@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import textwrap
 import traceback
 from collections.abc import Callable
@@ -23,6 +24,8 @@ PROMPTS = ["hello world, this is a prompt of more than one chunk " * 3, "abc", "
 SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
 VARIANTS = ("w8a8", "w4a16")
+SECONDS = 180
+"""That one architecture gets."""
 LONGEST = 400
 """Characters of a reason."""
 
@@ -120,18 +123,25 @@ def run(work: Path) -> None:
         raise Ended(NOT_MADE, "both variants give the same answers")
 
 
+def out_of_time(*_: Any) -> None:
+    raise TimeoutError(f"no end within {SECONDS} s")
+
+
 def try_architecture(architecture: str, work: Path, output: Path) -> None:
     """Write to ``output``, a JSON file, what came of an architecture; its checkpoints go to ``work``."""
     from vllm.model_executor.models import registry
 
     # Which features a model class has vLLM asks in a process of its own: this one is there for one class too.
     registry._run_in_subprocess = lambda ask: ask()
+    signal.signal(signal.SIGALRM, out_of_time)
+    signal.alarm(SECONDS)
     found = source(architecture, same_class(architecture))
     kind, has, outcome, reason = None, [], SERVED, ""
     try:
         if found is None:
             raise Ended(NOT_MADE, "transformers has no class of this name, and none whose tensors it loads")
         kind, own = found
+        step(STOCK_FAILS, registry.ModelRegistry.models[architecture].load_model_cls)
         has = step(NOT_MADE, lambda: make_variants(architecture, kind, own, work))
         run(work)
     except Ended as e:

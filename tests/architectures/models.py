@@ -85,7 +85,13 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 32},
     "glm4_moe_lite": {"head_dim": 64, "first_k_dense_replace": 1},
     "hrm_text": {"num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1, "prefix_lm": False},
-    "lfm2": {"block_dim": 128, "conv_dim": 128, "block_auto_adjust_ff_dim": False},
+    "hy_v3": {"first_k_dense_replace": 1},
+    "lfm2": {
+        "block_dim": 128,
+        "conv_dim": 128,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention"] * 2,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {"num_experts_per_tok": 1},
     "longcat_flash": {
@@ -109,7 +115,7 @@ OF_ONE: dict[str, dict[str, Any]] = {
         "moe_layer_freq": [0, 1, 1, 1],
         "layernorm_epsilon": 1e-5,
     },
-    "minimax_m2": {"rotary_dim": 16},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -118,7 +124,7 @@ OF_ONE: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 16,
         "ngram_vocab_size_base": 1000,
     },
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "head_dim": 64},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
 }
@@ -215,7 +221,7 @@ def features(config: PretrainedConfig, state: StateDict) -> list[str]:
     norms = {key for key in names if re.search(r"\.layers\.0\.[a-z_]*norm[a-z_0-9]*\.weight$", key)}
     windows = getattr(config, "layer_types", None) or ["sliding_attention"]
     found = {
-        "tied head": config.tie_word_embeddings,
+        "tied head": getattr(config, "tie_word_embeddings", False),
         "biases": any(re.search(r"\.(q|qkv|k)_proj\.bias$", key) for key in names),
         "norms of Q and K": any(re.search(r"\.(q|k|query|key)_(layer)?norm\.weight$", key) for key in names),
         "more than two norms a layer": len(norms) > 2,

@@ -168,8 +168,8 @@ SERVING = (
         "first-plan-runs-all",
         "Every pass is run by the first plan, while the trace names its own.",
         "flexquant/serving/model.py",
-        "        return self._plans[plan.name](*inputs)\n\n",
-        "        return self._plans[self.routes.plans[0].name](*inputs)\n\n",
+        "        return self._plans[plan.name](**inputs)\n\n",
+        "        return self._plans[self.routes.plans[0].name](**inputs)\n\n",
         (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
     ),
     Fault(
