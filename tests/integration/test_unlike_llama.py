@@ -26,9 +26,9 @@ rules:
 
 UNLIKE = {
     "GptOssForCausalLM": "the embedding is model.embed_tokens in checkpoints, and model.embedding in vLLM",
-    "AXK1ForCausalLM": "vLLM has a norm behind every MLP, and checkpoints of transformers behind experts alone",
+    "AXK1ForCausalLM": "vLLM has a norm behind every MLP, and checkpoints behind experts alone",
     "MellumForCausalLM": "a router's weight has two names in vLLM",
-    "SolarForCausalLM": "states of earlier layers are mixed in, in training with another share than in serving",
+    "SolarForCausalLM": "states of earlier layers are mixed in, in training with another share",
     "HyperCLOVAXForCausalLM": "forward() takes its last arguments by name alone",
 }
 """What each has that Llama has not."""
