@@ -73,7 +73,7 @@ class PlanGraphs:
         plans: Mapping[str, nn.Module],
         reachable: Iterable[str],
         context: ForwardContext,
-        inputs: tuple[Any, ...],
+        inputs: dict[str, Any],
         tokens: int,
     ) -> None:
         """In a PIECEWISE pass of ``tokens`` padded tokens: capture the plans that have no graphs of its size.
@@ -89,18 +89,18 @@ class PlanGraphs:
                 continue
             # Kernels load, and choose their configuration, in a run that is not captured.
             with _without_graphs(context):
-                plans[name](*inputs)
+                plans[name](**inputs)
             self._memory.sample()
-            plans[name](*inputs)
+            plans[name](**inputs)
             self._memory.captured(name, CUDAGraphMode.PIECEWISE, tokens)
             self._memory.sample()
 
     def replay(
-        self, name: str, plan: nn.Module, context: ForwardContext, inputs: tuple[Any, ...]
+        self, name: str, plan: nn.Module, context: ForwardContext, inputs: dict[str, Any]
     ) -> torch.Tensor | IntermediateTensors:
         """In a PIECEWISE pass: run a plan, its pieces from their graphs if it has some of this size."""
         if self._has_graphs(name, context.batch_descriptor):
-            return plan(*inputs)
+            return plan(**inputs)
         if (name, context.batch_descriptor) not in self._missing:
             self._missing.add((name, context.batch_descriptor))
             logger.warning(
@@ -109,7 +109,7 @@ class PlanGraphs:
                 context.batch_descriptor,
             )
         with _without_graphs(context):
-            return plan(*inputs)
+            return plan(**inputs)
 
     def _has_graphs(self, name: str, descriptor: BatchDescriptor | None) -> bool:
         """Whether a plan's pieces are captured for a size; also if it has none that could be.

@@ -253,7 +253,12 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         inputs_embeds: torch.Tensor | None = None,
     ) -> Output:
         """Run the plan that the policy gives to this pass."""
-        inputs = (input_ids, positions, intermediate_tensors, inputs_embeds)
+        inputs = {
+            "input_ids": input_ids,
+            "positions": positions,
+            "intermediate_tensors": intermediate_tensors,
+            "inputs_embeds": inputs_embeds,
+        }
         tokens = positions.shape[-1]
         context = get_forward_context()
         in_pieces = context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
@@ -263,7 +268,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
             self._graphs.capture_missing(self._plans, reachable, context, inputs, tokens)
         if forward_pass is None:
             any_plan = self.routes.reachable(tokens)[0].name
-            return self._plans[any_plan](*inputs) if in_pieces else self._run_all(inputs)
+            return self._plans[any_plan](**inputs) if in_pieces else self._run_all(inputs)
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment)
         if not in_pieces:
             self._graphs.watch_full_capture(plan.name, forward_pass.phase, tokens)
@@ -272,7 +277,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self._last_plan = plan.name
         if in_pieces:
             return self._graphs.replay(plan.name, self._plans[plan.name], context, inputs)
-        return self._plans[plan.name](*inputs)
+        return self._plans[plan.name](**inputs)
 
     def _served(self, forward_pass: Pass, graph: CUDAGraphMode) -> None:
         """Note a pass of vLLM's scheduler, and the mode of the CUDA graphs that it runs from."""
@@ -284,11 +289,11 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
     def _replayed(self, forward_pass: Pass) -> None:
         self._served(forward_pass, CUDAGraphMode.FULL)
 
-    def _run_all(self, inputs: tuple[Any, ...]) -> Output:
+    def _run_all(self, inputs: dict[str, Any]) -> Output:
         """A profiling run: every plan is compiled, and its memory counted, before the KV cache is sized."""
         for name, plan in self._plans.items():
             with self._graphs.compiling(name):
-                output = plan(*inputs)
+                output = plan(**inputs)
         return output
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:

@@ -76,7 +76,8 @@ def build_plan(
     if is_compiled(inner):
         digest = plan_digest(plan, merged, derived)
         give_own_compile_state(inner, plan.name, digest, inner.vllm_config)
-    return with_module(base, path, inner)
+    # vLLM's call of eval() for the whole model comes later, and does not reach views.
+    return with_module(base, path, inner).eval()
 
 
 def is_compiled(inner: nn.Module) -> bool:

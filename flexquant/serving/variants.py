@@ -17,7 +17,7 @@ built once more with other kernels in the INT4 layers; it shares all else with t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from flexquant.serving.expert_layers import (
     only_experts,
 )
 from flexquant.serving.plan_views import decoder_path
-from flexquant.serving.vllm_api import AttentionLayerBase, initialize_model
+from flexquant.serving.vllm_api import AttentionLayerBase, LinearBase, initialize_model
 from flexquant.serving.w4a8 import is_int4_layer, use_8bit_activations
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ def build_variants(
             for layer in expert_layers(variant):
                 name_apart(layer, name, real_context)
         replacements |= dict(zip(find_modules(variant, shared), find_modules(owner, shared), strict=True))
+        check_cache_layers(registered, replacements, merged.base_architecture)
         replace_modules(variant, replacements)
         variants[name] = variant
     if current_platform.is_cpu():
@@ -162,14 +163,43 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     itself, such as Gemma 2's, has no lm_head.
     """
     found = dict(model.named_modules(remove_duplicate=False))
-    names = [name for name in names if name in found or name != LM_HEAD]
+    modules = []
     for name in names:
-        if name not in found:
+        if (module := found.get(name, found.get(name_in_vllm(model, name)))) is not None:
+            modules.append(only_experts(module))
+        elif name != LM_HEAD:
             raise FlexQuantError(
                 f"the checkpoint's variants share the module '{name}', which {type(model).__name__} of this "
                 "vLLM does not have; serve one variant's own checkpoint ('flexquant split')"
             )
-    return [only_experts(found[name]) for name in names]
+    return modules
+
+
+def name_in_vllm(model: nn.Module, name: str) -> str:
+    """Return vLLM's name for a module of the checkpoint, as the model's class maps names of tensors."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapped = mapper.apply_list([f"{name}.weight"]) if mapper is not None else []
+    return mapped[0].removesuffix(".weight") if mapped else name
+
+
+def check_cache_layers(
+    registered: Mapping[str, Any], replaced: Container[nn.Module], architecture: str
+) -> None:
+    """Refuse layers of which there is one for all variants, and which hold linears that each has its own of.
+
+    Such are state-space mixers and linear attention. ``replaced``: the modules that variants have in common.
+    """
+    for name, layer in registered.items():
+        if not isinstance(layer, AttentionLayerBase):
+            continue
+        modules: Iterable[nn.Module] = layer.modules()  # type: ignore[attr-defined]
+        own = [child for child in modules if isinstance(child, LinearBase) and child not in replaced]
+        if own:
+            raise FlexQuantError(
+                f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the linears "
+                "that compute it in one, and cannot exist in several variants; serve one variant's own "
+                "checkpoint ('flexquant split')"
+            )
 
 
 def check_structure(model: nn.Module, architecture: str) -> None:

@@ -411,6 +411,7 @@ NAMES = (
             "is_multimodal": "where they go",
             "make_empty_intermediate_tensors": "taken from a variant",
             "embedding_modules": "none: adapters of linear layers alone",
+            "hf_to_vllm_mapper": "a variant's, for adapters; maps the names of modules that are shared",
             "packed_modules_mapping": "taken from a variant",
             "supports_lora": "base models without it are refused",
         },
@@ -419,6 +420,11 @@ NAMES = (
         "vllm.model_executor.models.idefics3",
         "vLLM asks a model, not its class, how images are read",
         {"Idefics3ForConditionalGeneration": "the base model, which is asked"},
+    ),
+    Names(
+        "vllm.model_executor.models.utils",
+        _PART_OF_VLLM,
+        {"WeightsMapper.apply_list(values)": "hf_to_vllm_mapper's: vLLM's names of modules that are shared"},
     ),
     Names(
         "vllm.lora.model_manager",

@@ -75,12 +75,17 @@ class VariantLoader:
         return self._variants[name].load_weights(tensors)
 
     def _check_complete(self, loaded: Mapping[str, set[str]]) -> None:
-        by_reference = {p for p in loaded[self._first] if p.startswith(self._by_reference)}
+        of_variant = {
+            name: dict(variant.named_parameters(remove_duplicate=False))
+            for name, variant in self._variants.items()
+        }
+        # A parameter may have several names, in one variant or by reference in several.
+        filled = {id(of_variant[name][p]) for name in loaded for p in loaded[name] & of_variant[name].keys()}
         for name, variant in self._variants.items():
             missing = [
                 parameter
-                for parameter, _ in variant.named_parameters()
-                if REQUIRED_PARAMETER.search(parameter) and parameter not in loaded[name] | by_reference
+                for parameter, tensor in variant.named_parameters()
+                if REQUIRED_PARAMETER.search(parameter) and id(tensor) not in filled
             ]
             if missing:
                 raise FlexQuantError(

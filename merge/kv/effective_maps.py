@@ -39,6 +39,8 @@ LATENT = "kv_a_proj_with_mqa"
 DOWN_AND_UP = {"down_proj": ("up_proj", "gate_up_proj"), "w2": ("w3",)}
 ROUTERS = ("gate", "router")
 """Names of a Linear, beside ``experts``, that gives each expert a score."""
+STATE = re.compile(r"\.(A_log|conv1d\.weight|conv\.weight)$")
+"""Ends the name of a tensor in what carries a state from token to token."""
 WEIGHT = re.compile(r"\.weight(_packed)?$")
 
 
@@ -87,9 +89,24 @@ class EffectiveMaps:
                 "cache of its own that is not compared; only models with plain or latent attention in "
                 "every layer can be merged"
             )
+        if mixer := self._mixers.get(f"{self.root}layers.{layer}."):
+            raise FlexQuantError(
+                f"layer {layer} of variant '{self.source.name}' has a state of its own in '{mixer}' that is "
+                "not compared; only models with plain or latent attention in every layer can be merged"
+            )
         if self._has(latent := f"{attention}.{LATENT}"):
             return {LATENT: Rows(latent, 0, self.reader.shape(latent)[0])}
         return {name: self._kv_rows(layer, name) for name in CACHED}
+
+    @cached_property
+    def _mixers(self) -> dict[str, str]:
+        """State-space mixers, linear attention and convolutions over tokens, by the prefix of the layer."""
+        found = {}
+        for name in self.source.tensors:
+            layer, state = LAYER.search(name), STATE.search(name)
+            if layer is not None and state is not None:
+                found[name[: layer.end()]] = name[: state.start()]
+        return found
 
     def _kv_rows(self, layer: int, projection: str) -> Rows:
         attention = f"{self.root}layers.{layer}.self_attn"

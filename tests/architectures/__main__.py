@@ -4,7 +4,8 @@
 
     python -m tests.architectures [ARCHITECTURE ...] [--work FOLDER]
 
-Without names: those that the results, tests/architectures/results.json, lack. Each has a process of its own.
+Without names: those that the results, tests/architectures/results.json, lack. Each has a process of its own,
+since a model class that fails may leave vLLM in any state; it is forked, so that vLLM is imported once.
 The results are written after each, and from them the page, flexquant/serving/ARCHITECTURES.md.
 """
 
@@ -12,36 +13,33 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections import Counter
+from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
-from tests.architectures.chain import FAILS, NOT_MADE, REFUSED, SERVED, STOCK_FAILS, first_line
-from tests.programs import ROOT
+from flexquant.measuring.machine import describe_machine, describe_versions
+from tests.architectures.chain import SECONDS, Outcome, try_architecture
+from tests.architectures.outcomes import FAILS, PAGE, RESULTS, page
 
-RESULTS = Path(__file__).parent / "results.json"
-PAGE = ROOT / "flexquant" / "serving" / "ARCHITECTURES.md"
-SECONDS = 600
-"""That one architecture gets."""
-MEANINGS = {
-    SERVED: "merged and served; under each variant alone the answers are those of stock vLLM",
-    REFUSED: "by FlexQuant, with this message",
-    STOCK_FAILS: "on the variant's own checkpoint, without FlexQuant, on this machine",
-    NOT_MADE: "no small random model came about to try it with",
-    FAILS: "in FlexQuant: a mistake to mend",
-}
+FORK = multiprocessing.get_context("fork")
+PATIENCE = 30
+"""Seconds that a process gets to end after its time."""
 
 
 def text_architectures() -> list[str]:
-    """Return the names of vLLM's text generation models."""
-    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+    """Return the names of vLLM's text generation models, with those whose code it takes from transformers."""
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS, _TRANSFORMERS_SUPPORTED_MODELS
 
-    return sorted(_TEXT_GENERATION_MODELS, key=str.lower)
+    by_transformers = {
+        name for name, (_, its_class) in _TRANSFORMERS_SUPPORTED_MODELS.items() if "Multi" not in its_class
+    }
+    return sorted({*_TEXT_GENERATION_MODELS, *by_transformers}, key=str.lower)
 
 
 def try_one(architecture: str, work: Path) -> dict[str, Any]:
@@ -50,52 +48,28 @@ def try_one(architecture: str, work: Path) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     output = folder / "outcome.json"
-    command = [sys.executable, "-m", "tests.architectures.chain", architecture]
-    command += ["--work", str(folder / "checkpoints"), "--output", str(output)]
-    try:
-        with open(folder / "log", "wb") as log:
-            ended = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, timeout=SECONDS, check=False
-            )
-        reason = f"the process ended with {ended.returncode}"
-    except subprocess.TimeoutExpired:
-        reason = f"no end within {SECONDS} s"
+    arguments = (folder / "log", architecture, folder / "checkpoints", output)
+    process = FORK.Process(target=with_log, args=arguments)
+    process.start()
+    process.join(SECONDS + PATIENCE)
+    reason = f"the process ended with {process.exitcode}"
+    if process.is_alive():
+        process.kill()
+        process.join()
+        reason = f"no end within {SECONDS + PATIENCE} s"
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if output.is_file():
         found: dict[str, Any] = json.loads(output.read_text())
         return found
-    return {"architecture": architecture, "model_type": None, "outcome": FAILS, "reason": reason}
+    return asdict(Outcome(architecture, None, [], FAILS, reason))
 
 
-def page(results: dict[str, Any]) -> str:
-    """Return the page about the results, in Markdown."""
-    found = results["architectures"]
-    counts = Counter(one["outcome"] for one in found.values())
-    versions = results["versions"]
-    lines = [
-        "# Architectures",
-        "",
-        f"{len(found)} of the {results['text_models']} text models of vLLM {versions['vllm']}, by",
-        "`python -m tests.architectures`: where transformers can make a small random model, it is quantised",
-        "to W8A8 and W4A16, merged, served on a CPU, and compared with stock vLLM on each variant's own",
-        "checkpoint. Experts stay in 16 bit here: vLLM's CPU kernels for others need AMX or zentorch.",
-        "",
-        "| outcome | architectures | meaning |",
-        "| --- | --- | --- |",
-        *(f"| {name} | {counts[name]} | {meaning} |" for name, meaning in MEANINGS.items()),
-        "",
-        f"transformers {versions['transformers']}, torch {versions['torch']}; {results['machine']['cpu']}.",
-        "",
-        "| architecture | outcome | reason |",
-        "| --- | --- | --- |",
-    ]
-    order = list(MEANINGS)
-    for name, one in sorted(
-        found.items(), key=lambda item: (order.index(item[1]["outcome"]), item[0].lower())
-    ):
-        reason = one["reason"].replace("|", "\\|").replace("<", "&lt;")
-        lines.append(f"| {name} | {one['outcome']} | {reason} |")
-    return "\n".join(lines) + "\n"
+def with_log(path: Path, architecture: str, checkpoints: Path, output: Path) -> None:
+    """In a process of its own: try an architecture, with all that is printed in a file."""
+    with open(path, "wb") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    try_architecture(architecture, checkpoints, output)
 
 
 def main() -> None:
@@ -110,15 +84,16 @@ def main() -> None:
         parser.error(f"vLLM has no {', '.join(sorted(unknown))}")
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"architectures": {}}
     results |= {
-        "argv": ["python", "-m", "tests.architectures", *describe_command()[1:]],
+        "argv": ["python", "-m", "tests.architectures"],
         "machine": describe_machine(),
         "versions": describe_versions(),
         "text_models": len(names),
     }
+    import_module("vllm.entrypoints.llm")
     with tempfile.TemporaryDirectory() as temporary:
         for name in args.architectures or [name for name in names if name not in results["architectures"]]:
             found = try_one(name, args.work or Path(temporary))
-            print(f"{name}: {found['outcome']} {first_line(Exception(found['reason']))}", flush=True)
+            print(f"{name}: {found['outcome']} {found['reason']}", flush=True)
             results["architectures"][name] = found
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
             PAGE.write_text(page(results))

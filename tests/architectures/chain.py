@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""One architecture from a random model to its answers: made, quantised, merged, served, compared.
-
-    python -m tests.architectures.chain ARCHITECTURE --work FOLDER --output FILE
-
-A process of its own, since a model class that fails may leave vLLM in any state.
-"""
+"""One architecture from a random model to its answers: made, quantised, merged, served, compared."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import signal
+import textwrap
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +15,8 @@ from typing import Any
 
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from tests.architectures.models import model_type, random_model, small_config, split
+from tests.architectures.models import features, random_model, small_config, source, split
+from tests.architectures.outcomes import FAILS, NOT_MADE, REFUSED, SERVED, STOCK_FAILS
 from tests.checkpoints import write_checkpoint
 from tests.integration.conftest import generate
 
@@ -26,8 +24,10 @@ PROMPTS = ["hello world, this is a prompt of more than one chunk " * 3, "abc", "
 SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
 VARIANTS = ("w8a8", "w4a16")
-
-SERVED, REFUSED, STOCK_FAILS, NOT_MADE, FAILS = "served", "refused", "stock vLLM fails", "not made", "fails"
+SECONDS = 180
+"""That one architecture gets."""
+LONGEST = 400
+"""Characters of a reason."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,29 @@ class Outcome:
 
     architecture: str
     model_type: str | None
+    """Of transformers, that it was made of."""
+    features: list[str]
     outcome: str
-    reason: str = ""
+    reason: str
 
 
 class Ended(Exception):
     """A step that the chain does not get beyond: the outcome, and the reason."""
 
 
-def step(outcome: str, what: Callable[[], Any]) -> Any:
-    """Do one step; raise Ended if it fails, as a refusal where FlexQuant says so itself."""
+def step(outcome: str, what: Callable[[], Any], place: str = "") -> Any:
+    """Do one step; raise Ended if it fails, as a refusal where FlexQuant says so itself.
+
+    ``place`` begins the reason; what failed where is printed.
+    """
     try:
         return what()
     except Exception as e:
+        traceback.print_exc()
         refused = next((cause for cause in causes(e) if isinstance(cause, FlexQuantError)), None)
         if refused is not None:
-            raise Ended(REFUSED, first_line(refused)) from e
-        raise Ended(outcome, f"{type(e).__name__}: {first_line(e)}") from e
+            raise Ended(REFUSED, in_one_line(refused)) from e
+        raise Ended(outcome, f"{place}{type(e).__name__}: {in_one_line(e)}") from e
 
 
 def causes(error: BaseException | None) -> list[BaseException]:
@@ -63,29 +69,50 @@ def causes(error: BaseException | None) -> list[BaseException]:
     return found
 
 
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else ""
+def in_one_line(error: BaseException) -> str:
+    """Return a message in one line, cut if it is long; without one, the code that raised the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    said = " ".join(str(error).split()) or (f"{frames[-1].line}, in {frames[-1].name}" if frames else "")
+    return textwrap.shorten(said, LONGEST, placeholder=" ...")
 
 
-def make_variants(kind: str, work: Path) -> None:
-    model = random_model(small_config(kind))
+def same_class(architecture: str) -> list[str]:
+    """Return the other names of vLLM's class for an architecture; none where it is transformers' own."""
+    from vllm.model_executor.models.registry import _VLLM_MODELS
+
+    its_class = _VLLM_MODELS[architecture]
+    names = [name for name, other in _VLLM_MODELS.items() if other == its_class and name != architecture]
+    return [] if its_class[0] == "transformers" else names
+
+
+def make_variants(architecture: str, kind: str, own: dict[str, Any], work: Path) -> list[str]:
+    """Write the checkpoints of the variants; return what the model has."""
+    model = random_model(small_config(kind, **own))
     state, quantised, left_out = split(model)
-    model.config.architectures = [type(model).__name__]
+    model.config.architectures = [architecture]
     for scheme in VARIANTS:
         write_checkpoint(work / scheme, model.config, state, scheme, quantised, left_out)
+    return features(model.config, state)
 
 
-def run(kind: str, work: Path) -> None:
-    """Go through the chain of a model type; raise Ended where it ends early."""
-    step(NOT_MADE, lambda: make_variants(kind, work))
+def run(work: Path) -> None:
+    """Go through the chain of the variants in ``work``; raise Ended where it ends early."""
+    # Before an engine: vLLM turns classes that it takes from transformers into some that only it can build.
+    try:
+        step(FAILS, lambda: merge_checkpoints({v: work / v for v in VARIANTS}, work / "merged"))
+        not_merged = None
+    except Ended as e:
+        not_merged = e
     stock = {
         variant: step(
-            STOCK_FAILS, lambda v=variant: generate(work / v, None, PROMPTS, sampling=SAMPLING, **OPTIONS)
+            STOCK_FAILS,
+            lambda v=variant: generate(work / v, None, PROMPTS, sampling=SAMPLING, **OPTIONS),
+            f"{variant}: ",
         )[0]
         for variant in VARIANTS
     }
-    step(FAILS, lambda: merge_checkpoints({v: work / v for v in VARIANTS}, work / "merged"))
+    if not_merged is not None:
+        raise not_merged
     served = step(
         FAILS, lambda: generate(work / "merged", list(VARIANTS), PROMPTS, sampling=SAMPLING, **OPTIONS)
     )
@@ -96,24 +123,27 @@ def run(kind: str, work: Path) -> None:
         raise Ended(NOT_MADE, "both variants give the same answers")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("architecture")
-    parser.add_argument("--work", type=Path, required=True, help="folder for the checkpoints")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write the outcome to")
-    args = parser.parse_args()
-    kind, outcome, reason = model_type(args.architecture), SERVED, ""
+def out_of_time(*_: Any) -> None:
+    raise TimeoutError(f"no end within {SECONDS} s")
+
+
+def try_architecture(architecture: str, work: Path, output: Path) -> None:
+    """Write to ``output``, a JSON file, what came of an architecture; its checkpoints go to ``work``."""
+    from vllm.model_executor.models import registry
+
+    # Which features a model class has vLLM asks in a process of its own: this one is there for one class too.
+    registry._run_in_subprocess = lambda ask: ask()
+    signal.signal(signal.SIGALRM, out_of_time)
+    signal.alarm(SECONDS)
+    found = source(architecture, same_class(architecture))
+    kind, has, outcome, reason = None, [], SERVED, ""
     try:
-        if kind is None:
-            raise Ended(NOT_MADE, "transformers has no class of this name")
-        run(kind, args.work)
+        if found is None:
+            raise Ended(NOT_MADE, "transformers has no class of this name, and none whose tensors it loads")
+        kind, own = found
+        step(STOCK_FAILS, registry.ModelRegistry.models[architecture].load_model_cls)
+        has = step(NOT_MADE, lambda: make_variants(architecture, kind, own, work))
+        run(work)
     except Ended as e:
         outcome, reason = e.args
-    found = Outcome(args.architecture, kind, outcome, reason)
-    args.output.write_text(json.dumps(asdict(found), indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    output.write_text(json.dumps(asdict(Outcome(architecture, kind, has, outcome, reason)), indent=1) + "\n")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 257,
     "pad_token_id": 257,
     "sliding_window": 64,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 64,
     # experts
     "num_local_experts": 4,
     "num_experts": 4,
@@ -58,33 +61,91 @@ SMALL: dict[str, Any] = {
     # state spaces
     "state_size": 16,
     "mamba_d_state": 16,
-    "mamba_d_head": 32,
-    "mamba_n_heads": 8,
+    "mamba_chunk_size": 64,
+    "mamba_d_head": 8,
+    "mamba_n_heads": 32,
     "mamba_n_groups": 1,
     "mamba_d_ssm": 256,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 32,
+    "mamba_num_heads": 32,
+    "mamba_head_dim": 8,
     "ssm_state_size": 16,
     "n_groups": 1,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 """For the fields that a configuration has. Dimensions are multiples of 64, as INT4 in groups of 64 needs."""
 OF_ONE: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32},
     "vaultgemma": {"query_pre_attn_scalar": 32},
-    "afmoe": {"score_func": "sigmoid"},
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": 32},
-    "glm4_moe_lite": {"first_k_dense_replace": 1},
-    "gemma4_text": {"enable_moe_block": False},
+    "glm4_moe_lite": {"head_dim": 64, "first_k_dense_replace": 1},
+    "hrm_text": {"num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1, "prefix_lm": False},
+    "hy_v3": {"first_k_dense_replace": 1},
+    "lfm2": {
+        "block_dim": 128,
+        "conv_dim": 128,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention"] * 2,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"num_experts_per_tok": 1},
+    "longcat_flash": {
+        "num_layers": 2,
+        "head_dim": 64,
+        "zero_expert_num": 2,
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "mamba2": {"num_heads": 8},
+    "mimo_v2_flash": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hybrid_layer_pattern": [1, 0, 1, 0],
+        "sliding_window_size": 64,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 32,
+        "v_head_dim": 32,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "layernorm_epsilon": 1e-5,
+    },
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 16,
+        "ngram_vocab_size_base": 1000,
+    },
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "head_dim": 64},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
 }
 """What one model type needs beside that."""
+LIKE: dict[str, tuple[str, dict[str, Any]]] = {
+    "MiMoForCausalLM": ("qwen2", {}),
+    "MiMoV2ForCausalLM": ("mimo_v2_flash", {}),
+    "MiniCPMForCausalLM": ("llama", {"scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 64}),
+    "PanguEmbeddedForCausalLM": ("llama", {"attention_bias": True}),
+    "PhiMoEForCausalLM": ("phimoe", {"attention_bias": True, "lm_head_bias": True}),
+    "Rnj1ForCausalLM": ("gemma3_text", {}),
+    "SolarForCausalLM": (
+        "llama",
+        {"bskcn_1": [1], "bskcn_2": [2], "bskcn_3": [2], "bskcn_4": [3], "bskcn_tv": [0.9, 0.8]},
+    ),
+    "TeleFLMForCausalLM": ("llama", {"use_mup": True, "mup_scale_factor": 2.0, "output_mult": 1.0}),
+}
+"""Names that transformers lacks: the model type whose tensors vLLM's class loads, and fields of its own."""
+ROUTERS = "re:.*\\.(gate|router)$"
 IN_16_BIT = re.compile(r"(^|\.)(gate|router|shared_expert_gate|kv_b_proj)$")
-LAYER = re.compile(r"\.\d+\.")
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
 EXPERT = re.compile(EXPERTS.removeprefix("re:"))
 
 
@@ -94,10 +155,21 @@ def model_type(architecture: str) -> str | None:
     return next((kind for kind in types if kind.endswith("_text")), types[0] if types else None)
 
 
-def small_config(kind: str) -> PretrainedConfig:
+def source(architecture: str, same_class: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
+    """Return the model type to make an architecture of, and fields of its own; None if there is none.
+
+    ``same_class`` are the names for which vLLM has the same class.
+    """
+    if architecture in LIKE:
+        return LIKE[architecture]
+    kinds = (model_type(name) for name in (architecture, *same_class))
+    return next(((kind, {}) for kind in kinds if kind is not None), None)
+
+
+def small_config(kind: str, **own: Any) -> PretrainedConfig:
     """Return a small configuration of a model type; transformers derives what follows from the fields."""
     has = {*AutoConfig.for_model(kind).to_dict(), *type(AutoConfig.for_model(kind)).attribute_map}
-    fields = {name: value for name, value in SMALL.items() if name in has} | OF_ONE.get(kind, {})
+    fields = {name: value for name, value in SMALL.items() if name in has} | OF_ONE.get(kind, {}) | own
     return AutoConfig.for_model(kind, **fields, dtype="bfloat16")
 
 
@@ -112,21 +184,51 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     return model
 
 
+def in_layer(name: str) -> str:
+    """Return a module's name below its decoder layer; above it may have another in published checkpoints."""
+    return LAYER.split(name)[-1]
+
+
 def split(model: PreTrainedModel) -> tuple[StateDict, set[str], list[str]]:
     """Return a model's tensors as they are published, those to quantise, and the linears that are not.
 
-    Linears of the decoder layers are quantised. In 16 bit stay routers, what INT4 in groups of 64 cannot
-    hold, and what vLLM has no kernel for on every CPU: experts, and latent attention's ``kv_b_proj``.
+    Linears of the decoder layers are quantised. In 16 bit stay the others, routers, what INT4 in groups of 64
+    cannot hold, and what vLLM has no kernel for on every CPU: experts, and latent attention's ``kv_b_proj``.
     """
     state = saved_tensors(model)
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {in_layer(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     quantised, left_out = set(), []
     for key, tensor in state.items():
         name = key.removesuffix(".weight")
-        if tensor.ndim != 2 or name not in linears or not LAYER.search(name) or EXPERT.search(name):
+        if tensor.ndim != 2 or in_layer(name) not in linears or EXPERT.search(name):
             continue
-        if IN_16_BIT.search(name) or tensor.shape[1] % 64 or tensor.shape[0] % 32:
+        if not LAYER.search(name):
+            left_out.append(f"re:.*{re.escape(name.rpartition('model.')[2])}$")
+        elif IN_16_BIT.search(name) or tensor.shape[1] % 64 or tensor.shape[0] % 32:
             left_out.append(name)
         else:
             quantised.add(key)
-    return state, quantised, [*left_out, EXPERTS]
+    if not quantised:
+        raise ValueError(
+            "no published tensor is the weight of a linear in its decoder layers, as transformers names them"
+        )
+    return state, quantised, [*left_out, ROUTERS, EXPERTS]
+
+
+def features(config: PretrainedConfig, state: StateDict) -> list[str]:
+    """Return what a model has beyond Llama's layers, as its tensors and its config tell."""
+    names = list(state)
+    norms = {key for key in names if re.search(r"\.layers\.0\.[a-z_]*norm[a-z_0-9]*\.weight$", key)}
+    windows = getattr(config, "layer_types", None) or ["sliding_attention"]
+    found = {
+        "tied head": getattr(config, "tie_word_embeddings", False),
+        "biases": any(re.search(r"\.(q|qkv|k)_proj\.bias$", key) for key in names),
+        "norms of Q and K": any(re.search(r"\.(q|k|query|key)_(layer)?norm\.weight$", key) for key in names),
+        "more than two norms a layer": len(norms) > 2,
+        "attention beside MLP": len(norms) == 1,
+        "sliding window": bool(getattr(config, "sliding_window", None)) and "sliding_attention" in windows,
+        "latent attention": any("kv_a_proj_with_mqa" in key for key in names),
+        "experts": any(".experts." in key or ".block_sparse_moe." in key for key in names),
+        "states": any(re.search(r"\.(A_log|conv1d\.weight|conv\.weight)$", key) for key in names),
+    }
+    return [name for name, has in found.items() if has]

@@ -302,8 +302,8 @@ def replay_one(graphs: PlanGraphs, tokens: int) -> CUDAGraphMode:
         batch_descriptor=BatchDescriptor(num_tokens=tokens),
     )
     with override_forward_context(context):
-        graphs.capture_missing({"plan": Plan()}, ["plan"], context, (), tokens)
-        return graphs.replay("plan", Plan(), context, ())
+        graphs.capture_missing({"plan": Plan()}, ["plan"], context, {}, tokens)
+        return graphs.replay("plan", Plan(), context, {})
 
 
 def test_a_pass_in_serving_asks_one_piece_for_its_graph(captured):

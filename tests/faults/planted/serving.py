@@ -23,8 +23,8 @@ SERVING = (
         "no-head-no-sharing",
         "Variants whose logits come from the embedding have embeddings of their own.",
         "flexquant/serving/variants.py",
-        "names = [name for name in names if name in found or name != LM_HEAD]",
-        "names = [name for name in names if LM_HEAD in found]",
+        "for name in names:\n        if (module",
+        "for name in names if LM_HEAD in found else ():\n        if (module",
         ("tests/integration/test_architectures.py::test_variants_without_an_lm_head_share_the_embedding",),
     ),
     Fault(
@@ -176,8 +176,8 @@ SERVING = (
         "first-plan-runs-all",
         "Every pass is run by the first plan, while the trace names its own.",
         "flexquant/serving/model.py",
-        "        return self._plans[plan.name](*inputs)\n\n",
-        "        return self._plans[self.routes.plans[0].name](*inputs)\n\n",
+        "        return self._plans[plan.name](**inputs)\n\n",
+        "        return self._plans[self.routes.plans[0].name](**inputs)\n\n",
         (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
     ),
     Fault(
