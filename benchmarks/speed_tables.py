@@ -143,6 +143,14 @@ def avx512_small() -> str:
     return all_subjects(RESULTS / "smollm2-135m-avx512")
 
 
+def avx512_stock() -> str:
+    """FlexQuant over the static variants, W4A16 on vLLM's own kernel; and one plan over its own."""
+    cells = read_cells(RESULTS / "smollm2-135m-avx512-stock")
+    tables = [ratio_table(by_workload(cells, "serving"), constant=False)]
+    tables.append(ratio_table(by_workload(cells, "overhead"), constant=True))
+    return "\n\n".join(tables)
+
+
 def all_subjects(folder: Path) -> str:
     """Medians by metric; the tuned policy over the best static subject; streams against every one."""
     measured = by_workload(read_cells(folder), "serving")
@@ -254,6 +262,7 @@ BLOCKS = (
     zen_w4a8,
     zen_again,
     avx512_small,
+    avx512_stock,
     cpu_kernels,
     tuned,
 )
