@@ -151,6 +151,11 @@ def avx512_stock() -> str:
     return "\n\n".join(tables)
 
 
+def avx512_half() -> str:
+    """Of the 0.5 B shape: the policy that tune found there over each static variant."""
+    return ratio_table(by_workload(read_cells(RESULTS / "0.5b-avx512"), "serving"), constant=False)
+
+
 def all_subjects(folder: Path) -> str:
     """Medians by metric; the tuned policy over the best static subject; streams against every one."""
     measured = by_workload(read_cells(folder), "serving")
@@ -263,6 +268,7 @@ BLOCKS = (
     zen_again,
     avx512_small,
     avx512_stock,
+    avx512_half,
     cpu_kernels,
     tuned,
 )
