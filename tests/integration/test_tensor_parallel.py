@@ -19,29 +19,22 @@ pytestmark = needs_two_cores
 RANKS = {"tensor_parallel_size": 2}
 
 
-EXPERT_PARALLEL = {**RANKS, "enable_expert_parallel": True}
-FULL = pytest.mark.full
-
-
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("llama", RANKS), id="llama"),
-        pytest.param(("qwen2", RANKS), id="qwen2", marks=FULL),
-        pytest.param(("qwen3_moe", RANKS), id="qwen3_moe", marks=FULL),
-        pytest.param(("qwen3_moe", EXPERT_PARALLEL), id="qwen3_moe, expert parallel", marks=FULL),
+        "llama",
+        pytest.param("qwen2", marks=pytest.mark.full),
+        pytest.param("qwen3_moe", marks=pytest.mark.full),
     ],
 )
-def served(request, tiny_merged):
-    """A folder with both variants and the merged checkpoint, and vLLM's options for the ranks."""
-    architecture, ranks = request.param
-    return tiny_merged(architecture, 2, (EXPERTS,) if architecture in MIXTURES else ()), ranks
+def folder(request, tiny_merged):
+    """With both variants and the merged checkpoint."""
+    return tiny_merged(request.param, 2, (EXPERTS,) if request.param in MIXTURES else ())
 
 
 @pytest.fixture(scope="module")
-def several(served, tmp_path_factory):
-    folder, ranks = served
-    return run_several(folder / "merged", ranks, tmp_path_factory.mktemp("several"))
+def several(folder, tmp_path_factory):
+    return run_several(folder / "merged", RANKS, tmp_path_factory.mktemp("several"))
 
 
 def test_both_ranks_take_the_policys_routes(several):
@@ -49,9 +42,8 @@ def test_both_ranks_take_the_policys_routes(several):
 
 
 @pytest.mark.parametrize(("variant", "number"), [("w4a16", 1), ("w8a8", 3)])
-def test_pure_plans_equal_the_static_checkpoints(variant, number, served, several):
-    folder, ranks = served
-    static = run(folder / variant, ranks)
+def test_pure_plans_equal_the_static_checkpoints(variant, number, folder, several):
+    static = run(folder / variant, RANKS)
     assert several.answers[number] == static[number]
     assert several.answers[2] != static[2], "which the layered plan answered"
 
