@@ -90,7 +90,8 @@ class VariantLoader:
             if missing:
                 raise FlexQuantError(
                     f"variant '{name}' of the merged checkpoint lacks {len(missing)} tensors, the first for "
-                    f"'{missing[0]}'; check it with 'flexquant verify', or merge again"
+                    f"'{missing[0]}'; check it with 'flexquant verify', or merge again. If it is whole, this "
+                    "vLLM's model has weights that the checkpoint was published without, and is not served"
                 )
 
 
