@@ -15,10 +15,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.results import git_commit
+from benchmarks.origin import origin
 from examples.demo import first_sentence
 from flexquant.measuring.engine import engine
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 
 TOKENS, FIRST = 28, 12
 QUESTIONS = """
@@ -153,10 +152,7 @@ def main() -> None:
         )
     ]
     result = {
-        "argv": ["python", "-m", "benchmarks.demo_questions", *describe_command()[1:]],
-        "commit": git_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        **origin("benchmarks.demo_questions"),
         "answers": sorted(answers, key=lambda answer: -float(answer["margin"])),
     }
     args.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -30,10 +30,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.origin import origin
 from benchmarks.process_memory import MemoryOverTime
 from benchmarks.recorded_routes import Answer, compare_answers
-from benchmarks.speed.results import git_commit
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.measuring.server import VLLMServer
 from flexquant.policy.rules import load_policy
 from flexquant.serving.client import ADMIN_KEY, apply_policy
@@ -249,10 +248,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(args, Path(folder))
     result = {
-        "argv": ["python", "-m", "benchmarks.load", *describe_command()[1:]],
-        "commit": git_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        **origin("benchmarks.load"),
         **measured,
     }
     args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -17,11 +17,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.results import git_commit
+from benchmarks.origin import origin
 from benchmarks.turns import PASSES, Decoding, add_effort, compare_in_turns, effort_of
 from flexquant.measuring.comparison import Effort
 from flexquant.measuring.engine import engine
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 
 
 def measure(folder: Path, variant: str, effort: Effort) -> dict[str, Any]:
@@ -58,10 +57,7 @@ def main() -> None:
     results = json.loads(args.output.read_text()) if args.output.is_file() else {}
     found = measure(args.model, args.variant, effort_of(args))
     results[f"{args.model.parent.name}/{args.model.name}"] = {
-        "argv": ["python", "-m", "benchmarks.own_cost", *describe_command()[1:]],
-        "commit": git_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        **origin("benchmarks.own_cost"),
         **found,
     }
     args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -18,8 +18,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.results import git_commit
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from benchmarks.origin import origin
 from flexquant.measuring.server import VLLMServer, default_environment
 
 STARTS = (("eager", ["--enforce-eager"]), ("compiled, first", []), ("compiled, again", []))
@@ -77,10 +76,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             starts[name] = measure(model, options, Path(folder))
     result = {
-        "argv": ["python", "-m", "benchmarks.starting", *describe_command()[1:]],
-        "commit": git_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        **origin("benchmarks.starting"),
         "starts": starts,
     }
     args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

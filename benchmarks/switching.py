@@ -16,11 +16,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.results import git_commit
+from benchmarks.origin import origin
 from benchmarks.turns import Decoding, add_effort, compare_in_turns, effort_of
 from flexquant.measuring.comparison import Effort
 from flexquant.measuring.engine import engine
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.rules import SCHEMA
 
 PASSES = 16
@@ -73,10 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     found = measure(args.model, tuple(args.variants), effort_of(args))
     result = {
-        "argv": ["python", "-m", "benchmarks.switching", *describe_command()[1:]],
-        "commit": git_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        **origin("benchmarks.switching"),
         **found,
     }
     args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

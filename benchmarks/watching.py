@@ -31,11 +31,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.results import git_commit
+from benchmarks.origin import origin
 from benchmarks.turns import PASSES, Decoding, add_effort, compare_in_turns, effort_of
 from flexquant.measuring.comparison import Effort
 from flexquant.measuring.engine import engine
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.measuring.server import vllm_serve
 
 PROMPT = list(range(100, 116))
@@ -134,10 +133,7 @@ def main() -> None:
     args = parser.parse_args()
     effort = effort_of(args)
     result = {
-        "argv": ["python", "-m", "benchmarks.watching", *describe_command()[1:]],
-        "commit": git_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        **origin("benchmarks.watching"),
     }
     for part, measure_part in (("worker", measure_worker), ("server", measure_server)):
         result[part] = measure_part(args.model, effort)

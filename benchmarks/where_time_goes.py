@@ -18,11 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.results import git_commit
+from benchmarks.origin import origin
 from benchmarks.turns import Decoding
 from flexquant.cli._arguments import parse_names
 from flexquant.measuring.engine import engine
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 
 PASSES = 24
 WARM_UP = 4
@@ -77,10 +76,7 @@ def main() -> None:
     args = parser.parse_args()
     results = json.loads(args.output.read_text()) if args.output.is_file() else {}
     results[f"{args.model.parent.name}/{args.model.name}"] = {
-        "argv": ["python", "-m", "benchmarks.where_time_goes", *describe_command()[1:]],
-        "commit": git_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        **origin("benchmarks.where_time_goes"),
         "policies": {policy: measure(args.model, policy, args.sequences) for policy in args.policies},
     }
     args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -28,14 +28,13 @@ from benchmarks.generation.answering import KINDS, Answers, Settings, answer_all
 from benchmarks.generation.results import results_of
 from benchmarks.generation.tables import table
 from benchmarks.generation.task import text_of
-from benchmarks.speed.results import git_commit
+from benchmarks.origin import origin
 from flexquant.checkpoint.output import staged_file
 from flexquant.checkpoint.provenance import folder_label
 from flexquant.cli._arguments import parse_count, parse_names
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.report import writable_folder
 from flexquant.evaluation.subject import Subject
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 
 SCHEMA = "flexquant.generation/v1"
 
@@ -52,10 +51,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         write_answers(answers, subject.tokenizer, args.answers)
     return {
         "schema": SCHEMA,
-        "argv": ["python", "-m", "benchmarks.generation", *describe_command()[1:]],
-        "commit": git_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        **origin("benchmarks.generation"),
         "checkpoint": folder_label(subject.folder),
         "reference": Path(args.reference).name,
         "prompts": "chat template" if subject.tokenizer.chat_template else "plain text",

@@ -190,10 +190,9 @@ def check_cache_layers(
     Such are state-space mixers and linear attention. ``replaced``: the modules that variants have in common.
     """
     for name, layer in registered.items():
-        if not isinstance(layer, AttentionLayerBase):
+        if not (isinstance(layer, AttentionLayerBase) and isinstance(layer, nn.Module)):
             continue
-        modules: Iterable[nn.Module] = layer.modules()  # type: ignore[attr-defined]
-        own = [child for child in modules if isinstance(child, LinearBase) and child not in replaced]
+        own = [child for child in layer.modules() if isinstance(child, LinearBase) and child not in replaced]
         if own:
             raise FlexQuantError(
                 f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the linears "

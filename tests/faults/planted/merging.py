@@ -139,4 +139,12 @@ MERGING = (
         "turn = 1 + self.output_modules(layer).index(module)",
         ("tests/unit/test_kv_sampling.py::test_neighbouring_layers_compare_other_rows",),
     ),
+    Fault(
+        "states-not-compared",
+        "Layers with a state beside attention are merged as if they had none.",
+        "merge/kv/effective_maps.py",
+        'if mixer := self._mixers.get(f"{self.root}layers.{layer}."):',
+        "if mixer := None:",
+        ("tests/integration/test_unlike_llama.py::test_layers_with_a_state_beside_attention_are_refused",),
+    ),
 )

@@ -34,4 +34,12 @@ QUANTISING = (
         ("tests/quantize/test_sensitivity.py::test_the_hard_linear_stays_in_16_bit",),
         "quantize",
     ),
+    Fault(
+        "own-text-alone",
+        "Without other text a model is calibrated on what it writes itself alone.",
+        "flexquant/quantization/self_calibration.py",
+        "_documentation(tokenizer, needed // 2, settings.seed)",
+        "_documentation(tokenizer, 0, settings.seed)",
+        ("tests/quantize/test_self_calibration.py::test_half_of_the_text_is_of_pythons_documentation",),
+    ),
 )

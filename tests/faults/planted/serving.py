@@ -316,4 +316,12 @@ SERVING = (
             W4A8 + "test_one_copy_serves_small_passes_as_w4a16_and_large_ones_as_w4a8",
         ),
     ),
+    Fault(
+        "plans-in-training",
+        "Plans run as a model does that is being trained.",
+        "flexquant/serving/plan_views.py",
+        "return with_module(base, path, inner).eval()",
+        "return with_module(base, path, inner)",
+        ("tests/integration/test_unlike_llama.py::test_pure_plans_equal_stock_vllm[SolarForCausalLM]",),
+    ),
 )
