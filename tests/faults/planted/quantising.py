@@ -41,5 +41,6 @@ QUANTISING = (
         "_documentation(tokenizer, needed // 2, settings.seed)",
         "_documentation(tokenizer, 0, settings.seed)",
         ("tests/quantize/test_self_calibration.py::test_half_of_the_text_is_of_pythons_documentation",),
+        "quantize",
     ),
 )
