@@ -156,6 +156,21 @@ def avx512_half() -> str:
     return ratio_table(by_workload(read_cells(RESULTS / "0.5b-avx512"), "serving"), constant=False)
 
 
+def avx512_half_stock() -> str:
+    """Of the 0.5 B shape: that policy beside 16 bit and W4A16 on vLLM's own kernel."""
+    return all_subjects(RESULTS / "0.5b-avx512-stock")
+
+
+def avx512_large_stock() -> str:
+    """Of the 1.5 B shape: the tuned policy over 16 bit and W4A16 on vLLM's own kernel."""
+    return ratio_table(by_workload(read_cells(RESULTS / "1.5b-avx512-stock"), "serving"), constant=False)
+
+
+def zen_half() -> str:
+    """Of the 0.5 B shape: a policy of three variants beside static W8A8 and W4A8, on AMD's kernels."""
+    return all_subjects(RESULTS / "0.5b-zen4")
+
+
 def all_subjects(folder: Path) -> str:
     """Medians by metric; the tuned policy over the best static subject; streams against every one."""
     measured = by_workload(read_cells(folder), "serving")
@@ -269,6 +284,9 @@ BLOCKS = (
     avx512_small,
     avx512_stock,
     avx512_half,
+    avx512_half_stock,
+    avx512_large_stock,
+    zen_half,
     cpu_kernels,
     tuned,
 )

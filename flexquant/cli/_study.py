@@ -63,11 +63,8 @@ def study_of(args: argparse.Namespace) -> Study:
 
     settings = Settings((args.batch_size,), args.samples, args.prompt_tokens, args.tokens, args.seed)
     subject = Subject.open(args.folder)
-    subject.check_length(settings.row_tokens, "a prompt and its continuation")
-    if args.reference is not None:
-        subject.check_reference(args.reference)
     variants = find_variants(subject.checkpoint.merged, args.variants)
-    return Study(subject, variants, args.text, args.reference, settings)
+    return Study.of(subject, variants, args.text, args.reference, settings)
 
 
 def tell(message: str) -> None:

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Find which layers decode in which precision, under a budget of quality, time or layers.
 
-Measures what each layer costs and wins, as 'flexquant sensitivity' does and in the same file. Then it raises
+Measures what each layer alone costs, as 'flexquant sensitivity' does and in the same file. Then it raises
 one layer after another from the lowest precision to the highest, the one that wins most for its time first,
 and measures such plans whole, since what layers win does not add up. The times are those of the policy, which
 'flexquant tune' wrote. The policy that it writes is that one, with the plan in the rule that decodes as many

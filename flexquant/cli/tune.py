@@ -14,7 +14,7 @@ examples:
   flexquant tune model-merged --output tuned.yaml
   flexquant tune model-merged --output tuned.yaml --variants w8a8,w4a16,w4a8 --objective latency
   flexquant tune model-merged --output tuned.yaml --slo ttft=300ms,tpot=30ms
-  flexquant tune model-merged --output tuned.yaml --max-quality-loss 0.05 --quality results/quality.json
+  flexquant tune model-merged --output tuned.yaml --max-quality-loss 0.05 --text text.txt --reference model
   flexquant tune model-merged --output proposed.yaml --from-metrics http://127.0.0.1:8000 --times tuned.yaml
 """
 
@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexquant.cli._arguments import add_effort, parse_count, parse_names, progress_bar
+from flexquant.cli._study import DEFAULTS, tell
 from flexquant.errors import UsageError
 from flexquant.tuning.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
     from flexquant.policy.rules import Policy
+    from flexquant.sensitivity.measuring import Study
     from flexquant.tuning.objectives import Goal
     from flexquant.tuning.policy_file import Output, Tuned
     from flexquant.tuning.rounds import Grid
@@ -74,13 +76,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--max-quality-loss",
         type=float,
         metavar="X",
-        help="leave out variants with a larger mean KL divergence in --quality, nats a token",
+        help="most KL divergence to 16 bit, nats a token; with --text, where a variant loses more, decode "
+        "takes the fastest plan that does not, of layers in several variants; with --quality, it is left out",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="text or .jsonl file to measure that loss on, as 'flexquant search' does by default",
+    )
+    parser.add_argument(
+        "--reference",
+        metavar="MODEL",
+        help="folder or Hugging Face id of the 16-bit model, for --text (default: the most precise variant)",
     )
     parser.add_argument(
         "--quality",
         type=Path,
         metavar="FILE",
-        help="quality.json of 'flexquant eval', for --max-quality-loss",
+        help="quality.json of 'flexquant eval', in the place of --text",
     )
     parser.add_argument(
         "--request-tokens",
@@ -122,8 +136,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    if (args.max_quality_loss is None) != (args.quality is None):
-        raise UsageError("--max-quality-loss and --quality need each other; give both or neither")
+    measured_by = (args.text is not None) + (args.quality is not None)
+    if measured_by != (args.max_quality_loss is not None):
+        raise UsageError("--max-quality-loss needs --text or --quality, one of them, and they need it")
+    if args.text is not None and args.from_metrics is not None:
+        raise UsageError("--text measures on this machine; leave --from-metrics out, or give --quality")
+    if args.reference is not None and args.text is None:
+        raise UsageError("--reference is what --text is measured against; give --text too")
 
     from flexquant.checkpoint.merged_config import read_merged_config
     from flexquant.measuring.workers import import_ahead
@@ -149,6 +168,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.from_metrics is not None:
         return _propose(args, goal, output, variants)
 
+    study = None if args.text is None else _study(args, variants)
     import_ahead()
     from flexquant.tuning.tuning import Tuning
 
@@ -162,9 +182,32 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         enforce_eager=_on_cpu() if args.enforce_eager is None else args.enforce_eager,
         remarks=remarks,
     )
-    tuning.measure(lambda message: print(message, file=sys.stderr, flush=True), progress_bar)
+    tuning.measure(tell, progress_bar)
     tuned = tuning.decide()
+    if study is not None:
+        from flexquant.search.limiting import limit_loss
+
+        tuned = limit_loss(
+            tuned,
+            study,
+            args.max_quality_loss,
+            output.sensitivity,
+            overwrite=args.overwrite,
+            progress=tell,
+        )
     return _tell(tuned, tuning.write(tuned))
+
+
+def _study(args: argparse.Namespace, variants: dict[str, Policy]) -> Study:
+    """Return what the loss is measured on; raise FlexQuantError for what cannot be."""
+    from flexquant.evaluation.subject import Subject
+    from flexquant.evaluation.text import read_rows
+    from flexquant.sensitivity.measuring import Study
+
+    subject = Subject.open(args.folder)
+    study = Study.of(subject, variants, args.text, args.reference, DEFAULTS)
+    read_rows(args.text, subject.tokenizer, DEFAULTS)
+    return study
 
 
 def _propose(

@@ -14,14 +14,16 @@ from typing import Any
 from flexquant.errors import FlexQuantError
 from flexquant.policy.pass_times import PassTimes
 from flexquant.search.budget import Budget, Measured
-from flexquant.search.chain import greedy_chain, raised
+from flexquant.search.chain import beside, greedy_chain, raised
 from flexquant.sensitivity.measuring import Measure, Study
 from flexquant.sensitivity.plans import Layers, all_in
-from flexquant.sensitivity.report import wins
+from flexquant.sensitivity.report import costs
 
 RANDOM_PLANS = 3
 LAST = 3
 """Of the proposed plans that keep to a budget, those that raise most; more is not always better."""
+BESIDE = 2
+"""Of the layers that are raised next, those that are tried in place of the last that was."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Found:
     """That of the study, with every plan that has been measured."""
     chosen: Measured
     searched: list[Measured]
-    """Each variant alone, each layer alone in another variant, and the plans that these proposed."""
+    """Each variant alone, each layer alone out of the highest, and the plans that these proposed."""
     others: dict[str, Measured]
     """By what they are, plans with as many layers raised that no measurement chose, if asked for."""
 
@@ -68,14 +70,21 @@ class Search:
             def measured(plan: Layers) -> Measured:
                 return Measured(plan, fmean(measure(plan)), self._seconds(plan))
 
-            self.study.measure_layers(document, measure, progress)
-            chain = greedy_chain(lambda layer, v: wins(document, layer, v).mean, seconds, number)
+            pure = self.study.alone()
+            if self.budget.max_kl is not None:
+                fastest = min(map(measured, pure), key=lambda plan: plan.seconds)
+                if fastest.kl <= self.budget.max_kl:
+                    return Found(document, fastest, [*map(measured, pure)], {})
+            alone = [*pure, *self.study.leaving(self.study.highest)]
+            self.study.measure_layers(document, measure, alone, progress)
+            chain = greedy_chain(lambda layer, v: costs(document, layer, v).mean, seconds, number)
             progress("whole plans")
             if self.budget.max_kl is not None:
                 proposed = self._bisect(chain, measure)
             else:
                 proposed = list(filter(self._allowed, chain))[-LAST:]
-            plans = [measured(plan) for plan in dict.fromkeys((*self.study.layer_by_layer(), *proposed))]
+                proposed += filter(self._allowed, [*beside(chain, proposed[-1], BESIDE)] if proposed else [])
+            plans = [measured(plan) for plan in dict.fromkeys((*alone, *proposed))]
             chosen = self.budget.choose([plan for plan in plans if self._allowed(plan.layers)])
             others = (
                 {name: measured(plan) for name, plan in self._others(chosen.layers)} if self.compare else {}

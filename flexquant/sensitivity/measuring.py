@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
@@ -53,26 +53,41 @@ class Study:
     settings: Settings
     """With one batch size."""
 
+    @classmethod
+    def of(
+        cls,
+        subject: Subject,
+        variants: Mapping[str, Policy],
+        text: Path,
+        reference: str | None,
+        settings: Settings,
+    ) -> Study:
+        """Return the study; raise FlexQuantError for rows too long, and another model's reference."""
+        subject.check_length(settings.row_tokens, "a prompt and its continuation")
+        if reference is not None:
+            subject.check_reference(reference)
+        return cls(subject, variants, text, reference, settings)
+
     @property
     def highest(self) -> str:
         return next(iter(self.variants))
 
-    def layer_by_layer(self) -> list[Layers]:
-        """Return every plan that tells of one layer, after the variants alone.
+    @property
+    def reference_name(self) -> str:
+        return f"{self.highest} itself" if self.reference is None else Path(self.reference).name
 
-        All layers but one are in the highest precision or in the lowest, and that one in another.
-        """
+    def alone(self) -> list[Layers]:
+        """Return the plans that run every layer in one variant."""
+        return [all_in(variant, self.subject.num_layers) for variant in self.variants]
+
+    def leaving(self, variant: str) -> list[Layers]:
+        """Return every plan in which one layer alone is in another variant than this one."""
         number = self.subject.num_layers
-        alone = [all_in(variant, number) for variant in self.variants]
         return [
-            *alone,
-            *(
-                with_layer(base, layer, variant)
-                for base in (alone[0], alone[-1])
-                for layer in range(number)
-                for variant in self.variants
-                if variant != base[layer]
-            ),
+            with_layer(all_in(variant, number), layer, other)
+            for layer in range(number)
+            for other in self.variants
+            if other != variant
         ]
 
     def described(self) -> dict[str, Any]:
@@ -96,15 +111,20 @@ class Study:
         Raises FlexQuantError for a text that is too short, and for a file of another study unless it may be
         overwritten.
         """
+        *_, lowest = self.variants
+        plans = [*self.alone(), *self.leaving(self.highest), *self.leaving(lowest)]
         with self.measuring(file, overwrite=overwrite, progress=progress) as (document, measure):
-            self.measure_layers(document, measure, progress)
+            self.measure_layers(document, measure, plans, progress)
         return document
 
     def measure_layers(
-        self, document: dict[str, Any], measure: Measure, progress: Callable[[str], None]
+        self,
+        document: dict[str, Any],
+        measure: Measure,
+        plans: Sequence[Layers],
+        progress: Callable[[str], None],
     ) -> None:
-        """Measure layer by layer, by what :meth:`measuring` yields, what its document does not hold yet."""
-        plans = self.layer_by_layer()
+        """Measure, by what :meth:`measuring` yields, those plans that its document does not hold yet."""
         missing = [plan for plan in plans if describe(plan) not in document["kl"]]
         for number, plan in enumerate(missing, 1):
             progress(f"{describe(plan)} ({len(plans) - len(missing) + number} of {len(plans)})")

@@ -42,6 +42,11 @@ class Output:
         return self.policy.with_suffix(".png")
 
     @property
+    def sensitivity(self) -> Path:
+        """What plans lose, where the policy may lose no more than so much."""
+        return self.policy.with_suffix(".sensitivity.json")
+
+    @property
     def samples(self) -> Path:
         """The file in which an unfinished run keeps what it has measured; it is removed at the end."""
         return self.policy.with_name(self.policy.name + ".samples.json")

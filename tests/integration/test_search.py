@@ -16,8 +16,15 @@ from flexquant import cli
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.settings import Settings
+from flexquant.evaluation.subject import Subject
 from flexquant.policy.rules import load_policy
+from flexquant.search.limiting import limit_loss
+from flexquant.sensitivity.measuring import Study
 from flexquant.sensitivity.plans import describe
+from flexquant.tuning.candidates import find_variants
+from flexquant.tuning.deciding import Decision, Range
+from flexquant.tuning.policy_file import Tuned
+from flexquant.tuning.policy_file import policy_document as tuned_document
 from tests.checkpoints import make_checkpoint
 from tests.pass_times import CROSSED, make_times
 
@@ -121,6 +128,54 @@ def test_the_fastest_plan_that_loses_no_more_is_chosen(
     faster = rows[: next(number for number, row in enumerate(rows) if "**chosen**" in row)]
     assert faster
     assert all(kl[row.split(" | ")[0].removeprefix("| ")] > most for row in faster)
+
+
+@pytest.fixture(scope="module")
+def study(merged: Path, folder: Path) -> Study:
+    subject = Subject.open(merged)
+    variants = find_variants(subject.checkpoint.merged, None)
+    settings = Settings((2,), SAMPLES, PROMPT, TOKENS)
+    return Study.of(subject, variants, folder / "text.txt", str(folder / "16-bit"), settings)
+
+
+def limited_rules(study: Study, most: float, folder: Path) -> list[dict[str, Any]]:
+    """The rules of a tuned policy that decodes up to four sequences in W4A16, where it may lose ``most``."""
+    decode = (Range(1, 4, "w4a16", (4, 5)), Range(5, None, "w8a8", None))
+    decision = Decision({"decode": decode, "prefill": (Range(1, None, "w8a8", None),)})
+    times = make_times(CROSSED)
+    tuned = Tuned(tuned_document(decision, study.variants, times, "balanced"), decision, times, [])
+    file = folder / "results" / "sensitivity.json"
+    limited = limit_loss(tuned, study, most, file, overwrite=False, progress=print)
+    (folder / "limited.yaml").write_text(to_yaml(limited.document))
+    rules: list[dict[str, Any]] = limited.document["rules"]
+    assert rules[1:] == tuned.document["rules"][1:]
+    assert rules[0]["when"] == tuned.document["rules"][0]["when"]
+    return rules
+
+
+def test_a_tuned_policy_loses_no_more_than_it_may(
+    searched: dict[str, float], study: Study, folder: Path, merged: Path
+) -> None:
+    most = (searched["w8a8 0-2"] + searched["w4a16 0-2"]) / 2
+    (decode, *_) = limited_rules(study, most, folder)
+    assert decode["use"] not in ("w8a8", "w4a16")
+    found = evaluate(
+        merged,
+        folder / "text.txt",
+        reference=folder / "16-bit",
+        policies=[str(folder / "limited.yaml")],
+        questions=[],
+        settings=Settings((2,), SAMPLES, PROMPT, TOKENS),
+    )
+    (result,) = [result for result in found["results"] if result["policy"] == "limited.yaml"]
+    assert searched["w8a8 0-2"] < result["quality"]["mean_kl"] <= most
+
+
+def test_a_tuned_policy_that_loses_less_stays_as_it_is(
+    searched: dict[str, float], study: Study, folder: Path
+) -> None:
+    (decode, *_) = limited_rules(study, 2 * searched["w4a16 0-2"], folder)
+    assert decode["use"] == "w4a16"
 
 
 def test_a_loss_that_no_plan_keeps_to_names_the_nearest(

@@ -201,8 +201,13 @@ def test_an_engine_that_does_not_start_is_named_with_its_log(tiny_merged, tmp_pa
         (["--output", "p.yaml", "--slo", "ttft=soon"], "'ttft=soon' in --slo is not a bound"),
         (
             ["--output", "p.yaml", "--max-quality-loss", "0.1"],
-            "--max-quality-loss and --quality need each other",
+            "--max-quality-loss needs --text or --quality, one of them",
         ),
+        (
+            ["--output", "p.yaml", "--max-quality-loss", "0.1", "--text", "t", "--quality", "q"],
+            "--max-quality-loss needs --text or --quality, one of them",
+        ),
+        (["--output", "p.yaml", "--reference", "m"], "--reference is what --text is measured against"),
         (["--output", "p.yaml", "--variants", "w8a8"], "there is nothing to choose from but w8a8"),
     ],
 )

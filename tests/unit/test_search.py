@@ -11,7 +11,7 @@ import pytest
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.policy.rules import SCHEMA, parse_policy
 from flexquant.search.budget import Budget, Measured, front
-from flexquant.search.chain import greedy_chain
+from flexquant.search.chain import beside, greedy_chain
 from flexquant.search.report import policy_document
 from flexquant.search.searching import Found
 
@@ -19,9 +19,9 @@ HIGH, MIDDLE, LOW = "w8a8", "w4a8", "w4a16"
 SECONDS = {HIGH: 0.03, LOW: 0.02}
 
 
-def test_the_chain_raises_the_layer_that_wins_most_first() -> None:
-    won = [0.1, 0.4, 0.2]
-    chain = greedy_chain(lambda layer, variant: won[layer], SECONDS, 3)
+def test_the_chain_raises_the_layer_that_costs_most_first() -> None:
+    costs = [0.1, 0.4, 0.2]
+    chain = greedy_chain(lambda layer, variant: costs[layer], SECONDS, 3)
     assert chain == [
         (LOW, LOW, LOW),
         (LOW, HIGH, LOW),
@@ -32,23 +32,32 @@ def test_the_chain_raises_the_layer_that_wins_most_first() -> None:
 
 def test_of_three_variants_a_layer_takes_what_wins_most_for_its_time() -> None:
     # w4a8 wins half of what w8a8 wins for a tenth of its time; the second layer wins in w8a8 alone.
-    won = {(0, HIGH): 0.2, (0, MIDDLE): 0.1, (1, HIGH): 0.6, (1, MIDDLE): 0.0}
+    costs = {(0, LOW): 0.2, (0, MIDDLE): 0.1, (1, LOW): 0.6, (1, MIDDLE): 0.6}
     chain = greedy_chain(
-        lambda layer, variant: won[layer, variant], {HIGH: 0.03, MIDDLE: 0.021, LOW: 0.02}, 2
+        lambda layer, variant: costs[layer, variant], {HIGH: 0.03, MIDDLE: 0.021, LOW: 0.02}, 2
     )
     assert chain == [(LOW, LOW), (MIDDLE, LOW), (MIDDLE, HIGH), (HIGH, HIGH)]
 
 
 def test_steps_that_lose_come_last() -> None:
-    won = [-0.1, 0.4, -0.2]
-    chain = greedy_chain(lambda layer, variant: won[layer], SECONDS, 3)
+    costs = [-0.1, 0.4, -0.2]
+    chain = greedy_chain(lambda layer, variant: costs[layer], SECONDS, 3)
     assert chain[1:] == [(LOW, HIGH, LOW), (HIGH, HIGH, LOW), (HIGH, HIGH, HIGH)]
 
 
 def test_a_step_that_saves_time_and_wins_comes_before_all_others() -> None:
-    won = {(0, HIGH): 9.0, (0, MIDDLE): 0.1}
-    chain = greedy_chain(lambda layer, variant: won[layer, variant], {HIGH: 0.03, MIDDLE: 0.01, LOW: 0.02}, 1)
+    costs = {(0, LOW): 9.0, (0, MIDDLE): 8.9}
+    chain = greedy_chain(
+        lambda layer, variant: costs[layer, variant], {HIGH: 0.03, MIDDLE: 0.01, LOW: 0.02}, 1
+    )
     assert chain == [(LOW,), (MIDDLE,), (HIGH,)]
+
+
+def test_layers_that_are_raised_next_are_tried_in_place_of_the_last() -> None:
+    chain = greedy_chain(lambda layer, variant: [0.1, 0.4, 0.2, 0.3][layer], SECONDS, 4)
+    assert [*beside(chain, (LOW, HIGH, LOW, HIGH), 2)] == [(LOW, HIGH, HIGH, LOW), (HIGH, HIGH, LOW, LOW)]
+    assert [*beside(chain, chain[0], 1)] == [(LOW, HIGH, LOW, LOW)]
+    assert [*beside(chain, chain[-1], 2)] == []
 
 
 PLANS = [

@@ -48,6 +48,22 @@ MEASURING = (
         ("tests/unit/test_search.py",),
     ),
     Fault(
+        "layer-that-costs-least-raised-first",
+        "The chain raises first what costs least.",
+        "flexquant/search/chain.py",
+        "step: (*worth(*step), -step[0])",
+        "step: (worth(*step)[0], -worth(*step)[1], -step[0])",
+        ("tests/unit/test_search.py::test_the_chain_raises_the_layer_that_costs_most_first",),
+    ),
+    Fault(
+        "loss-not-limited",
+        "A tuned policy keeps a variant that loses more than it may.",
+        "flexquant/search/limiting.py",
+        'if losses[rule["use"]] <= most:',
+        'if losses[rule["use"]] <= 10 * most:',
+        ("tests/integration/test_search.py::test_a_tuned_policy_loses_no_more_than_it_may",),
+    ),
+    Fault(
         "crossing-inverted",
         "A range ends where the variant that follows is slower.",
         "flexquant/tuning/deciding.py",
