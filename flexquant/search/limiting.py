@@ -46,8 +46,8 @@ def limit_loss(
         return {**rule, "use": rule_use(plan.layers) if decodes else study.highest}
 
     document = {**tuned.document, "rules": [limited(rule) for rule in tuned.document["rules"]]}
-    derived: dict[str, Any] = {}
-    for variant in {*plan.layers, *(rule["use"] for rule in tuned.document["rules"])}:
+    derived = dict(document.get("derive", {}))
+    for variant in plan.layers:
         derived |= study.variants[variant].document.get("derive", {})
     if derived:
         document["derive"] = derived
