@@ -34,10 +34,12 @@ def parser() -> Any:
 def bench(arguments: list[str]) -> dict[str, Any]:
     from vllm.benchmarks.serve import main
 
-    found = main(parser().parse_args(arguments))
-    # vLLM freezes the heap at every call, and so what the calls before have left: a tokenizer of 50 MB each.
-    gc.unfreeze()
-    gc.collect()
+    try:
+        found = main(parser().parse_args(arguments))
+    finally:
+        # vLLM freezes the heap at every call, with what earlier calls left there: a tokenizer of 50 MB each.
+        gc.unfreeze()
+        gc.collect()
     if found["failed"]:
         error = next(filter(None, found["errors"]), "no reason given").strip().splitlines()[-1]
         raise RuntimeError(f"{found['failed']} of {found['num_prompts']} requests failed: {error}")

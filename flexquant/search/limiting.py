@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from flexquant.policy.deriving import add_derivations
 from flexquant.policy.rules import parse_policy
 from flexquant.search.budget import Budget
 from flexquant.search.searching import Search
@@ -46,11 +47,7 @@ def limit_loss(
         return {**rule, "use": rule_use(plan.layers) if decodes else study.highest}
 
     document = {**tuned.document, "rules": [limited(rule) for rule in tuned.document["rules"]]}
-    derived = dict(document.get("derive", {}))
-    for variant in plan.layers:
-        derived |= study.variants[variant].document.get("derive", {})
-    if derived:
-        document["derive"] = derived
+    document = add_derivations(document, plan.layers, study.variants)
     told = ", ".join(f"{variant} {loss:.3g}" for variant, loss in losses.items())
     notes = [
         f"KL divergence of decode to {study.reference_name} on {study.text.name}, nats a token: {told}.",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexquant.documents.yaml_document import to_yaml
+from flexquant.policy.deriving import add_derivations
 from flexquant.policy.rules import SCHEMA, Policy, parse_policy
 from flexquant.search.budget import Budget, Measured, front
 from flexquant.search.searching import Found
@@ -64,15 +65,10 @@ def policy_document(
     }
     takes_others = base.rules[place].phases != ("decode",)
     rules[place : place if takes_others else place + 1] = [rule]
-    derived = dict(document.get("derive", {}))
-    for variant in set(found.chosen.layers):
-        derived |= variants[variant].document.get("derive", {})
-    document |= {
+    document = add_derivations(document, found.chosen.layers, variants) | {
         "description": f"decode by a searched plan, {budget}: {describe(found.chosen.layers)}",
         "rules": rules,
     }
-    if derived:
-        document["derive"] = derived
     parse_policy(document, "the searched policy")
     return document
 

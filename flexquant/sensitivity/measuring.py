@@ -27,6 +27,7 @@ from flexquant.evaluation.subject import Subject
 from flexquant.evaluation.text import hash_text, read_rows
 from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from flexquant.policy.deriving import add_derivations
 from flexquant.policy.rules import SCHEMA as POLICY_SCHEMA
 from flexquant.policy.rules import Policy
 from flexquant.sensitivity.plans import Layers, all_in, describe, rule_use, with_layer
@@ -218,14 +219,9 @@ class Study:
 
     def _policy(self, use: Any) -> dict[str, Any]:
         """Return the policy that decodes by a plan."""
-        derived: dict[str, Any] = {}
-        for policy in self.variants.values():
-            derived |= policy.document.get("derive", {})
-        return {
-            "schema": POLICY_SCHEMA,
-            **({"derive": derived} if derived else {}),
-            "rules": [{"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}, {"use": use}],
-        }
+        rules = [{"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}, {"use": use}]
+        document = {"schema": POLICY_SCHEMA, "rules": rules}
+        return add_derivations(document, self.variants, self.variants)
 
     def _take(self, llm: LLM, use: Any) -> None:
         """Decode by another plan from now on."""

@@ -12,6 +12,7 @@ from typing import Any
 from flexquant.checkpoint.output import staged_file
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
+from flexquant.policy.deriving import add_derivations
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.rules import SCHEMA, Policy, parse_policy
 from flexquant.policy.times_table import UNITS, format_times
@@ -68,13 +69,9 @@ def policy_document(
     decision: Decision, candidates: Mapping[str, Policy], times: PassTimes, goal: str
 ) -> dict[str, Any]:
     """Return the policy as data; ``candidates`` tell how derived variants are derived."""
-    derived: dict[str, Any] = {}
-    for variant in decision.variants:
-        derived |= candidates[variant].document.get("derive", {})
-    document: dict[str, Any] = {
-        "schema": SCHEMA,
-        "description": f"tuned for {goal}: {describe(decision)}",
-        **({"derive": derived} if derived else {}),
+    description = {"schema": SCHEMA, "description": f"tuned for {goal}: {describe(decision)}"}
+    document = {
+        **add_derivations(description, decision.variants, candidates),
         "rules": _rules(decision),
         "measured": times.to_data(),
     }

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A policy that is put together from variants, some of which other policies derive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flexquant.policy.rules import Policy
+
+
+def add_derivations(
+    document: dict[str, Any], variants: Iterable[str], policies: Mapping[str, Policy]
+) -> dict[str, Any]:
+    """Return a policy as data that also derives what the policies of ``variants`` derive."""
+    derived = dict(document.get("derive", {}))
+    for variant in sorted(set(variants)):
+        derived |= policies[variant].document.get("derive", {})
+    return {**document, "derive": derived} if derived else document
