@@ -33,7 +33,7 @@ from benchmarks.table import markdown
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "examples/disaggregated", "merge", "flexquant/evaluation", "flexquant/quantization")
-PAGES = [ROOT / folder / "README.md" for folder in FOLDERS]
+PAGES = [ROOT / "benchmarks/CPU.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 METHODS = {
