@@ -11,7 +11,8 @@
     python -m benchmarks.calibration MODEL texts docs=v/docs/w4a16 handbook=v/handbook/w4a16 \\
         self=v/self/w4a16 mix=v/mix/w4a16 "docs, INT8=v/docs/w8a8" "self, INT8=v/self/w8a8" --output FILE.json
 
-For groups of 32 the same with `--recipe examples/small_model.yaml` and other folders.
+For groups of 32 the same with `--recipe examples/small_model.yaml` and other folders. Variants that another
+recipe made are compared likewise.
 
 Measured on are `prose.txt`, `code.txt` and `chat.jsonl` of that folder: rows of each go through the 16-bit
 model and through every variant, in float32, with weights (and, where the variant says so, activations)
@@ -52,7 +53,15 @@ def log_probabilities(model: Any, row: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1)
 
 
-def load(folder: str | Path, scheme: str) -> Any:
+def scheme_of(folder: Path) -> str:
+    """Return e.g. ``w4a16`` for a checkpoint that llm-compressor wrote."""
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    group = next(iter(config["config_groups"].values()))
+    activations = (group["input_activations"] or {"num_bits": 16})["num_bits"]
+    return f"w{group['weights']['num_bits']}a{activations}"
+
+
+def load(folder: Path, scheme: str) -> Any:
     # Dequantised weights stand for a scheme that leaves activations alone; others run as they are.
     config = CompressedTensorsConfig(dequantize=scheme == "w4a16")
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
@@ -64,7 +73,7 @@ def main() -> None:
     )
     parser.add_argument("model", help="folder of the 16-bit model")
     parser.add_argument("texts", type=Path, help="folder of calibration_texts.py")
-    parser.add_argument("variants", nargs="+", metavar="NAME=FOLDER", help="FOLDER ends in w4a16 or w8a8")
+    parser.add_argument("variants", nargs="+", metavar="NAME=FOLDER", help="what flexquant quantize wrote")
     parser.add_argument("--rows", type=int, default=24, help="of each text (%(default)s)")
     parser.add_argument("--length", type=int, default=256, help="tokens in a row (%(default)s)")
     parser.add_argument("--output", type=Path, required=True, help=".json file to write")
@@ -73,7 +82,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     folders = {name: Path(folder) for name, folder in (pair.rsplit("=", 1) for pair in args.variants)}
-    models = {name: load(folder, folder.name) for name, folder in folders.items()}
+    schemes = {name: scheme_of(folder) for name, folder in folders.items()}
+    models = {name: load(folder, schemes[name]) for name, folder in folders.items()}
     nats: dict[str, list[float]] = {kind: [] for kind in TEXTS}
     found: dict[str, dict[str, dict[str, list[float]]]] = {
         name: {kind: {"nats": [], "kl": [], "same_top_token": []} for kind in TEXTS} for name in models
@@ -107,7 +117,7 @@ def main() -> None:
         "variants": [
             {
                 "name": name,
-                "scheme": folders[name].name,
+                "scheme": schemes[name],
                 "group_size": reports[name]["group_size"],
                 "calibration": reports[name]["calibration"],
                 "bytes": sum(file.stat().st_size for file in folders[name].glob("*.safetensors")),

@@ -17,11 +17,11 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
-def calibration_table(result: dict[str, Any]) -> str:
+def calibration_table(result: dict[str, Any], of: str = "calibrated on") -> str:
     """Return a line for each variant and text: perplexity's change, KL, and what KL differs from the first's.
 
     The first is that of the same scheme and group size. All errors are standard errors over rows, those of
-    the differences over the differences of equal rows.
+    the differences over the differences of equal rows. ``of`` is the title of the variants' names.
     """
     firsts: dict[tuple[str, int | None], dict[str, Any]] = {}
     lines = []
@@ -43,5 +43,5 @@ def calibration_table(result: dict[str, Any]) -> str:
                     f"{statistics.fmean(rows['same_top_token']):.1%}",
                 ]
             )
-    header = ["calibrated on", "measured on", "perplexity", "KL to 16 bit (nats)", "KL against the first"]
+    header = [of, "measured on", "perplexity", "KL to 16 bit (nats)", "KL against the first"]
     return markdown([*header, "same top token"], lines)

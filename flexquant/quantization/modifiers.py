@@ -26,6 +26,7 @@ def build_modifiers(
     ``rows`` are the calibration rows [tokens]. Raises FlexQuantError for arguments that llmcompressor
     refuses.
     """
+    import torch
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
@@ -59,6 +60,13 @@ def build_modifiers(
                     if k not in ("scheme", "targets", "group_size", "config_groups")
                 }
                 kept.setdefault("ignore", [])
+                if name == "AutoRoundModifier":
+                    # Importing it takes seconds, and compiling is for GPUs.
+                    from llmcompressor.modifiers.autoround import AutoRoundModifier
+
+                    on_gpu = torch.accelerator.is_available()
+                    built.append(AutoRoundModifier(config_groups=groups, enable_torch_compile=on_gpu, **kept))
+                    continue
                 quantizer = {"GPTQModifier": GPTQModifier, "QuantizationModifier": QuantizationModifier}[name]
                 if "first_token_weight" in kept:
                     quantizer = TokenNormalizedGPTQ
@@ -68,6 +76,7 @@ def build_modifiers(
         reason = " ".join(str(e).split())
         raise FlexQuantError(f"{recipe.place} is refused by llmcompressor ({reason})") from e
     needs_data = any(modifier.requires_calibration_data for modifier in built)
+    needs_data |= recipe.scale_distillation is not None
     if recipe.sensitive_layers is not None:
         preset = recipe.sensitive_layers.scheme
         scheme = None if preset is None else preset_scheme(preset, ["Linear"], variant.group_size)

@@ -126,7 +126,8 @@ def quantize_variants(
         results = []
         for job, finished in zip(jobs, kept, strict=True):
             started = time.monotonic()
-            with stage(_title(job, finished), unit=" layers") as show:
+            unit = " layers" if job.variant.recipe.scale_distillation is None else ""
+            with stage(_title(job, finished), unit=unit) as show:
                 if not finished:
                     _quantize(job, source, recipe, settings, tokenizer, show)
             seconds = 0.0 if finished else time.monotonic() - started
@@ -207,6 +208,7 @@ def _quantize(
 ) -> None:
     import torch
 
+    from flexquant.quantization.distillation import distill_scales
     from flexquant.quantization.oneshot import explained_memory, load_model, run_modifiers, save_model
 
     name = job.variant.recipe.name
@@ -217,6 +219,15 @@ def _quantize(
         modifiers, _ = build_modifiers(job.variant, rows, sum(map(len, rows)))
         run_modifiers(quantized, tokenizer, modifiers, rows, settings.seed, show)
         findings, strengths, spared = _findings(modifiers)
+        findings["distillation"] = None
+        if (distillation := job.variant.recipe.scale_distillation) is not None:
+            teacher = load_model(source.folder, dtype)
+            findings["distillation"] = {
+                "kl_by_epoch": distill_scales(
+                    quantized, teacher, rows, distillation.epochs, settings.seed, show
+                )
+            }
+            del teacher
         with staged_folder(job.folder) as stage:
             save_model(quantized, dtype, source.folder, stage)
             del quantized

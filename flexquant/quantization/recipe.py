@@ -7,10 +7,10 @@
         SmoothQuantModifier: {smoothing_strength: [0.3, 0.5, 0.7]}      # searched per layer
         GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}
 
-A variant is llmcompressor's modifiers with their arguments, the last of which quantises. Lists stand for
-choices that are searched or depend on the model; the ``recipe.yaml`` in each variant's folder is the same
-document with every choice made. Only recipes that leave the KV cache alone can be written. Nothing here
-imports torch or llmcompressor.
+A variant is llmcompressor's modifiers with their arguments, the last of which quantises; the keys
+``sensitive_layers`` and ``scale_distillation`` are ours. Lists stand for choices that are searched or depend
+on the model; the ``recipe.yaml`` in each variant's folder is the same document with every choice made. Only
+recipes that leave the KV cache alone can be written. Nothing here imports torch or llmcompressor.
 """
 
 from __future__ import annotations
@@ -54,6 +54,14 @@ class SensitiveLayers:
 
 
 @dataclass(frozen=True)
+class ScaleDistillation:
+    """Training the scales of a variant that is quantised by weight alone, after the modifiers."""
+
+    epochs: int
+    """Times that all calibration rows are gone through."""
+
+
+@dataclass(frozen=True)
 class VariantRecipe:
     """How one variant is made."""
 
@@ -61,6 +69,7 @@ class VariantRecipe:
     modifiers: Mapping[str, Mapping[str, Any]]
     """Arguments by modifier, in the order of use; the last one quantises."""
     sensitive_layers: SensitiveLayers | None = None
+    scale_distillation: ScaleDistillation | None = None
     place: str = field(default="", compare=False)
     """File, line and key, for messages."""
 
@@ -73,6 +82,8 @@ class VariantRecipe:
         section: dict[str, Any] = {name: dict(arguments) for name, arguments in self.modifiers.items()}
         if self.sensitive_layers is not None:
             section["sensitive_layers"] = asdict(self.sensitive_layers)
+        if self.scale_distillation is not None:
+            section["scale_distillation"] = asdict(self.scale_distillation)
         return section
 
 
@@ -138,9 +149,7 @@ def _calibration(value: Any, document: Document) -> Calibration:
             f"is {show(value['data'])}; give a file, a folder, a dataset id, {SELF} or null",
         )
     for key, minimum in {"samples": 1, "length": 2, "seed": 0}.items():
-        number = value.get(key, minimum)
-        if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
-            document.fail((*path, key), f"is {show(number)}; give a whole number of at least {minimum}")
+        _check_number(value.get(key, minimum), minimum, (*path, key), document)
     return Calibration(**value)
 
 
@@ -153,7 +162,7 @@ def _variant(name: str, section: Any, document: Document) -> VariantRecipe:
     if isinstance(section, dict):
         for key in section.keys() & REFUSED_MODIFIERS.keys():
             document.fail((*path, key), f"is refused: it {REFUSED_MODIFIERS[key]}")
-    document.check_keys(section, path, (), (*MODIFIERS, "sensitive_layers"))
+    document.check_keys(section, path, (), (*MODIFIERS, "sensitive_layers", "scale_distillation"))
     modifiers = {key: value for key, value in section.items() if key in MODIFIERS}
     quantizers = [key for key in modifiers if key in QUANTIZERS]
     if len(quantizers) != 1 or list(modifiers)[-1:] != quantizers:
@@ -167,7 +176,10 @@ def _variant(name: str, section: Any, document: Document) -> VariantRecipe:
     spared = section.get("sensitive_layers")
     if "sensitive_layers" in section:
         spared = _sensitive_layers(spared, (*path, "sensitive_layers"), document)
-    return VariantRecipe(name, modifiers, spared, document.place(path))
+    distilled = section.get("scale_distillation")
+    if "scale_distillation" in section:
+        distilled = _scale_distillation(distilled, (*path, "scale_distillation"), document)
+    return VariantRecipe(name, modifiers, spared, distilled, document.place(path))
 
 
 def _check_arguments(modifier: str, arguments: Any, path: KeyPath, document: Document) -> None:
@@ -195,3 +207,14 @@ def _sensitive_layers(value: Any, path: KeyPath, document: Document) -> Sensitiv
     if not isinstance(scheme, (str, type(None))):
         document.fail((*path, "scheme"), f"is {show(scheme)}; give a preset such as W8A8, or null for 16 bit")
     return SensitiveLayers(float(budget), scheme)
+
+
+def _scale_distillation(value: Any, path: KeyPath, document: Document) -> ScaleDistillation:
+    document.check_keys(value, path, ("epochs",), ())
+    _check_number(value["epochs"], 1, (*path, "epochs"), document)
+    return ScaleDistillation(value["epochs"])
+
+
+def _check_number(number: Any, minimum: int, path: KeyPath, document: Document) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
+        document.fail(path, f"is {show(number)}; give a whole number of at least {minimum}")

@@ -19,6 +19,7 @@ from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.schemes import (
     choose_group_size,
     is_grouped,
+    is_scaled_by_row,
     preset_scheme,
     quantization_groups,
     schemes_by_name,
@@ -73,9 +74,15 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
         group_size = _group_size(modifiers[recipe.quantizer], groups, linears)
         if "group_size" in modifiers[recipe.quantizer]:
             modifiers[recipe.quantizer]["group_size"] = group_size
+        if recipe.scale_distillation is not None:
+            _check_distillable(linears)
         spared = recipe.sensitive_layers
         if spared is not None and spared.scheme is not None:
             preset_scheme(spared.scheme, ["Linear"])
+            if recipe.scale_distillation is not None:
+                raise FlexQuantError(
+                    "scale_distillation is given beside a scheme for spared linears; remove one"
+                )
     except FlexQuantError as e:
         raise FlexQuantError(f"{recipe.place}: {e}") from e
     features = {name: module.in_features for name, (module, _) in linears.items()}
@@ -160,6 +167,22 @@ def _quantized_linears(
     if not found:
         raise FlexQuantError(f"no linear of the model matches {', '.join(schemes)}; correct 'targets'")
     return found
+
+
+def _check_distillable(linears: Mapping[str, tuple[torch.nn.Linear, QuantizationScheme]]) -> None:
+    for name, (_, scheme) in linears.items():
+        weights = scheme.weights
+        by_weight_alone = weights is not None and scheme.input_activations is None
+        if (
+            not by_weight_alone
+            or weights.type != "int"
+            or not weights.symmetric
+            or not is_scaled_by_row(scheme)
+        ):
+            raise FlexQuantError(
+                "scale_distillation trains scales of symmetric integer weights beside 16-bit activations, "
+                f"and {name} is quantised otherwise; remove it, or choose a scheme such as W4A16"
+            )
 
 
 def _group_size(

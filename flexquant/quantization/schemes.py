@@ -79,6 +79,11 @@ def is_grouped(scheme: QuantizationScheme) -> bool:
     return scheme.weights is not None and scheme.weights.strategy == "group"
 
 
+def is_scaled_by_row(scheme: QuantizationScheme) -> bool:
+    """Whether every output has weight scales of its own, for groups of inputs or for all of them."""
+    return scheme.weights is not None and scheme.weights.strategy in ("group", "channel")
+
+
 def _set_group_size(scheme: QuantizationScheme, size: int | None) -> None:
     if size is not None and is_grouped(scheme):
         scheme.weights.group_size = size

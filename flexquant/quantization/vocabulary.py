@@ -136,12 +136,15 @@ def split_mapping(mapping: Any) -> tuple[list[str], str] | None:
     return (balance, smooth) if _names(balance) is None and isinstance(smooth, str) else None
 
 
-_QUANTIZING: dict[str, Check] = {
+_SCHEMES: dict[str, Check] = {
     "targets": _targets,
     "ignore": _names,
     "scheme": _scheme,
     "config_groups": _config_groups,
     "group_size": _group_size,
+}
+_QUANTIZING: dict[str, Check] = {
+    **_SCHEMES,
     "weight_observer": _text,
     "input_observer": _text,
     "observer": _observers,
@@ -170,6 +173,7 @@ QUANTIZERS: Mapping[str, Mapping[str, Check]] = {
         "first_token_weight": _positive,
     },
     "QuantizationModifier": _QUANTIZING,
+    "AutoRoundModifier": {**_SCHEMES, "iters": _whole(1), "batch_size": _whole(1), "lr": _positive},
 }
 """Modifiers that quantise, of which a variant has exactly one, and the arguments of each."""
 

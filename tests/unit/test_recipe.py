@@ -134,6 +134,8 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
         ({**W8A8, "sensitive_layers": {}}, r"sensitive_layers lacks the key 'budget'"),
         ({**W8A8, "sensitive_layers": {"budget": 5}}, r"budget is 5; give the share of parameters"),
         ({**W8A8, "sensitive_layers": {"budget": 0.1, "scheme": 8}}, r"scheme is 8; give a preset"),
+        ({**W8A8, "scale_distillation": {}}, r"scale_distillation lacks the key 'epochs'"),
+        ({**W8A8, "scale_distillation": {"epochs": 0}}, r"epochs is 0; give a whole number of at least 1"),
     ],
 )  # fmt: skip
 def test_bad_sections_are_named_with_line_and_what_is_allowed(section: dict, expected: str) -> None:
@@ -229,6 +231,18 @@ def test_the_first_group_size_that_divides_all(features: tuple[int, ...], size: 
         (with_argument(targets=["re:.*x_proj$"]), r"no linear of the model matches re:\.\*x_proj\$"),
         (with_argument(group_size=64), r"group_size is given, but the scheme has no groups"),
         ({**W8A8, "sensitive_layers": {"budget": 0.1, "scheme": "W0"}}, r"'W0' is no scheme"),
+        (
+            {**W8A8, "scale_distillation": {"epochs": 1}},
+            r"16-bit activations, and .*_proj is quantised otherwise",
+        ),
+        (
+            {
+                "GPTQModifier": {"scheme": "W4A16", "ignore": ["lm_head"]},
+                "sensitive_layers": {"budget": 0.1, "scheme": "W8A8"},
+                "scale_distillation": {"epochs": 1},
+            },
+            r"scale_distillation is given beside a scheme for spared linears; remove one",
+        ),
         (
             with_front("AWQModifier", mappings=[[["re:.*q_proj$"], "re:.*input_layernorm$"]]),
             r"covers model.layers.0.self_attn.q_proj; it has to cover exactly .*k_proj, .*q_proj, .*v_proj",

@@ -43,4 +43,22 @@ QUANTISING = (
         ("tests/quantize/test_self_calibration.py::test_half_of_the_text_is_of_pythons_documentation",),
         "quantize",
     ),
+    Fault(
+        "teacher-is-the-quantised-model",
+        "Scales are trained towards what the quantised model itself says.",
+        "flexquant/quantization/distillation.py",
+        "            expected = teacher(",
+        "            expected = model(",
+        ("tests/quantize/test_distillation.py::test_the_answers_are_nearer_to_16_bit",),
+        "quantize",
+    ),
+    Fault(
+        "trained-scales-forgotten",
+        "Scales are saved as they were before they were trained.",
+        "flexquant/quantization/distillation.py",
+        "scale = module.weight_scale.float() * factor.detach()",
+        "scale = module.weight_scale.float() * torch.ones_like(factor)",
+        ("tests/quantize/test_distillation.py::test_the_integers_are_those_of_gptq",),
+        "quantize",
+    ),
 )

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Training the scales of quantised weights, so that the model's answers are nearer to the 16-bit model's.
+
+GPTQ makes the outputs of every linear right by itself; what the errors of all of them do to the next token it
+does not see. Here the integers stay as they are, and all scales are trained together by the KL divergence of
+the next token to the 16-bit model's on the calibration rows, as the second stage of EfficientQAT does (arXiv
+2407.11062). Bytes and kernels stay the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+import torch
+from compressed_tensors.offload import update_offload_parameter
+from compressed_tensors.utils import patch_attr
+from llmcompressor.utils.dev import get_main_device
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from flexquant.checkpoint.writer import Progress
+from flexquant.errors import FlexQuantError
+
+LEARNING_RATE = 1e-3
+"""Of the scales, as a share of what they were."""
+WARM_UP = 4
+"""Steps until the learning rate is reached, from which it falls like a cosine."""
+BATCH = 4
+"""Rows of a step."""
+
+
+def distill_scales(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    rows: Sequence[torch.Tensor],
+    epochs: int,
+    seed: int,
+    progress: Progress | None = None,
+) -> list[float]:
+    """Train the scales of ``model`` in place; return the mean KL divergence of every epoch, nats a token.
+
+    ``model`` has been quantised to integers, symmetrically and by weight alone, and is not saved yet;
+    ``teacher`` is the 16-bit model. ``rows`` [tokens] all have one length. ``progress`` is called with steps
+    done and all steps. Raises FlexQuantError where the divergence is not finite.
+    """
+    linears = [module for module in model.modules() if hasattr(module, "quantization_scheme")]
+    device = get_main_device()
+    teacher.to(device)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    factors = [torch.ones_like(module.weight_scale, dtype=torch.float32) for module in linears]
+    integers = [integers_of(module) for module in linears]
+    optimizer = torch.optim.Adam([f.requires_grad_() for f in factors], lr=LEARNING_RATE, betas=(0.9, 0.95))
+    steps = epochs * math.ceil(len(rows) / BATCH)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(_rate, steps=steps))
+    random = torch.Generator().manual_seed(seed)
+    found: list[float] = []
+    with ExitStack() as stack, torch.enable_grad():
+        for module, number, factor in zip(linears, integers, factors, strict=True):
+            scale = module.weight_scale.float()
+            forward = functools.partial(
+                _forward, integers=number, scale=scale, factor=factor, bias=module.bias
+            )
+            stack.enter_context(patch_attr(module, "forward", forward))
+        for _ in range(epochs):
+            divergences = []
+            for batch in torch.randperm(len(rows), generator=random).split(BATCH):
+                ids = torch.stack([rows[i] for i in batch]).to(device)
+                divergence = _divergence(model, teacher, ids)
+                divergence.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                divergences.append(float(divergence.detach()))
+                if not math.isfinite(divergences[-1]):
+                    raise FlexQuantError(
+                        "the KL divergence to the 16-bit model is not finite on the calibration data; check "
+                        "that the model answers sensibly, or remove scale_distillation from the recipe"
+                    )
+                if progress is not None:
+                    progress(schedule.last_epoch, steps)
+            found.append(sum(divergences) / len(divergences))
+    for module, number, factor in zip(linears, integers, factors, strict=True):
+        scale = module.weight_scale.float() * factor.detach()
+        update_offload_parameter(module, "weight_scale", scale)
+        update_offload_parameter(module, "weight", (number * scale[..., None]).flatten(1))
+    return found
+
+
+def integers_of(module: torch.nn.Module) -> torch.Tensor:
+    """Return the integers of a quantised linear, int8 [out, groups, inputs of a group]."""
+    weight, scale = module.weight.detach().float(), module.weight_scale.detach().float()
+    grouped = weight.view(weight.shape[0], scale.shape[1], -1)
+    return (grouped / scale[..., None]).round().to(torch.int8)
+
+
+def _forward(
+    x: torch.Tensor,
+    *,
+    integers: torch.Tensor,
+    scale: torch.Tensor,
+    factor: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    weight = (integers * (scale * factor)[..., None]).flatten(1)
+    return functional.linear(x, weight.to(x.dtype), bias)
+
+
+def _divergence(model: PreTrainedModel, teacher: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the mean over the tokens of ``ids`` [rows, tokens], in float32."""
+    with _in_16_bit(ids.device):
+        with torch.no_grad():
+            expected = teacher(input_ids=ids, use_cache=False).logits
+        given = model(input_ids=ids, use_cache=False).logits
+    target = expected.float().log_softmax(-1).flatten(0, 1)
+    return functional.kl_div(
+        given.float().log_softmax(-1).flatten(0, 1), target, reduction="batchmean", log_target=True
+    )
+
+
+def _in_16_bit(device: torch.device) -> AbstractContextManager[object]:
+    """Multiply in bfloat16 where the processor can: training takes half of the time."""
+    if device.type == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def _rate(step: int, steps: int) -> float:
+    """Return the learning rate of a step, as a share of the highest."""
+    return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Scales that are trained: nearer to the 16-bit model, with the same integers and the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.calibration import load, log_probabilities
+from flexquant.documents.texts import draw_rows, read_documents
+from flexquant.quantization.recipe import load_recipe
+from tests.quantize.folders import digests
+from tests.quantize.quantizing import W4A16, quantize, recipe
+
+EPOCHS = 8
+WAYS = {"plain": W4A16, "distilled": {**W4A16, "scale_distillation": {"epochs": EPOCHS}}}
+
+
+@pytest.fixture(scope="module")
+def both(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("distilled") / "variants"
+    quantize(model, output, recipe(**WAYS), samples=32)
+    return output
+
+
+def divergence(model: Path, variant: Path) -> float:
+    """Return the KL divergence of a variant to the 16-bit model on other rows of the text calibrated on."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    teacher = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    student = load(variant, "w4a16")
+    found = []
+    for ids in draw_rows(read_documents(None), tokenizer, samples=8, length=64, seed=1):
+        expected, given = (log_probabilities(m, torch.tensor([ids])) for m in (teacher, student))
+        found.append(float((expected.exp() * (expected - given)).sum(-1).mean()))
+    return sum(found) / len(found)
+
+
+def test_the_answers_are_nearer_to_16_bit(model: Path, both: Path) -> None:
+    plain, distilled = (divergence(model, both / way) for way in WAYS)
+    assert distilled < 0.95 * plain
+
+
+def test_every_epoch_is_told(both: Path) -> None:
+    report = json.loads((both / "distilled/quantization_report.json").read_text())
+    found = report["distillation"]["kl_by_epoch"]
+    assert len(found) == EPOCHS
+    assert found[-1] < 0.95 * found[0]
+    assert json.loads((both / "plain/quantization_report.json").read_text())["distillation"] is None
+
+
+def test_the_integers_are_those_of_gptq(both: Path) -> None:
+    plain, distilled = (load_file(both / way / "model.safetensors") for way in WAYS)
+    different = {name.rpartition(".")[2] for name in plain if not plain[name].equal(distilled[name])}
+    assert different == {"weight_scale"}
+    assert {name: w.shape for name, w in plain.items()} == {name: w.shape for name, w in distilled.items()}
+
+
+def test_the_recipe_beside_it_makes_it_again(model: Path, both: Path, tmp_path: Path) -> None:
+    again = load_recipe(both / "distilled/recipe.yaml")
+    assert again.variants["distilled"].scale_distillation is not None
+    quantize(model, tmp_path / "again", again, samples=32)
+    first, second = (
+        digests(folder)["model.safetensors"] for folder in (both / "distilled", tmp_path / "again/distilled")
+    )
+    assert first == second
