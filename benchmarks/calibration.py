@@ -11,8 +11,9 @@
     python -m benchmarks.calibration MODEL texts docs=v/docs/w4a16 handbook=v/handbook/w4a16 \\
         self=v/self/w4a16 mix=v/mix/w4a16 "docs, INT8=v/docs/w8a8" "self, INT8=v/self/w8a8" --output FILE.json
 
-For groups of 32 the same with `--recipe examples/small_model.yaml` and other folders. Variants that another
-recipe made are compared likewise.
+For groups of 32 the same with examples/small_model.yaml, without its scale_distillation, and other folders.
+benchmarks/recipes/int4.yaml has ways to INT4, which are compared likewise; the rotated model is from
+benchmarks/rotated.py, and the second model from benchmarks/small_model.py.
 
 Measured on are `prose.txt`, `code.txt` and `chat.jsonl` of that folder: rows of each go through the 16-bit
 model and through every variant, in float32, with weights (and, where the variant says so, activations)
