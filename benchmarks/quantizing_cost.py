@@ -2,12 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What quantising takes at the widths of a 7 B model: seconds and memory, for each layer.
 
-    python -m benchmarks.quantizing_cost MODEL RECIPE TEXT --samples 32 --length 512 --output FILE.json
+    python -m benchmarks.quantizing_cost MODEL benchmarks/recipes/int4.yaml TEXT imatrix distilled \\
+        --samples 32 --length 512 --output FILE.json
 
-Every variant of RECIPE is made twice by `flexquant quantize`, from random models of one and of two decoder
-layers as wide as Llama-2-7B's; the difference is what one layer more takes, and the result says what 32
-would. TEXT is what is calibrated on, with the tokenizer of MODEL, whose vocabulary the random models have.
-Runs in the quantising environment.
+Each of these variants of the recipe is made twice by `flexquant quantize`, from random models of one and of
+two decoder layers as wide as Llama-2-7B's; the difference is what one layer more takes, and the result says
+what 32 would. TEXT is what is calibrated on, with the tokenizer of MODEL, whose vocabulary the random models
+have. Runs in the quantising environment.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="folder with a tokenizer")
-    parser.add_argument("recipe", type=Path, help="recipe of which every variant is measured")
+    parser.add_argument("recipe", type=Path, help="file")
     parser.add_argument("text", help="what to calibrate on: text or .jsonl file")
+    parser.add_argument("variants", nargs="+", help="names in the recipe")
     parser.add_argument("--samples", type=int, default=32, help="(%(default)s)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sample (%(default)s)")
     parser.add_argument("--output", type=Path, required=True, help=".json file to write")
@@ -84,8 +86,8 @@ def main() -> None:
         models = [Path(folder, f"layers-{number}") for number in (1, 2)]
         for number, model in enumerate(models, 1):
             make_model(model, args.model, number)
-        for name, variant in recipe["variants"].items():
-            alone = {**recipe, "variants": {name: variant}}
+        for name in args.variants:
+            alone = {**recipe, "variants": {name: recipe["variants"][name]}}
             one, two = (measure(model, alone, options, Path(folder)) for model in models)
             layer = {key: two[key] - one[key] for key in one}
             whole = {key: one[key] + (NUM_LAYERS - 1) * layer[key] for key in one}
