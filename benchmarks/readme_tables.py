@@ -109,6 +109,16 @@ def calibration_self() -> str:
     return calibration_table(read("calibration-self.json"))
 
 
+def int4_smollm2() -> str:
+    """Ways to W4A16 in groups of 32, of SmolLM2-135M-Instruct."""
+    return calibration_table(read("int4-smollm2.json"), "how")
+
+
+def int4_qwen3() -> str:
+    """The same of the small Qwen3 of benchmarks/small_model.py."""
+    return calibration_table(read("int4-qwen3.json"), "how")
+
+
 def smoothing() -> str:
     found = read("smoothing.json")["smoothing"]
     ratios, best = found["ratios_to_per_mapping"], found["best_single_alpha"]
@@ -172,6 +182,8 @@ def main() -> int:
         methods,
         calibration,
         calibration_self,
+        int4_smollm2,
+        int4_qwen3,
         smoothing,
         merging,
         merging_memory,

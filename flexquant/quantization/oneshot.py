@@ -30,6 +30,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import decoder_layers
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
+FEWER_TOKENS = "lower --samples or --length"
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -130,7 +131,7 @@ def _errors_of_the_system(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def explained_memory(doing: str) -> Iterator[None]:
+def explained_memory(doing: str, remedy: str = FEWER_TOKENS) -> Iterator[None]:
     """Turn running out of memory, on the GPU or the CPU, into a FlexQuantError."""
     try:
         yield
@@ -138,8 +139,8 @@ def explained_memory(doing: str) -> Iterator[None]:
         if not _is_out_of_memory(e):
             raise
         raise FlexQuantError(
-            f"the memory ran out while {doing}; lower --samples or --length, choose a smaller "
-            "model, or use a machine with more memory"
+            f"the memory ran out while {doing}; {remedy}, choose a smaller model, or use a machine with "
+            "more memory"
         ) from e
 
 

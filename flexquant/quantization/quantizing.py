@@ -221,13 +221,12 @@ def _quantize(
         findings, strengths, spared = _findings(modifiers)
         findings["distillation"] = None
         if (distillation := job.variant.recipe.scale_distillation) is not None:
-            teacher = load_model(source.folder, dtype)
-            findings["distillation"] = {
-                "kl_by_epoch": distill_scales(
-                    quantized, teacher, rows, distillation.epochs, settings.seed, show
-                )
-            }
-            del teacher
+            with explained_memory(f"training the scales of '{name}'", "remove scale_distillation"):
+                teacher = load_model(source.folder, dtype)
+                epochs = distillation.epochs
+                by_epoch = distill_scales(quantized, teacher, rows, epochs, settings.seed, show)
+                del teacher
+            findings["distillation"] = {"kl_by_epoch": by_epoch}
         with staged_folder(job.folder) as stage:
             save_model(quantized, dtype, source.folder, stage)
             del quantized
