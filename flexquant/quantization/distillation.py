@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import torch
 from compressed_tensors.offload import update_offload_parameter
@@ -47,7 +48,7 @@ def distill_scales(
     ``teacher`` is the 16-bit model. ``rows`` [tokens] all have one length. ``progress`` is called with steps
     done and all steps. Raises FlexQuantError where the divergence is not finite.
     """
-    linears = [module for module in model.modules() if hasattr(module, "quantization_scheme")]
+    linears: list[Any] = [module for module in model.modules() if hasattr(module, "quantization_scheme")]
     device = get_main_device()
     teacher.to(device)
     for parameter in model.parameters():
@@ -91,7 +92,7 @@ def distill_scales(
     return found
 
 
-def integers_of(module: torch.nn.Module) -> torch.Tensor:
+def integers_of(module: Any) -> torch.Tensor:
     """Return the integers of a quantised linear, int8 [out, groups, inputs of a group]."""
     weight, scale = module.weight.detach().float(), module.weight_scale.detach().float()
     grouped = weight.view(weight.shape[0], scale.shape[1], -1)
