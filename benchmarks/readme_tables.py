@@ -62,8 +62,21 @@ def quality_cells(result: dict[str, Any], reference: dict[str, Any]) -> list[str
 
 
 def policies() -> str:
-    document = read("quality/quality.json")
-    reference, *results = document["results"]
+    return policies_of("quality/quality.json")
+
+
+def demo_policies() -> str:
+    """The same of the checkpoint that `make demo` builds."""
+    return policies_of("quality-demo/quality.json")
+
+
+def demo_policies_untrained() -> str:
+    """The same without the training of scales."""
+    return policies_of("quality-demo-untrained/quality.json")
+
+
+def policies_of(file: str) -> str:
+    reference, *results = read(file)["results"]
     rows = []
     for result in [reference, *(r for r in results if not same_policy(r))]:
         name = f"`{result['policy']}`" if result is not reference else "16 bit"
@@ -179,6 +192,8 @@ def simulated() -> str:
 def main() -> int:
     functions = (
         policies,
+        demo_policies,
+        demo_policies_untrained,
         methods,
         calibration,
         calibration_self,
