@@ -43,7 +43,7 @@ def divergence(model: Path, variant: Path) -> float:
 
 def test_the_answers_are_nearer_to_16_bit(model: Path, both: Path) -> None:
     plain, distilled = (divergence(model, both / way) for way in WAYS)
-    assert distilled < 0.95 * plain
+    assert distilled < 0.98 * plain
 
 
 def test_every_epoch_is_told(both: Path) -> None:
