@@ -25,6 +25,8 @@ COPIED = ("tokenizer*", "special_tokens_map.json", "chat_template*", "generation
 
 
 class Rotation(SpinQuantModifier):
+    """Rotates, and leaves the embeddings where they are."""
+
     def _center_embeddings(self, model: PreTrainedModel) -> None:
         pass
 
