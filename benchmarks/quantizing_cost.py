@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What quantising takes at the widths of a 7 B model: seconds and memory, for each layer.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.quantizing_cost MODEL benchmarks/recipes/int4.yaml TEXT imatrix distilled \\
-        --samples 32 --length 512 --output FILE.json
+    OMP_NUM_THREADS=1 python -m benchmarks.quantizing_cost MODEL benchmarks/recipes/int4.yaml TEXT \\
+        imatrix distilled --samples 4 --length 256 --output FILE.json
 
 Each of these variants of the recipe is made twice by `flexquant quantize`, from random models of one and of
 two decoder layers as wide as Llama-2-7B's; the difference is what one layer more takes, and the result says
