@@ -22,7 +22,9 @@ IDENTICAL = (
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
+    "tekken.json",
     "*.model",
+    "*.model.v*",
     "*.tiktoken",
     "chat_template*",
     "additional_chat_templates/*",
@@ -30,6 +32,8 @@ IDENTICAL = (
     "*.py",
 )
 NOTICES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+COPIED = (*IDENTICAL, *NOTICES, GENERATION_CONFIG)
+"""What a checkpoint that is made of another one has from it as it is."""
 
 
 def find_files(folder: Path, patterns: Sequence[str]) -> list[str]:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The files beside the weights: whatever a tokenizer is read from is taken along."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import transformers
+from mistral_common.tokens.tokenizers.base import TokenizerVersion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+from vllm.model_executor.models.registry import ModelRegistry
+
+from flexquant.checkpoint.sidecars import IDENTICAL
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints, split_checkpoint
+from tests.checkpoints import make_checkpoint
+
+VERSIONED = [f"mistral_instruct_tokenizer.model.{version.value}" for version in TokenizerVersion]
+
+
+def test_a_tokenizer_in_mistrals_format_is_taken_along(tmp_path: Path) -> None:
+    sources = {name: make_checkpoint(tmp_path / name, "mistral", name) for name in ("w8a8", "w4a16")}
+    names = ["tekken.json", *VERSIONED]
+    for folder in sources.values():
+        for name in names:
+            (folder / name).write_text("{}")
+    merge_checkpoints(sources, tmp_path / "merged")
+    split_checkpoint(tmp_path / "merged", "w4a16", tmp_path / "split")
+    for name in names:
+        assert (tmp_path / "merged" / name).is_file() and (tmp_path / "split" / name).is_file()
+
+    (sources["w4a16"] / "tekken.json").write_text('{"vocab": []}')
+    with pytest.raises(FlexQuantError, match=r"tekken\.json of 'w8a8' and 'w4a16' differ"):
+        merge_checkpoints(sources, tmp_path / "again")
+
+
+def test_vocabularies_of_all_served_models_are_taken_along() -> None:
+    served = set(ModelRegistry.get_supported_archs())
+    left_behind, seen = set(), 0
+    for kind, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        tokenizer = getattr(transformers, TOKENIZER_MAPPING_NAMES.get(kind) or "", None)
+        if architecture not in served or tokenizer is None:
+            continue
+        seen += 1
+        for name in tokenizer.vocab_files_names.values():
+            if not any(fnmatch(name, pattern) for pattern in IDENTICAL):
+                left_behind.add(f"{name} of {kind}")
+    assert seen > 40 and not left_behind
