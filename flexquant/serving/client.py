@@ -20,13 +20,33 @@ TIMEOUT = 3600.0
 """Seconds for a change, CUDA graphs included."""
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Redirects are answers like others: the key is meant for nobody but the server that was named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def admin_key() -> str:
+    """Return the administrator's key in the environment, without space around it; empty if there is none.
+
+    Raises :class:`FlexQuantError`, without the key, if a header cannot hold it.
+    """
+    key = os.environ.get(ADMIN_KEY, "").strip()
+    if not key.isprintable() or max(key, default="") > "\xff":
+        raise FlexQuantError(
+            f"the key in {ADMIN_KEY} has characters that a header cannot hold; use printable ASCII alone"
+        )
+    return key
+
+
 def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> dict[str, Any]:
     """Have the server at ``url`` take a policy, and return its answer (:func:`change_policy` in the server).
 
     ``url`` is that of the server or of its OpenAI API, ending in ``/v1``; ``dry_run`` only asks what would
     change. Raises :class:`FlexQuantError` where there is no key, no such server, and where it refuses.
     """
-    key = os.environ.get(ADMIN_KEY)
+    key = admin_key()
     if not key:
         raise FlexQuantError(f"the environment has no {ADMIN_KEY}; set it to the key that the server has")
     if not url.startswith(("http://", "https://")):
@@ -39,7 +59,7 @@ def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> dict[str
         method="POST",
     )
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=TIMEOUT) as reply:
             answer: dict[str, Any] = json.load(reply)
             return answer
     except urllib.error.HTTPError as e:
@@ -52,6 +72,11 @@ def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> dict[str
 def _refusal(error: urllib.error.HTTPError) -> str:
     if error.code == 401:
         return f"the server has another administrator's key; set {ADMIN_KEY} to that of the server"
+    if error.code in (301, 302, 303, 307, 308):
+        return (
+            f"the server sends on to {error.headers['Location']!r} ({error.code}), and the key goes to no "
+            "server but the one that is named; name that one if it is to have the key"
+        )
     if error.code in (404, 405):
         return (
             f"the server takes no other policy; start it with VLLM_PLUGINS=flexquant and {ADMIN_KEY} in its "

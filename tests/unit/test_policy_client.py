@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The administrator's key reaches the server that was named, and nobody else reads it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import load_policy
+from flexquant.serving.client import ADMIN_KEY, apply_policy
+
+KEY = "an administrator's key"
+
+
+class Server(HTTPServer):
+    """Answers as it is told, and keeps the keys that it was given."""
+
+    def __init__(self, code: int, location: str = "") -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.code, self.location = code, location
+        self.keys: list[str | None] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.keys.append(self.headers["Authorization"])
+        self.send_response(self.server.code)
+        if self.server.location:
+            self.send_header("Location", self.server.location)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    do_GET = do_POST
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def other() -> Iterator[Server]:
+    server = Server(200)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_the_key_follows_no_redirect(code: int, other: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADMIN_KEY, KEY)
+    named = Server(code, f"{other.url}/flexquant/policy")
+    with named, pytest.raises(FlexQuantError, match=f"sends on to '{other.url}/flexquant/policy' .{code}.*"):
+        try:
+            apply_policy(named.url, load_policy("w8a8"))
+        finally:
+            named.shutdown()
+    assert (named.keys, other.keys) == ([f"Bearer {KEY}"], [])
+
+
+@pytest.mark.parametrize("key", [KEY, f"{KEY}\n", f"\t {KEY} \r\n", "a k\u00e9y"])
+def test_space_around_the_key_is_none_of_it(key: str, other: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADMIN_KEY, key)
+    assert apply_policy(other.url, load_policy("w8a8")) == {}
+    assert other.keys == [f"Bearer {key.strip()}"]
+
+
+@pytest.mark.parametrize("key", ["a\nkey", "a\x7fkey", "a key\u2026"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(
+    key: str, other: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADMIN_KEY, key)
+    with pytest.raises(FlexQuantError) as refused:
+        apply_policy(other.url, load_policy("w8a8"))
+    assert str(refused.value) == (
+        f"the key in {ADMIN_KEY} has characters that a header cannot hold; use printable ASCII alone"
+    )
+    assert other.keys == []
+
+
+def test_nothing_but_space_is_no_key(other: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADMIN_KEY, " \n")
+    with pytest.raises(FlexQuantError, match=f"the environment has no {ADMIN_KEY}"):
+        apply_policy(other.url, load_policy("w8a8"))
