@@ -73,6 +73,8 @@ class Status(Answer):
     last_pass: LastPass | None
     counted: list[Counted] | None
     ranks: int
+    disagreement: list[PolicyName] | None = None
+    """The policies of all engines, only where they differ."""
 
 
 class Run(Answer):

@@ -22,7 +22,7 @@ from fastapi.responses import HTMLResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from flexquant.serving.answers import ServedRequests, Status, refusals
-from flexquant.serving.client import ADMIN_KEY
+from flexquant.serving.client import ADMIN_KEY, admin_key
 from flexquant.serving.engine_client import ask_workers, serves_merged
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class FlexQuantEndpoints:
             responses=refusals(_401="Not vLLM's key.", _404="None of the last requests.", _4XX="Refused."),
             **with_key,
         )
-        if os.environ.get(ADMIN_KEY):
+        if admin_key():
             from flexquant.serving.policy_endpoint import add_policy_route
 
             add_policy_route(app)
@@ -96,7 +96,7 @@ def authorise(request: Request, given: Annotated[Given, Depends(VLLM_KEY)]) -> N
 
 def authorise_admin(given: Annotated[Given, Depends(ADMINISTRATORS_KEY)]) -> None:
     """Ask for the administrator's key; raises HTTPException 401."""
-    _require(given, [os.environ[ADMIN_KEY]])
+    _require(given, [admin_key()])
 
 
 def _require(given: Given, keys: list[str]) -> None:
@@ -107,13 +107,19 @@ def _require(given: Given, keys: list[str]) -> None:
 
 
 async def status(request: Request) -> dict[str, Any]:
-    """Return the first rank's status with the counters of all engines in sum.
+    """Return the first rank's status with the counters of all engines in sum, and policies that differ.
 
     Raises HTTPException 404 where no merged checkpoint is served.
     """
-    ranks = await ask_ranks(request, "flexquant_status", timeout=STATUS_TIMEOUT)
+    return sum_up(await ask_ranks(request, "flexquant_status", timeout=STATUS_TIMEOUT))
+
+
+def sum_up(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one status of those of all ranks."""
     counted = [rank["counted"] for rank in ranks if rank["counted"] is not None]
-    return {**ranks[0], "counted": add_up(counted) if counted else None, "ranks": len(ranks)}
+    policies = [*{rank["policy"]["digest"]: rank["policy"] for rank in ranks}.values()]
+    summed = {**ranks[0], "counted": add_up(counted) if counted else None, "ranks": len(ranks)}
+    return summed | ({"disagreement": policies} if len(policies) > 1 else {})
 
 
 def add_up(counted: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:

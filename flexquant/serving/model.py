@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.forward_pass import Pass, PassObserver
 from flexquant.serving.graphs import PlanGraphs
 from flexquant.serving.model_state import observed_model_state
-from flexquant.serving.moments import running_moments
+from flexquant.serving.moments import RunningMoments, running_moments
 from flexquant.serving.options import resolved_policy
 from flexquant.serving.pass_records import PassRecords
 from flexquant.serving.plan_views import build_plan, decoder_path, is_compiled
@@ -31,10 +31,11 @@ from flexquant.serving.policy_change import (
     ServedPolicy,
     check_capture,
     check_change,
+    check_seen,
     describe_change,
     served_policy,
 )
-from flexquant.serving.ranks import all_ranks, check_ranks_agree
+from flexquant.serving.ranks import check_ranks_agree, on_all_ranks
 from flexquant.serving.variants import build_variants
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
@@ -91,6 +92,8 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self.observer.moments = running_moments(routes)
         self._vllm_config = vllm_config
         self._derived = routes.derived
+        self._before: dict[str, ServedPolicy] = {}
+        """By the name of the last change, the policy before it."""
         self._loader = VariantLoader(variants, self.merged, routes.derived)
         # A plain dict: plans are views, and must not show their weights to vLLM a second time.
         self._plans: dict[str, Any] = {plan.name: self._build_plan(plan) for plan in routes.plans}
@@ -156,55 +159,84 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         """The plan of every pass."""
         return self.policy.routes
 
-    def change_policy(self, name: str, document: dict[str, Any], runner: Any | None) -> dict[str, Any]:
+    def change_policy(
+        self,
+        name: str,
+        document: dict[str, Any],
+        runner: Any | None,
+        seen: Collection[str] | None = None,
+        change: str = "",
+    ) -> dict[str, Any]:
         """Route by another policy from the next pass on; return what that changes.
 
-        ``name`` is what users call it. No pass may be under way. Where CUDA graphs are missing, ``runner``,
-        vLLM's model runner, captures them; None: nothing is changed, and what would change is returned.
-        Raises :class:`FlexQuantError`, and changes nothing, if the model cannot take the policy.
+        ``name`` is what users call it; ``seen`` holds digests of policies that it may replace, None: any;
+        ``change`` names the change for :meth:`restore_policy`. No pass may be under way. Where CUDA graphs
+        are missing, ``runner``, vLLM's model runner, captures them; None: nothing is changed, and what would
+        change is returned. Raises :class:`FlexQuantError`, and changes nothing, if the model cannot take the
+        policy, on whichever rank.
         """
+
+        def check() -> tuple[ServedPolicy, dict[str, Any]]:
+            check_seen(before, seen, name)
+            after = served_policy(self._vllm_config, self.merged, name, parse_policy(document, name))
+            if not after.routes.ignores_phase():
+                self.observer.check_phases()
+            compiles = any(
+                is_compiled(plan.get_submodule(decoder_path(plan))) for plan in self._plans.values()
+            )
+            check_change(
+                after,
+                variants=list(self.variants),
+                derived=self._derived,
+                compiled_plans=list(self._plans) if compiles else None,
+            )
+            captures = check_capture(self._vllm_config, self._graphs, after)
+            return after, describe_change(before, after, captures=captures)
+
         before = self.policy
-        after = served_policy(self._vllm_config, self.merged, name, parse_policy(document, name))
-        if not after.routes.ignores_phase():
-            self.observer.check_phases()
-        compiles = any(is_compiled(plan.get_submodule(decoder_path(plan))) for plan in self._plans.values())
-        check_change(
-            after,
-            variants=list(self.variants),
-            derived=self._derived,
-            compiled_plans=list(self._plans) if compiles else None,
-        )
-        captures = check_capture(self._vllm_config, self._graphs, after)
+        after, told = on_all_ranks(check)
         if runner is not None:
+            self._take_policy(after, runner)
+            self._before = {change: before}
+        return told
+
+    def restore_policy(self, change: str, runner: Any) -> None:
+        """Go back to the policy before a change, if this is the last one that was made here.
+
+        Other engines have not taken it. Raises :class:`FlexQuantError` as :meth:`change_policy` does.
+        """
+        if before := self._before.pop(change, None):
+            self._take_policy(before, runner)
+
+    def _take_policy(self, after: ServedPolicy, runner: Any) -> None:
+        before = self.policy
+
+        def prepare() -> tuple[dict[str, Any], RunningMoments | None]:
             self.observer.settle()
-            for plan in after.routes.plans:
-                if plan.name not in self._plans:
-                    self._plans[plan.name] = self._build_plan(plan)
-            self.policy = after
-            if captures:
-                self._capture_again(runner, before)
-            self.observer.moments = running_moments(after.routes)
-            self.records.announce_policy(after)
-            logger.info("FlexQuant: policy %s instead of %s", after.name, before.name)
-        return describe_change(before, after, captures=captures)
+            missing = [plan for plan in after.routes.plans if plan.name not in self._plans]
+            return {plan.name: self._build_plan(plan) for plan in missing}, running_moments(after.routes)
+
+        plans, moments = on_all_ranks(prepare)
+        self._plans |= plans
+        self.policy = after
+        if not self._graphs.fit(after.routes):
+            self._capture_again(runner, before)
+        self.observer.moments = moments
+        self.records.announce_policy(after)
+        logger.info("FlexQuant: policy %s instead of %s", after.name, before.name)
 
     def _capture_again(self, runner: Any, before: ServedPolicy) -> None:
         """Capture CUDA graphs for the policy; if a rank cannot, all go back to the one ``before``."""
-        failure: Exception | None = None
         with self.observer.interrupted():
             try:
+                on_all_ranks(lambda: self._graphs.capture_again(runner, self._vllm_config))
+            except FlexQuantError as e:
+                name, self.policy = self.policy.name, before
                 self._graphs.capture_again(runner, self._vllm_config)
-            except Exception as e:
-                logger.exception("the CUDA graphs of policy %s could not be captured", self.policy.name)
-                failure = e
-            if all_ranks(failure is None):
-                return
-            name, self.policy = self.policy.name, before
-            self._graphs.capture_again(runner, self._vllm_config)
-        raise FlexQuantError(
-            f"the CUDA graphs of {name} could not be captured on every rank ({failure or 'another rank'}); "
-            f"{before.name} is served as before"
-        ) from failure
+                raise FlexQuantError(
+                    f"the CUDA graphs of {name} could not be captured on every rank ({e}); {before.name} is "
+                    "served as before"
+                ) from e
 
     @property
     def model(self) -> nn.Module:

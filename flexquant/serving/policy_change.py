@@ -49,6 +49,17 @@ def served_policy(vllm_config: VllmConfig, merged: MergedConfig, name: str, poli
     return ServedPolicy(name, digest_of(policy.document), routes)
 
 
+def check_seen(before: ServedPolicy, seen: Collection[str] | None, name: str) -> None:
+    """Raise :class:`FlexQuantError` if who applies the policy ``name`` has not seen the one that it replaces.
+
+    ``seen``: digests; None: whichever it is.
+    """
+    if seen is not None and before.digest not in seen:
+        raise FlexQuantError(
+            f"{before.name} has been taken while {name} was checked; see what is served, and apply it again"
+        )
+
+
 def check_change(
     after: ServedPolicy,
     *,
@@ -67,8 +78,8 @@ def check_change(
             f"{after.name} uses {' and '.join(missing)}, but the server has loaded {', '.join(variants)}; "
             "take a policy that uses these alone, or start a server with one that uses all of them"
         )
-    for name, derivation in after.routes.derived.items():
-        if derivation != derived[name]:
+    for name in sorted(needed):
+        if after.routes.derived.get(name) != derived.get(name):
             raise FlexQuantError(
                 f"{after.name} derives {name} otherwise than the policy that the server was started with; "
                 "derive it in the same way, or start a server with this policy"

@@ -6,13 +6,16 @@ The body is a policy document, YAML or JSON. Of the query, ``name`` is what the 
 on, and ``dry_run`` asks only what would change. All ranks are asked first whether they can take it. vLLM runs
 such a question in the loop of its engine, where no step is under way, and passes it on to the ranks in one
 order with the steps: so they all change between the same two steps, and no request notices. Where CUDA graphs
-have to be captured, vLLM's own pause holds all requests back meanwhile.
+have to be captured, vLLM's own pause holds all requests back meanwhile. Each engine takes the policy only in
+the place of one that the first question has seen, so that of two API servers that are asked at once one is
+refused, or both; and if an engine refuses, those that have taken the policy go back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
@@ -89,12 +92,13 @@ async def change_policy(
     async with _one_at_a_time:
         policy = await asyncio.to_thread(read_policy, body, name)
         began = time.perf_counter()
-        found = await _change(request, policy, dry_run=True)
+        ranks = await _ask_change(request, policy, True)
         if not dry_run:
-            async with _paused(request) if found["captures_graphs"] else _running():
-                found = await _change(request, policy, dry_run=False)
-            logger.info("policy %s taken instead of %s", name, found["before"]["name"])
-        return {**found, "dry_run": dry_run, "seconds": time.perf_counter() - began}
+            captures = any(rank["captures_graphs"] for rank in ranks)
+            async with _paused(request) if captures else _running():
+                ranks = await _change(request, policy, [rank["before"]["digest"] for rank in ranks])
+            logger.info("policy %s taken instead of %s", name, ranks[0]["before"]["name"])
+        return {**ranks[0], "dry_run": dry_run, "seconds": time.perf_counter() - began}
 
 
 def read_policy(body: bytes, name: str) -> Policy:
@@ -117,20 +121,31 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _change(request: Request, policy: Policy, *, dry_run: bool) -> dict[str, Any]:
+async def _change(request: Request, policy: Policy, seen: list[str]) -> list[dict[str, Any]]:
+    """Have all engines take a policy in the place of those of these digests, or none."""
+    change = uuid.uuid4().hex
+    try:
+        return await _ask_change(request, policy, False, seen, change)
+    except Exception:
+        # An engine answers in the order in which it was asked: also one whose answer is still to come.
+        await _ask_all(request, CAPTURE_TIMEOUT, "flexquant_restore_policy", change)
+        raise
+
+
+async def _ask_change(request: Request, policy: Policy, dry_run: bool, *more: Any) -> list[dict[str, Any]]:
     document = {key: value for key, value in policy.document.items() if key != "measured"}
     timeout = STATUS_TIMEOUT if dry_run else CAPTURE_TIMEOUT
-    ranks = await ask_ranks(
-        request, "flexquant_change_policy", policy.name, document, dry_run, timeout=timeout
-    )
-    reasons = [rank["refused"] for rank in ranks if "refused" in rank]
-    if reasons and not dry_run and len(reasons) < len(ranks):
-        raise HTTPException(
-            409, f"{reasons[0]}; other data-parallel engines have taken it, so apply one that all can take"
-        )
-    if reasons:
-        raise HTTPException(409, reasons[0])
-    return ranks[0]
+    asked = "flexquant_change_policy", policy.name, document, dry_run, *more
+    return await _ask_all(request, timeout, *asked)
+
+
+async def _ask_all(request: Request, timeout: float, method: str, *args: Any) -> list[dict[str, Any]]:
+    """Return what all ranks answer; raises HTTPException 409 with the reason of one that refuses."""
+    ranks = await ask_ranks(request, method, *args, timeout=timeout)
+    for rank in ranks:
+        if "refused" in rank:
+            raise HTTPException(409, rank["refused"])
+    return ranks
 
 
 @asynccontextmanager

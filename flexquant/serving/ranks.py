@@ -8,16 +8,23 @@ machines, started by a command on each, every one has a front end of its own, wh
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from vllm.logger import init_logger
 
 from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.rules import PHASES
-from flexquant.serving.vllm_api import get_world_group
+from flexquant.serving.vllm_api import get_pp_group, get_tp_group, get_world_group
+
+logger = init_logger("vllm.flexquant.ranks")
+
+Result = TypeVar("Result")
 
 
 def check_ranks_agree(routes: RouteTable, quantization_config: dict[str, Any]) -> None:
@@ -52,10 +59,32 @@ def check_ranks_agree(routes: RouteTable, quantization_config: dict[str, Any]) -
             )
 
 
-def all_ranks(mine: bool) -> bool:
-    """Return whether something holds on every rank; ``mine`` is this one's. Every rank has to call this."""
-    world = get_world_group()
-    everyones = [mine] * world.world_size
-    if world.world_size > 1:
-        torch.distributed.all_gather_object(everyones, mine, group=world.cpu_group)
-    return all(everyones)
+def on_all_ranks(step: Callable[[], Result]) -> Result:
+    """Return the result of a step that succeeds on every rank of an engine; each of them has to call this.
+
+    Raises :class:`FlexQuantError`, on all ranks, where it fails on one, whatever it raises there.
+    """
+    result: Result | None = None
+    failure: Exception | None = None
+    try:
+        result = step()
+    except Exception as e:
+        failure = e
+        if not isinstance(e, FlexQuantError):
+            logger.exception("a step that all ranks have to take together has failed")
+    everyones = [reason_of(failure)]
+    # Not the world group: replicas of a mixture of experts are in it too, each at a moment of its own.
+    for group in (get_tp_group(), get_pp_group()):
+        theirs: list[list[str]] = [[]] * group.world_size
+        torch.distributed.all_gather_object(theirs, everyones, group=group.cpu_group)
+        everyones = [*itertools.chain.from_iterable(theirs)]
+    if reasons := [reason for reason in everyones if reason]:
+        raise FlexQuantError(reasons[0]) from failure
+    return cast(Result, result)
+
+
+def reason_of(failure: Exception | None) -> str:
+    """Say in one sentence why something failed; empty for None."""
+    if failure is None or isinstance(failure, FlexQuantError):
+        return str(failure or "")
+    return f"{type(failure).__name__} ({failure}), and the worker's log tells where"

@@ -34,13 +34,30 @@ class FlexQuantWorker:
         return self.get_model().records.requests.tokens(requests)
 
     def flexquant_change_policy(
-        self: Any, name: str, document: dict[str, Any], dry_run: bool
+        self: Any,
+        name: str,
+        document: dict[str, Any],
+        dry_run: bool,
+        seen: list[str] | None = None,
+        change: str = "",
     ) -> dict[str, Any]:
         """Take another policy, as :meth:`FlexQuantForCausalLM.change_policy` does; ``dry_run``: only tell.
 
         A policy that cannot be taken is returned as ``{"refused": reason}``.
         """
         try:
-            return self.get_model().change_policy(name, document, None if dry_run else self.model_runner)
+            runner = None if dry_run else self.model_runner
+            return self.get_model().change_policy(name, document, runner, seen, change)
         except FlexQuantError as e:
             return {"refused": str(e)}
+
+    def flexquant_restore_policy(self: Any, change: str) -> dict[str, Any]:
+        """Undo a change that other engines have not taken (:meth:`FlexQuantForCausalLM.restore_policy`).
+
+        What cannot be undone is returned as ``{"refused": reason}``.
+        """
+        try:
+            self.get_model().restore_policy(change, self.model_runner)
+        except FlexQuantError as e:
+            return {"refused": str(e)}
+        return {}

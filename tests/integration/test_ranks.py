@@ -5,13 +5,16 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
-from flexquant.serving.ranks import check_ranks_agree
+from flexquant.serving.ranks import check_ranks_agree, on_all_ranks
 
 CONFIG = {"variants": {"w8a8": {}, "w4a16": {}}}
 FIRST = ("phase", 64, CONFIG)
@@ -23,15 +26,53 @@ CASES = {
     "checkpoint": (("phase", 64, {}), "rank 1 has other quantization_config in config.json than rank 0"),
 }
 """What rank 1 has, and what both say."""
+STEPS = {
+    "taken": (None, ""),
+    "refused": (FlexQuantError("not here"), "not here"),
+    "unforeseen": (KeyError("w4a8"), "KeyError ('w4a8'), and the worker's log tells where"),
+}
+"""What rank 1 raises in a step of all ranks, and what both say."""
 
 
-def refusals(rank: int, meeting: str) -> dict[str, str]:
-    """What the check says in a process that is one rank of two, by case; empty if nothing."""
+def meet(rank: int, meeting: str, tensor_parallel: int) -> None:
+    """Make this process one rank of two, tensor parallel or pipeline parallel."""
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(2, rank, meeting, rank, "gloo")
+        initialize_model_parallel(tensor_parallel, 2 // tensor_parallel, backend="gloo")
+
+
+def on_both(told: Callable[..., dict[str, str]], tmp_path: Path, tensor_parallel: int) -> dict[str, str]:
+    """What both of two ranks say, which has to be the same."""
+    asked = f"file://{tmp_path}/store", tensor_parallel
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as ranks:
+        first, second = (ranks.submit(told, rank, *asked) for rank in range(2))
+        assert first.result(timeout=300) == second.result(timeout=300)
+    return first.result()
+
+
+def steps(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
+    """What a process that is one rank of two says of steps that rank 1 may fail in, by case."""
+    meet(rank, meeting, tensor_parallel)
+
+    def step(failure: Exception | None) -> None:
+        if rank and failure is not None:
+            raise failure
+
+    said = {}
+    for name, (failure, _) in STEPS.items():
+        try:
+            said[name] = on_all_ranks(lambda failure=failure: step(failure)) or ""
+        except FlexQuantError as e:
+            said[name] = str(e)
+    return said
+
+
+def refusals(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
+    """What the check says in a process that is one rank of two, by case; empty if nothing."""
+    meet(rank, meeting, tensor_parallel)
     said = {}
     for name, (other, _) in CASES.items():
         policy, max_tokens, config = other if rank else FIRST
@@ -46,10 +87,11 @@ def refusals(rank: int, meeting: str) -> dict[str, str]:
 
 
 def test_all_ranks_refuse_what_one_has_otherwise(tmp_path: Path):
-    meeting = f"file://{tmp_path}/store"
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as ranks:
-        first, second = (ranks.submit(refusals, rank, meeting) for rank in range(2))
-        assert first.result(timeout=120) == second.result(timeout=120)
+    said = on_both(refusals, tmp_path, 2)
     for name, (_, expected) in CASES.items():
-        said = first.result()[name]
-        assert said.startswith(expected) and bool(said) == bool(expected), name
+        assert said[name].startswith(expected) and bool(said[name]) == bool(expected), name
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_a_step_fails_on_all_ranks_or_on_none(tmp_path: Path, tensor_parallel: int):
+    assert on_both(steps, tmp_path, tensor_parallel) == {name: said for name, (_, said) in STEPS.items()}
