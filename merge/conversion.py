@@ -41,7 +41,7 @@ def convert_checkpoint(
     converter = _converter(folder, config, tensors)
     prepare_output(output, [folder], overwrite=overwrite)
     check_free_space(output, sum(ref.nbytes for ref in tensors.values()))
-    with staged_folder(output) as stage:
+    with staged_folder(output, overwrite=overwrite) as stage:
         convert(folder, stage, _InDtype(converter, DTYPES[dtype]) if dtype else converter)
         if dtype:
             _set_dtype(stage / "config.json", dtype)

@@ -60,7 +60,7 @@ def merge_checkpoints(
     plan = plan_merge([Source.open(name, folder) for name, folder in pairs])
     shards = plan_shards(list(plan.groups.values()), max_shard_size)
     check_free_space(output, needed_bytes(shards, plan.files.values()))
-    with staged_folder(output) as stage, writing_shards(stage, shards) as finish:
+    with staged_folder(output, overwrite=overwrite) as stage, writing_shards(stage, shards) as finish:
         kv = check_kv_compatibility(plan.sources, kv_progress)
         if not kv.compatible and not allow_incompatible_kv:
             raise FlexQuantError(kv.message)

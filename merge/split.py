@@ -55,7 +55,7 @@ def split_checkpoint(
     shards = plan_shards([tensors], max_shard_size)
     check_free_space(output, needed_bytes(shards, files.values()))
     recorded = (checkpoint.provenance or {}).get("tensors", {})
-    with staged_folder(output) as stage:
+    with staged_folder(output, overwrite=overwrite) as stage:
         for name, path in files.items():
             copy_file(path, stage / name)
         digests = write_shards(stage, shards, progress)

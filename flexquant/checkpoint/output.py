@@ -2,9 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """All or nothing: an output is written beside its final place and renamed when it is complete.
 
-A folder's writer locks the file ``.<name>.lock`` beside it for as long as there is a stage, ``.<name>.tmp``.
-The system lets go of the lock when the process ends in whatever way, so who holds it knows that a stage
-found is that of a dead process, on whatever machine or in whatever container that process ran.
+A folder's writer locks the file ``.<name>.flexquant-lock`` beside it for as long as there is a stage,
+``.<name>.flexquant-tmp``. The system lets go of the lock when the process ends in whatever way, so who holds
+it knows that a stage found is that of a dead process, on whatever machine or in whatever container that
+process ran. Nothing else beside an output is touched, and what appears at its place meanwhile stays unless
+it may be replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from pathlib import Path
 from flexquant.errors import FlexQuantError
 
 AT_FDCWD = -100
-RENAME_EXCHANGE = 2
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
+CHECKPOINT_FILES = ("config.json", "quantization_report.json")
+"""A folder with one of them may be replaced: a checkpoint, or a variant that lost its config."""
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -30,7 +34,7 @@ def remove_leftovers(output: Path) -> None:
 
     Raises FlexQuantError when another process is writing it.
     """
-    target = output.resolve()
+    target = _resolved(output)
     with _explained(output):
         if any(path.exists() for path in (_lock_file(target), _stage(target), _old(target))):
             with _locked(target):
@@ -44,16 +48,16 @@ def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> 
     another process.
     """
     remove_leftovers(output)
-    target = output.resolve()
+    target = _resolved(output)
     for folder in inputs:
-        source = folder.resolve()
+        source = Path(os.path.realpath(folder))
         if target.is_relative_to(source) or source.is_relative_to(target):
             raise FlexQuantError(f"the output {output} overlaps the input {folder}; choose another folder")
     if not output.exists():
         return
     if not overwrite:
         raise FlexQuantError(f"{output} exists; choose another folder, or replace it with --overwrite")
-    if not (output / "config.json").is_file():
+    if not _is_checkpoint(output):
         raise FlexQuantError(
             f"{output} is not a checkpoint folder, so it is not replaced; choose another folder"
         )
@@ -71,13 +75,14 @@ def check_free_space(output: Path, needed: int) -> None:
 
 
 @contextmanager
-def staged_folder(output: Path) -> Iterator[Path]:
+def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Give a temporary folder to write into, which takes the place of ``output`` at the end.
 
-    A folder already at ``output`` is removed last. Raises FlexQuantError for an output that another process
-    is writing, a full disk or another failure to write; ``output`` is then as it was before.
+    With ``overwrite`` a checkpoint that is then at ``output`` is replaced, and removed last. Raises
+    FlexQuantError for anything else there, an output that another process is writing, a full disk or another
+    failure to write; ``output`` is then as it was before.
     """
-    target = output.resolve()
+    target = _resolved(output)
     stage = _stage(target)
     with _explained(output):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +93,7 @@ def staged_folder(output: Path) -> Iterator[Path]:
                 yield stage
                 for path in (*stage.rglob("*"), stage):
                     sync(path)
-                _swap(stage, target)
+                _swap(stage, target, overwrite)
                 sync(target.parent)
             finally:
                 shutil.rmtree(stage, ignore_errors=True)
@@ -99,12 +104,19 @@ def staged_file(file: Path) -> Iterator[Path]:
     """Give a path beside ``file`` to write to, which takes the place of ``file`` at the end.
 
     A process that fails or dies before leaves ``file`` as it was; one that fails, nothing beside it either.
-    Nothing is locked: two processes must not write one file at the same time.
+    A link stays and leads to what was written; a device or pipe is written to as it is. Nothing is locked:
+    two processes must not write one file at the same time.
     """
-    partial = file.with_name(f"{file.name}.new")
+    if file.exists() and not file.is_file():
+        yield file
+        return
+    target = Path(os.path.realpath(file))
+    partial = _beside(target, "new")
     try:
         yield partial
-        os.replace(partial, file)
+        sync(partial)
+        os.replace(partial, target)
+        sync(target.parent)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -129,16 +141,32 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} GB"
 
 
+def _resolved(output: Path) -> Path:
+    """Return the absolute path without links; raise FlexQuantError where no folder can be."""
+    try:
+        target = output.resolve()
+    except (OSError, RuntimeError, ValueError) as e:  # links in a circle, a zero byte ...
+        raise FlexQuantError(f"{output} cannot be the name of a folder ({e}); choose another folder") from e
+    if not target.name:
+        raise FlexQuantError(f"{output} is the root of the file system; choose a folder in it")
+    return target
+
+
+def _beside(target: Path, what: str) -> Path:
+    """Return where FlexQuant keeps something of its own for ``target``."""
+    return target.with_name(f".{target.name}.flexquant-{what}")
+
+
 def _lock_file(target: Path) -> Path:
-    return target.with_name(f".{target.name}.lock")
+    return _beside(target, "lock")
 
 
 def _stage(target: Path) -> Path:
-    return target.with_name(f".{target.name}.tmp")
+    return _beside(target, "tmp")
 
 
 def _old(target: Path) -> Path:
-    return target.with_name(f".{target.name}.old")
+    return _beside(target, "old")
 
 
 @contextmanager
@@ -200,14 +228,22 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _swap(stage: Path, target: Path) -> None:
-    """Put ``stage`` at ``target``; what was there is afterwards at ``stage``, or gone."""
-    if not target.exists():
-        os.rename(stage, target)
+def _swap(stage: Path, target: Path, overwrite: bool) -> None:
+    """Put ``stage`` at ``target``; what was there is afterwards at ``stage``, or gone.
+
+    Raises FlexQuantError where something is there that may not be replaced.
+    """
+    if _renamed(stage, target, RENAME_NOREPLACE):
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    renameat2 = getattr(libc, "renameat2", None)
-    if renameat2 and renameat2(AT_FDCWD, bytes(stage), AT_FDCWD, bytes(target), RENAME_EXCHANGE) == 0:
+    if not os.path.lexists(target):
+        os.rename(stage, target)  # at most an empty folder, which came just now, is replaced
+        return
+    if not (overwrite and _is_checkpoint(target)):
+        raise FlexQuantError(
+            f"{_describe(target)} appeared at {target} while it was being written, and stays; choose another "
+            "folder, or move away what is there and start again"
+        )
+    if _renamed(stage, target, RENAME_EXCHANGE):
         return
     # A file system without an atomic exchange: a crash between the two leaves `old`, restored next time.
     old = _old(target)
@@ -220,10 +256,40 @@ def _swap(stage: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _renamed(stage: Path, target: Path, flag: int) -> bool:
+    """Whether the system renamed ``stage`` with a flag that not every file system has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    renameat2 = getattr(libc, "renameat2", None)
+    return bool(renameat2) and renameat2(AT_FDCWD, bytes(stage), AT_FDCWD, bytes(target), flag) == 0
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in CHECKPOINT_FILES)
+
+
+def _describe(path: Path) -> str:
+    """Return e.g. ``a folder with config.json`` for what is at a path."""
+    if path.is_symlink() or not path.is_dir():
+        return "a link" if path.is_symlink() else "a file"
+    names = sorted(os.listdir(path))
+    if not names:
+        return "an empty folder"
+    return f"a folder with {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+
+
 def _clean_up(target: Path) -> None:
-    """Remove what a dead process left of an output, and put back what it had moved out of the way."""
-    if not target.exists() and _old(target).exists():
-        os.rename(_old(target), target)
-    for folder in (_old(target), _stage(target)):
+    """Remove what a dead process left of an output, and put back what it had moved out of the way.
+
+    Raises FlexQuantError where something else has come to lie at the place to put it back to.
+    """
+    old, stage = _old(target), _stage(target)
+    if old.exists() and not target.exists():
+        os.rename(old, target)
+    elif old.exists() and stage.exists():
+        raise FlexQuantError(
+            f"{old} is what a run that ended half way was to replace, and meanwhile {_describe(target)} "
+            f"appeared at {target}; move one of them away"
+        )
+    for folder in (old, stage):
         if folder.exists():
             shutil.rmtree(folder)

@@ -129,7 +129,7 @@ def quantize_variants(
             unit = " layers" if job.variant.recipe.scale_distillation is None else ""
             with stage(_title(job, finished), unit=unit) as show:
                 if not finished:
-                    _quantize(job, source, recipe, settings, tokenizer, show)
+                    _quantize(job, source, recipe, settings, tokenizer, overwrite, show)
             seconds = 0.0 if finished else time.monotonic() - started
             results.append(read_quantized(job.variant, job.folder, finished, seconds))
         return results
@@ -204,6 +204,7 @@ def _quantize(
     recipe: Recipe,
     settings: Calibration,
     tokenizer: PreTrainedTokenizerBase,
+    overwrite: bool,
     show: Progress | None,
 ) -> None:
     import torch
@@ -227,7 +228,7 @@ def _quantize(
                 by_epoch = distill_scales(quantized, teacher, rows, epochs, settings.seed, show)
                 del teacher
             findings["distillation"] = {"kl_by_epoch": by_epoch}
-        with staged_folder(job.folder) as stage:
+        with staged_folder(job.folder, overwrite=overwrite) as stage:
             save_model(quantized, dtype, source.folder, stage)
             del quantized
             resolved = with_findings(job.variant, strengths, spared)

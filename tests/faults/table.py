@@ -12,5 +12,15 @@ from tests.faults.planted.merging import MERGING
 from tests.faults.planted.policy import POLICY
 from tests.faults.planted.quantising import QUANTISING
 from tests.faults.planted.serving import SERVING
+from tests.faults.planted.writing import WRITING
 
-FAULTS: tuple[Fault, ...] = (*POLICY, *SERVING, *GRAPHS, *KERNELS, *MERGING, *MEASURING, *QUANTISING)
+FAULTS: tuple[Fault, ...] = (
+    *POLICY,
+    *SERVING,
+    *GRAPHS,
+    *KERNELS,
+    *MERGING,
+    *WRITING,
+    *MEASURING,
+    *QUANTISING,
+)

@@ -34,7 +34,7 @@ def test_what_was_there_stays_and_the_next_run_succeeds(
     file = output / written
     file.parent.mkdir(parents=True)
     file.write_text("old")
-    (full := file.with_name(f"{file.name}.new")).symlink_to("/dev/full")
+    (full := file.with_name(f".{file.name}.flexquant-new")).symlink_to("/dev/full")
     run = [sys.executable, "-m", "flexquant", *command.arguments(inputs, output)]
 
     environment = programs.newcomers_environment() | {"TMPDIR": str(tmp_path)}

@@ -117,6 +117,6 @@ COMMANDS = {
     "merge-over-another": Command(_make_sources, _merge, MERGING, prepare=_merge_one),
     "quantize": Command(_make_model, _quantize, QUANTIZING),
     "build": Command(_make_model, _build, QUANTIZING),
-    "eval": Command(_make_merged, _eval, ENGINE, unfinished=(".new",)),
-    "tune": Command(_make_merged, _tune, ENGINE, look=tuned, unfinished=(".new", ".samples.json")),
+    "eval": Command(_make_merged, _eval, ENGINE),
+    "tune": Command(_make_merged, _tune, ENGINE, look=tuned, unfinished=(".samples.json",)),
 }

@@ -71,8 +71,8 @@ OLD, NEW = (
         ({}, "nothing"),
         (OLD, "merged old"),
         (
-            NEW | {".merged.tmp/config.json": "half", ".merged.tmp/weights": "half"},
-            "merged whole, .merged.tmp",
+            NEW | {".merged.flexquant-tmp/config.json": "half", ".merged.flexquant-tmp/weights": "half"},
+            "merged whole, .merged.flexquant-tmp",
         ),
     ],
 )

@@ -147,7 +147,7 @@ def test_an_interrupted_writing_begins_anew(small: Path, finished: Path, tmp_pat
     expected = digests(finished)
     output = tmp_path / "interrupted"
     output.mkdir()
-    (output / "calibration.jsonl.new").write_text('{"text": "half')
+    (output / ".calibration.jsonl.flexquant-new").write_text('{"text": "half')
     write(small, output, resume=True)
     assert digests(output) == expected
 

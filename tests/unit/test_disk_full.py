@@ -46,7 +46,7 @@ def test_what_does_not_fit(sources, tmp_path, command, most):
 def test_a_file_that_leads_to_a_full_device(tmp_path):
     file = tmp_path / "policy.yaml"
     file.write_text("old")
-    (tmp_path / "policy.yaml.new").symlink_to("/dev/full")
+    (tmp_path / ".policy.yaml.flexquant-new").symlink_to("/dev/full")
     with pytest.raises(OSError) as refused, staged_file(file) as partial:
         partial.write_text("new")
     assert "the disk is full (No space left on device); free some space" in str(

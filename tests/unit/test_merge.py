@@ -9,11 +9,14 @@ import signal
 import sys
 
 import pytest
+import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint import output as staging
 from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig
+from flexquant.checkpoint.safetensors_io import read_header
+from flexquant.checkpoint.writer import plan_shards, write_shards
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, verify_checkpoint
@@ -103,6 +106,27 @@ def test_shards_hold_one_group_each_and_the_index_is_sorted(sources, tmp_path):
     assert index["metadata"]["total_size"] == total
 
 
+def test_every_tensor_lies_where_a_reader_can_map_it(tmp_path):
+    """Odd sizes in an order of names that puts bytes before wide numbers, and headers of every length."""
+    for length in range(1, 9):
+        folder = tmp_path / str(length)
+        folder.mkdir()
+        state = {
+            f"{'a' * length}.mask": torch.ones(3, dtype=torch.bool),
+            "b.weight": torch.ones(5, dtype=torch.int8),
+            "c.scale": torch.ones(3, dtype=torch.bfloat16),
+            "d.packed": torch.ones(3, dtype=torch.int32),
+            "e.shape": torch.ones(1, dtype=torch.int64),
+        }
+        save_file(state, folder / "source.safetensors")
+        shards = plan_shards([read_header(folder / "source.safetensors")], 1 << 30)
+        write_shards(folder, shards)
+        written = read_header(folder / "model.safetensors")
+        assert written.keys() == state.keys()
+        assert all(ref.begin % state[name].element_size() == 0 for name, ref in written.items())
+        assert all(tensor.equal(state[k]) for k, tensor in load_file(folder / "model.safetensors").items())
+
+
 def test_tied_embeddings_stay_tied(tmp_path):
     sources = {s: make_checkpoint(tmp_path / s, "gemma3", s) for s in ("w8a8", "w4a16")}
     merge_checkpoints(sources, tmp_path / "merged")
@@ -184,7 +208,7 @@ def test_overwrite_where_folders_cannot_be_exchanged(sources, tmp_path, monkeypa
 def test_old_output_returns_after_a_crash_between_the_renames(sources, tmp_path):
     output = tmp_path / "merged"
     merge_checkpoints(sources, output)
-    output.rename(tmp_path / ".merged.old")
+    output.rename(tmp_path / ".merged.flexquant-old")
     with pytest.raises(FlexQuantError, match="exists"):
         merge_checkpoints(sources, output)
     verify_checkpoint(output)
@@ -238,7 +262,8 @@ def test_killed_merge_leaves_the_old_output_or_none(sources, tmp_path, output_ex
     programs.run(merge_in_child(sources, output, "kill"), timeout=120, status=-signal.SIGKILL)
     assert contents(output) == before
     left = {p.name for p in tmp_path.iterdir() if p != output}
-    assert left == {".merged.lock", ".merged.tmp"} and not (tmp_path / ".merged.tmp/config.json").exists()
+    assert left == {".merged.flexquant-lock", ".merged.flexquant-tmp"}
+    assert not (tmp_path / ".merged.flexquant-tmp/config.json").exists()
     merge_checkpoints(sources, output, overwrite=True)
     verify_checkpoint(output)
     assert list(tmp_path.iterdir()) == [output]

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""One writer an output, whatever its process id; killed anywhere it leaves the old output or none."""
+"""One writer an output, whatever its process id; killed anywhere it leaves the old output or none.
+
+What is not FlexQuant's own stays, whenever it came.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.checkpoint.output import prepare_output, staged_file, staged_folder
+from flexquant.checkpoint import output as output_module
+from flexquant.checkpoint.output import prepare_output, remove_leftovers, staged_file, staged_folder
 from flexquant.errors import FlexQuantError
 from tests import programs
 
@@ -49,7 +54,7 @@ def count(event, arguments):
 
 sys.addaudithook(count)
 output_module.prepare_output(folder / "merged", [], overwrite=True)
-with output_module.staged_folder(folder / "merged") as stage:
+with output_module.staged_folder(folder / "merged", overwrite=True) as stage:
     for name in ("config.json", "weights"):
         (stage / name).write_text("new")
 """
@@ -57,7 +62,7 @@ with output_module.staged_folder(folder / "merged") as stage:
 
 def write(output: Path, text: str) -> None:
     prepare_output(output, [], overwrite=True)
-    with staged_folder(output) as stage:
+    with staged_folder(output, overwrite=True) as stage:
         for name in ("config.json", "weights"):
             (stage / name).write_text(text)
 
@@ -117,7 +122,7 @@ def test_another_output_in_the_same_folder_is_not_locked(tmp_path):
 @pytest.mark.parametrize("exchange", ["exchange", "two renames"])
 @pytest.mark.parametrize("replaces", [True, False])
 def test_killed_before_any_operation_it_leaves_the_old_output_or_none(tmp_path, exchange, replaces):
-    died, fatal = True, 0
+    died, fatal, lost_sight_of = True, 0, False
     while died:
         fatal += 1
         folder = tmp_path / str(fatal)
@@ -128,18 +133,166 @@ def test_killed_before_any_operation_it_leaves_the_old_output_or_none(tmp_path, 
             old = whole("old")
         command = [sys.executable, "-c", DIE_EARLY, str(folder), str(fatal), exchange]
         died = programs.run(command, timeout=120, status=None).returncode == -signal.SIGKILL
+        if replaces and not (folder / "merged").exists():
+            lost_sight_of = True
+            (folder / "merged").mkdir()
+            with pytest.raises(
+                FlexQuantError, match=r"an empty folder appeared at .*; move one of them away"
+            ):
+                prepare_output(folder / "merged", [], overwrite=True)
+            (folder / "merged").rmdir()
         prepare_output(folder / "merged", [], overwrite=True)  # the next run cleans up
         assert contents(folder / "merged") in ([old, whole("new")] if died else [whole("new")]), fatal
         write(folder / "merged", "newer")
         assert contents(folder / "merged") == whole("newer"), fatal
         assert list(folder.iterdir()) == [folder / "merged"], fatal
-    assert fatal > 10
+    assert fatal > 10 and lost_sight_of == (replaces and exchange == "two renames")
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FlexQuantError, match=r"cannot write .*merged: .*file"):
         write(tmp_path / "file" / "merged", "new")
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "thesis.txt").write_text("precious")
+
+
+def make_checkpoint_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+
+
+APPEARING = {
+    "a folder with thesis.txt": make_folder,
+    "a folder with config.json": make_checkpoint_folder,
+    "an empty folder": Path.mkdir,
+    "a file": Path.touch,
+    "a link": lambda path: path.symlink_to("elsewhere"),
+}
+
+
+def inventory(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything below a folder, with inode and time of writing."""
+    found = {path.relative_to(folder).as_posix(): path.lstat() for path in folder.rglob("*")}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in found.items()}
+
+
+@pytest.mark.parametrize("exchange", ["exchange", "two renames"])
+@pytest.mark.parametrize(
+    ("what", "overwrite"),
+    [(what, False) for what in APPEARING] + [("a folder with thesis.txt", True), ("a file", True)],
+)
+def test_what_appears_meanwhile_is_told_and_stays(what, overwrite, exchange, tmp_path, monkeypatch):
+    if exchange != "exchange":
+        monkeypatch.setattr(output_module.ctypes, "CDLL", lambda *args, **options: object())
+    output = tmp_path / "merged"
+    prepare_output(output, [], overwrite=overwrite)
+    with (
+        pytest.raises(FlexQuantError, match=f"^{what} appeared at .*merged while .* choose another"),
+        staged_folder(output, overwrite=overwrite) as stage,
+    ):
+        (stage / "config.json").write_text("new")
+        APPEARING[what](output)
+        kept = {name: found for name, found in inventory(tmp_path).items() if name.startswith("merged")}
+    assert inventory(tmp_path) == kept and len(kept) > 0
+
+
+def test_what_others_keep_beside_an_output_stays(tmp_path):
+    """Files and folders by the names that programs use for what is half done, or was."""
+    mine = [f"{dot}merged{end}" for dot in (".", "") for end in (".tmp", ".old", ".lock", ".new", ".bak")]
+    for name in mine:
+        make_folder(tmp_path / name)
+    before = inventory(tmp_path)
+    remove_leftovers(tmp_path / "merged")
+    assert inventory(tmp_path) == before
+    for text in ("one", "two"):
+        write(tmp_path / "merged", text)
+        with staged_file(tmp_path / "merged" / "weights") as partial:
+            partial.write_text(text)
+        with staged_file(tmp_path / "merged.md") as partial:
+            partial.write_text(text)
+    ours = ("merged", "merged.md", "merged/config.json", "merged/weights")
+    assert {name: found for name, found in inventory(tmp_path).items() if name not in ours} == before
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("/", "/ is the root of the file system; choose a folder in it"),
+        ("/tmp/..", "/tmp/.. is the root of the file system"),
+        ("a\0b", "cannot be the name of a folder .*; choose another"),
+        ("circle/merged", "circle/merged cannot be the name of a folder .*loop"),
+        ("n" * 300, "cannot write n*: File name too long"),
+    ],
+)
+def test_a_name_that_no_output_can_have_is_one_sentence(output, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("circle").symlink_to("circle")
+    for attempt in (
+        lambda: remove_leftovers(Path(output)),
+        lambda: prepare_output(Path(output), [], overwrite=True),
+        lambda: staged_folder(Path(output)).__enter__(),
+    ):
+        with pytest.raises(FlexQuantError, match=message):
+            attempt()
+
+
+@pytest.fixture
+def synced(monkeypatch) -> dict[Path, tuple[int, int]]:
+    """What has been on the disk, by the path at that time: inode and time of writing."""
+    found: dict[Path, tuple[int, int]] = {}
+    fsync = os.fsync
+
+    def watched(fd: int) -> None:
+        fsync(fd)
+        stat = os.fstat(fd)
+        found[Path(os.readlink(f"/proc/self/fd/{fd}"))] = (stat.st_ino, stat.st_mtime_ns)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    return found
+
+
+def test_everything_is_on_the_disk_before_the_output_is_in_its_place(synced, tmp_path):
+    output = tmp_path / "merged"
+    with staged_folder(output) as stage:
+        (stage / "part").mkdir()
+        for name in ("config.json", "part/weights"):
+            (stage / name).write_text("new")
+    final = {stage / name: found for name, found in inventory(output).items()}
+    assert final == {path: synced[path] for path in final} and len(final) == 3
+    assert {stage, tmp_path} <= synced.keys()
+
+
+def test_a_file_is_on_the_disk_before_it_is_in_its_place(synced, tmp_path):
+    with staged_file(tmp_path / "file.json") as partial:
+        partial.write_text("new")
+    assert synced[partial] == inventory(tmp_path)["file.json"]
+    assert tmp_path in synced
+
+
+def test_a_link_still_leads_to_the_file_that_is_written(tmp_path):
+    (tmp_path / "disk").mkdir()
+    for name, text in (("old.yaml", "old"), ("none yet.yaml", None)):
+        file, link = tmp_path / "disk" / name, tmp_path / f"link to {name}"
+        if text:
+            file.write_text(text)
+        link.symlink_to(file)
+        with staged_file(link) as partial:
+            partial.write_text("new")
+        assert link.is_symlink() and file.read_text() == "new" and not file.is_symlink()
+    assert len(list((tmp_path / "disk").iterdir())) == 2
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with staged_file(pipe) as partial:
+        partial.write_text("new")
+    assert os.read(reader, 9) == b"new" and pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+    os.close(reader)
 
 
 def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path):

@@ -7,7 +7,6 @@ from __future__ import annotations
 from tests.faults.fault import Fault
 
 MERGE = "tests/unit/test_merge.py::"
-OUTPUT = "tests/unit/test_output.py::"
 
 MERGING = (
     Fault(
@@ -89,15 +88,6 @@ MERGING = (
         "lambda name, ref: same_bytes(ref, stored[name])",
         "lambda name, ref: keys[name].startswith('shared.') or same_bytes(ref, stored[name])",
         ("tests/unit/test_split_verify.py::test_verify_finds_a_flipped_byte",),
-    ),
-    Fault(
-        "output-replaced-in-two-steps",
-        "The old output is removed before the new one takes its place.",
-        "flexquant/checkpoint/output.py",
-        "    libc = ctypes.CDLL(None, use_errno=True)\n",
-        "    shutil.rmtree(target)\n    os.rename(stage, target)\n    return\n"
-        "    libc = ctypes.CDLL(None, use_errno=True)\n",
-        (OUTPUT + "test_killed_before_any_operation_it_leaves_the_old_output_or_none[True-exchange]",),
     ),
     Fault(
         "kv-rows-bound-loosened",

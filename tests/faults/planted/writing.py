@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What is written: all or nothing, on the disk, and readable by others."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+MERGE = "tests/unit/test_merge.py::"
+OUTPUT = "tests/unit/test_output.py::"
+
+WRITING = (
+    Fault(
+        "output-replaced-in-two-steps",
+        "The old output is removed before the new one takes its place.",
+        "flexquant/checkpoint/output.py",
+        "    if _renamed(stage, target, RENAME_EXCHANGE):\n",
+        "    shutil.rmtree(target)\n    os.rename(stage, target)\n    if True:\n",
+        (OUTPUT + "test_killed_before_any_operation_it_leaves_the_old_output_or_none[True-exchange]",),
+    ),
+    Fault(
+        "what-appeared-is-replaced",
+        "What came to lie at the output while it was written is deleted unasked.",
+        "flexquant/checkpoint/output.py",
+        "    if not (overwrite and _is_checkpoint(target)):\n",
+        "    if False:\n",
+        (OUTPUT + "test_what_appears_meanwhile_is_told_and_stays",),
+    ),
+    Fault(
+        "what-was-to-be-replaced-is-deleted",
+        "After a crash between two renames a folder made at the output costs the old checkpoint.",
+        "flexquant/checkpoint/output.py",
+        "    elif old.exists() and stage.exists():\n",
+        "    elif False:\n",
+        (OUTPUT + "test_killed_before_any_operation_it_leaves_the_old_output_or_none[True-two renames]",),
+    ),
+    Fault(
+        "leftovers-by-a-common-name",
+        "What others call half done beside an output is taken for a dead run's.",
+        "flexquant/checkpoint/output.py",
+        ".flexquant-{what}",
+        ".{what}",
+        (OUTPUT + "test_what_others_keep_beside_an_output_stays",),
+    ),
+    Fault(
+        "no-sync-before-the-rename",
+        "An output is in its place before its files are on the disk.",
+        "flexquant/checkpoint/output.py",
+        'for path in (*stage.rglob("*"), stage):',
+        "for path in (stage,):",
+        (OUTPUT + "test_everything_is_on_the_disk_before_the_output_is_in_its_place",),
+    ),
+    Fault(
+        "no-sync-after-the-rename",
+        "That an output is in its place is not on the disk when the command ends.",
+        "flexquant/checkpoint/output.py",
+        "                sync(target.parent)\n",
+        "",
+        (OUTPUT + "test_everything_is_on_the_disk_before_the_output_is_in_its_place",),
+    ),
+    Fault(
+        "file-not-synced",
+        "A file is in its place before its content is on the disk.",
+        "flexquant/checkpoint/output.py",
+        "        sync(partial)\n",
+        "",
+        (OUTPUT + "test_a_file_is_on_the_disk_before_it_is_in_its_place",),
+    ),
+    Fault(
+        "link-replaced",
+        "A file takes the place of the link that led to it.",
+        "flexquant/checkpoint/output.py",
+        "    target = Path(os.path.realpath(file))\n",
+        "    target = file\n",
+        (OUTPUT + "test_a_link_still_leads_to_the_file_that_is_written",),
+    ),
+    Fault(
+        "tensors-not-aligned",
+        "Tensors lie in the order of their names, wherever that puts wide numbers.",
+        "flexquant/checkpoint/writer.py",
+        "key=lambda item: (-item[1].alignment, item[0])",
+        "key=lambda item: item[0]",
+        (MERGE + "test_every_tensor_lies_where_a_reader_can_map_it",),
+    ),
+    Fault(
+        "headers-not-padded",
+        "Tensors begin wherever the header ends.",
+        "flexquant/checkpoint/writer.py",
+        '    text += b" " * (-len(text) % HEADER_ALIGNMENT)\n',
+        "",
+        (MERGE + "test_every_tensor_lies_where_a_reader_can_map_it",),
+    ),
+)
