@@ -5,20 +5,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from flexquant.checkpoint.folder import check_folder, confined_file, read_json, read_tensors
+from flexquant.checkpoint.folder import INDEX_FILE, check_folder, confined_file, read_json, read_tensors
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
 from flexquant.checkpoint.safetensors_io import TensorRef
+from flexquant.checkpoint.sidecars import COPIED, find_files
 from flexquant.errors import FlexQuantError
 from flexquant.merge.gptq_format import GPTQConverter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDINGS = ("embed_tokens", "wte", "wpe")
+FLOATS = ("F16", "BF16", "F32")
 
 
 def convert_checkpoint(
@@ -27,10 +32,11 @@ def convert_checkpoint(
     """Write an AWQ (GEMM) or GPTQ checkpoint to ``output`` in the format of compressed-tensors.
 
     The quantised values stay what they are. ``dtype``, of :data:`DTYPES`, casts scales and all that is not
-    quantised, which the variants of a merge have to share; None leaves them.
+    quantised, which the variants of a merge have to share; None leaves them. Files that no variant needs are
+    left behind.
 
     Returns what was converted. Raises FlexQuantError for another format, for what compressed-tensors cannot
-    hold, an output that may not be replaced and a full disk.
+    hold, for tensors whose shapes do not fit, an output that may not be replaced and a full disk.
     """
     from compressed_tensors.entrypoints.convert import convert_checkpoint as convert
 
@@ -38,29 +44,43 @@ def convert_checkpoint(
     check_folder(folder)
     config = read_json(confined_file(folder, "config.json"))
     tensors = read_tensors(folder)
-    converter = _converter(folder, config, tensors)
-    prepare_output(output, [folder], overwrite=overwrite)
-    check_free_space(output, sum(ref.nbytes for ref in tensors.values()))
-    with staged_folder(output, overwrite=overwrite) as stage:
-        convert(folder, stage, _InDtype(converter, DTYPES[dtype]) if dtype else converter)
-        if dtype:
-            _set_dtype(stage / "config.json", dtype)
-    linears = sum(key.endswith(".qweight") for key in tensors)
-    method = config["quantization_config"]["quant_method"]
-    return {"output": str(output), "from": method, "linears": linears}
-
-
-def _converter(folder: Path, config: JsonObject, tensors: dict[str, TensorRef]) -> Any:
-    from compressed_tensors.entrypoints.convert import AutoAWQConverter
-
     section = config.get("quantization_config")
     section = section if isinstance(section, dict) else {}
+    converter = _converter(folder, section, tensors)
+    linears = _check_linears(folder, section, tensors)
+    prepare_output(output, [folder], overwrite=overwrite)
+    check_free_space(output, sum(ref.nbytes for ref in tensors.values()))
+    with staged_folder(output, overwrite=overwrite) as stage, _needed_files(folder, tensors) as needed:
+        convert(needed, stage, _InDtype(converter, DTYPES[dtype]) if dtype else converter)
+        if dtype:
+            _set_dtype(stage / "config.json", dtype)
+    return {"output": str(output), "from": section["quant_method"], "linears": len(linears)}
+
+
+@contextmanager
+def _needed_files(folder: Path, tensors: Mapping[str, TensorRef]) -> Iterator[Path]:
+    """Give a folder of links to a checkpoint's needed files; compressed-tensors copies all that it finds."""
+    names = {"config.json", *find_files(folder, (*COPIED, INDEX_FILE))}
+    names |= {ref.file.relative_to(folder).as_posix() for ref in tensors.values()}
+    with TemporaryDirectory() as links:
+        for name in names:
+            link = Path(links, name)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(confined_file(folder, name).resolve())
+        yield Path(links)
+
+
+def _converter(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> Any:
+    from compressed_tensors.entrypoints.convert import AutoAWQConverter
+
     method = section.get("quant_method")
     if method == "gptq":
-        return GPTQConverter(section, _in_16_bit(tensors))
+        return GPTQConverter(section, _in_16_bit(tensors), tensors)
     if method == "awq":
         try:
-            return AutoAWQConverter.from_autoawq_config(section)
+            converter = AutoAWQConverter.from_autoawq_config(section)
+            converter.ignore = _in_16_bit(tensors)  # the config's are parts of names, which others may have
+            return converter
         except ValueError as e:
             raise FlexQuantError(
                 f"{folder} cannot be converted: {e}; take an AWQ checkpoint in the GEMM format"
@@ -73,13 +93,75 @@ def _converter(folder: Path, config: JsonObject, tensors: dict[str, TensorRef]) 
     )
 
 
-def _in_16_bit(tensors: dict[str, TensorRef]) -> list[str]:
+def _in_16_bit(tensors: Mapping[str, TensorRef]) -> list[str]:
     """Return the modules with a matrix that is not quantised: the lm_head, routers, and what was left out."""
     matrices = [key.removesuffix(".weight") for key, ref in tensors.items() if len(ref.shape) == 2]
     return sorted(
         {"lm_head"}
         | {name for name in matrices if f"{name}.weight" in tensors and not name.endswith(EMBEDDINGS)}
     )
+
+
+def _check_linears(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> list[str]:
+    """Return the names of the quantised linears.
+
+    Raises FlexQuantError where there is none, for one that the converted checkpoint's config would not name,
+    and for a tensor whose dtype or shape is not what bits and group size say.
+    """
+    method, size = section["quant_method"], section.get("group_size", 128)
+    linears = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
+    if not linears:
+        raise FlexQuantError(
+            f"{folder} has no linear in the format of {method} (no tensor is named '*.qweight'); take a "
+            "checkpoint that is not packed for one kernel, such as marlin's"
+        )
+    if not isinstance(size, int) or not (size > 0 or (size == -1 and method == "gptq")):
+        raise FlexQuantError(
+            f"{folder} has the group_size {size!r} in its quantization_config; only a number of inputs, or "
+            "for GPTQ -1, is converted: correct it, or get the checkpoint again"
+        )
+    has_zeros = method == "gptq" or section.get("zero_point", True)
+    needed = ("qweight", "scales", "qzeros") if has_zeros else ("qweight", "scales")
+    for name in linears:
+        if name.endswith(("lm_head", *EMBEDDINGS)):
+            raise FlexQuantError(
+                f"{folder} has its {name} quantised, which stays in 16 bit in a merged checkpoint; take a "
+                f"{method} checkpoint that leaves it out"
+            )
+        for part, (dtypes, shape) in _parts(section, tensors[f"{name}.qweight"].shape, size).items():
+            if part in needed or f"{name}.{part}" in tensors:
+                _check_tensor(f"{name}.{part}", tensors, dtypes, shape)
+    return linears
+
+
+def _parts(
+    section: JsonObject, packed: Sequence[int], size: int
+) -> dict[str, tuple[Sequence[str], tuple[int, ...]]]:
+    """Return the dtypes and the shape of a linear's tensors, from the shape of its ``qweight``."""
+    rows, columns = (*packed, 1, 1)[:2]
+    values = 32 // section.get("bits", 4)
+    is_gptq = section["quant_method"] == "gptq"
+    inputs, outputs = (rows * values, columns) if is_gptq else (rows, columns * values)
+    groups = -(-inputs // size) if size > 0 else 1
+    return {
+        "qweight": (("I32",), (rows, columns)),
+        "scales": (FLOATS, (groups, outputs)),
+        "qzeros": (("I32",), (groups, outputs // values)),
+        "g_idx": (("I32", "I64"), (inputs,)),
+    }
+
+
+def _check_tensor(
+    key: str, tensors: Mapping[str, TensorRef], dtypes: Sequence[str], shape: tuple[int, ...]
+) -> None:
+    if key not in tensors:
+        raise FlexQuantError(f"{key} is missing; get the checkpoint again")
+    ref = tensors[key]
+    if ref.dtype not in dtypes or ref.shape != shape:
+        raise FlexQuantError(
+            f"{key} is {ref.dtype} {list(ref.shape)} instead of {' or '.join(dtypes)} {list(shape)}; correct "
+            "bits and group_size in the quantization_config, or get the checkpoint again"
+        )
 
 
 class _InDtype:

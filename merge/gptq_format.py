@@ -7,7 +7,7 @@ A linear [out, in] of ``bits`` (4 or 8) in groups of ``g`` has there
 - ``qweight`` int32 [in * bits / 32, out]: unsigned values, those of a column word by word;
 - ``qzeros`` int32 [in / g, out * bits / 32]: unsigned zero points, less one in the older format;
 - ``scales`` [in / g, out];
-- ``g_idx`` int32 [in]: each input's group.
+- ``g_idx`` int32 [in]: each input's group; without it inputs are in order.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.config import CompressionFormat
+from compressed_tensors.entrypoints.convert import Converter
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
@@ -29,18 +30,18 @@ from compressed_tensors.quantization import (
 from flexquant.errors import FlexQuantError
 
 Tensors = dict[str, torch.Tensor]
-PARTS = ("qzeros", "scales", "g_idx")
-WITHOUT_OFFSET = "gptq_v2"
-"""``checkpoint_format`` of the files whose zero points are stored as they are."""
+WITH_OFFSET, WITHOUT_OFFSET = "gptq", "gptq_v2"
+"""``checkpoint_format`` of the files whose zero points are stored less one, and as they are."""
 
 
-class GPTQConverter:
+class GPTQConverter(Converter):
     """A converter for compressed-tensors' ``convert_checkpoint``, which keeps the value of every weight."""
 
-    def __init__(self, section: Mapping[str, Any], ignore: Iterable[str]) -> None:
-        """Read the ``quantization_config`` of a GPTQ checkpoint; ``ignore`` names the linears in 16 bit.
+    def __init__(self, section: Mapping[str, Any], ignore: Iterable[str], tensors: Iterable[str]) -> None:
+        """Read the ``quantization_config`` of a GPTQ checkpoint whose tensors have the given names.
 
-        Raises :class:`FlexQuantError` for what compressed-tensors cannot hold.
+        ``ignore`` names the linears in 16 bit. Raises :class:`FlexQuantError` for what compressed-tensors
+        cannot hold.
         """
         self.bits: int = section.get("bits", 4)
         if self.bits not in (4, 8):
@@ -50,25 +51,34 @@ class GPTQConverter:
                 "the checkpoint has other bits or groups for some layers ('dynamic' in its "
                 "quantization_config), which are not converted; quantise the model with one setting"
             )
+        form = section.get("checkpoint_format") or WITH_OFFSET
+        if form not in (WITH_OFFSET, WITHOUT_OFFSET):
+            raise FlexQuantError(
+                f"the checkpoint has the checkpoint_format {form!r}; only '{WITH_OFFSET}' and "
+                f"'{WITHOUT_OFFSET}' are converted: take the checkpoint that it was packed from"
+            )
         self.group_size: int = section.get("group_size", 128)
         self.symmetric: bool = section.get("sym", True)
-        self.offset = 0 if section.get("checkpoint_format") == WITHOUT_OFFSET else 1
+        self.offset = 1 if form == WITH_OFFSET else 0
+        self.reordered: bool = section.get("desc_act", False)
         self.ignore = list(ignore)
+        self.tensors = set(tensors)
 
     def get_dependencies(self, weight_name: str) -> set[str]:
         """Return the tensors that are converted together with one."""
         module, _, part = weight_name.rpartition(".")
-        return {f"{module}.{other}" for other in PARTS} if part == "qweight" else set()
+        others = {f"{module}.{other}" for other in ("qzeros", "scales", "g_idx")}
+        return others & self.tensors if part == "qweight" else set()
 
-    def validate(self, tensors: Tensors) -> None:
-        """Raise FlexQuantError for a linear whose inputs are in the groups of another order."""
-        for key, tensor in tensors.items():
-            if key.endswith(".qweight"):
-                module = key.removesuffix(".qweight")
-                self._check_order(module, tensors[f"{module}.g_idx"], tensor.shape[0] * 32 // self.bits)
+    def validate(self, tensors: Tensors) -> Tensors:
+        """Return the tensors, which newer releases of compressed-tensors give without their values."""
+        return tensors
 
     def process(self, tensors: Tensors) -> Tensors:
-        """Return a file's tensors in the format of compressed-tensors."""
+        """Return a file's tensors in the format of compressed-tensors.
+
+        Raises FlexQuantError for a linear whose inputs are in the groups of another order.
+        """
         for key in [key for key in tensors if key.endswith(".qweight")]:
             tensors |= self._linear(key.removesuffix(".qweight"), tensors)
         return tensors
@@ -89,17 +99,22 @@ class GPTQConverter:
             quantization_status=QuantizationStatus.COMPRESSED.value,
         )
 
-    def _check_order(self, module: str, groups: torch.Tensor, inputs: int) -> None:
-        size = self.group_size if self.group_size > 0 else inputs
-        if not torch.equal(groups.long(), torch.arange(inputs) // size):
+    def update_config(self, config: QuantizationConfig | None) -> QuantizationConfig:
+        """Return what :meth:`create_config` does, which newer releases of compressed-tensors ask for."""
+        return self.create_config()
+
+    def _check_order(self, module: str, groups: torch.Tensor | None, inputs: int) -> None:
+        in_order = torch.arange(inputs) // (self.group_size if self.group_size > 0 else inputs)
+        if self.reordered if groups is None else not torch.equal(groups.cpu().long(), in_order):
             raise FlexQuantError(
                 f"{module} was quantised with its inputs in another order (desc_act), which the kernels for "
                 "compressed-tensors do not undo; take a checkpoint without desc_act"
             )
 
     def _linear(self, module: str, tensors: Tensors) -> Tensors:
-        packed, zeros, scales, _ = (tensors.pop(f"{module}.{part}") for part in ("qweight", *PARTS))
+        packed, zeros, scales = (tensors.pop(f"{module}.{p}").cpu() for p in ("qweight", "qzeros", "scales"))
         values = self._unpacked(packed.T).contiguous()  # [out, in]
+        self._check_order(module, tensors.pop(f"{module}.g_idx", None), values.shape[1])
         zero_points = (self._unpacked(zeros) + self.offset) % 2**self.bits  # [in / g, out]
         middle = 2 ** (self.bits - 1)
         converted = {

@@ -11,14 +11,7 @@ from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
 from flexquant.checkpoint.provenance import PROVENANCE_FILE
-from flexquant.checkpoint.sidecars import (
-    GENERATION_CONFIG,
-    IDENTICAL,
-    NOTICES,
-    RECIPE,
-    find_files,
-    recipe_name,
-)
+from flexquant.checkpoint.sidecars import COPIED, RECIPE, find_files, recipe_name
 from flexquant.checkpoint.writer import (
     DEFAULT_SHARD_SIZE,
     Progress,
@@ -76,7 +69,7 @@ def split_checkpoint(
 
 def _plan_files(checkpoint: MergedCheckpoint, variant: str) -> dict[str, Path]:
     """Return the files to copy, by their name in the plain checkpoint."""
-    names = find_files(checkpoint.folder, (*IDENTICAL, *NOTICES, GENERATION_CONFIG))
+    names = find_files(checkpoint.folder, COPIED)
     origin = {name: name for name in names}
     if (checkpoint.folder / recipe_name(variant)).exists():
         origin[RECIPE] = recipe_name(variant)

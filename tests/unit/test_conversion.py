@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,55 @@ def test_another_dtype_is_asked_for_where_the_variants_differ(w4a16: Path, tmp_p
     merge_checkpoints({"w8a8": w8a8, "w4a16": tmp_path / "converted"}, tmp_path / "merged")
 
 
+def without_g_idx(state: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in state if key.endswith(".g_idx")]:
+        del state[key]
+
+
+def rewrite(foreign: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = foreign / "model.safetensors"
+    change(state := load_file(file))
+    save_file(state, file, metadata={"format": "pt"})
+
+
+def test_without_g_idx_inputs_are_in_order(w4a16: Path, tmp_path: Path) -> None:
+    foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq")
+    rewrite(foreign, without_g_idx)
+    convert_checkpoint(foreign, tmp_path / "converted")
+    assert_equal(tensors_of(tmp_path / "converted"), tensors_of(w4a16))
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_what_is_left_in_16_bit_is_found_in_the_tensors(method: str, w4a16: Path, tmp_path: Path) -> None:
+    """A name to leave out, as AutoAWQ has it, may be a part of other names."""
+    settings = {"modules_to_not_convert": ["gate"]} if method == "awq" else {}
+    foreign = write_foreign(w4a16, tmp_path / method, method, **settings)
+    left = "model.layers.0.mlp.gate"
+
+    def add_a_router(state: dict[str, torch.Tensor]) -> None:
+        state[f"{left}.weight"] = torch.zeros(4, 128, dtype=torch.bfloat16)
+
+    rewrite(foreign, add_a_router)
+    assert convert_checkpoint(foreign, tmp_path / "converted")["linears"] == 2 * 7
+    section = config_of(tmp_path / "converted")["quantization_config"]
+    assert sorted(section["ignore"]) == ["lm_head", left]
+    packed = {key for key in tensors_of(tmp_path / "converted") if key.endswith(".weight_packed")}
+    assert packed == {key for key in tensors_of(w4a16) if key.endswith(".weight_packed")}
+
+
+def test_files_that_a_variant_needs_are_taken_along_and_no_others(w4a16: Path, tmp_path: Path) -> None:
+    foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq")
+    needed = ("tekken.json", "chat_template.jinja", "LICENSE", "generation_config.json")
+    others = (".git/objects/pack/a", "original/consolidated.00.pth", "quantize_config.json", "model.bin")
+    for name in (*needed, *others):
+        (foreign / name).parent.mkdir(parents=True, exist_ok=True)
+        (foreign / name).write_text("{}")
+    convert_checkpoint(foreign, tmp_path / "converted")
+    found = {p.relative_to(tmp_path / "converted").as_posix() for p in (tmp_path / "converted").rglob("*")}
+    written = {"config.json", "model.safetensors", "model.safetensors.index.json"}
+    assert found == written | {*needed, "tokenizer.json", "tokenizer_config.json"}
+
+
 def reorder(state: dict[str, torch.Tensor]) -> None:
     key = "model.layers.1.self_attn.o_proj.g_idx"
     state[key] = state[key].flip(0)
@@ -102,6 +152,41 @@ def reorder(state: dict[str, torch.Tensor]) -> None:
 
 def shift_a_zero(state: dict[str, torch.Tensor]) -> None:
     state["model.layers.0.self_attn.k_proj.qzeros"] += 1
+
+
+def quantise_the_head(state: dict[str, torch.Tensor]) -> None:
+    for part in ("qweight", "qzeros", "scales", "g_idx"):
+        if (key := f"model.layers.0.mlp.up_proj.{part}") in state:
+            state[f"lm_head.{part}"] = state[key].clone()
+    del state["lm_head.weight"]
+
+
+def pack_for_marlin(state: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in state if key.endswith(".qweight")]:
+        state[f"{key.removesuffix('qweight')}B"] = state.pop(key)
+
+
+def lose(key: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        del state[key]
+
+    return change
+
+
+def cut(key: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        state[key] = state[key][:-1].clone()
+
+    return change
+
+
+def widen(state: dict[str, torch.Tensor]) -> None:
+    key = "model.layers.0.mlp.up_proj.qweight"
+    state[key] = state[key].long()
+
+
+UP = "model.layers.0.mlp.up_proj"
+AWQ = {"quant_method": "awq"}
 
 
 @pytest.mark.parametrize(
@@ -113,17 +198,30 @@ def shift_a_zero(state: dict[str, torch.Tensor]) -> None:
         ({}, shift_a_zero, r"layers\.0\.self_attn\.k_proj has zero points"),
         ({"quant_method": "squeezellm"}, None, "squeezellm"),
         ({"quant_method": "compressed-tensors"}, None, "already"),
-        ({"quant_method": "awq", "version": "gemv"}, None, "GEMM"),
+        ({**AWQ, "version": "gemv"}, None, "GEMM"),
+        ({"lm_head": True}, quantise_the_head, "lm_head quantised"),
+        (AWQ, quantise_the_head, "lm_head quantised"),
+        ({"checkpoint_format": "marlin"}, pack_for_marlin, "'marlin'"),
+        ({"is_marlin_format": True}, pack_for_marlin, "no linear"),
+        (AWQ, pack_for_marlin, "no linear"),
+        ({"desc_act": True}, without_g_idx, "desc_act"),
+        ({}, lose(f"{UP}.qzeros"), rf"{UP}.qzeros is missing"),
+        (AWQ, lose(f"{UP}.scales"), rf"{UP}.scales is missing"),
+        ({}, cut(f"{UP}.scales"), rf"{UP}.scales is BF16 \[1, 256\]"),
+        (AWQ, cut(f"{UP}.qzeros"), rf"{UP}.qzeros is I32 \[1, 32\] instead of I32 \[2, 32\]"),
+        ({}, cut(f"{UP}.g_idx"), rf"{UP}.g_idx is I32 \[127\]"),
+        ({}, widen, rf"{UP}.qweight is I64"),
+        ({**AWQ, "group_size": -1}, None, "group_size"),
+        ({"group_size": "64"}, None, "group_size"),
     ],
 )
 def test_what_cannot_be_converted_leaves_nothing(
     settings: dict[str, Any], change: Any, message: str, w4a16: Path, tmp_path: Path
 ) -> None:
-    foreign = write_foreign(w4a16, tmp_path / "foreign", "gptq", **settings)
+    method = "awq" if settings.get("quant_method") == "awq" else "gptq"
+    foreign = write_foreign(w4a16, tmp_path / "foreign", method, **settings)
     if change:
-        file = foreign / "model.safetensors"
-        change(state := load_file(file))
-        save_file(state, file, metadata={"format": "pt"})
+        rewrite(foreign, change)
     with pytest.raises(FlexQuantError, match=message):
         convert_checkpoint(foreign, tmp_path / "converted")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign"]
