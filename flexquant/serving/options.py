@@ -26,6 +26,9 @@ OPTIONS_KEY = "flexquant"
 RESOLVED_KEY = "flexquant_policy"
 """Key of ``additional_config`` with the policy that the front end has read."""
 
+KINDS = {bool: (bool, "true or false"), int: (int, "a whole number from 1 on")}
+"""By the type of an option's default what it takes, if that is no text."""
+
 
 @dataclass(frozen=True)
 class ServingOptions:
@@ -35,6 +38,8 @@ class ServingOptions:
     """Name of a built-in policy or path of a YAML file; None: the checkpoint's, else the default."""
     trace: str | None = None
     """File that receives one JSON line per forward pass (phase, tokens, plan ...); None: no trace."""
+    trace_mib: int = 1024
+    """MiB at which each such file ends, from 1 on."""
     requests: bool = False
     """Whether `vllm serve` remembers which plans served each request."""
     verify: bool = False
@@ -54,10 +59,10 @@ class ServingOptions:
                 raise FlexQuantError(
                     f"additional-config '{OPTIONS_KEY}' has the unknown key '{key}'; allowed: {allowed}"
                 )
-            is_switch = cls.__dataclass_fields__[key].default is False
-            expected, article = (bool, "true or false") if is_switch else (str, "a string")
-            if not isinstance(value, expected):
-                raise FlexQuantError(f"additional-config '{OPTIONS_KEY}.{key}' is {value!r}; give {article}")
+            default = cls.__dataclass_fields__[key].default
+            expected, wanted = KINDS.get(type(default), (str, "a string"))
+            if type(value) is not expected or (expected is int and value < 1):
+                raise FlexQuantError(f"additional-config '{OPTIONS_KEY}.{key}' is {value!r}; give {wanted}")
         return cls(**options)
 
 

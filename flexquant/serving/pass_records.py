@@ -11,6 +11,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from flexquant import __version__
 from flexquant.serving.forward_pass import Pass
 from flexquant.serving.metrics import PassMetrics, metrics_of_worker
+from flexquant.serving.options import ServingOptions
 from flexquant.serving.policy_change import ServedPolicy
 from flexquant.serving.request_plans import RequestPlans
 from flexquant.serving.trace import Trace, trace_file
@@ -28,8 +29,8 @@ class PassRecords:
     @classmethod
     def of_worker(cls, vllm_config: VllmConfig) -> PassRecords:
         """Return those that the configuration asks of this worker."""
-        file = trace_file(vllm_config)
-        return cls(metrics_of_worker(vllm_config), Trace(file) if file is not None else None)
+        file, mib = trace_file(vllm_config), ServingOptions.from_vllm(vllm_config).trace_mib
+        return cls(metrics_of_worker(vllm_config), Trace(file, mib) if file is not None else None)
 
     def announce_weights(self, nbytes: dict[str, int]) -> None:
         """Tell the bytes of weights by variant."""

@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import msgspec
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
 from flexquant.errors import FlexQuantError
 from flexquant.serving.forward_pass import Pass
 from flexquant.serving.options import ServingOptions
+
+logger = init_logger("vllm.flexquant.trace")
 
 
 def trace_file(vllm_config: VllmConfig) -> str | None:
@@ -28,13 +32,18 @@ def trace_file(vllm_config: VllmConfig) -> str | None:
 
 
 class Trace:
-    """A file with one JSON object per line: first what is served, then every forward pass in order."""
+    """A file with one JSON object per line: first what is served, then every forward pass in order.
 
-    def __init__(self, path: str) -> None:
+    It ends, with a warning, where it is as large as it may be or cannot be written: serving goes on.
+    """
+
+    def __init__(self, path: str, mib: int) -> None:
+        """``mib``: how large the file may be."""
         try:
-            self._file: BinaryIO = open(path, "wb", buffering=0)  # noqa: SIM115 - lives as long as the model
+            self._file: BinaryIO | None = open(path, "wb", buffering=0)  # noqa: SIM115 - lives with the model
         except OSError as e:
             raise FlexQuantError(f"cannot write the trace '{path}' ({e.strerror}); name another file") from e
+        self._path, self._mib, self._size = path, mib, 0
         self._encode = msgspec.json.Encoder().encode
 
     def begin(self, header: dict[str, Any]) -> None:
@@ -42,9 +51,31 @@ class Trace:
         self._write(header)
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(self._encode(record) + b"\n")
+        if self._file is None:
+            return
+        line = self._encode(record) + b"\n"
+        size = self._size + len(line)
+        if size > self._mib << 20:
+            self._end(f"it may have {self._mib} MiB ('flexquant.trace_mib')")
+            return
+        try:
+            while line:  # a full disk takes a part, and refuses the rest with the reason
+                line = line[self._file.write(line) :]
+            self._size = size
+        except OSError as e:
+            with suppress(OSError):  # as of a pipe, which has no end to cut
+                self._file.truncate(self._size)
+            self._end(f"it cannot be written ({e.strerror})")
+
+    def _end(self, why: str) -> None:
+        logger.warning("the trace '%s' ends here, and serving goes on: %s", self._path, why)
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
     def record(self, forward_pass: Pass, plan: str) -> None:
+        if self._file is None:
+            return
         record = {**forward_pass.to_data(), "plan": plan}
         if forward_pass.requests is not None:
             record["requests"] = forward_pass.requests

@@ -93,6 +93,9 @@ def test_layered_policy_on_variants_with_other_residual_streams(merged, tmp_path
         (flexquant(policy=3), "3"),
         (flexquant(verify="yes"), "'flexquant.verify' is 'yes'; give true or false"),
         (flexquant(verify=1), "'flexquant.verify' is 1; give true or false"),
+        (flexquant(trace_mib=True), "'flexquant.trace_mib' is True; give a whole number from 1 on"),
+        (flexquant(trace_mib=0), "'flexquant.trace_mib' is 0; give a whole number from 1 on"),
+        (flexquant(trace_mib="1"), "'flexquant.trace_mib' is '1'; give a whole number from 1 on"),
         ({"additional_config": {"flexquant": "phase"}}, "'phase'"),
     ],
 )

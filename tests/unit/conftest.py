@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,12 @@ def container() -> list[str]:
 @pytest.fixture
 def only_predict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "SUBCOMMANDS", ("predict",))
+
+
+@pytest.fixture
+def files_of_4_kib() -> Iterator[None]:
+    """In a test no file can be larger: what does not fit is refused, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -4,22 +4,12 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flexquant.errors import FlexQuantError
 from flexquant.serving.metrics import FILE_BYTES, SharedNumber, shared_file
-
-
-@pytest.fixture
-def files_of_4_kib() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_every_byte_has_its_place_on_the_disk(tmp_path: Path) -> None:
