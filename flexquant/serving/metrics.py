@@ -28,6 +28,7 @@ from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.utils import floatToGoString
 from vllm.config import CUDAGraphMode
+from vllm.logger import init_logger
 
 from flexquant.errors import FlexQuantError
 from flexquant.serving.forward_pass import Pass
@@ -47,6 +48,8 @@ from flexquant.serving.pass_times import PassTimer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger("vllm.flexquant.metrics")
 
 FOLDER = "FLEXQUANT_METRICS_DIR"
 """Environment variable with the folder of the files: set in the front end, inherited by the workers."""
@@ -94,25 +97,56 @@ def metrics_of_worker(vllm_config: VllmConfig) -> PassMetrics | None:
 Labels = tuple[tuple[str, str], ...]
 """Names and values."""
 FILE_BYTES = 1 << 20
-"""Of a file of counters; a plan and phase takes 12 KiB at most."""
+"""Of a file of counters at first; a plan and phase takes 12 KiB of it, more where its name is long."""
+ENTRY_BYTES = 32
+"""Of a number in such a file, padding included and its key not."""
 SIZE_ENDS = [floatToGoString(end) for end in (*SIZE_BUCKETS, float("inf"))]
 
 
-def shared_file(file: Path) -> MmapedDict:
-    """Return the numbers of a new file, whose FILE_BYTES are its own from the start.
+class SharedNumbers(MmapedDict):
+    """The numbers of a new file by key, each with its place on the disk before it is written.
 
-    The library maps a file with holes, and a write to a hole ends the process when the disk is full. Raises
-    FlexQuantError where there is no place.
+    The library maps a file with holes, and lets it grow by holes; a write to a hole ends the process when the
+    disk is full.
     """
-    try:
-        with file.open("wb") as f:
-            os.posix_fallocate(f.fileno(), 0, FILE_BYTES)
-    except OSError as e:
-        raise FlexQuantError(
-            f"cannot write {FILE_BYTES >> 10} KiB of metrics to {file} ({e.strerror}); make room there, or "
-            "set TMPDIR to a folder on another disk"
-        ) from e
-    return MmapedDict(str(file))
+
+    def __init__(self, file: Path) -> None:
+        """Raises FlexQuantError where there is no room for FILE_BYTES."""
+        try:
+            with file.open("wb") as f:
+                os.posix_fallocate(f.fileno(), 0, FILE_BYTES)
+        except OSError as e:
+            raise FlexQuantError(
+                f"cannot write {FILE_BYTES >> 10} KiB of metrics to {file} ({e.strerror}); make room there, "
+                "or set TMPDIR to a folder on another disk"
+            ) from e
+        super().__init__(str(file))
+        self._is_full = False
+
+    def _init_value(self, key: str) -> None:
+        """Give a key its place; where there is no room, that of all such keys, behind what is read."""
+        if not self._is_full:
+            self._reserve(self._used + len(key.encode()) + 2 * ENTRY_BYTES)
+        if self._is_full:
+            self._positions[key] = self._capacity - ENTRY_BYTES
+        else:
+            super()._init_value(key)
+
+    def _reserve(self, size: int) -> None:
+        capacity = self._capacity
+        while capacity < size:
+            capacity *= 2
+        try:
+            if capacity > self._capacity:
+                os.posix_fallocate(self._f.fileno(), 0, capacity)
+        except OSError as e:
+            self._is_full = True
+            logger.warning(
+                "%s has no room for more metrics (%s): plans and policies that come now are not told there; "
+                "make room, and start the server again",
+                self._fname,
+                e.strerror,
+            )
 
 
 class SharedNumber:
@@ -120,7 +154,7 @@ class SharedNumber:
 
     __slots__ = ("_key", "_memory", "_value")
 
-    def __init__(self, memory: MmapedDict, key: str) -> None:
+    def __init__(self, memory: SharedNumbers, key: str) -> None:
         self._memory = memory
         self._key = key
         self._value, _ = memory.read_value(key)
@@ -151,10 +185,10 @@ class PassMetrics:
     def __init__(self, folder: Path, labels: Labels, device: torch.device) -> None:
         """``labels`` are those of every metric; ``device`` runs the passes."""
         self._labels = labels
-        self._counters = shared_file(folder / f"counter_flexquant{os.getpid()}.db")
-        self._sizes = shared_file(folder / f"histogram_flexquant{os.getpid()}.db")
+        self._counters = SharedNumbers(folder / f"counter_flexquant{os.getpid()}.db")
+        self._sizes = SharedNumbers(folder / f"histogram_flexquant{os.getpid()}.db")
         # Of several engines that tell the same the largest value is shown.
-        self._gauges = shared_file(folder / f"gauge_max_flexquant{os.getpid()}.db")
+        self._gauges = SharedNumbers(folder / f"gauge_max_flexquant{os.getpid()}.db")
         self._of = functools.cache(self._make_counters)
         self._timer: PassTimer[SharedNumber] = PassTimer(device, SharedNumber.add)
         self._seconds: SharedNumber | None = None
