@@ -5,7 +5,7 @@
 Each step's result appears only when it is complete, and nothing written depends on the time or the number of
 attempts: a build that was killed and started again ends in the same bytes as an undisturbed one. A finished
 variant's report tells all that went into it, and it is not quantised again; a finished checkpoint is only
-verified.
+verified. Going on reads everything once more, the model, the variants and the checkpoint, and hashes it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from typing import Any
 
 from flexquant.checkpoint.contents import Report, make_report
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.merged_config import SHARED_PREFIX
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.output import prepare_output, remove_leftovers
-from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE
+from flexquant.checkpoint.provenance import hash_file
+from flexquant.checkpoint.sidecars import COPIED, find_files, plan_sidecars
+from flexquant.checkpoint.source import Source
+from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE, plan_shards
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, verify_checkpoint
+from flexquant.merge.merging import policy_to_store
 from flexquant.policy.choose import choose_policy
-from flexquant.policy.rules import load_policy
 from flexquant.quantization.calibration_rows import Stage, no_stage
 from flexquant.quantization.quantized_variant import QuantizedVariant
 from flexquant.quantization.quantizing import quantize_variants
@@ -31,6 +35,7 @@ from flexquant.quantization.recipe import Recipe
 
 STAGES_AFTER_QUANTISING = 2
 """How many stages :func:`build_checkpoint` enters after those of quantising: merging and verifying."""
+ADVICE = "choose another folder, or replace it with --overwrite"
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def build_checkpoint(
     _check_policy(policy, recipe)
     finished = output.exists() and not overwrite
     if finished:
-        _check_finished(output, list(recipe.variants), policy)
+        _check_finished(output, list(recipe.variants), policy, max_shard_size)
         remove_leftovers(output)
     else:
         prepare_output(output, [folder], overwrite=overwrite)
@@ -91,7 +96,7 @@ def build_checkpoint(
     sources = [(variant.name, variant.folder) for variant in variants]
     if finished:
         with stage(f"{output} is merged already"):
-            pass
+            _check_files(output, sources)
     else:
         with stage(f"comparing the KV caches, and merging into {output}") as show:
             merge_checkpoints(
@@ -123,19 +128,33 @@ def _check_policy(policy: str | None, recipe: Recipe) -> None:
             )
 
 
-def _check_finished(output: Path, variants: Sequence[str], policy: str | None) -> None:
-    """Raise FlexQuantError unless ``output`` is a merged checkpoint of these variants and this policy."""
+def _check_finished(output: Path, variants: Sequence[str], policy: str | None, max_shard_size: int) -> None:
+    """Raise FlexQuantError unless ``output`` is a merged checkpoint of these variants, policy and shards."""
     if not (output / "config.json").is_file():
         raise FlexQuantError(f"{output} exists and is not a merged checkpoint; choose another folder")
-    advice = "choose another folder, or replace it with --overwrite"
     try:
-        merged = MergedCheckpoint.open(output).merged
+        checkpoint = MergedCheckpoint.open(output)
     except FlexQuantError as e:
-        raise FlexQuantError(f"{output} exists and cannot be gone on with ({e}); {advice}") from e
+        raise FlexQuantError(f"{output} exists and cannot be gone on with ({e}); {ADVICE}") from e
+    merged = checkpoint.merged
     if list(merged.variants) != list(variants):
         raise FlexQuantError(
             f"{output} holds the variants {', '.join(merged.variants)}, but this build makes "
-            f"{', '.join(variants)}; {advice}"
+            f"{', '.join(variants)}; {ADVICE}"
         )
-    if policy is not None and load_policy(policy).document != merged.policy:
-        raise FlexQuantError(f"{output} stores another default policy than this build's; {advice}")
+    if policy_to_store(policy, variants) != merged.policy:
+        raise FlexQuantError(f"{output} stores another default policy than this build's; {ADVICE}")
+    prefixes = (SHARED_PREFIX, *(variant.prefix for variant in merged.variants.values()))
+    groups = [{k: ref for k, ref in checkpoint.tensors.items() if k.startswith(p)} for p in prefixes]
+    shards = plan_shards(groups, max_shard_size)
+    if any(checkpoint.tensors[k].file.name != shard.file for shard in shards for k, *_ in shard.tensors):
+        raise FlexQuantError(f"{output} has shards of another size than this build's; {ADVICE}")
+
+
+def _check_files(output: Path, sources: Sequence[tuple[str, str]]) -> None:
+    """Raise FlexQuantError unless the files beside the weights are those that merging would write."""
+    expected = plan_sidecars([Source.open(name, folder) for name, folder in sources])
+    for name in sorted({*expected, *find_files(output, COPIED)}):
+        paths = [path for path in (expected.get(name), output / name) if path and path.is_file()]
+        if len(paths) < 2 or hash_file(paths[0]) != hash_file(paths[1]):
+            raise FlexQuantError(f"{output} has another {name} than the variants; {ADVICE}")

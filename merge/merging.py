@@ -97,11 +97,20 @@ def _merged_config(base: JsonObject, merged: MergedConfig) -> JsonObject:
 def _default_policy(
     requested: str | None, variants: Collection[str], num_layers: int, mixable: Collection[Collection[str]]
 ) -> JsonObject | None:
-    """Return the policy document to store; None leaves the choice to the built-in default."""
+    """Return the policy document to store, after a look whether it can be served."""
     if requested is not None:
-        policy = load_policy(requested)
-        build_route_table(policy, variants, num_layers, ANY_NUMBER_OF_TOKENS, mixable)
-        return policy.document
+        build_route_table(load_policy(requested), variants, num_layers, ANY_NUMBER_OF_TOKENS, mixable)
+    return policy_to_store(requested, variants)
+
+
+def policy_to_store(requested: str | None, variants: Collection[str]) -> JsonObject | None:
+    """Return the document of the policy that a merge of ``variants`` stores.
+
+    ``requested`` is a built-in policy's name or a file. None leaves the choice to the built-in default.
+    Raises FlexQuantError for a policy that cannot be read, and where the default needs other variants.
+    """
+    if requested is not None:
+        return load_policy(requested).document
     if len(variants) == 1:
         (name,) = variants
         description = f"{name} for every forward pass"

@@ -21,10 +21,15 @@ from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from safetensors import SafetensorError
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 
-from flexquant.checkpoint.sidecars import GENERATION_CONFIG, IDENTICAL, NOTICES, find_files
+from flexquant.checkpoint.sidecars import COPIED, GENERATION_CONFIG, find_files
 from flexquant.checkpoint.writer import Progress, copy_file
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import decoder_layers
@@ -105,16 +110,22 @@ def run_modifiers(
 
 
 def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder: Path) -> None:
-    """Write the compressed model in the source's ``dtype``, with the files that lie beside its weights."""
+    """Write the compressed model in the source's ``dtype``, with the files that lie beside its weights.
+
+    Generation settings are kept as they are, also those that transformers would refuse to save.
+    """
     quantized = {id(m.weight) for m in model.modules() if hasattr(m, "quantization_scheme")}
     # Quantised weights stay as they are until saving divides them by their scales, rounded here.
     for parameter in model.parameters():
         if parameter.is_floating_point() and id(parameter) not in quantized:
             parameter.data = parameter.data.to(dtype)
+    settings: Any = model.generation_config
+    model.generation_config = GenerationConfig()
     with _errors_of_the_system(folder):
         model.save_pretrained(folder, save_compressed=True)
+    settings.to_json_file(folder / GENERATION_CONFIG)
     active_session().reset()  # else it holds the model until the next one is loaded
-    for name in find_files(source, (*IDENTICAL, *NOTICES, GENERATION_CONFIG)):
+    for name in find_files(source, COPIED):
         copy_file(source / name, folder / name)
 
 

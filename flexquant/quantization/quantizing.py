@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from flexquant.checkpoint.output import prepare_output, remove_leftovers, staged_folder
+from flexquant.checkpoint.output import (
+    check_free_space,
+    prepare_output,
+    remove_leftovers,
+    staged_folder,
+)
 from flexquant.checkpoint.sidecars import RECIPE
 from flexquant.checkpoint.tokenizer import load_tokenizer
 from flexquant.checkpoint.writer import Progress
@@ -24,6 +29,7 @@ from flexquant.quantization.quantized_variant import QuantizedVariant, read_quan
 from flexquant.quantization.quiet import quiet_libraries
 from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
 from flexquant.quantization.report import (
+    REPORT_SCHEMA,
     find_changes,
     portable_settings,
     read_report,
@@ -44,6 +50,8 @@ ProgressLine = Callable[[str], None]
 
 STAGES_BEFORE_VARIANTS = 2
 """How many stages :func:`quantize_variants` enters before those of the variants: model, calibration text."""
+LEAST_BITS = 4
+"""Of a parameter in a variant, whatever the recipe."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +95,9 @@ def quantize_variants(
     the libraries below it print is discarded unless ``verbose``.
 
     Raises FlexQuantError, before any calibration and with nothing deleted, for a model, recipe or calibration
-    data that cannot be used, an output that may not be replaced, and when llmcompressor is not installed; and
-    for activations that are not finite or memory that runs out.
+    data that cannot be used, an output that may not be replaced, a disk without room even at 4 bits a
+    parameter, and when llmcompressor is not installed; and for activations that are not finite or memory that
+    runs out.
     """
     if importlib.util.find_spec("llmcompressor") is None:
         raise FlexQuantError(
@@ -122,7 +131,8 @@ def quantize_variants(
             used = rows if needs_data[v.recipe.name] else None
             made_from = variant_inputs(source, recipe.variants[v.recipe.name], used, settings.seed)
             jobs.append(_Job(v, folders[v.recipe.name], made_from, used))
-        kept = _find_finished(jobs, overwrite) if resume else [False] * len(jobs)
+        kept = _find_finished(jobs, overwrite, progress) if resume else [False] * len(jobs)
+        check_free_space(Path(output), kept.count(False) * source.parameters * LEAST_BITS // 8)
         results = []
         for job, finished in zip(jobs, kept, strict=True):
             started = time.monotonic()
@@ -170,14 +180,16 @@ def _choose_variants(recipe: Recipe, names: Sequence[str] | None) -> list[Varian
     return [recipe.variants[name] for name in names]
 
 
-def _find_finished(jobs: Sequence[_Job], overwrite: bool) -> list[bool]:
-    """Return of each variant whether its folder is what this run would write.
+def _find_finished(jobs: Sequence[_Job], overwrite: bool, progress: ProgressLine) -> list[bool]:
+    """Return of each variant whether its folder is what this run would write; all of it is read.
 
     Raises FlexQuantError, which says of every folder what differs, unless such folders are to be replaced.
     """
     finished, problems = [], []
     for job in jobs:
         report = read_report(job.folder)
+        if report is not None:
+            progress(f"{job.variant.recipe.name}: comparing {job.folder} with its hashes")
         problem = None if report is None else _find_difference(job, report)
         finished.append(report is not None and problem is None)
         if problem is not None:
@@ -190,8 +202,10 @@ def _find_finished(jobs: Sequence[_Job], overwrite: bool) -> list[bool]:
 
 
 def _find_difference(job: _Job, report: Mapping[str, Any]) -> str | None:
-    made_from = report.get("made_from", {})
-    different = [name for name, value in job.made_from.items() if made_from.get(name) != value]
+    if report.get("schema") != REPORT_SCHEMA:
+        return "was made by another release"
+    made_from = report["made_from"]
+    different = [n for n in {**job.made_from, **made_from} if job.made_from.get(n) != made_from.get(n)]
     if different:
         return f"was made with different {', '.join(different)}"
     changes = find_changes(job.folder, report)

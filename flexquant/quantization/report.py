@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,14 +21,17 @@ from typing import Any
 
 import flexquant
 from flexquant.checkpoint.folder import read_json
+from flexquant.checkpoint.provenance import hash_file
+from flexquant.checkpoint.writer import MAX_THREADS
 from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import to_yaml
+from flexquant.errors import FlexQuantError
 from flexquant.quantization.recipe import SCHEMA, Calibration, VariantRecipe
 from flexquant.quantization.source_model import SourceModel
 
 REPORT_FILE = "quantization_report.json"
-REPORT_SCHEMA = "flexquant.quantization_report/v1"
-PACKAGES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
+REPORT_SCHEMA = "flexquant.quantization_report/v2"
+PACKAGES = ("llmcompressor", "auto-round", "compressed-tensors", "torch", "transformers")
 
 
 def versions() -> dict[str, str]:
@@ -51,7 +56,8 @@ def variant_inputs(
     """Return all that determines a variant, by what messages call it: hashes, the seed, the versions.
 
     ``rows`` of token ids is None for a recipe that needs no calibration, whose variant depends neither on
-    them nor on the seed.
+    them nor on the seed. What only names things (the model's folder, the recipe's description, the file of
+    the calibration text) is no part of it.
     """
     return {
         "weights": source.weights_sha256,
@@ -60,6 +66,7 @@ def variant_inputs(
         "calibration rows": None if rows is None else rows_sha256(rows),
         "seed": None if rows is None else seed,
         "versions": versions(),
+        **source.files_sha256,
     }
 
 
@@ -140,31 +147,43 @@ def smoothing_report(
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write the report into a variant's folder, last: it lists the files there with their sizes."""
-    files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
-    document = {"schema": REPORT_SCHEMA, **report, "files": dict(sorted(files.items()))}
+    """Write the report into a variant's folder, last: it lists the files there with their SHA-256."""
+    document = {"schema": REPORT_SCHEMA, **report, "files": _hash_files(folder)}
     (folder / REPORT_FILE).write_text(json.dumps(document, indent=2) + "\n")
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
-    """Return a variant's report; None where there is none."""
-    return read_json(folder / REPORT_FILE) if (folder / REPORT_FILE).is_file() else None
+    """Return a variant's report; None where there is none. Raise FlexQuantError for one that is damaged."""
+    file = folder / REPORT_FILE
+    if not file.is_file():
+        return None
+    report = read_json(file)
+    if not all(isinstance(report.get(key), dict) for key in ("made_from", "files")):
+        raise FlexQuantError(
+            f"{file} lacks 'made_from' or 'files'; remove {folder}, or choose another folder"
+        )
+    return report
 
 
 def find_changes(folder: Path, report: Mapping[str, Any]) -> list[str]:
-    """Say of each file that the report lists, and that is missing or has another size, what was found."""
-    found = []
-    for name, size in report["files"].items():
-        path = folder / name
-        if not path.is_file():
-            found.append(f"{name} is missing")
-        elif path.stat().st_size != size:
-            found.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
-    return found
+    """Say of each file that is not what the report lists, what became of it. All files are read."""
+    recorded, found = report["files"], _hash_files(folder)
+    changes = {name: "is missing" if name not in found else "has other content" for name in recorded}
+    changes |= {name: "was added" for name in found if name not in recorded}
+    return [f"{name} {change}" for name, change in changes.items() if recorded.get(name) != found.get(name)]
+
+
+def _hash_files(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of all files but the report, by name in order; several threads read at a time."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / REPORT_FILE)
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        digests = pool.map(hash_file, paths)
+        return {p.relative_to(folder).as_posix(): d for p, d in zip(paths, digests, strict=True)}
 
 
 def _sha256(data: object) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    """Return the SHA-256 of data whose keys have an order that matters, as that of a recipe's modifiers."""
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
 def _ratio(a: float, b: float) -> float | None:

@@ -61,6 +61,7 @@ def made_with(source: SourceModel, settings: Calibration) -> dict[str, Any]:
         "model": source.label,
         "weights_sha256": source.weights_sha256,
         "config_sha256": source.config_sha256,
+        **source.files_sha256,
         "samples": settings.samples,
         "length": settings.length,
         "seed": settings.seed,
@@ -79,7 +80,7 @@ def find_written(file: Path, expected: dict[str, Any], *, overwrite: bool) -> bo
         first, *others = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         header = json.loads(first)["made_with"]
         digest = header.pop("text_sha256")
-        different = [key for key in expected if header.get(key) != expected[key]]
+        different = [key for key in {**expected, **header} if header.get(key) != expected.get(key)]
         if digest != _sha256([_without_header(json.loads(first)), *map(json.loads, others)]):
             different.append("text")
     except (ValueError, KeyError, TypeError, AttributeError):

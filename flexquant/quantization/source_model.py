@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.folder import read_json, read_tensors
 from flexquant.checkpoint.model_config import reads_more_than_text
-from flexquant.checkpoint.provenance import folder_label
+from flexquant.checkpoint.provenance import folder_label, hash_file
 from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, DTYPES, TensorRef, read_chunks
-from flexquant.checkpoint.sidecars import IDENTICAL, NOTICES
+from flexquant.checkpoint.sidecars import COPIED, GENERATION_CONFIG, find_files
 from flexquant.errors import FlexQuantError, explained
 
 if TYPE_CHECKING:
@@ -33,23 +34,29 @@ class SourceModel:
     """The folder's name, or ``org/model@revision``."""
     config: PretrainedConfig
     """transformers' configuration."""
+    parameters: int
     weights_sha256: str
     """Of all tensors' names, dtypes, shapes and bytes."""
     config_sha256: str
     """Of the settings in config.json."""
+    files_sha256: Mapping[str, str]
+    """By name, of the files that every variant has copies of: tokenizer, chat template, licence ..."""
 
 
 def read_source(folder: Path) -> SourceModel:
     """Read all weights of a model folder once, and return what it is.
 
-    Raises FlexQuantError for a configuration that transformers does not know, a weight of another dtype than
-    float16, bfloat16 or float32, and a weight with NaN or infinity, naming the tensor; and for a model that
-    reads more than text.
+    Raises FlexQuantError for a configuration that transformers does not know, generation settings that it
+    does not take, a weight of another dtype than float16, bfloat16 or float32, and a weight with NaN or
+    infinity, naming the tensor; and for a model that reads more than text.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     with explained(f"cannot read the configuration of {folder}", "name a folder in Hugging Face's format"):
         config = AutoConfig.from_pretrained(folder)
+    settings_file = GENERATION_CONFIG if (folder / GENERATION_CONFIG).is_file() else "config.json"
+    with explained(f"cannot read the generation settings of {folder}", f"correct {settings_file}"):
+        GenerationConfig.from_pretrained(folder, config_file_name=settings_file)
     written = read_json(folder / "config.json")
     if reads_more_than_text(written):
         raise FlexQuantError(
@@ -59,7 +66,10 @@ def read_source(folder: Path) -> SourceModel:
         )
     settings = json.dumps(written, sort_keys=True)
     config_sha256 = hashlib.sha256(settings.encode()).hexdigest()
-    return SourceModel(folder, folder_label(folder), config, check_weights(folder), config_sha256)
+    files = {name: hash_file(folder / name) for name in find_files(folder, COPIED)}
+    parameters = sum(math.prod(ref.shape) for ref in read_tensors(folder).values())
+    weights = check_weights(folder)
+    return SourceModel(folder, folder_label(folder), config, parameters, weights, config_sha256, files)
 
 
 def find_folder(model: str | Path, progress: Callable[[str], None] = lambda message: None) -> Path:
@@ -72,7 +82,7 @@ def find_folder(model: str | Path, progress: Callable[[str], None] = lambda mess
         from huggingface_hub import snapshot_download
 
         progress(f"looking for {model} on Hugging Face")
-        patterns = ["*.json", "*.safetensors", *IDENTICAL, *NOTICES]
+        patterns = ["*.json", "*.safetensors", *COPIED]
         with explained(
             f"the model '{model}' is neither a folder nor a Hugging Face model that could be fetched",
             "give a folder, or a model id such as Qwen/Qwen2.5-7B-Instruct",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from tests.quantize.folders import report
 from tests.quantize.quantizing import quantize, recipe
 
 W4A16 = {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": 64}
@@ -19,6 +20,7 @@ def test_rounding_is_learnt(model: Path, tmp_path: Path) -> None:
         learnt={"AutoRoundModifier": {**W4A16, "iters": 8, "batch_size": 2}},
     )
     quantize(model, tmp_path, by)
+    assert "auto-round" in report(tmp_path / "learnt")["made_from"]["versions"]
     nearest, learnt = (load_file(tmp_path / way / "model.safetensors") for way in ("nearest", "learnt"))
     assert {name: (w.shape, w.dtype) for name, w in nearest.items()} == {
         name: (w.shape, w.dtype) for name, w in learnt.items()

@@ -82,6 +82,14 @@ def test_weights_that_cannot_be_quantised_are_named(tmp_path: Path, transform: A
     assert not (tmp_path / "variants").exists()
 
 
+def test_generation_settings_that_cannot_be_read_are_refused_first(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    (model / "generation_config.json").write_text('{"num_return_sequences": 2}')
+    with pytest.raises(FlexQuantError, match="generation settings of .*num_return_sequences"):
+        quantize(model, tmp_path / "variants", recipe(w8a8=RTN))
+    assert not (tmp_path / "variants").exists()
+
+
 def test_activations_that_overflow_are_blamed_on_their_layer(tmp_path: Path) -> None:
     def overflow(state: StateDict) -> StateDict:
         state["model.layers.1.input_layernorm.weight"][:] = 3e38

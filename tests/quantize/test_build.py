@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from flexquant import cli
-from flexquant.merge import verify_checkpoint
+from flexquant.merge import merge_checkpoints, verify_checkpoint
 from tests import programs
 from tests.quantize.folders import digests
 
@@ -159,11 +159,29 @@ def test_an_edited_variant_is_told_and_not_quantised_again(
     before = digests(tmp_path / "again")
     assert cli.main(["build", str(model), "--output", str(tmp_path / "again/merged"), *FEW]) == 1
     message = capsys.readouterr().err
-    assert "tokenizer_config.json has" in message and "--overwrite" in message
+    assert "tokenizer_config.json has other content" in message and "--overwrite" in message
     assert digests(tmp_path / "again") == before
 
 
-@pytest.mark.parametrize("content", ["nothing", "a file of mine", "one variant", "another policy"])
+def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
+    model: Path, built: Path, tmp_path: Path, capsys
+) -> None:
+    """The variants are gone, so that nothing but the checkpoint remembers the old generation settings."""
+    shutil.copytree(model, tmp_path / "tiny")
+    shutil.copytree(built / "merged", tmp_path / "merged")
+    (tmp_path / "tiny/generation_config.json").write_text('{"do_sample": true, "temperature": 0.5}')
+    before = digests(tmp_path / "merged")
+    command = ["build", str(tmp_path / "tiny"), "--output", str(tmp_path / "merged"), *FEW]
+    assert cli.main(command) == 1
+    message = capsys.readouterr().err
+    assert "generation_config.json" in message and "--overwrite" in message
+    assert digests(tmp_path / "merged") == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["nothing", "a file of mine", "one variant", "another policy", "a policy of its own", "larger shards"],
+)
 def test_an_output_that_cannot_be_gone_on_with_is_refused_before_quantising(
     model: Path, built: Path, tmp_path: Path, capsys, content: str
 ) -> None:
@@ -173,6 +191,13 @@ def test_an_output_that_cannot_be_gone_on_with_is_refused_before_quantising(
     elif content == "another policy":
         shutil.copytree(built / "merged", output)
         options = ["--policy", "w8a8"]
+    elif content == "larger shards":
+        shutil.copytree(built / "merged", output)
+        options = ["--max-shard-size", "100KB"]
+    elif content == "a policy of its own":
+        merge_checkpoints(
+            {n: built / "merged-variants" / n for n in ("w8a8", "w4a16")}, output, policy="w8a8"
+        )
     else:
         output.mkdir()
         if content == "a file of mine":

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +39,17 @@ def test_a_variant_that_does_not_fit(model: Path, tmp_path: Path, most: int) -> 
     assert digests(tmp_path).keys() == {"variants/calibration.jsonl"}, "which is whole"
     programs.run(command, timeout=SECONDS)
     assert {"w8a8/config.json", "w4a16/config.json"} <= digests(output).keys()
+
+
+def test_a_disk_without_room_is_told_before_quantising(model: Path, tmp_path: Path) -> None:
+    mounted = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    mounted += ['mount -t tmpfs -o size=128k tmpfs "$0" || exit 77; "$@"', str(tmp_path)]
+    if subprocess.run([*mounted, "true"], capture_output=True, timeout=SECONDS).returncode:
+        pytest.skip("this machine does not let its users mount a disk of their own")
+    command = [*FLEXQUANT, "quantize", model, "--output", tmp_path / "variants", "--recipe", "rtn"]
+    done = programs.run([*mounted, *command], timeout=SECONDS, status=1)
+    assert re.search(r"needs [\d.]+ kB of free disk space, but .* has [\d.]+ kB", done.stderr)
+    assert "quantising" not in done.stderr
 
 
 def test_a_merge_that_does_not_fit_keeps_the_variants(model: Path, variants: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from flexquant.errors import FlexQuantError
 from tests.checkpoints import make_checkpoint
@@ -62,14 +63,56 @@ def test_a_changed_or_missing_file_is_named_and_the_variant_replaced_only_when_t
     edited, missing = finished / "w8a8/tokenizer_config.json", finished / "w8a8/config.json"
     edited.write_text(edited.read_text() + "\n")
     missing.unlink()
+    (finished / "w8a8/chat_template.jinja").write_text("{{ messages }}")
     before = digests(finished)
-    named = "w8a8 was changed after it was made: config.json is missing, tokenizer_config.json has .* bytes"
-    with pytest.raises(FlexQuantError, match=f"{named} .*--overwrite"):
+    named = "w8a8 was changed after it was made: config.json is missing, "
+    named += "tokenizer_config.json has other content, chat_template.jinja was added"
+    with pytest.raises(FlexQuantError, match=f"{named}; .*--overwrite"):
         quantize(small, finished, TWO, resume=True)
     assert digests(finished) == before
     results = quantize(small, finished, TWO, resume=True, overwrite=True)
     assert [result.kept for result in results] == [False, True]
     assert digests(finished) == expected
+
+
+def test_a_variant_damaged_at_equal_size_is_made_again(small: Path, finished: Path) -> None:
+    expected = digests(finished)
+    file = finished / "w8a8/model.safetensors"
+    tensors, size = load_file(file), file.stat().st_size
+    tensors["model.layers.0.mlp.gate_proj.weight"].zero_()
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert file.stat().st_size == size
+    with pytest.raises(FlexQuantError, match=r"w8a8 was changed .*: model.safetensors has other content; "):
+        quantize(small, finished, TWO, resume=True)
+    results = quantize(small, finished, TWO, resume=True, overwrite=True)
+    assert [result.kept for result in results] == [False, True]
+    assert digests(finished) == expected
+
+
+def test_changed_files_beside_the_weights_are_noticed(tmp_path: Path) -> None:
+    """Files that a variant has copies of: one that changes, some that come, one that goes."""
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    by, output = recipe(w8a8=RTN), tmp_path / "variants"
+    quantize(model, output, by)
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE"):
+        file = model / name
+        file.write_text(f"{file.read_text()} " if file.exists() else "{}")
+        with pytest.raises(FlexQuantError, match=f"w8a8 was made with different {name}; .*--overwrite"):
+            quantize(model, output, by, resume=True)
+        quantize(model, output, by, resume=True, overwrite=True)
+        assert (output / "w8a8" / name).read_bytes() == file.read_bytes()
+    (model / "LICENSE").unlink()
+    with pytest.raises(FlexQuantError, match="w8a8 was made with different LICENSE; .*--overwrite"):
+        quantize(model, output, by, resume=True)
+
+
+def test_the_order_of_modifiers_is_noticed(small: Path, tmp_path: Path) -> None:
+    """Both fronts smooth the same norms, so what comes first decides what the second one sees."""
+    smooth = {"SmoothQuantModifier": {"smoothing_strength": 0.5, "mappings": "norms"}}
+    awq = {"AWQModifier": {"mappings": "norms"}}
+    quantize(small, tmp_path / "variants", recipe(w4a16={**smooth, **awq, **W4A16}))
+    with pytest.raises(FlexQuantError, match="w4a16 was made with different recipe; .*--overwrite"):
+        quantize(small, tmp_path / "variants", recipe(w4a16={**awq, **smooth, **W4A16}), resume=True)
 
 
 def test_a_run_that_is_refused_has_deleted_nothing(small: Path, finished: Path) -> None:

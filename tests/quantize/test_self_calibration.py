@@ -169,6 +169,15 @@ def test_text_made_otherwise_or_changed_is_replaced_only_when_told_to(small: Pat
     assert digests(finished) == expected
 
 
+def test_text_by_another_chat_template_is_replaced_only_when_told_to(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    write(model, tmp_path / "variants")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    with pytest.raises(FlexQuantError, match=r"jsonl was made with different chat_template\.jinja; .*--over"):
+        write(model, tmp_path / "variants", resume=True)
+    assert any("messages" in r for r in write(model, tmp_path / "variants", resume=True, overwrite=True))
+
+
 def test_a_recipe_without_calibration_writes_nothing(small: Path, tmp_path: Path) -> None:
     quantize(small, tmp_path / "variants", recipe(w8a8=RTN), calibration="self")
     assert [path.name for path in (tmp_path / "variants").iterdir()] == ["w8a8"]

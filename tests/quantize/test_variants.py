@@ -214,6 +214,19 @@ def test_arguments_are_llmcompressors_but_for_two() -> None:
         assert set(MODIFIERS[modifier.__name__]) - ours <= set(modifier.model_fields), modifier
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_generation_settings_are_kept_as_they_are(tmp_path: Path, name: str) -> None:
+    """Settings that transformers refuses to save: published models have them, and vLLM reads them."""
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    settings = json.loads((model / name).read_text()) if (model / name).exists() else {"top_k": 20}
+    (model / name).write_text(json.dumps({**settings, "temperature": 0.7}))
+    quantize(model, tmp_path / "variants", recipe(w8a8=RTN))
+    written = tmp_path / "variants/w8a8/generation_config.json"
+    assert json.loads(written.read_text())["temperature"] == 0.7
+    if name == written.name:
+        assert written.read_bytes() == (model / name).read_bytes()
+
+
 def test_calibration_on_text_and_on_messages(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
