@@ -47,7 +47,7 @@ def split_checkpoint(
     files = _plan_files(checkpoint, variant)
     shards = plan_shards([tensors], max_shard_size)
     check_free_space(output, needed_bytes(shards, files.values()))
-    recorded = (checkpoint.provenance or {}).get("tensors", {})
+    recorded = checkpoint.provenance.tensors
     with staged_folder(output, overwrite=overwrite) as stage:
         for name, path in files.items():
             copy_file(path, stage / name)

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import TensorRef, read_header
 from flexquant.errors import FlexQuantError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -64,6 +68,12 @@ def read_json(path: Path) -> JsonObject:
     if not isinstance(content, dict):
         raise FlexQuantError(f"{path} holds a JSON {type(content).__name__}, expected an object")
     return content
+
+
+def wrong_key(error: ValidationError) -> str:
+    """Return e.g. ``a wrong 'variants.w8a8.prefix' (Field required)`` for what a JSON object should be."""
+    first = error.errors()[0]
+    return f"a wrong '{'.'.join(map(str, first['loc']))}' ({first['msg']})"
 
 
 def read_tensors(folder: Path) -> dict[str, TensorRef]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexquant.checkpoint.folder import confined_file, read_json, read_tensors
+from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, read_model_config
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.provenance import PROVENANCE_FILE
+from flexquant.checkpoint.provenance import Provenance, read_provenance
 from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.errors import FlexQuantError
 
@@ -25,8 +25,7 @@ class MergedCheckpoint:
     merged: MergedConfig
     tensors: dict[str, TensorRef]
     """By merged key, prefix included."""
-    provenance: JsonObject | None
-    """None when the file has been removed."""
+    provenance: Provenance
 
     @classmethod
     def open(cls, folder: str | Path) -> MergedCheckpoint:
@@ -41,9 +40,7 @@ class MergedCheckpoint:
                     f"{folder} holds tensor '{key}', which belongs to none of its variants "
                     f"({', '.join(merged.variants)}); merge it again"
                 )
-        recorded = folder / PROVENANCE_FILE
-        provenance = read_json(confined_file(folder, PROVENANCE_FILE)) if recorded.exists() else None
-        return cls(folder, config, merged, tensors, provenance)
+        return cls(folder, config, merged, tensors, read_provenance(folder))
 
     def check_variant(self, name: str) -> None:
         """Raise FlexQuantError unless the checkpoint has the variant."""
@@ -69,7 +66,7 @@ class MergedCheckpoint:
             "architectures": [self.merged.base_architecture],
             "quantization_config": self.merged.variants[name].quantization_config,
         }
-        origin = (self.provenance or {}).get("sources", {}).get(name, {})
+        origin = self.provenance.sources.get(name, {})
         if origin.get("transformers_version"):
             config["transformers_version"] = origin["transformers_version"]
         return config

@@ -19,7 +19,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, StrictStr, ValidationError
 
-from flexquant.checkpoint.folder import check_folder, confined_file, read_json
+from flexquant.checkpoint.folder import check_folder, confined_file, read_json, wrong_key
 from flexquant.checkpoint.model_config import JsonObject, count_layers
 from flexquant.errors import FlexQuantError
 
@@ -131,11 +131,8 @@ class MergedConfig:
         try:
             read = _Section.model_validate(section)
         except ValidationError as e:
-            error = e.errors()[0]
-            place = ".".join(map(str, error["loc"]))
             raise FlexQuantError(
-                f"the merged checkpoint's quantization_config has a wrong '{place}' ({error['msg']}); "
-                "merge it again"
+                f"the merged checkpoint's quantization_config has {wrong_key(e)}; merge it again"
             ) from e
         return cls(
             base_architecture=read.base_architecture,

@@ -13,12 +13,37 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from pydantic import BaseModel, ValidationError
+
 import flexquant
+from flexquant.checkpoint.folder import confined_file, read_json, wrong_key
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.source import Source
+from flexquant.errors import FlexQuantError
 
 PROVENANCE_FILE = "flexquant_provenance.json"
 SCHEMA = "flexquant.provenance/v1"
+
+
+class Provenance(BaseModel):
+    """What is read of the document; nothing is recorded where it has been removed."""
+
+    sources: dict[str, JsonObject] = {}
+    files: dict[str, str] = {}
+    """SHA-256, in hexadecimal, by the file's name."""
+    tensors: dict[str, str] = {}
+    """SHA-256, in hexadecimal, by merged key."""
+
+
+def read_provenance(folder: Path) -> Provenance:
+    """Return what a merged checkpoint recorded; raise FlexQuantError for a document that is malformed."""
+    if not (folder / PROVENANCE_FILE).exists():
+        return Provenance()
+    file = confined_file(folder, PROVENANCE_FILE)
+    try:
+        return Provenance.model_validate(read_json(file))
+    except ValidationError as e:
+        raise FlexQuantError(f"{file} has {wrong_key(e)}; fetch or merge the checkpoint again") from e
 
 
 def make_provenance(
@@ -46,8 +71,9 @@ def make_provenance(
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a small file, in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    """Return the SHA-256 of a file of any size, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def folder_label(folder: Path) -> str:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Is a merged checkpoint, byte for byte, what the merge wrote? By the SHA-256 that it recorded."""
+"""Is a merged checkpoint, byte for byte, what the merge wrote, and no more? By what it recorded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from flexquant.checkpoint.folder import confined_file
+from flexquant.checkpoint.folder import INDEX_FILE, confined_file
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.provenance import PROVENANCE_FILE, hash_file
 from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
@@ -17,11 +17,24 @@ from flexquant.checkpoint.writer import MAX_THREADS, Progress
 from flexquant.errors import FlexQuantError
 
 MAX_NAMED = 5
+UNRECORDED = (PROVENANCE_FILE, INDEX_FILE, "README.md")
+"""What the merge writes beside tensors and recorded files; the card may be edited."""
+BOOKKEEPING = (".git", ".gitattributes", ".cache")
+"""What git and downloads from the hub add; nothing that loads a model reads it."""
 
 
 def check_recorded_files(checkpoint: MergedCheckpoint) -> None:
-    """Raise FlexQuantError for a file beside the tensors that is not the one that was recorded."""
-    for name, recorded in (checkpoint.provenance or {}).get("files", {}).items():
+    """Raise FlexQuantError for a file that is not the one that was recorded, and for one too many.
+
+    Without recorded files nothing is checked.
+    """
+    files = checkpoint.provenance.files
+    if added := _unknown_files(checkpoint) if files else []:
+        raise FlexQuantError(
+            f"{checkpoint.folder} has {len(added)} file(s) that the merge did not write ({_listed(added)}); "
+            "remove them, or merge again"
+        )
+    for name, recorded in files.items():
         if hash_file(confined_file(checkpoint.folder, name)) != recorded:
             raise FlexQuantError(
                 f"{checkpoint.folder / name} was changed after merging (its SHA-256 is not the one in "
@@ -35,7 +48,7 @@ def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | No
     Raises FlexQuantError, which names tensors and their shards, if one is not what was recorded, is missing
     or is too many; and for a checkpoint without recorded hashes.
     """
-    recorded = (checkpoint.provenance or {}).get("tensors")
+    recorded = checkpoint.provenance.tensors
     if not recorded:
         raise FlexQuantError(
             f"{checkpoint.folder} has no tensor hashes in {PROVENANCE_FILE}; compare with the sources: "
@@ -89,6 +102,16 @@ def report_differences(
             f"{len(differing)} of {len(matches)} tensors in {checkpoint.folder} differ from {measure} "
             f"({_listed(sorted(differing))}); fetch or merge the checkpoint again"
         )
+
+
+def _unknown_files(checkpoint: MergedCheckpoint) -> list[str]:
+    """Return the files that are neither recorded nor hold tensors; links to folders count as files."""
+    folder = checkpoint.folder
+    shards = {ref.file for ref in checkpoint.tensors.values()}
+    known = shards | {folder / name for name in (*UNRECORDED, *checkpoint.provenance.files)}
+    files = {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+    names = (path.relative_to(folder) for path in sorted(files - known))
+    return [name.as_posix() for name in names if name.parts[0] not in BOOKKEEPING]
 
 
 def _hash(ref: TensorRef) -> str:

@@ -108,6 +108,64 @@ def test_verify_finds_a_changed_file(merged):
         verify_checkpoint(merged)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["additional_chat_templates/rag.jinja", "x.py", "model-00004-of-00004.safetensors", ".hidden", "a link"],
+)
+def test_verify_names_files_that_the_merge_did_not_write(sources, merged, name):
+    """Any kind, since what reads a folder may read any: a template, code, weights that no index lists."""
+    (merged / name).parent.mkdir(exist_ok=True)
+    if name == "a link":
+        (merged / name).symlink_to(merged.parent, target_is_directory=True)
+    else:
+        (merged / name).write_text("")
+    for against in ({}, sources):
+        with pytest.raises(FlexQuantError, match=rf"1 file\(s\) .* did not write \({name}\); remove"):
+            verify_checkpoint(merged, against)
+
+
+def test_verify_knows_what_the_hub_and_git_add(merged):
+    for name in (".gitattributes", ".git/config", ".cache/huggingface/download/config.json.metadata"):
+        (merged / name).parent.mkdir(parents=True, exist_ok=True)
+        (merged / name).write_text("")
+    (merged / "README.md").write_text("# My model\n")
+    verify_checkpoint(merged)
+
+
+def test_verify_finds_a_missing_file(merged):
+    (merged / "chat_template.jinja").unlink()
+    with pytest.raises(FlexQuantError, match="has no file 'chat_template.jinja'"):
+        verify_checkpoint(merged)
+
+
+def damaged(key, value):
+    return lambda document: {**document, key: value}
+
+
+@pytest.mark.parametrize(
+    ("damage", "place"),
+    [
+        (damaged("files", ["config.json"]), "files"),
+        (damaged("files", {"config.json": None}), "files.config.json"),
+        (damaged("tensors", "none"), "tensors"),
+        (damaged("tensors", {"shared.model.norm.weight": {"sha256": "0"}}), "tensors.shared.model.norm"),
+        (damaged("sources", []), "sources"),
+        (damaged("sources", {"w8a8": "org/model"}), "sources.w8a8"),
+    ],
+)
+def test_a_malformed_provenance_is_one_sentence(sources, merged, tmp_path, damage, place):
+    file = merged / PROVENANCE_FILE
+    file.write_text(json.dumps(damage(json.loads(file.read_text()))))
+    message = rf"{PROVENANCE_FILE} has a wrong '{place}.* fetch or merge the checkpoint again"
+    for read in (
+        lambda: verify_checkpoint(merged),
+        lambda: verify_checkpoint(merged, sources),
+        lambda: split_checkpoint(merged, "w8a8", tmp_path / "plain"),
+    ):
+        with pytest.raises(FlexQuantError, match=message):
+            read()
+
+
 def test_verify_finds_missing_tensors_and_a_missing_shard(merged):
     provenance = json.loads((merged / PROVENANCE_FILE).read_text())
     provenance["tensors"]["w8a8.ghost"] = "00"

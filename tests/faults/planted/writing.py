@@ -8,6 +8,7 @@ from tests.faults.fault import Fault
 
 MERGE = "tests/unit/test_merge.py::"
 OUTPUT = "tests/unit/test_output.py::"
+VERIFY = "tests/unit/test_split_verify.py::"
 
 WRITING = (
     Fault(
@@ -89,5 +90,21 @@ WRITING = (
         '    text += b" " * (-len(text) % HEADER_ALIGNMENT)\n',
         "",
         (MERGE + "test_every_tensor_lies_where_a_reader_can_map_it",),
+    ),
+    Fault(
+        "added-files-not-named",
+        "Verifying does not see files that the merge did not write.",
+        "flexquant/checkpoint/recorded_hashes.py",
+        "if added := _unknown_files(checkpoint) if files else []:",
+        "if added := []:",
+        (VERIFY + "test_verify_names_files_that_the_merge_did_not_write",),
+    ),
+    Fault(
+        "provenance-not-checked",
+        "What the provenance holds is taken for what it should hold.",
+        "flexquant/checkpoint/provenance.py",
+        "Provenance.model_validate(read_json(file))",
+        "Provenance.model_construct(**read_json(file))",
+        (VERIFY + "test_a_malformed_provenance_is_one_sentence",),
     ),
 )
