@@ -88,6 +88,8 @@ class Run(Answer):
 class ServedRequest(Answer):
     request: str
     plans: list[Run]
+    incomplete: bool | None = None
+    """Only where what came first has been forgotten: true."""
 
 
 class ServedRequests(Answer):

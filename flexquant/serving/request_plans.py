@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 KEPT = 4096
-"""Requests that are remembered, the last ones to come."""
+"""Requests that are remembered, the last ones to come; more only where more are under way."""
 NUMBER = re.compile(r"^\d+_")
 RANDOM = re.compile(r"-[0-9a-f]{8}$")
 REST = re.compile(r"([-_]\d+)?(-[0-9a-f]{16}-beam-\d+)?(-[0-9a-f]{8})?")
@@ -31,10 +32,15 @@ class Run(NamedTuple):
 
 
 class RequestPlans:
-    """For the last requests, how many tokens which plan has computed."""
+    """For the last requests, and those under way, how many tokens which plan has computed."""
 
     def __init__(self) -> None:
         self._runs: dict[str, list[Run]] = {}
+        self._forgotten: dict[str, None] = {}
+        """The last that were forgotten: if one goes on, it is incomplete."""
+        self._incomplete: set[str] = set()
+        self.under_way: Callable[[], Container[str]] = lambda: ()
+        """Tells the requests that may go on, which are not forgotten."""
 
     def record(self, tokens: Mapping[str, int], plan: str, moment: str = "") -> None:
         """Note a pass of ``plan``: by the name of each request in it, how many of its tokens.
@@ -42,39 +48,58 @@ class RequestPlans:
         ``moment`` is the name of the pass's span of moments, empty where the policy tells none apart.
         """
         for request, number in tokens.items():
+            if request in self._forgotten and request not in self._runs:
+                self._incomplete.add(request)
             runs = self._runs.setdefault(request, [])
             if runs and (runs[-1].plan, runs[-1].moment) == (plan, moment):
                 runs[-1] = runs[-1]._replace(tokens=runs[-1].tokens + number)
             else:
                 runs.append(Run(plan, number, moment))
-        while len(self._runs) > KEPT:
-            del self._runs[next(iter(self._runs))]
+        if len(self._runs) > KEPT:
+            self._forget(len(self._runs) - KEPT)
+
+    def _forget(self, number: int) -> None:
+        """Forget so many requests, the first of those that have ended."""
+        under_way = self.under_way()
+        for request in [*islice((name for name in self._runs if name not in under_way), number)]:
+            del self._runs[request]
+            self._incomplete.discard(request)
+            self._forgotten.pop(request, None)
+            self._forgotten[request] = None
+        for request in [*islice(self._forgotten, max(0, len(self._forgotten) - KEPT))]:
+            del self._forgotten[request]
 
     def find(self, response: str) -> list[dict[str, Any]]:
         """Return the requests that a response answers, each with its runs of one plan in order.
 
-        ``response`` is its ``id``. One response may answer several prompts, or one prompt several times.
+        ``response`` is its ``id``. One response may answer several prompts, or one prompt several times. A
+        request whose first runs have been forgotten is ``incomplete``.
         """
         return [
             {"request": request, "plans": [run.to_data() for run in runs]}
+            | ({"incomplete": True} if request in self._incomplete else {})
             for request, runs in self._runs.items()
             if answers(response, request)
         ]
 
     def tokens(self, requests: Collection[str]) -> dict[str, dict[str, int]]:
-        """Return, for those of the requests that are known, how many tokens each plan has computed.
+        """Return, for those of the requests that are known in full, how many tokens each plan has computed.
 
         They are named as a caller of the engine names them. Several answers to one prompt (``n``) are one
         such request, and counted together.
         """
         wanted = set(requests)
         found: dict[str, Counter[str]] = {}
+        incomplete: set[str] = set()
         for name, runs in self._runs.items():
             outer = RANDOM.sub("", name)
-            for request in {name, outer, NUMBER.sub("", name), NUMBER.sub("", outer)} & wanted:
+            names = {name, outer, NUMBER.sub("", name), NUMBER.sub("", outer)} & wanted
+            if name in self._incomplete:
+                incomplete |= names
+            for request in names:
                 for run in runs:
                     found.setdefault(request, Counter())[run.plan] += run.tokens
-        return {request: dict(plans) for request, plans in found.items()}
+        return {request: dict(plans) for request, plans in found.items() if request not in incomplete}
 
 
 def answers(response: str, request: str) -> bool:

@@ -501,6 +501,9 @@ NAMES = (
     ),
     Names("vllm.v1.worker.gpu.input_batch", _PHASE, {"InputBatch.req_ids": "the names of a pass's requests"}),
     Names("vllm.v1.worker.gpu_input_batch", _PHASE, {"InputBatch.req_ids": "the same, of the V1 runner"}),
+    Names("vllm.v1.worker.gpu_model_runner", _PHASE, mentions={"self.requests": "which have not ended"}),
+    Names("vllm.v1.worker.gpu.model_runner", _PHASE, mentions={"self.req_states": "the same, of V2"}),
+    Names("vllm.v1.worker.gpu.states", _PHASE, {"RequestState.req_id_to_index": "the names of these"}),
     Names(
         "vllm.v1.worker.gpu.model_states",
         _PHASE,

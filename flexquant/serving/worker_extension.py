@@ -21,9 +21,14 @@ class FlexQuantWorker:
         """From the next pass on, remember which plans serve each request.
 
         The V1 runner keeps the requests of the pass that it prepares; of the V2 runner's,
-        :mod:`flexquant.serving.model_state` tells.
+        :mod:`flexquant.serving.model_state` tells. Both keep the requests that have not ended, V2 without
+        those that were preempted.
         """
-        self.get_model().observer.request_names = lambda: self.model_runner.input_batch.req_ids
+        model, runner = self.get_model(), self.model_runner
+        model.observer.request_names = lambda: runner.input_batch.req_ids
+        of_v2 = getattr(runner, "req_states", None)
+        under_way = runner.requests if of_v2 is None else of_v2.req_id_to_index
+        model.records.requests.under_way = lambda: under_way
 
     def flexquant_requests(self: Any, response: str) -> list[dict[str, Any]]:
         """Return the requests that a response answers (:meth:`RequestPlans.find`)."""

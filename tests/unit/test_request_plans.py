@@ -72,6 +72,42 @@ def test_the_last_requests_are_kept() -> None:
     assert plans.find("cmpl-1") and plans.find(f"cmpl-{KEPT}")
 
 
+def test_requests_under_way_are_kept_however_many_they_are() -> None:
+    plans = RequestPlans()
+    requests = {f"cmpl-{number}-0-93f2ed39": 1 for number in range(KEPT + 100)}
+    under_way = {**requests}
+    plans.under_way = lambda: under_way
+    for number in range(10):
+        plans.record(requests if number else dict.fromkeys(requests, 8), "w8a8")
+    for number in (0, KEPT + 99):
+        (found,) = plans.find(f"cmpl-{number}")
+        assert found["plans"] == [{"plan": "w8a8", "tokens": 17}] and "incomplete" not in found
+    for request in [*under_way][1:102]:
+        del under_way[request]
+    plans.record({"cmpl-last-0-93f2ed39": 1}, "w8a8")
+    assert plans.find("cmpl-0") and plans.find("cmpl-last"), "of those that have ended, the first ones go"
+    assert [number for number in range(120) if not plans.find(f"cmpl-{number}")] == [*range(1, 102)]
+
+
+def test_a_request_that_goes_on_after_it_was_forgotten_is_marked() -> None:
+    plans = RequestPlans()
+    late, whole = f"1_{COMPLETION}-0-93f2ed39", f"0_{COMPLETION}-0-93f2ed39"
+    plans.record({late: 20}, "w8a8")
+    plans.record({f"cmpl-{number}-0-93f2ed39": 1 for number in range(KEPT)}, "w8a8")
+    assert plans.find(COMPLETION) == []
+    plans.record({late: 1, whole: 1}, "w4a16")
+    runs = [{"plan": "w4a16", "tokens": 1}]
+    assert plans.find(COMPLETION) == [
+        {"request": late, "plans": runs, "incomplete": True},
+        {"request": whole, "plans": runs},
+    ]
+    assert plans.tokens([f"{COMPLETION}-0", whole]) == {whole: {"w4a16": 1}}
+    # Names are forgotten too, in the end.
+    plans.record({f"cmpl-{number}-0-bd0a3713": 1 for number in range(2 * KEPT)}, "w8a8")
+    plans.record({late: 20}, "w8a8")
+    assert plans.find(COMPLETION) == [{"request": late, "plans": [{"plan": "w8a8", "tokens": 20}]}]
+
+
 def test_the_tokens_of_an_engines_request_are_those_of_all_its_answers() -> None:
     plans = RequestPlans()
     plans.record({f"{COMPLETION}-0-93f2ed39": 20, f"0_{CHAT}-bd0a3713": 30, f"1_{CHAT}-bd0a3713": 30}, "w8a8")
