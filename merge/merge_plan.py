@@ -20,6 +20,7 @@ from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import MAX_THREADS
 from flexquant.errors import FlexQuantError
 from flexquant.merge.same_model import model_differences
+from flexquant.merge.sound_shapes import check_shapes
 
 LM_HEAD = "lm_head"
 
@@ -84,6 +85,7 @@ def plan_merge(sources: Sequence[Source]) -> MergePlan:
         _check_layers(source, num_layers)
     for source, shape in zip(sources[1:], shapes[1:], strict=True):
         _check_same_shapes(first, shapes[0], source, shape)
+    check_shapes(sources, shapes[0])
     files = plan_sidecars(sources)
     shared = _find_shared(sources)
     if len(sources) > 1:

@@ -12,6 +12,8 @@ from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
 from flexquant.errors import FlexQuantError
 
 PACKED_SUFFIX = "_packed"
+WORD_BITS = 32
+"""Integers below 8 bits, and often those of 8, lie in words of int32."""
 # Parameters that compressed-tensors adds beside a module's own.
 QUANTISATION_PARAMETER = re.compile(
     r"\.(weight|input|output|q|k|v|attn|prob)_(scale|zero_point|global_scale|g_idx|shape)$"
@@ -22,31 +24,43 @@ def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...
     """Return the shape of every parameter of the unquantised model, by its name there.
 
     ``weight_packed`` counts as ``weight`` with the shape stored in ``weight_shape``. Raises FlexQuantError
-    for a packed integer weight without that shape.
+    for a packed integer weight without that shape, or with one that cannot be its.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, ref in tensors.items():
         if name.endswith(PACKED_SUFFIX):
             name = name.removesuffix(PACKED_SUFFIX)
-            shapes[name] = _unpacked_shape(name, ref, tensors)
+            shapes[name] = unpacked_shape(name, ref, tensors.get(f"{name}_shape"))
         elif not QUANTISATION_PARAMETER.search(name):
             shapes[name] = ref.shape
     return shapes
 
 
-def _read_integers(ref: TensorRef) -> tuple[int, ...]:
-    codes: dict[str, Literal["q", "i"]] = {"I64": "q", "I32": "i"}
-    if (code := codes.get(ref.dtype)) is None:
-        raise FlexQuantError(f"{ref.file} holds '{ref.name}' as {ref.dtype}, expected I64 or I32")
-    return tuple(number for chunk in read_chunks(ref) for number in chunk.cast(code))
+def unpacked_shape(name: str, packed: TensorRef, stored: TensorRef | None) -> tuple[int, ...]:
+    """Return the shape of the parameter ``name`` that is held in ``packed``; ``stored`` holds that shape.
 
-
-def _unpacked_shape(name: str, packed: TensorRef, tensors: Mapping[str, TensorRef]) -> tuple[int, ...]:
-    stored = tensors.get(name + "_shape")
-    if stored is not None:
-        return _read_integers(stored)
-    if packed.dtype == "U8":  # FP4 formats: two values a byte, no stored shape
+    Raises FlexQuantError where it is missing, or cannot be that of these words.
+    """
+    if stored is None and packed.dtype == "U8" and packed.shape:  # FP4 formats: two values a byte
         return (*packed.shape[:-1], packed.shape[-1] * 2)
-    raise FlexQuantError(
-        f"{packed.file} holds '{packed.name}' without '{name}_shape'; quantise the model again"
-    )
+    if stored is None:
+        raise FlexQuantError(
+            f"{packed.file} holds '{packed.name}' without '{name}_shape'; quantise the model again"
+        )
+    shape = _read_integers(stored, len(packed.shape))
+    fits = packed.shape and shape[:-1] == packed.shape[:-1]
+    if not fits or not 1 <= shape[-1] <= packed.shape[-1] * WORD_BITS:
+        raise FlexQuantError(
+            f"{stored.file} holds '{stored.name}' {list(shape)}, which does not fit '{packed.name}' of shape "
+            f"{list(packed.shape)}; quantise the model again"
+        )
+    return shape
+
+
+def _read_integers(ref: TensorRef, count: int) -> tuple[int, ...]:
+    codes: dict[str, Literal["q", "i"]] = {"I64": "q", "I32": "i"}
+    if (code := codes.get(ref.dtype)) is None or ref.shape != (count,):
+        raise FlexQuantError(
+            f"{ref.file} holds '{ref.name}' as {ref.dtype} {list(ref.shape)}, expected I64 or I32 [{count}]"
+        )
+    return tuple(number for chunk in read_chunks(ref) for number in chunk.cast(code))

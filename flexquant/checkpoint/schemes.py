@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from flexquant.errors import FlexQuantError
@@ -46,23 +48,20 @@ class LinearSchemes:
 
 def _parse(section: Mapping[str, Any], owner: str) -> QuantizationConfig:
     from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.transform import TransformConfig
+    from compressed_tensors.utils.match import match_name
 
-    section = dict(section)
-    groups = section.get("config_groups")
-    if isinstance(groups, dict):
-        # Where activation ordering matters it shows in weight_g_idx; newer releases refuse the word.
-        section["config_groups"] = {name: _without_actorder(group) for name, group in groups.items()}
     try:
-        return QuantizationConfig.model_validate(section)
-    except (ValueError, TypeError, NotImplementedError) as e:
+        config = QuantizationConfig.model_validate(section)
+        groups = [group.targets for group in config.config_groups.values() if not isinstance(group, list)]
+        for name in chain(config.ignore or (), *groups):
+            match_name("", name)  # compiles it, if it is a regular expression
+        if transforms := section.get("transform_config"):
+            TransformConfig.model_validate(transforms)
+        return config
+    except (ValueError, TypeError, KeyError, NotImplementedError, OverflowError, re.error) as e:
         problem = " ".join(str(e).split())
         raise FlexQuantError(
             f"{owner} has a quantization_config that is not understood ({problem}); quantise the model again "
             "with a supported release of llmcompressor"
         ) from e
-
-
-def _without_actorder(group: Any) -> Any:
-    if isinstance(group, dict) and isinstance(group.get("weights"), dict):
-        return {**group, "weights": {k: v for k, v in group["weights"].items() if k != "actorder"}}
-    return group

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json, read_tensors
+from flexquant.checkpoint.known_models import check_heads
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import TensorRef
@@ -39,7 +40,7 @@ class Source:
         config_file = confined_file(folder, "config.json")
         config = read_json(config_file)
         architectures = config.get("architectures")
-        if not isinstance(architectures, list) or not architectures:
+        if not isinstance(architectures, list) or not isinstance((architectures or [None])[0], str):
             raise FlexQuantError(f"{config_file} names no architectures; a causal language model is needed")
         section = config.get("quantization_config")
         if not isinstance(section, dict):
@@ -54,4 +55,5 @@ class Source:
                 f"{config_file} has quant_method {method!r}; merging needs compressed-tensors checkpoints "
                 f"such as llmcompressor or 'flexquant quantize' write{how}"
             )
+        check_heads(config, str(config_file))
         return cls(name, folder, config, section, read_tensors(folder))

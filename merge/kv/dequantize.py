@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
+from flexquant.checkpoint.linear_shapes import shape_problem
+from flexquant.checkpoint.logical import PACKED_SUFFIX, unpacked_shape
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
 from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.checkpoint.source import Source
@@ -29,6 +31,7 @@ READABLE_FORMATS = frozenset(
 )
 READABLE_STRATEGIES = frozenset({"tensor", "channel", "group", "block"})
 INTEGER_BITS = (2, 4, 8)  # other widths are packed differently by different compressed-tensors releases
+FLOAT_BITS = (8,)
 FLOAT_DTYPES = {"BF16": 7, "F16": 10, "F32": 23}  # stored bits of mantissa
 E4M3_MANTISSA, E4M3_MIN_EXPONENT = 3, -6
 FLOAT32_EXPONENT = 0x7F800000
@@ -58,11 +61,59 @@ class WeightReader:
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return (out_features, in_features)."""
-        if (shape := self.ref(module, "weight_shape")) is not None:
-            out_features, in_features = load_tensor(shape).tolist()
-        else:
-            out_features, in_features = self.stored(module).shape
+        stored = self.stored(module)
+        shape = stored.shape
+        if _is_packed(stored):
+            shape = unpacked_shape(f"{module}.weight", stored, self.ref(module, "weight_shape"))
+        out_features, in_features = shape
         return out_features, in_features
+
+    def check_linears(self) -> None:
+        """Raise FlexQuantError, naming the module, for a parameter that does not fit its Linear's scheme.
+
+        Only headers are read. Schemes that are not understood are passed over.
+        """
+        for key, ref in self.source.tensors.items():
+            module, _, parameter = key.rpartition(".")
+            if parameter in ("weight", "weight_packed") and not _is_float(ref):
+                scheme = self.schemes.of(module)
+                if scheme is not None and self._is_readable(scheme):
+                    self.check_shapes(module, scheme.weights)
+
+    def check_shapes(self, module: str, args: QuantizationArgs) -> None:
+        """Raise FlexQuantError unless a Linear's parameters have the shapes that its scheme asks for."""
+        problem = shape_problem(
+            args, self.shape(module), self.stored(module), lambda name: self.ref(module, name)
+        )
+        if problem:
+            raise self.error(module, f"{problem}; quantise it again")
+
+    def weight_args(self, module: str) -> QuantizationArgs:
+        """Return how a Linear's weight is quantised; raise FlexQuantError unless it is, and readably."""
+        scheme = self.schemes.of(module)
+        if scheme is None or scheme.weights is None:
+            dtype = self.stored(module).dtype
+            raise self.error(module, f"is stored as {dtype}, but no config group quantises it")
+        args = scheme.weights
+        if not self._is_readable(scheme):
+            raise self.error(
+                module,
+                f"has the scheme {self._format(scheme)} ({args.num_bits}-bit {args.type}, {args.strategy}), "
+                "which cannot be compared; use INT4, INT8 or FP8 weights",
+            )
+        return args
+
+    def _format(self, scheme: QuantizationScheme) -> str:
+        return str(getattr(scheme.format, "value", scheme.format) or self.schemes.format)
+
+    def _is_readable(self, scheme: QuantizationScheme) -> bool:
+        args = scheme.weights
+        return (
+            args is not None
+            and self._format(scheme) in READABLE_FORMATS
+            and args.strategy in READABLE_STRATEGIES
+            and args.num_bits in (INTEGER_BITS if args.type == "int" else FLOAT_BITS)
+        )
 
     def open(self, module: str) -> StoredLinear:
         """Read what a Linear's rows are dequantised with; raise FlexQuantError as ``read`` does."""
@@ -78,6 +129,10 @@ class WeightReader:
         read = linear.read([range(start, linear.shape[0] if stop is None else stop)])
         return Dequantized(read.matrix(), read.variances())
 
+    def is_quantised(self, module: str) -> bool:
+        """Whether a Linear's weight is stored in fewer than 16 bits."""
+        return self.stored(module).dtype not in FLOAT_DTYPES
+
     def as_floats(self, raw: torch.Tensor) -> torch.Tensor:
         """Return a matrix as float32, in memory that the same thread's next matrix takes."""
         if self._memory.floats.numel() < raw.numel():
@@ -88,7 +143,7 @@ class WeightReader:
         ref = self.ref(module, "weight_packed") or self.ref(module, "weight")
         if ref is None:
             raise self.error(module, "has neither weight nor weight_packed")
-        if len(ref.shape) != 2:
+        if len(ref.shape) != 2 or not all(ref.shape):
             raise self.error(module, f"has a weight of shape {list(ref.shape)}, expected a matrix")
         return ref
 
@@ -107,20 +162,14 @@ class StoredLinear:
         self.shape = reader.shape(module)
         """(out_features, in_features)."""
         self._stored = reader.stored(module)
-        if self._stored.dtype in FLOAT_DTYPES:
+        if _is_float(self._stored):
             return
-        self._args = self._weight_args()
-        scale_ref = reader.ref(module, "weight_scale")
-        if scale_ref is None:
-            raise reader.error(module, "has no weight_scale")
-        self._scale = load_tensor(scale_ref).float()
+        self._args = reader.weight_args(module)
+        reader.check_shapes(module, self._args)
+        self._scale = load_tensor(reader.source.tensors[f"{module}.weight_scale"]).float()
         if not bool(self._scale.isfinite().all()):
             raise self._not_finite()
         self._zero_point = None if self._args.type == "float" else self._load_zero_point()
-        g_idx_ref = reader.ref(module, "weight_g_idx")
-        self._g_idx = None if g_idx_ref is None else load_tensor(g_idx_ref).long()
-        if self._g_idx is not None and bool((self._g_idx < 0).any()):  # never filled in
-            self._g_idx = None
 
     def read(self, rows: Sequence[range]) -> ScaledRows:
         """Return the rows in these ranges; only they are read. They last until the thread reads others.
@@ -129,10 +178,10 @@ class StoredLinear:
         """
         raw = load_tensor(self._stored, rows)
         ones = torch.ones(len(raw), dtype=torch.float32)
-        if self._stored.dtype in FLOAT_DTYPES:
+        if _is_float(self._stored):
             values = self._finite(self._reader.as_floats(raw))
             return ScaledRows(values, _ulp(values, FLOAT_DTYPES[self._stored.dtype], -126) ** 2 / 12, ones)
-        if self._stored.name.endswith("_packed"):
+        if _is_packed(self._stored):
             raw = _unpack(raw, self._args.num_bits, self.shape[1])
         index = row_numbers(rows)
         values, scale = self._reader.as_floats(raw), self._of_rows(self._scale, index)
@@ -163,9 +212,7 @@ class StoredLinear:
         per_group = per_group[index]
         if per_group.shape[1] == 1:
             return per_group
-        if self._g_idx is not None:
-            return per_group[:, self._g_idx]
-        return self._equal_groups(per_group, self._args.group_size or self.shape[1] // per_group.shape[1])
+        return self._equal_groups(per_group, self._args.group_size)
 
     def _equal_groups(self, per_group: torch.Tensor, width: int) -> torch.Tensor:
         """Return a number for each group as it is, or for each column where the last group is cut short."""
@@ -182,35 +229,24 @@ class StoredLinear:
     def _not_finite(self) -> FlexQuantError:
         return self._reader.error(self._module, "holds NaN or infinite weights or scales; quantise it again")
 
-    def _weight_args(self) -> QuantizationArgs:
-        stored, schemes = self._stored, self._reader.schemes
-        scheme = schemes.of(self._module)
-        if scheme is None or scheme.weights is None:
-            problem = f"is stored as {stored.dtype}, but no config group quantises it"
-            raise self._reader.error(self._module, problem)
-        args = scheme.weights
-        name = str(getattr(scheme.format, "value", scheme.format) or schemes.format)
-        fp8 = args.type == "float" and args.num_bits == 8 and stored.dtype == "F8_E4M3"
-        integer = args.type == "int" and args.num_bits in INTEGER_BITS
-        if name not in READABLE_FORMATS or args.strategy not in READABLE_STRATEGIES or not (fp8 or integer):
-            raise self._reader.error(
-                self._module,
-                f"has the scheme {name} ({args.num_bits}-bit {args.type}, {args.strategy}), which cannot be "
-                "compared; use INT4, INT8 or FP8 weights",
-            )
-        return args
-
     def _load_zero_point(self) -> torch.Tensor | None:
         ref = self._reader.ref(self._module, "weight_zero_point")
         if ref is None:
-            if self._args.symmetric:
-                return None
-            raise self._reader.error(self._module, "is asymmetric but has no weight_zero_point")
+            return None
         zero_point = load_tensor(ref)
         if zero_point.dtype is torch.int32:  # packed along the rows
             shape = torch.Size((self.shape[0], zero_point.shape[1]))
             zero_point = unpack_from_int32(zero_point, self._args.num_bits, shape, packed_dim=0)
         return zero_point.float()
+
+
+def _is_packed(weight: TensorRef) -> bool:
+    return weight.name.endswith(PACKED_SUFFIX)
+
+
+def _is_float(weight: TensorRef) -> bool:
+    """Whether a stored weight is not quantised."""
+    return weight.dtype in FLOAT_DTYPES and not _is_packed(weight)
 
 
 def _in_groups(x: torch.Tensor, per_group: torch.Tensor) -> torch.Tensor:

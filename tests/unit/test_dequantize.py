@@ -80,32 +80,109 @@ def test_packed_int4_groups(tmp_path, symmetric):
     check(one_layer(tmp_path, tensors, weights, format="pack-quantized"), w, 0.12)
 
 
-def test_activation_ordering_assigns_columns_to_groups(tmp_path):
-    w = gaussian() * torch.linspace(0.1, 10, 128)
-    order = torch.randperm(128)
-    codes, scale, _ = int4_groups(w[:, order], symmetric=True)
-    back = torch.argsort(order)
-    tensors = {
-        "weight_packed": pack_to_int32(codes[:, back], 4),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor(w.shape),
-        "weight_g_idx": (torch.arange(128) // GROUP)[back].int(),
-    }
-    weights = {"num_bits": 4, "strategy": "group", "group_size": GROUP, "actorder": "group"}
-    check(one_layer(tmp_path, tensors, weights, format="pack-quantized"), w, 0.15)
-
-
-def test_unfilled_activation_ordering_is_none(tmp_path):
-    w = gaussian()
-    codes, scale, _ = int4_groups(w, symmetric=True)
-    tensors = {
+def packed_int4(shape: tuple[int, int] = (48, 128)) -> dict[str, torch.Tensor]:
+    """Return the parameters of a Linear [out, in] in symmetric INT4 groups."""
+    codes, scale, _ = int4_groups(gaussian(*shape), symmetric=True)
+    return {
         "weight_packed": pack_to_int32(codes, 4),
         "weight_scale": scale,
-        "weight_shape": torch.tensor(w.shape),
-        "weight_g_idx": torch.full((128,), -1, dtype=torch.int32),
+        "weight_shape": torch.tensor(shape),
     }
-    weights = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
-    check(one_layer(tmp_path, tensors, weights, format="pack-quantized"), w, 0.12)
+
+
+INT4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+
+
+@pytest.mark.parametrize("actorder", ["group", "dynamic", True, None])
+def test_inputs_in_another_order_are_refused_when_merging_since_vllm_does_not_undo_it(tmp_path, actorder):
+    tensors = packed_int4()
+    if actorder is None:  # the tensor alone tells
+        tensors["weight_g_idx"] = torch.randperm(128).int() // GROUP
+    reader = one_layer(tmp_path, tensors, {**INT4, "actorder": actorder}, format="pack-quantized")
+    with pytest.raises(FlexQuantError, match="another order .*vLLM does not undo .*'static'.*quantise it"):
+        reader.check_linears()
+
+
+@pytest.mark.parametrize("actorder", ["static", "weight", False])
+def test_an_order_that_was_only_there_when_quantising_is_none(tmp_path, actorder):
+    reader = one_layer(tmp_path, packed_int4(), {**INT4, "actorder": actorder}, format="pack-quantized")
+    reader.check_linears()
+    check(reader, gaussian(), 0.12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "scheme", "problem"),
+    [
+        ({"weight_scale": torch.ones(48, 3)}, INT4, r"weight_scale of shape \[48, 3\], expected \[48, 4\]"),
+        ({"weight_scale": torch.ones(4, 48)}, INT4, r"weight_scale of shape \[4, 48\]"),
+        ({"weight_scale": torch.ones(48)}, INT4, r"weight_scale of shape \[48\]"),
+        ({"weight_scale": None}, INT4, "has no weight_scale"),
+        ({}, INT4 | {"num_bits": 8}, r"weight of shape \[48, 16\], expected \[48, 32\]"),
+        ({}, INT4 | {"group_size": 16}, r"weight_scale of shape \[48, 4\], expected \[48, 8\]"),
+        ({}, INT4 | {"strategy": "channel", "group_size": None}, r"expected \[48, 1\] or \[48\]"),
+        ({"weight_packed": torch.zeros(48, 16).bfloat16()}, INT4, "its weight as BF16, expected I32"),
+        ({"weight_packed": torch.zeros(48, 8, dtype=torch.int64)}, INT4, "its weight as I64, expected I32"),
+        ({"weight_packed": torch.zeros(0, 16, dtype=torch.int32)}, INT4, "expected a matrix"),
+        ({"weight_packed": torch.zeros(48, dtype=torch.int32)}, INT4, "expected a matrix"),
+        ({"weight_shape": torch.tensor([48, 120])}, INT4, r"weight of shape \[48, 16\], expected \[48, 15\]"),
+        ({"weight_shape": torch.tensor([64, 128])}, INT4, r"_shape' \[64, 128\], which does not fit"),
+        ({"weight_shape": torch.tensor([48, 0])}, INT4, r"_shape' \[48, 0\], which does not fit"),
+        ({"weight_shape": torch.tensor([48])}, INT4, r"as I64 \[1\], expected I64 or I32 \[2\]"),
+        ({"weight_shape": torch.tensor([48.0, 128.0])}, INT4, "as F32"),
+        ({"weight_shape": None}, INT4, "without '.*weight_shape'"),
+        ({}, INT4 | {"symmetric": False}, "asymmetric but has no weight_zero_point"),
+        (
+            {"weight_zero_point": torch.zeros(48, 4, dtype=torch.int32)},
+            INT4 | {"symmetric": False},
+            r"weight_zero_point of shape \[48, 4\], expected \[6, 4\]",
+        ),
+        (
+            {"weight_zero_point": torch.zeros(24, 4, dtype=torch.int8)},
+            INT4 | {"symmetric": False},
+            r"weight_zero_point of shape \[24, 4\], expected \[48, 4\]",
+        ),
+        (
+            {"weight_zero_point": torch.zeros(48, dtype=torch.int32)},
+            INT4,
+            r"weight_zero_point of shape \[48\], expected \[6, 4\]",
+        ),
+        ({"bias": torch.zeros(128)}, INT4, r"bias of shape \[128\], expected \[48\]"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused_by_their_shapes(tmp_path, changes, scheme, problem):
+    tensors = {name: tensor for name, tensor in {**packed_int4(), **changes}.items() if tensor is not None}
+    reader = one_layer(tmp_path, tensors, scheme, format="pack-quantized")
+    with pytest.raises(FlexQuantError, match=problem):
+        reader.open(MODULE).read([range(48)])
+    with pytest.raises(FlexQuantError, match=problem):
+        reader.check_linears()
+
+
+@pytest.mark.parametrize(
+    ("scale", "scheme", "problem"),
+    [
+        (torch.ones(3, 3), {"block_structure": [16, 32]}, r"shape \[3, 3\], expected \[3, 4\]"),
+        (torch.ones(3, 4), {"block_structure": [0, 32]}, r"blocks of \[0, 32\]"),
+        (torch.ones(48, 1), {"strategy": "tensor"}, r"shape \[48, 1\], expected \[1\]"),
+        (torch.ones(1), {"strategy": "channel"}, r"shape \[1\], expected \[48, 1\] or \[48\]"),
+        (torch.ones(48, 1), {"strategy": "channel", "type": "int"}, "its weight as F8_E4M3, expected I8"),
+    ],
+)
+def test_scales_of_fp8_that_do_not_fit_are_refused(tmp_path, scale, scheme, problem):
+    tensors = {"weight": gaussian().to(torch.float8_e4m3fn), "weight_scale": scale}
+    weights = {"type": "float", "strategy": "block", **scheme}
+    reader = one_layer(tmp_path, tensors, weights, format="float-quantized")
+    with pytest.raises(FlexQuantError, match=problem):
+        reader.check_linears()
+
+
+def test_a_scheme_that_cannot_be_read_is_passed_over_until_it_is_compared(tmp_path):
+    tensors = {"weight_packed": torch.zeros(48, 48, dtype=torch.int32), "weight_scale": torch.ones(1)}
+    tensors["weight_shape"] = torch.tensor([48, 128])
+    reader = one_layer(tmp_path, tensors, {"num_bits": 3, "strategy": "tensor"}, format="pack-quantized")
+    reader.check_linears()
+    with pytest.raises(FlexQuantError, match=r"3-bit int.*cannot be compared"):
+        reader.open(MODULE)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -195,9 +272,22 @@ def test_a_quantised_layer_without_a_scheme_is_named(tmp_path):
         reader.read(MODULE)
 
 
-def test_a_senseless_section_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("weights", "section"),
+    [
+        ({"strategy": "sideways"}, {}),
+        ({}, {"ignore": ["re:*"]}),
+        ({}, {"ignore": ["re:a{4294967296}"]}),
+        ({}, {"config_groups": {"group_0": {"targets": ["re:("], "weights": None}}}),
+        ({}, {"config_groups": {"group_0": ["Linear"]}}),
+        ({}, {"config_groups": None}),
+        ({}, {"transform_config": "R1"}),
+        ({}, {"transform_config": {"config_groups": {"R1": {"apply": "weight"}}}}),
+    ],
+)
+def test_a_senseless_section_is_named(tmp_path, weights, section):
     with pytest.raises(FlexQuantError, match="variant 'variant' has a quantization_config that is not"):
-        one_layer(tmp_path, {"weight": gaussian()}, {"strategy": "sideways"})
+        one_layer(tmp_path, {"weight": gaussian()}, weights, **section)
 
 
 @pytest.mark.parametrize("scheme,error", [("w8a8", 0.02), ("w4a16", 0.15)])

@@ -87,7 +87,7 @@ def plan_with(tmp_path: Path, edit: Config, **options: Any) -> None:
         ({"rope_theta": 20000.0}, r"rope_parameters.rope_theta: 10000.0 against 20000.0"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_parameters.factor: None against 2.0"),
         ({"rope_scaling": LLAMA3}, r"rope_parameters.rope_type: 'default' against 'llama3'"),
-        ({"rope_scaling": [8.0]}, r"rope_parameters: .*\[8.0\]"),
+        ({"rope_scaling": [8.0]}, r"not describe a llama model .*'rope_parameters' with value \[8.0\]"),
         ({"torch_dtype": "float16"}, r"dtype: 'bfloat16' against 'float16'"),
         ({"attention_bias": True}, r"attention_bias: False against True"),
         ({"num_key_value_heads": 4}, r"num_key_value_heads: 2 against 4"),

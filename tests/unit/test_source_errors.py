@@ -3,6 +3,7 @@
 """Every bad input of a merge has a message of its own, and leaves nothing behind."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
+
+ABSENT = object()
 
 
 @pytest.fixture
@@ -269,6 +272,9 @@ def test_different_shapes(sources):
         tensors["model.norm.weight"] = tensors["model.norm.weight"][:64].clone()
 
     def shrink_linear(tensors):
+        for name, tensor in tensors.items():
+            if name.startswith("model.layers.0.mlp.up_proj.weight"):
+                tensors[name] = tensor[:128].clone()
         tensors["model.layers.0.mlp.up_proj.weight_shape"][0] = 128
 
     edit_tensors(sources["w4a16"], shrink_norm)
@@ -283,3 +289,74 @@ def test_different_shapes(sources):
 def test_packed_weight_without_its_shape(sources):
     edit_tensors(sources["w4a16"], lambda t: t.pop("model.layers.0.mlp.up_proj.weight_shape"))
     fails(sources, "without 'model.layers.0.mlp.up_proj.weight_shape'")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("num_attention_heads", 0, "has num_attention_heads 0, expected a whole number from 1"),
+        ("num_attention_heads", -4, "has num_attention_heads -4, expected"),
+        ("num_attention_heads", 3, "not a multiple of the number of attention heads (3)"),
+        ("num_attention_heads", "4", "'num_attention_heads' expected int, got str"),
+        ("num_attention_heads", 1 << 40, "expected a whole number from 1 to 16777216"),
+        ("num_attention_heads", ABSENT, "but the model that its config.json describes has"),
+        ("num_key_value_heads", 0, "num_key_value_heads 0, expected"),
+        ("num_key_value_heads", 3, "no multiple of its num_key_value_heads 3"),
+        ("num_key_value_heads", 2.0, "'num_key_value_heads'"),
+        ("hidden_size", 0, "hidden_size 0, expected"),
+        ("hidden_size", 130, "hidden size (130) is not a multiple of the number of attention heads"),
+        ("hidden_size", ABSENT, "but the model that its config.json describes has"),
+        ("hidden_size", 64, "'model.embed_tokens.weight' has shape [320, 128]"),
+        ("head_dim", 0, "head_dim 0, expected"),
+        ("head_dim", 16, "'model.layers.0.self_attn.q_proj.weight' has shape [128, 128]"),
+        ("intermediate_size", 257, "'model.layers.0.mlp.gate_proj.weight' has shape [256, 128]"),
+        ("vocab_size", 321, "'model.embed_tokens.weight' has shape [320, 128]"),
+        ("max_position_embeddings", 1024.0, "'max_position_embeddings' expected int, got float"),
+        ("rms_norm_eps", "1e-6", "'rms_norm_eps' expected float, got str"),
+        ("initializer_range", 1, "'initializer_range' expected float, got int"),
+        ("rope_parameters", "default", "'rope_parameters'"),
+        ("num_hidden_layers", 10**30, "num_hidden_layers"),
+        ("architectures", [None], "names no architectures"),
+    ],
+)
+def test_numbers_of_a_config_that_no_model_has(sources, key, value, problem):
+    for folder in sources.values():  # in all of them alike, so that they do not differ
+        config = json.loads((folder / "config.json").read_text()) | {key: value}
+        text = json.dumps({k: v for k, v in config.items() if v is not ABSENT}, default=str)
+        (folder / "config.json").write_text(text)
+    fails(sources, problem)
+
+
+def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path):
+    """As the nested configs of published multimodal models leave it out."""
+    made = {s: make_checkpoint(tmp_path / s, scheme=s, num_key_value_heads=4) for s in ("w8a8", "w4a16")}
+    for folder in made.values():
+        config = json.loads((folder / "config.json").read_text())
+        del config["num_key_value_heads"], config["head_dim"]
+        (folder / "config.json").write_text(json.dumps(config))
+    merge_checkpoints(made, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "problem"),
+    [
+        ("model.layers.1.input_layernorm.weight", [64], "has shape [64] in"),
+        ("model.norm.weight", [128, 1], "has shape [128, 1] in"),
+        ("model.embed_tokens.weight", [128, 320], "has shape [128, 320] in"),
+        (
+            "model.layers.0.mlp.gate_proj.weight_scale",
+            [256],
+            "of shape [256], expected [256, 2]",
+        ),
+        ("model.layers.0.mlp.gate_proj.weight_packed", [128, 32], "does not fit"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_though_all_variants_have_them(tmp_path, name, shape, problem):
+    """Two copies of one variant: none differs from the other."""
+    source = make_checkpoint(tmp_path / "w4a16", scheme="w4a16")
+
+    def reshape(tensors):
+        tensors[name] = tensors[name].flatten()[: math.prod(shape)].reshape(shape).clone()
+
+    edit_tensors(source, reshape)
+    fails({"w8a8": source, "w4a16": source}, problem)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What transformers knows of a model: its config with all defaults, and the shapes of its parameters.
+
+transformers is imported where it is asked, not with this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flexquant.checkpoint.model_config import JsonObject, text_config
+from flexquant.errors import FlexQuantError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HEADS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+MAX_NUMBER = 1 << 24
+"""Of the numbers in HEADS: what is computed with them stays within 63 bits."""
+
+NOT_BUILT = (ValueError, TypeError, KeyError, AttributeError, ImportError)
+"""What transformers raises where it has no decoder by itself of a model that it knows."""
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
+    """Return a config with all that transformers fills in; None for a model that it does not know.
+
+    Raises FlexQuantError, which begins with ``place``, for a config that transformers refuses.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    written = {key: value for key, value in config.items() if key != "quantization_config"}
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return None
+    try:
+        known: PretrainedConfig = AutoConfig.for_model(**written)
+        known.get_text_config()
+    except Exception as e:  # each class of transformers has checks and arithmetic of its own
+        raise _refused(config, place, e) from e
+    return known
+
+
+def check_heads(config: JsonObject, place: str) -> None:
+    """Check the numbers in HEADS that a config states, or transformers for a config that leaves them out.
+
+    Raises FlexQuantError, which begins with ``place``, for numbers that no model can have, and for a config
+    that transformers refuses.
+    """
+    written = text_config(config)
+    _check_range({key: written[key] for key in HEADS if type(written.get(key)) is int}, place)
+    known = known_config(config, place)  # divides by them
+    text = known and known.get_text_config()
+    stated, names = (written, {}) if text is None else (text.to_dict(), text.attribute_map)
+    numbers = {key: stated.get(names.get(key, key)) for key in HEADS}
+    _check_range(numbers, place)
+    divided = [("num_attention_heads", "num_key_value_heads")]
+    if numbers["head_dim"] is None and not stated.get("kv_lora_rank"):  # latent attention has other widths
+        divided.append(("hidden_size", "num_attention_heads"))
+    for key, divisor in divided:
+        if numbers[key] and numbers[divisor] and numbers[key] % numbers[divisor]:
+            raise FlexQuantError(
+                f"{place} has {key} {numbers[key]}, which is no multiple of its {divisor} "
+                f"{numbers[divisor]}; correct it, or fetch it again"
+            )
+
+
+def decoder_shapes(config: JsonObject, place: str) -> Shapes:
+    """Return the shapes of the parameters of a model's decoder, by name below it: ``layers.0.mlp...``.
+
+    Nothing is allocated. Empty for a model that transformers does not know or has no decoder of; raises
+    FlexQuantError, which begins with ``place``, for a config that it cannot build one from.
+    """
+    import torch
+    from transformers import AutoModel
+
+    known = known_config(config, place)
+    if known is None:
+        return {}
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(known.get_text_config())
+    except NOT_BUILT:
+        return {}
+    except Exception as e:  # of arithmetic with the config's numbers
+        raise _refused(config, place, e) from e
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _check_range(numbers: JsonObject, place: str) -> None:
+    for key, value in numbers.items():
+        if value is not None and (type(value) is not int or not 1 <= value <= MAX_NUMBER):
+            raise FlexQuantError(
+                f"{place} has {key} {value!r}, expected a whole number from 1 to {MAX_NUMBER}; correct it, "
+                "or fetch it again"
+            )
+
+
+def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError:
+    problem = " ".join(str(error).split()) or type(error).__name__
+    return FlexQuantError(
+        f"{place} does not describe a {config['model_type']} model that transformers has ({problem}); "
+        "correct it, or fetch it again"
+    )

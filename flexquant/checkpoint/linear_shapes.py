@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Which shapes and dtypes the parameters of a quantised Linear have, as its scheme says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flexquant.checkpoint.logical import PACKED_SUFFIX, WORD_BITS
+from flexquant.checkpoint.safetensors_io import TensorRef
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
+Shape = tuple[int, ...]
+
+
+def shape_problem(
+    args: QuantizationArgs, shape: tuple[int, int], weight: TensorRef, part: Callable[[str], TensorRef | None]
+) -> str:
+    """Return how a Linear's parameters do not fit its scheme; empty where they do.
+
+    ``args``: INT weights of 2, 4 or 8 bits, or FP8; ``shape``: (out_features, in_features); ``weight``: as
+    stored; ``part``: the Linear's other parameters by the last part of their names, e.g. ``weight_scale``.
+    """
+    if args.actorder in ("group", "dynamic") or part("weight_g_idx") is not None:
+        return (
+            "was quantised with its inputs in another order (actorder 'group', weight_g_idx), which vLLM "
+            "does not undo (actorder 'static' keeps their order)"
+        )
+    rows, columns = shape
+    packed = weight.name.endswith(PACKED_SUFFIX)
+    dtype = "I32" if packed else "I8" if args.type == "int" else "F8_E4M3"
+    if weight.dtype != dtype:
+        return f"has its weight as {weight.dtype}, expected {dtype}"
+    expected = (rows, math.ceil(columns * args.num_bits / WORD_BITS)) if packed else shape
+    if weight.shape != expected:
+        return f"has a weight of shape {list(weight.shape)}, expected {list(expected)}"
+    if args.strategy == "block" and min(args.block_structure) < 1:
+        return f"has blocks of {list(args.block_structure)}, expected numbers from 1"
+    of_scale = _scale_shapes(args, rows, columns)
+    scale, zero_point, bias = (part(name) for name in ("weight_scale", "weight_zero_point", "bias"))
+    if scale is None:
+        return "has no weight_scale"
+    allowed: dict[str, tuple[TensorRef | None, list[Shape]]] = {
+        "weight_scale": (scale, of_scale),
+        "weight_zero_point": (zero_point, _zero_point_shapes(args, rows, of_scale, zero_point)),
+        "bias": (bias, [(rows,)]),
+    }
+    for name, (ref, shapes) in allowed.items():
+        if ref is not None and ref.shape not in shapes:
+            listed = " or ".join(str(list(shape)) for shape in shapes)
+            return f"has a {name} of shape {list(ref.shape)}, expected {listed}"
+    if zero_point is None and args.type == "int" and not args.symmetric:
+        return "is asymmetric but has no weight_zero_point"
+    return ""
+
+
+def _scale_shapes(args: QuantizationArgs, rows: int, columns: int) -> list[Shape]:
+    if args.strategy == "tensor":
+        return [(1,), (1, 1), ()]
+    if args.strategy == "block":
+        height, width = args.block_structure
+        return [(math.ceil(rows / height), math.ceil(columns / width))]
+    groups = math.ceil(columns / args.group_size) if args.strategy == "group" else 1
+    return [(rows, groups), *([(rows,)] if groups == 1 else [])]
+
+
+def _zero_point_shapes(
+    args: QuantizationArgs, rows: int, of_scale: list[Shape], ref: TensorRef | None
+) -> list[Shape]:
+    if ref is None or ref.dtype != "I32":
+        return of_scale
+    words = math.ceil(rows * args.num_bits / WORD_BITS)  # packed along the rows
+    return [(words, of_scale[0][-1])]
