@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 
+from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range
 from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.module_names import is_in, layer_number
 from flexquant.checkpoint.output import format_bytes
 from flexquant.checkpoint.safetensors_io import TensorRef
 
@@ -79,6 +82,27 @@ def make_report(merged: MergedConfig, num_layers: int, tensors: Mapping[str, Ten
         policy=merged.policy,
         kv_compatibility=merged.kv_compatibility,
     )
+
+
+def bytes_in_use(
+    merged: MergedConfig,
+    tensors: Mapping[str, TensorRef],
+    layers: Mapping[str, Collection[int]],
+    sources: Mapping[str, str],
+) -> BytesByRange:
+    """Return the stored bytes of what a policy loads: of each variant these decoder ``layers``.
+
+    ``sources``: of variants that are derived the one that they are from, whose bytes they have.
+    """
+    prefixes = {name: merged.variants[sources.get(name, name)].prefix for name in layers}
+    found: BytesByRange = {}
+    for name, prefix in (prefixes | {SHARED: SHARED_PREFIX}).items():
+        of_layers: Counter[int | None] = Counter()
+        for key, ref in _with_prefix(tensors, prefix).items():
+            if name == SHARED or is_in(key, layers[name]):
+                of_layers[layer_number(key)] += ref.nbytes
+        found[name] = by_range(of_layers)
+    return found
 
 
 def describe_scheme(quantization_config: JsonObject) -> str:

@@ -38,6 +38,18 @@ def decoder_layer(name: str) -> re.Match[str] | None:
     return None if match is None or OTHER_TOWERS.search(match["stack"]) else match
 
 
+def layer_number(name: str) -> int | None:
+    """Return the number of the decoder layer that a module or tensor lies in; None outside of them."""
+    match = decoder_layer(f"{name}.")
+    return int(match["index"]) if match else None
+
+
+def is_in(name: str, layers: Collection[int]) -> bool:
+    """Whether a module or tensor lies in one of these decoder layers, or outside of all."""
+    number = layer_number(name)
+    return number is None or number in layers
+
+
 def decoder_roots(tensors: Iterable[str]) -> set[str]:
     """Return what stands before ``layers.`` in the names of the decoder layers' tensors, e.g. ``model.``."""
     inside = (decoder_layer(name) for name in tensors if ".self_attn." in name)

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Show what a merged checkpoint holds: variants, bytes, bits per parameter, default policy, KV cache.
 
+Of the default policy it also says which layers of which variant are loaded, and how many bytes they are.
+
 Only headers and configs are read, so this takes a second whatever the model's size.
 
 example:
@@ -11,6 +13,7 @@ example:
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 HELP = "show what a merged checkpoint holds"
@@ -21,11 +24,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from flexquant.checkpoint.contents import format_report, make_report
+    from flexquant.checkpoint.contents import bytes_in_use, format_report, make_report
+    from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
     from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
     from flexquant.checkpoint.model_config import count_layers
+    from flexquant.checkpoint.output import format_bytes
+    from flexquant.errors import FlexQuantError
+    from flexquant.policy.choose import choose_policy
+    from flexquant.policy.routes import build_route_table
 
     checkpoint = MergedCheckpoint.open(args.folder)
-    report = make_report(checkpoint.merged, count_layers(checkpoint.config), checkpoint.tensors)
-    print(f"{args.folder}: {format_report(report)}")
-    return report.to_json()
+    merged, layers = checkpoint.merged, count_layers(checkpoint.config)
+    report = make_report(merged, layers, checkpoint.tensors)
+    loaded: BytesByRange = {}
+    try:
+        _, policy = choose_policy(None, merged.policy)
+        routes = build_route_table(
+            policy, merged.variants, layers, sys.maxsize, mixable=merged.mixable_groups
+        )
+        sources = {name: derivation.source for name, derivation in routes.derived.items()}
+        loaded = bytes_in_use(merged, checkpoint.tensors, routes.layers, sources)
+        said = describe_bytes(loaded, format_bytes)
+    except FlexQuantError as e:
+        said = f"nothing, since {e}"
+    print(f"{args.folder}: {format_report(report)}\nloaded under the default policy: {said}")
+    return {**report.to_json(), "loaded": loaded}

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from flexquant.checkpoint.layer_ranges import describe_bytes
 from flexquant.doctor.findings import Finding, Level
+from flexquant.serving.cpu.embeddings import to_be_packed
+from flexquant.serving.weight_memory import WeightMemory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,13 +24,14 @@ MIB = 2**20
 def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -> Iterator[Finding]:
     """Yield what the weights take on one rank, and what is left for the KV cache.
 
-    Weights count as the checkpoint has them; a kernel may lay them out a little larger. Nothing is known
-    before a start of activations and CUDA graphs.
+    Weights count as the checkpoint has them, and once more those of an lm_head that a CPU's kernels pack; a
+    kernel may lay them out a little larger. Nothing is known before a start of activations and CUDA graphs.
     """
-    sizes = weight_bytes(variants)
+    memory = WeightMemory(variants, [m for model in variants.values() for m in to_be_packed(model)])
+    sizes, by_layers = memory.nbytes(), memory.nbytes_by_range()
     weights = sum(sizes.values())
-    by_name = ", ".join(f"{name} {size / MIB:.0f}" for name, size in sizes.items())
-    yield Finding("ok", "weights", f"{weights / MIB:.0f} MiB a rank: {by_name}", {"bytes": sizes})
+    text = f"{weights / MIB:.1f} MiB a rank: {describe_bytes(by_layers)}"
+    yield Finding("ok", "weights", text, {"bytes": sizes, "bytes_by_layers": by_layers})
     per_token = cache_bytes_per_token(vllm_config)
     asked, free = asked_for_cache(vllm_config, weights), free_bytes()
     longest = vllm_config.model_config.max_model_len
@@ -45,18 +49,6 @@ def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -
             "(VLLM_CPU_KVCACHE_SPACE on a CPU), or take a policy of fewer variants"
         )
     yield Finding(level, "memory", text + advice, details)
-
-
-def weight_bytes(variants: Mapping[str, nn.Module]) -> dict[str, int]:
-    """Bytes of the parameters of each variant, and under ``shared`` of those that several variants hold."""
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, model in variants.items():
-        for parameter in set(model.parameters()):
-            owners.setdefault(parameter, []).append(name)
-    sizes = dict.fromkeys([*variants, "shared"], 0)
-    for parameter, names in owners.items():
-        sizes["shared" if len(names) > 1 else names[0]] += parameter.nbytes
-    return sizes
 
 
 def cache_bytes_per_token(vllm_config: VllmConfig) -> int:

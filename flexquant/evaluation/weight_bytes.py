@@ -24,7 +24,7 @@ from flexquant.policy.routes import Plan, RouteTable
 @dataclass(frozen=True)
 class BytesPerWeight:
     resident: float
-    """Held: the decoder layers of every variant that the policy uses, tensors stored once counted once."""
+    """Held: of every variant the decoder layers that plans take, tensors stored once counted once."""
     decode: float
     """Read by one decode pass: the layers of its plan; of several plans the mean over the passes."""
 
@@ -54,12 +54,11 @@ class LayerBytes:
         """
         sources = {name: name for name in self._layers}
         sources |= {name: derivation.source for name, derivation in routes.derived.items()}
-        used = {variant for plan in routes.plans for variant in plan.layers}
         held = {
             (key, name if name in routes.derived else None)
-            for name in used
-            for keys in self._layers[sources[name]].values()
-            for key in keys
+            for name, numbers in routes.layers.items()
+            for number in numbers
+            for key in self._layers[sources[name]][number]
         }
         read = [
             (key, passes)

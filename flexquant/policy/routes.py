@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flexquant.checkpoint.layer_ranges import describe_ranges
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.errors import FlexQuantError
 from flexquant.policy.moments import CALM, Moment, Span
@@ -36,7 +37,7 @@ class Plan:
     def from_layers(cls, layers: tuple[str, ...]) -> Plan:
         base = Counter(layers).most_common(1)[0][0]
         others = [
-            f"{variant}[{_ranges_text([i for i, v in enumerate(layers) if v == variant])}]"
+            f"{variant}[{describe_ranges(i for i, v in enumerate(layers) if v == variant)}]"
             for variant in dict.fromkeys(layers)
             if variant != base
         ]
@@ -107,6 +108,15 @@ class RouteTable:
             dict.fromkeys(row.plan for phase in PHASES for rows in self._intervals[phase] for row in rows)
         )
         """The plans that some pass can take, by phase and then token count."""
+
+    @property
+    def layers(self) -> dict[str, frozenset[int]]:
+        """The decoder layers that plans take from each variant, for those that they take any from."""
+        used: dict[str, set[int]] = {}
+        for plan in self.plans:
+            for number, variant in enumerate(plan.layers):
+                used.setdefault(variant, set()).add(number)
+        return {variant: frozenset(numbers) for variant, numbers in used.items()}
 
     @property
     def has_moments(self) -> bool:
@@ -297,14 +307,3 @@ def _resolve(layers: LayerRange, num_layers: int) -> range:
             "put the earlier layer first"
         )
     return range(first, last + 1)
-
-
-def _ranges_text(numbers: list[int]) -> str:
-    """Ascending numbers as ranges: ``0-3,29``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,9 +171,7 @@ class Study:
                     self._score(llm, rows, scores, store_in=stored)
             # Eager on every device: a compiled engine builds no plans that its policy has not.
             policy = Path(folder, "policy.json")
-            _, *others = self.variants  # all of them are loaded
-            mixed = tuple(islice(cycle(others), self.subject.num_layers))
-            policy.write_text(json.dumps(self._policy(rule_use(mixed))))
+            policy.write_text(json.dumps(self._policy_that_loads()))
             eager = {**options, "enforce_eager": True}
             with engine(self.subject.folder, flexquant={"policy": str(policy)}, **eager) as llm:
                 if self.reference is None:
@@ -219,7 +216,16 @@ class Study:
 
     def _policy(self, use: Any) -> dict[str, Any]:
         """Return the policy that decodes by a plan."""
-        rules = [{"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}, {"use": use}]
+        prefill = {"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}
+        return self._with_rules([prefill, {"use": use}])
+
+    def _policy_that_loads(self) -> dict[str, Any]:
+        """Return a policy for the start, under which an engine loads all layers of every variant."""
+        *few, last = self.variants
+        rules = [{"when": {"tokens": {"max": tokens}}, "use": use} for tokens, use in enumerate(few, 1)]
+        return self._with_rules([*rules, {"use": last}])
+
+    def _with_rules(self, rules: list[dict[str, Any]]) -> dict[str, Any]:
         document = {"schema": POLICY_SCHEMA, "rules": rules}
         return add_derivations(document, self.variants, self.variants)
 

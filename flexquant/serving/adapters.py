@@ -43,7 +43,7 @@ def offer_to_adapters(model: Any, plan: nn.Module) -> None:
     first = next(iter(model.variants.values()))
     if not getattr(first, "supports_lora", False):
         raise FlexQuantError(f"vLLM has no LoRA for {type(first).__name__} (drop --enable-lora)")
-    if expert_layers(first):
+    if expert_layers(plan):
         raise FlexQuantError("FlexQuant does not support LoRA for mixtures of experts (drop --enable-lora)")
     for variant in model.variants.values():
         # Each view of a plan has an embedding and an lm_head of its own to wrap: adapters of linears alone.
@@ -62,12 +62,8 @@ def tell_devices(variants: Mapping[str, nn.Module]) -> None:
                 layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
-def share_adapters(manager: LoRAModelManager, variants: Mapping[str, nn.Module]) -> None:
-    """Give the layers of all variants the matrices of those that ``manager``, which has wrapped them, fills.
-
-    Raises :class:`FlexQuantError` for variants with different norms.
-    """
-    check_unsmoothed(variants)
+def share_adapters(manager: LoRAModelManager) -> None:
+    """Give all variants' layers the matrices of those that ``manager``, which has wrapped them, fills."""
     modules: Any = manager.modules
     for name in [name for name in modules if name.startswith(VARIANTS)]:
         layer = modules.pop(name)
@@ -76,13 +72,15 @@ def share_adapters(manager: LoRAModelManager, variants: Mapping[str, nn.Module])
         layer.lora_a_stacked, layer.lora_b_stacked = filled.lora_a_stacked, filled.lora_b_stacked
 
 
-def check_unsmoothed(variants: Mapping[str, nn.Module]) -> None:
-    """Raise :class:`FlexQuantError` if a variant's norms differ from the first one's."""
-    (first, reference), *others = variants.items()
-    norms = {name: tensor for name, tensor in reference.named_parameters() if "norm" in name}
-    for other, variant in others:
-        for name, tensor in variant.named_parameters():
-            if name in norms and not torch.equal(tensor, norms[name]):
+def check_unsmoothed(norms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Raise :class:`FlexQuantError` if a norm is another one in another variant.
+
+    ``norms``: by name and variant, those that variants do not have in common.
+    """
+    for name, of_variants in norms.items():
+        (first, reference), *others = of_variants.items()
+        for other, tensor in others:
+            if not torch.equal(tensor, reference):
                 raise FlexQuantError(
                     f"the variants '{first}' and '{other}' have different weights in {name}: one of them is "
                     "smoothed (SmoothQuant, AWQ), so that LoRA adapters do not fit its layers; quantise "

@@ -70,6 +70,9 @@ class Status(Answer):
     kernels: dict[str, list[str]]
     """By variant."""
     weight_bytes: dict[str, int]
+    """By variant, and under ``shared`` those that several hold."""
+    weight_bytes_by_layers: dict[str, dict[str, int]]
+    """The same by range of decoder layers, ``0-3``, with an empty text for what is outside of them."""
     last_pass: LastPass | None
     counted: list[Counted] | None
     ranks: int

@@ -35,7 +35,12 @@ ADVICE = (
 
 def expert_layers(model: nn.Module) -> list[Any]:
     """Return the mixture-of-experts layers of a model, in order."""
-    return [module for module in model.modules() if isinstance(module, MoERunner)]
+    return list(expert_layers_by_path(model).values())
+
+
+def expert_layers_by_path(model: nn.Module) -> dict[str, Any]:
+    """Return the mixture-of-experts layers of a model by their modules' names, in order."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, MoERunner)}
 
 
 def name_apart(layer: Any, variant: str, context: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from prometheus_client.utils import floatToGoString
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 
+from flexquant.checkpoint.layer_ranges import BytesByRange
 from flexquant.errors import FlexQuantError
 from flexquant.serving.forward_pass import Pass
 from flexquant.serving.metric_names import (
@@ -195,10 +196,11 @@ class PassMetrics:
         """Those of the plan and phase that were counted last."""
         self._policy: Labels | None = None
 
-    def announce_weights(self, nbytes: dict[str, int]) -> None:
-        """Tell the bytes of weights by variant."""
-        for variant, size in nbytes.items():
-            self._set(WEIGHT_BYTES, size, ("variant", variant))
+    def announce_weights(self, nbytes: BytesByRange) -> None:
+        """Tell the bytes of weights by variant and range of layers."""
+        for variant, of_variant in nbytes.items():
+            for layers, size in of_variant.items():
+                self._set(WEIGHT_BYTES, size, ("variant", variant), ("layers", layers))
 
     def announce_policy(self, name: str, digest: str) -> None:
         """Tell which policy routes from now on; ``digest`` is its document's."""

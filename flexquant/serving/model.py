@@ -13,12 +13,14 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 
 from flexquant import __version__
+from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import Plan, RouteTable
 from flexquant.policy.rules import parse_policy
 from flexquant.serving.adapters import offer_to_adapters, share_adapters, tell_devices
 from flexquant.serving.config import tokens_per_sequence
+from flexquant.serving.cpu.embeddings import unpack_the_looked_up
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.forward_pass import Pass, PassObserver
 from flexquant.serving.graphs import PlanGraphs
@@ -75,8 +77,8 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         routes = self.policy.routes
         check_ranks_agree(routes, self.config.quantization_config)
 
-        used = {variant for plan in routes.plans for variant in plan.layers}
-        names = [name for name in (*self.merged.variants, *routes.derived) if name in used]
+        self._layers = routes.layers
+        names = [name for name in (*self.merged.variants, *routes.derived) if name in self._layers]
         variants = build_variants(vllm_config, self.merged, names, routes, prefix)
         self.variants = nn.ModuleDict(variants)
         self.records = PassRecords.of_worker(vllm_config)
@@ -94,7 +96,15 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self._derived = routes.derived
         self._before: dict[str, ServedPolicy] = {}
         """By the name of the last change, the policy before it."""
-        self._loader = VariantLoader(variants, self.merged, routes.derived)
+        self._loader = VariantLoader(
+            variants,
+            self.merged,
+            routes.derived,
+            self._layers,
+            must_be_unsmoothed=vllm_config.lora_config is not None,
+        )
+        self._aux_layers: tuple[int, ...] | None = None
+        """What vLLM has told once, for plans that are built later."""
         # A plain dict: plans are views, and must not show their weights to vLLM a second time.
         self._plans: dict[str, Any] = {plan.name: self._build_plan(plan) for plan in routes.plans}
         self._lora_manager: LoRAModelManager | None = None
@@ -109,14 +119,18 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self._memory: WeightMemory | None = WeightMemory(variants)
         self.weight_bytes: dict[str, int] = {}
         """By variant, as kernels keep them; known when all are loaded."""
+        self.weight_bytes_by_layers: BytesByRange = {}
         # For vLLM 0.26, which does not call the model's process_weights_after_loading.
         self._until_first_pass = self.register_forward_pre_hook(lambda *_: self._announce())
 
     def _build_plan(self, plan: Plan) -> Any:
-        return build_plan(dict(self.variants.items()), plan, self.merged, self._derived)
+        built = build_plan(dict(self.variants.items()), plan, self.merged, self._derived)
+        if self._aux_layers is not None:
+            set_aux_layers(built, self._aux_layers)
+        return built
 
     def is_unused_checkpoint_weight(self, name: str) -> bool:
-        """Tell vLLM's loader (0.32 on) which shards it need not open: those of variants not loaded."""
+        """Tell vLLM's loader (0.32 on) which shards it need not open: those of what is not loaded."""
         return not self._loader.wants(name)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -137,8 +151,11 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         if self._memory is None:
             return
         self._until_first_pass.remove()
+        for variant in self.variants.values():
+            unpack_the_looked_up(variant)
         sizes = self.weight_bytes = self._memory.nbytes()
-        in_16_bit = self._memory.nbytes_in_16_bit(next(iter(self.variants)))
+        by_layers = self.weight_bytes_by_layers = self._memory.nbytes_by_range()
+        in_16_bit = self._memory.nbytes_in_16_bit(self._plans[self.routes.plans[0].name])
         self._memory = None
         logger.info(
             "FlexQuant %s: policy %s; plans %s; weights %s, in all %.0f %% of 16-bit",
@@ -148,10 +165,10 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
                 f"{plan.name} ({', '.join(f'{plan.layers.count(v)} layers {v}' for v in plan.variants)})"
                 for plan in self.routes.plans
             ),
-            ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items()),
+            describe_bytes(by_layers),
             100 * sum(sizes.values()) / in_16_bit,
         )
-        self.records.announce_weights(sizes)
+        self.records.announce_weights(by_layers)
         self.records.announce_policy(self.policy, weight_bytes=sizes, weight_bytes_in_16_bit=in_16_bit)
 
     @property
@@ -186,7 +203,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
             )
             check_change(
                 after,
-                variants=list(self.variants),
+                layers=self._layers,
                 derived=self._derived,
                 compiled_plans=list(self._plans) if compiles else None,
             )
@@ -251,13 +268,9 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Let every plan return the hidden states before these decoder layers, which EAGLE-3 drafts from."""
-        plan: Any
         for plan in self._plans.values():
-            if not isinstance(plan, SupportsEagle3):
-                raise FlexQuantError(
-                    f"vLLM's {type(plan).__name__} does not support EAGLE-3; use another speculative method"
-                )
-            plan.set_aux_hidden_state_layers(layers)
+            set_aux_layers(plan, layers)
+        self._aux_layers = layers
 
     @property
     def lora_manager(self) -> LoRAModelManager | None:
@@ -267,7 +280,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
     @lora_manager.setter
     def lora_manager(self, manager: LoRAModelManager | None) -> None:
         if manager is not None:
-            share_adapters(manager, dict(self.variants.items()))
+            share_adapters(manager)
         self._lora_manager = manager
 
     def get_model_state_cls(self) -> type:
@@ -336,3 +349,12 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         if self.observer.moments is not None:
             self.observer.moments.measure(logits, hidden_states.device)
         return logits
+
+
+def set_aux_layers(plan: Any, layers: tuple[int, ...]) -> None:
+    """Let a plan return the hidden states before these layers; FlexQuantError where its class cannot."""
+    if not isinstance(plan, SupportsEagle3):
+        raise FlexQuantError(
+            f"vLLM's {type(plan).__name__} does not support EAGLE-3; use another speculative method"
+        )
+    plan.set_aux_hidden_state_layers(layers)

@@ -9,6 +9,7 @@ from typing import Any
 from vllm.config import CUDAGraphMode, VllmConfig
 
 from flexquant import __version__
+from flexquant.checkpoint.layer_ranges import BytesByRange
 from flexquant.serving.forward_pass import Pass
 from flexquant.serving.metrics import PassMetrics, metrics_of_worker
 from flexquant.serving.options import ServingOptions
@@ -32,8 +33,8 @@ class PassRecords:
         file, mib = trace_file(vllm_config), ServingOptions.from_vllm(vllm_config).trace_mib
         return cls(metrics_of_worker(vllm_config), Trace(file, mib) if file is not None else None)
 
-    def announce_weights(self, nbytes: dict[str, int]) -> None:
-        """Tell the bytes of weights by variant."""
+    def announce_weights(self, nbytes: BytesByRange) -> None:
+        """Tell the bytes of weights by variant and range of layers."""
         if self._metrics is not None:
             self._metrics.announce_weights(nbytes)
 

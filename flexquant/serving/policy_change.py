@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flexquant.checkpoint.layer_ranges import describe_ranges
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError
@@ -63,21 +64,28 @@ def check_seen(before: ServedPolicy, seen: Collection[str] | None, name: str) ->
 def check_change(
     after: ServedPolicy,
     *,
-    variants: Collection[str],
+    layers: Mapping[str, Collection[int]],
     derived: Mapping[str, Derivation],
     compiled_plans: Collection[str] | None,
 ) -> None:
     """Raise :class:`FlexQuantError` if a policy needs what a serving model does not have.
 
-    ``variants`` are those that it has loaded, ``derived`` those of them that it has computed;
+    ``layers`` are those that it has loaded of each variant, ``derived`` the variants that it has computed;
     ``compiled_plans`` names the plans that it has compiled, None if it compiles nothing.
     """
-    needed = {variant for plan in after.routes.plans for variant in plan.layers}
-    if missing := sorted(needed - set(variants)):
+    needed = after.routes.layers
+    if missing := sorted(needed.keys() - layers.keys()):
         raise FlexQuantError(
-            f"{after.name} uses {' and '.join(missing)}, but the server has loaded {', '.join(variants)}; "
+            f"{after.name} uses {' and '.join(missing)}, but the server has loaded {', '.join(layers)}; "
             "take a policy that uses these alone, or start a server with one that uses all of them"
         )
+    for name, numbers in needed.items():
+        if absent := numbers - set(layers[name]):
+            raise FlexQuantError(
+                f"{after.name} uses layers {describe_ranges(absent)} of {name}, but the server has loaded "
+                f"its layers {describe_ranges(layers[name])} alone; take a policy that uses no others of it, "
+                "or start a server with one that uses them all"
+            )
     for name in sorted(needed):
         if after.routes.derived.get(name) != derived.get(name):
             raise FlexQuantError(

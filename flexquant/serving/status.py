@@ -35,6 +35,7 @@ def status_of(model: FlexQuantForCausalLM) -> dict[str, Any]:
         },
         "kernels": {name: kernel_names(variant) for name, variant in model.variants.items()},
         "weight_bytes": model.weight_bytes,
+        "weight_bytes_by_layers": model.weight_bytes_by_layers,
         "last_pass": model.records.last_pass(),
         "counted": model.records.counted(),
     }

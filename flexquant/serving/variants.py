@@ -12,26 +12,33 @@ Modules outside the decoder layers whose tensors are the same in every variant (
 lm_head, what reads images) are replaced in the same way, and exist once; so do equal experts
 (:mod:`flexquant.serving.expert_layers`). A *derived* variant (:mod:`flexquant.serving.w4a8`) is its source
 built once more with other kernels in the INT4 layers; it shares all else with the source.
+
+Of each variant only the decoder layers that some plan takes from it have memory. The others are built with
+their linears and experts on the meta device, so that vLLM's classes find what they ask for, and are then left
+out (:class:`AbsentLayer`). What variants have in common in a layer is that of the first one with the layer.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import MergedConfig, Variant
+from flexquant.checkpoint.module_names import is_in
 from flexquant.errors import FlexQuantError
 from flexquant.serving.cpu.choosing import choose_cpu_kernels, sizes_by_variant
 from flexquant.serving.expert_layers import (
     check_precision,
     expert_layers,
+    expert_layers_by_path,
     explained_kernels,
     name_apart,
     only_experts,
@@ -44,6 +51,10 @@ if TYPE_CHECKING:
     from flexquant.policy.routes import RouteTable
 
 LM_HEAD = "lm_head"
+
+
+class AbsentLayer(nn.Module):
+    """In the place of a decoder layer that no plan takes from its variant."""
 
 
 def variant_vllm_config(vllm_config: VllmConfig, variant: Variant, base_architecture: str) -> VllmConfig:
@@ -82,6 +93,44 @@ def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -
                 parent._modules[name] = replacements[child]
 
 
+@contextmanager
+def memory_for(layers: Collection[int], quant_config: Any) -> Iterator[None]:
+    """Let linears and experts of a variant's other decoder layers than ``layers`` be built without memory."""
+    method_of = quant_config.get_quant_method
+
+    def get_quant_method(layer: nn.Module, prefix: str) -> Any:
+        method = method_of(layer, prefix)
+        if method is None or is_in(prefix, layers) or isinstance(layer, AttentionLayerBase):
+            return method
+        create_weights = method.create_weights
+
+        def create_without_memory(*args: Any, **kwargs: Any) -> None:
+            with torch.device("meta"):
+                create_weights(*args, **kwargs)
+
+        method.create_weights = create_without_memory
+        return method
+
+    quant_config.get_quant_method = get_quant_method
+    try:
+        yield
+    finally:
+        del quant_config.get_quant_method
+
+
+def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, Any]) -> None:
+    """Take the decoder layers but ``layers`` out of a variant, and their experts out of ``registered``.
+
+    Their attention stays registered: its name has its place in the order of the KV cache's layers.
+    """
+    stack: Any = variant.get_submodule(decoder_path(variant)).layers
+    for number, layer in enumerate(stack):
+        if number not in layers and any(True for _ in layer.parameters()):  # other ranks' have none
+            for experts in expert_layers(layer):
+                del registered[experts.layer_name]
+            stack[number] = AbsentLayer()
+
+
 def build_variants(
     vllm_config: VllmConfig,
     merged: MergedConfig,
@@ -99,43 +148,59 @@ def build_variants(
     )
     real_context = vllm_config.compilation_config.static_forward_context
     variants: dict[str, nn.Module] = {}
-    derived = routes.derived
+    derived, layers = routes.derived, routes.layers
 
-    def build(name: str) -> nn.Module:
+    def build(name: str, registered: dict[str, Any]) -> nn.Module:
         source = derived[name].source if name in derived else name
         config = variant_vllm_config(vllm_config, merged.variants[source], merged.base_architecture)
-        with explained_kernels(name, vllm_config):
+        # What --cpu-offload-gb moves has to be there: vLLM copies each layer as soon as it is built.
+        offloads = vllm_config.offload_config.uva.cpu_offload_gb > 0
+        memory = nullcontext() if offloads else memory_for(layers[name], config.quant_config)
+        with explained_kernels(name, vllm_config), memory:
             variant = initialize_model(config, prefix=prefix, model_class=base_class)
+        check_structure(variant, merged.base_architecture)
+        leave_out(variant, layers[name], registered)
         if name in derived:
             use_8bit_activations(variant, derived[name].activations)
         check_precision(name, variant, derived[name].activations if name in derived else None)
         return variant
 
+    def owner(module: str) -> str:
+        return next(name for name in names if is_in(module, layers[name]))
+
     for name in names:
         if not variants:
-            variants[name] = build(name)
-            check_structure(variants[name], merged.base_architecture)
+            variants[name] = build(name, real_context)
             continue
         with scratch_forward_context(vllm_config) as registered:
-            variant = build(name)
+            variant = build(name, registered)
         replacements: dict[Any, nn.Module] = {}
         for layer_name, layer in registered.items():
             if isinstance(layer, AttentionLayerBase):
-                replacements[layer] = real_context[layer_name]
+                if owner(layer_name) == name:
+                    real_context[layer_name] = layer
+                elif is_in(layer_name, layers[name]):
+                    replacements[layer] = real_context[layer_name]
             elif layer not in expert_layers(variant):
                 raise FlexQuantError(
                     f"layer '{layer_name}' ({type(layer).__name__}) of {merged.base_architecture} is looked "
                     "up by name at run time and cannot exist in several variants yet; serve one variant's "
                     "own checkpoint"
                 )
-        owner, shared = next(iter(variants.values())), merged.shared_modules
-        if name in derived and derived[name].source in variants:
-            owner, shared = variants[derived[name].source], modules_as_in_source(variant)
-            replacements |= dict(zip(expert_layers(variant), expert_layers(owner), strict=True))
-        else:
-            for layer in expert_layers(variant):
+        source = derived[name].source if name in derived else name
+        of_source = layers[source] if source in variants else ()
+        owners = {module: owner(module) for module in merged.shared_modules}
+        if source in variants:
+            owners |= {m: source for m in modules_as_in_source(variant) if is_in(m, of_source)}
+        for path, layer in expert_layers_by_path(variant).items():
+            if is_in(path, of_source):
+                replacements[layer] = variants[source].get_submodule(path)
+            else:
                 name_apart(layer, name, real_context)
-        replacements |= dict(zip(find_modules(variant, shared), find_modules(owner, shared), strict=True))
+        for other in set(owners.values()) - {name}:
+            common = [m for m, has_it in owners.items() if has_it == other and is_in(m, layers[name])]
+            there = find_modules(variants[other], common)
+            replacements |= dict(zip(find_modules(variant, common), there, strict=True))
         check_cache_layers(registered, replacements, merged.base_architecture)
         replace_modules(variant, replacements)
         variants[name] = variant
@@ -190,7 +255,7 @@ def check_cache_layers(
     Such are state-space mixers and linear attention. ``replaced``: the modules that variants have in common.
     """
     for name, layer in registered.items():
-        if not (isinstance(layer, AttentionLayerBase) and isinstance(layer, nn.Module)):
+        if not (layer in replaced and isinstance(layer, nn.Module)):
             continue
         own = [child for child in layer.modules() if isinstance(child, LinearBase) and child not in replaced]
         if own:

@@ -97,6 +97,10 @@ if TYPE_CHECKING:
         convert_to_channelwise as convert_to_channelwise,
     )
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as _ROPE_DICT
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        VocabParallelEmbedding as VocabParallelEmbedding,
+    )
     from vllm.model_executor.model_loader.utils import initialize_model as initialize_model
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP as MODELS_CONFIG_MAP
     from vllm.model_executor.models.config import VerifyAndUpdateConfig as VerifyAndUpdateConfig

@@ -93,6 +93,7 @@ NAMES = (
         {
             "QuantizationConfig.__init__()": "base class of a merged checkpoint's quantisation config",
             "QuantizeMethodBase.process_weights_after_loading(layer)": "a return type; a benchmark calls it",
+            "QuantizeMethodBase.create_weights(layer)": "called without memory for layers that no plan takes",
         },
         overrides={
             "QuantizationConfig.get_name()": "'flexquant'",
@@ -370,6 +371,14 @@ NAMES = (
         "vllm.model_executor.layers.utils",
         "vLLM tells how much memory its CPU kernels hold",
         mentions={"layer.cpu_linear": "a function around a 16-bit weight that a CPU kernel has packed"},
+    ),
+    Names(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "vLLM packs no embedding that is only looked up",
+        {
+            "VocabParallelEmbedding": "embeddings, of which a CPU's kernels hold a copy",
+            "ParallelLMHead": "those that logits are computed with",
+        },
     ),
     Names(
         "vllm.model_executor.model_loader.default_loader",

@@ -4,26 +4,27 @@
 
 Counted is what a rank holds after vLLM's ``process_weights_after_loading``: every parameter, and every copy
 of a weight that a kernel packed for itself; memory that several modules use counts once. On a CPU vLLM gives
-weights to oneDNN and leaves an empty parameter or none; it gives it those of embedding and lm_head too, and
-keeps these parameters. oneDNN cannot be asked how much it holds: its copy counts as the weight did when it
-was loaded, in the same type. Buffers and workspaces are no weights.
+weights to oneDNN and leaves an empty parameter or none; it gives it that of the lm_head too, and keeps this
+parameter (:mod:`flexquant.serving.cpu.embeddings`). oneDNN cannot be asked how much it holds: its copy counts
+as the weight did when it was loaded, in the same type. Buffers and workspaces are no weights.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range
+from flexquant.checkpoint.module_names import layer_number
 from flexquant.serving.expert_layers import expert_layers, expert_weights
 from flexquant.serving.linear_kernels import linear_sizes
 from flexquant.serving.vllm_api import CPUDNNLGEMMHandler, LinearBase
 
-SHARED = "shared"
 WEIGHT = re.compile(r"(w13_|w2_)?weight(_packed)?$")
 """Names of the parameters that a kernel may take away; those of experts begin with ``w13_`` and ``w2_``."""
 
@@ -40,9 +41,13 @@ class Piece:
 class WeightMemory:
     """The memory of the weights of models: made when they are built, asked when they are processed."""
 
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        """``models``: by name, or single layers; their parameters have the shapes and types to be loaded."""
+    def __init__(self, models: Mapping[str, nn.Module], to_be_packed: Collection[nn.Module] = ()) -> None:
+        """``models``: by name, or single layers; their parameters have the shapes and types to be loaded.
+
+        ``to_be_packed``: of models without weights, the modules of which a kernel will keep a copy, too.
+        """
         self._models = dict(models)
+        self._to_be_packed = to_be_packed
         self._loaded = {
             module: {
                 name: Piece((module, name), weight.numel(), weight.nbytes)
@@ -55,24 +60,34 @@ class WeightMemory:
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of each model's weights, and under ``shared`` those that several models hold."""
-        owners: dict[Piece, list[str]] = {}
+        return {name: sum(sizes.values()) for name, sizes in self.nbytes_by_range().items()}
+
+    def nbytes_by_range(self) -> BytesByRange:
+        """Return the bytes of weights as :meth:`nbytes` does, by the decoder layers that they lie in."""
+        owners: dict[Piece, tuple[int | None, list[str]]] = {}
         for name, model in self._models.items():
-            for piece in {piece for module in model.modules() for piece in self._held(module)}:
-                owners.setdefault(piece, []).append(name)
-        sizes = dict.fromkeys([*self._models, SHARED], 0)
-        for piece, names in owners.items():
-            sizes[SHARED if len(names) > 1 else names[0]] += piece.nbytes
-        return sizes
+            pieces = {
+                piece: layer_number(path)
+                for path, module in model.named_modules()
+                for piece in self._held(module)
+            }
+            for piece, layer in pieces.items():
+                owners.setdefault(piece, (layer, []))[1].append(name)
+        sizes: dict[str, dict[int | None, int]] = {name: {} for name in [*self._models, SHARED]}
+        for piece, (layer, names) in owners.items():
+            of_owner = sizes[SHARED if len(names) > 1 else names[0]]
+            of_owner[layer] = of_owner.get(layer, 0) + piece.nbytes
+        return {name: by_range(of_layers) for name, of_layers in sizes.items()}
 
-    def nbytes_in_16_bit(self, name: str) -> int:
-        """Return the bytes that a model's weights would take in 16 bit: two for each weight, no scales.
+    def nbytes_in_16_bit(self, model: nn.Module) -> int:
+        """Return the bytes that the weights of one of the models, or a view of several, would take in 16 bit.
 
-        What is not a linear layer keeps the copies that its kernel made.
+        Two for each weight, no scales. What is not a linear layer keeps the copies that its kernel made.
         """
         elements = 0
         others: set[Piece] = set()
-        experts = {layer.routed_experts: expert_weights(layer) for layer in expert_layers(self._models[name])}
-        for module in self._models[name].modules():
+        experts = {layer.routed_experts: expert_weights(layer) for layer in expert_layers(model)}
+        for module in model.modules():
             if module in experts:
                 elements += experts[module]
             elif isinstance(module, LinearBase):
@@ -87,18 +102,19 @@ class WeightMemory:
     def _held(self, module: nn.Module) -> Iterator[Piece]:
         """Yield the memory of one module's own weights."""
         parameters = {name: p for name, p in module.named_parameters(recurse=False) if p.numel()}
-        packed = list(_packed_for_cpu(module))
+        packed = list(packed_for_cpu(module))
         for tensor in (*parameters.values(), *(p for p in packed if isinstance(p, torch.Tensor))):
             storage = tensor.untyped_storage()
-            yield Piece(storage.data_ptr(), storage.nbytes() // tensor.itemsize, storage.nbytes())
+            identity = storage.data_ptr() or id(tensor)  # without memory, the parameter itself
+            yield Piece(identity, storage.nbytes() // tensor.itemsize, storage.nbytes())
         in_onednn = any(isinstance(p, CPUDNNLGEMMHandler) for p in packed)
         for name, weight in self._loaded.get(module, {}).items():
             is_gone = name not in parameters and not packed
-            if in_onednn or is_gone:
+            if in_onednn or is_gone or module in self._to_be_packed:
                 yield weight
 
 
-def _packed_for_cpu(module: nn.Module) -> Iterator[torch.Tensor | CPUDNNLGEMMHandler]:
+def packed_for_cpu(module: nn.Module) -> Iterator[torch.Tensor | CPUDNNLGEMMHandler]:
     """Yield what vLLM's CPU kernels keep of a weight beside the parameters.
 
     Those for 16 bit make ``cpu_linear``, a function around it; zentorch's put tensors beside them.

@@ -5,14 +5,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
+from flexquant.checkpoint.module_names import is_in
 from flexquant.errors import FlexQuantError
+from flexquant.serving.adapters import check_unsmoothed
 
 if TYPE_CHECKING:
     from flexquant.policy.rules import Derivation
@@ -32,14 +34,25 @@ RUN = 64
 
 
 class VariantLoader:
-    """Hands tensors to variants; a module that variants share by reference is loaded by the first."""
+    """Hands tensors to variants; a module that variants share by reference is loaded by the first with it."""
 
     def __init__(
-        self, variants: Mapping[str, Any], merged: MergedConfig, derived: Mapping[str, Derivation]
+        self,
+        variants: Mapping[str, Any],
+        merged: MergedConfig,
+        derived: Mapping[str, Derivation],
+        layers: Mapping[str, Collection[int]],
+        *,
+        must_be_unsmoothed: bool = False,
     ) -> None:
-        """``variants``: by name, the models that were built; other variants' tensors are passed over."""
+        """``variants``: by name, the models that were built, with these decoder ``layers``.
+
+        Tensors of other variants and layers are passed over, but for norms where variants
+        ``must_be_unsmoothed``: their layers may be other ones.
+        """
         self._variants = variants
-        self._first = next(iter(variants))
+        self._layers = layers
+        self._must_be_unsmoothed = must_be_unsmoothed
         self._readers: dict[str, list[str]] = {}
         for name in variants:
             source = derived[name].source if name in derived else name
@@ -47,8 +60,12 @@ class VariantLoader:
         self._by_reference = tuple(f"{module}." for module in merged.shared_modules)
 
     def wants(self, key: str) -> bool:
-        """Whether a tensor of the merged checkpoint belongs to a variant that was built."""
-        return key.startswith((SHARED_PREFIX, *self._readers))
+        """Whether a tensor of the merged checkpoint belongs to a variant and layer that were built."""
+        prefix, name = _split(key)
+        return bool(self._takers(prefix, name)) or self._is_compared(prefix, name)
+
+    def _readers_of(self, prefix: str) -> Collection[str]:
+        return self._variants if prefix == SHARED_PREFIX else self._readers.get(prefix, ())
 
     def load(self, weights: Iterable[NamedTensor]) -> set[str]:
         """Load all weights; return the names of the parameters, variant's name first.
@@ -57,22 +74,29 @@ class VariantLoader:
         :data:`RUN` at most. vLLM's loaders keep nothing from one call to the next: of what they fuse, such as
         Q, K and V, each tensor is put into its part of the parameter by itself.
 
-        Raises :class:`FlexQuantError` if a tensor is missing.
+        Raises :class:`FlexQuantError` if a tensor is missing, and for smoothed variants that must not be.
         """
         loaded: dict[str, set[str]] = {name: set() for name in self._variants}
+        norms: dict[str, dict[str, torch.Tensor]] = {}
         for prefix, tensors in _runs(weights):
-            if prefix == SHARED_PREFIX:
-                for name in self._variants:
-                    loaded[name] |= self._load_shared(name, tensors)
-            for name in self._readers.get(prefix, ()):
-                loaded[name] |= self._variants[name].load_weights(tensors)
+            for name in self._readers_of(prefix):
+                own = [(key, tensor) for key, tensor in tensors if name in self._takers(prefix, key)]
+                loaded[name] |= self._variants[name].load_weights(own)
+            for key, tensor in tensors:
+                if self._is_compared(prefix, key):
+                    norms.setdefault(key, {})[self._readers[prefix][0]] = tensor
+        check_unsmoothed(norms)
         self._check_complete(loaded)
         return {f"{name}.{parameter}" for name in loaded for parameter in loaded[name]}
 
-    def _load_shared(self, name: str, tensors: list[NamedTensor]) -> set[str]:
-        if name != self._first:
-            tensors = [(key, tensor) for key, tensor in tensors if not key.startswith(self._by_reference)]
-        return self._variants[name].load_weights(tensors)
+    def _takers(self, prefix: str, key: str) -> list[str]:
+        """The variants that a tensor is loaded into: of a module that they have in common the first."""
+        takers = [name for name in self._readers_of(prefix) if is_in(key, self._layers[name])]
+        held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
+        return takers[:1] if held_once else takers
+
+    def _is_compared(self, prefix: str, key: str) -> bool:
+        return self._must_be_unsmoothed and "norm" in key and prefix in self._readers
 
     def _check_complete(self, loaded: Mapping[str, set[str]]) -> None:
         of_variant = {

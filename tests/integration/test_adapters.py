@@ -112,8 +112,17 @@ def test_w8a8_and_a_change_of_plans(folder: Path, adapters: list[Any], tmp_path:
     assert distance(w8a8, expected) < distance(phase, expected) < distance(without[:2], expected[:2]) / 2
 
 
+def test_layers_of_two_variants_with_adapters(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
+    """Where neither has all layers, adapters find each in the variant that has it."""
+    apart = rules('- use: {default: fp8, layers: {"0": w4a16}}')
+    (tmp_path / "apart.yaml").write_text(apart)
+    expected, *_ = served(folder / "fp8-w4a16", [apart, "w4a16", rules("- use: fp8")], adapters, tmp_path)
+    with engine(folder / "fp8-w4a16", str(tmp_path / "apart.yaml"), **OPTIONS) as llm:
+        assert answers(llm, PROMPTS, adapters, ignore_eos=True) == expected
+
+
 def test_a_smoothed_variant_is_refused(tmp_path: Path) -> None:
-    """Its layers take other inputs than those that an adapter is trained on."""
+    """Its layers take other inputs than those that an adapter is trained on, whichever layers are loaded."""
 
     def smooth(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         norm = "model.layers.1.input_layernorm.weight"
@@ -129,8 +138,10 @@ def test_a_smoothed_variant_is_refused(tmp_path: Path) -> None:
     }
     merge_checkpoints(sources, tmp_path / "merged")
     found = "'w8a8' and 'w4a16' .* model.layers.1.input_layernorm.weight: one of them is smoothed"
-    with pytest.raises(FlexQuantError, match=found), engine(tmp_path / "merged", "phase", **OPTIONS):
-        pass
+    (tmp_path / "apart.yaml").write_text(rules('- use: {default: w4a16, layers: {"1": w8a8}}'))
+    for policy in ("phase", str(tmp_path / "apart.yaml")):
+        with pytest.raises(FlexQuantError, match=found), engine(tmp_path / "merged", policy, **OPTIONS):
+            pass
 
 
 def test_an_adapter_for_modules_that_are_not_there(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from vllm.platforms import current_platform
 from flexquant.doctor.examining import examine
 from flexquant.doctor.findings import Finding
 from tests.integration.conftest import answers, engine
+from tests.policies import rules
 from tests.programs import run
 
 LENGTH = ["--max-model-len", "256"]
@@ -90,9 +93,36 @@ def test_weights_are_those_of_the_checkpoint(merged):
     for shard in merged.glob("*.safetensors"):
         for key, tensor in load_file(shard).items():
             if not key.endswith("_shape"):
-                sizes[key.partition(".")[0]] += tensor.nbytes
+                packed_too = current_platform.is_cpu() and "lm_head" in key
+                sizes[key.partition(".")[0]] += tensor.nbytes * (2 if packed_too else 1)
     for name, size in sizes.items():
         assert weights.details["bytes"][name] == pytest.approx(size, rel=0.05), name
+
+
+@pytest.mark.engine
+def test_weights_are_those_of_the_servers_log(real_merged, tmp_path, caplog):
+    """Of a tied model with a large vocabulary, of whose two variants one has four layers."""
+    (tmp_path / "policy.yaml").write_text(rules('- use: {default: w4a16, layers: {"0-3": w8a8}}'))
+    policy = json.dumps({"flexquant": {"policy": str(tmp_path / "policy.yaml")}})
+    (weights,) = findings(real_merged, "--additional-config", policy)["weights"]
+    logger = logging.getLogger("vllm.flexquant.model")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger.name)
+    try:
+        with engine(real_merged, str(tmp_path / "policy.yaml"), max_model_len=256):
+            pass
+    finally:
+        logger.removeHandler(caplog.handler)
+    (announced,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("FlexQuant ")]
+    foretold, logged = mebibytes(weights.text), mebibytes(announced)
+    assert list(foretold) == list(logged) == ["w8a8 layers 0-3", "w4a16 layers 4-29", "shared"]
+    assert foretold == pytest.approx(logged, rel=0.05)
+
+
+def mebibytes(text: str) -> dict[str, float]:
+    """By variant and layers."""
+    found = re.findall(r"(\w+(?: layers [\d-]+)?): ([\d.]+) MiB", text)
+    return {name: float(size) for name, size in found}
 
 
 def test_tensor_parallel_ranks_have_their_share_of_every_shape(merged):

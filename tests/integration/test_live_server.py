@@ -82,8 +82,9 @@ def test_policy_and_weights_are_told(served: Served) -> None:
         ]
         assert (policy["policy"], value) == ("phase", 1)
         assert len(policy["digest"]) == 64
-        for variant, size in served.header["weight_bytes"].items():
-            assert metrics[WEIGHT_BYTES, labelled(("variant", variant))] == size
+        for variant, layers in served.status["weight_bytes_by_layers"].items():
+            for run, size in layers.items():
+                assert metrics[WEIGHT_BYTES, labelled(("variant", variant), ("layers", run))] == size
 
 
 def test_vllms_own_metrics_are_there_once(served: Served) -> None:
@@ -97,6 +98,8 @@ def test_the_status_is_what_the_trace_says(served: Served) -> None:
     assert status["policy"]["name"] == header["policy"] == "phase"
     assert status["plans"] == header["plans"]
     assert status["weight_bytes"] == header["weight_bytes"]
+    by_layers = {variant: sum(sizes.values()) for variant, sizes in status["weight_bytes_by_layers"].items()}
+    assert by_layers == status["weight_bytes"]
     assert status["kernels"].keys() == header["plans"].keys()
     assert all("Kernel" in kernel for (kernel,) in status["kernels"].values())
     routes = {phase: [row["plan"] for row in rows] for phase, rows in status["routes"].items()}

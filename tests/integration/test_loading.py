@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What is loaded: the variants that the policy can reach, whole, and nothing else."""
+"""What is loaded: of each variant the layers that some plan of the policy takes, and nothing else."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from safetensors.torch import load_file, save_file
 
+from flexquant.checkpoint.module_names import layer_number
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests.checkpoints import fold_final_norm, make_checkpoint
 from tests.integration.conftest import answers, engine, generate
-from tests.policies import SWITCHING
+from tests.policies import SWITCHING, rules
 
 pytestmark = pytest.mark.engine
 
@@ -22,6 +26,13 @@ SMALL = {"max_model_len": 256, "max_num_seqs": 4}
 THREE = SWITCHING.replace("use: w4a16", "use: fine").replace('"0": w8a8', '"0": fine, "1": w8a8')
 
 PROMPTS = ["hello", "abc"]
+ONE_LAYER = rules('- use: {default: w4a16, layers: {"1": w8a8}}')
+"""The first variant lacks layers that the second has, and the other way round."""
+DERIVED = """
+schema: flexquant.policy/v1
+derive: {w4a8: {from: w4a16, activations: int8}}
+rules:
+"""
 
 
 def serve(folder, policy, trace, prompts=("hello",), **options):
@@ -51,6 +62,140 @@ def test_a_variant_that_no_plan_uses_is_not_loaded(both, tiny_merged, tmp_path):
     assert found == stock.answers
 
 
+@pytest.fixture(scope="module")
+def one_layer(tiny_merged, tmp_path_factory):
+    """Answers, header and layers by module name of an engine whose only plan takes one layer of w8a8."""
+    folder = tmp_path_factory.mktemp("one-layer")
+    (folder / "policy.yaml").write_text(ONE_LAYER)
+    trace = folder / "trace.jsonl"
+    flexquant: dict[str, Any] = {"trace": str(trace)}
+    with engine(tiny_merged() / "merged", str(folder / "policy.yaml"), flexquant=flexquant, **SMALL) as llm:
+        found = answers(llm, PROMPTS)
+        (held,) = llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})
+        context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        (status,) = llm.collective_rpc("flexquant_status")
+        return found, json.loads(trace.read_text().splitlines()[0]), held, list(context), status
+
+
+@pytest.mark.oldest
+def test_only_the_layers_in_use_have_memory(one_layer, both):
+    _, header, held, _, status = one_layer
+    assert header["weight_bytes"]["w8a8"] * 4 == both["weight_bytes"]["w8a8"]
+    assert header["weight_bytes"]["w4a16"] * 4 == both["weight_bytes"]["w4a16"] * 3
+    assert header["weight_bytes"]["shared"] == both["weight_bytes"]["shared"]
+    assert header["weight_bytes_in_16_bit"] == both["weight_bytes_in_16_bit"]
+    for variant, layers in {"w8a8": {1}, "w4a16": {0, 2, 3}}.items():
+        numbers = {layer_number(name) for name in held if name.startswith(f"variants.{variant}.")}
+        assert numbers - {None} == layers
+    by_layers = status["weight_bytes_by_layers"]
+    assert {variant: list(sizes) for variant, sizes in by_layers.items()} == {
+        "w8a8": ["1"],
+        "w4a16": ["0", "2-3"],
+        "shared": [""],
+    }
+    assert {variant: sum(sizes.values()) for variant, sizes in by_layers.items()} == header["weight_bytes"]
+
+
+def test_answers_are_those_of_an_engine_with_all_layers(one_layer, tiny_merged):
+    found, *_, attention, _ = one_layer
+    policies = ["w8a8", "w4a16", ONE_LAYER]
+    w8a8, w4a16, expected = generate(tiny_merged() / "merged", policies, PROMPTS, **SMALL)
+    assert [found] == expected.answers
+    assert expected.answers not in (w8a8.answers, w4a16.answers)
+    assert attention == [f"model.layers.{i}.self_attn.attn" for i in range(4)], "in the KV cache's order"
+
+
+def test_layers_that_no_plan_takes_never_have_memory(tiny_merged, tmp_path, monkeypatch):
+    """Neither before they are left out."""
+    from flexquant.serving import variants
+
+    (tmp_path / "policy.yaml").write_text(ONE_LAYER)
+    without: list[set[int | None]] = []
+    leave_out = variants.leave_out
+
+    def watch(variant, layers, registered):
+        linears = {name: p for name, p in variant.named_parameters() if "_proj.weight" in name}
+        without.append({layer_number(name) for name, weight in linears.items() if weight.is_meta})
+        leave_out(variant, layers, registered)
+
+    monkeypatch.setattr(variants, "leave_out", watch)
+    with engine(tiny_merged() / "merged", str(tmp_path / "policy.yaml"), **SMALL):
+        assert without == [{0, 2, 3}, {1}]
+
+
+def test_layers_in_use_beside_weights_on_the_host(one_layer, tiny_merged, tmp_path):
+    """vLLM copies each layer to the host when it is built, those too that are then left out."""
+    (tmp_path / "policy.yaml").write_text(ONE_LAYER)
+    policy = str(tmp_path / "policy.yaml")
+    with engine(tiny_merged() / "merged", policy, cpu_offload_gb=1, **SMALL) as llm:
+        assert answers(llm, PROMPTS) == one_layer[0]
+
+
+def test_tensors_of_layers_that_no_plan_takes_are_not_read(one_layer, tiny_merged, tmp_path):
+    folder = tmp_path / "partly"
+    shutil.copytree(tiny_merged() / "merged", folder)
+    (tmp_path / "policy.yaml").write_text(ONE_LAYER)
+
+    def is_left(key: str) -> bool:
+        return key.startswith("shared.") or (layer_number(key) == 1) == key.startswith("w8a8.")
+
+    keep_tensors(folder, is_left)
+    with engine(folder, str(tmp_path / "policy.yaml"), **SMALL) as llm:
+        assert answers(llm, PROMPTS) == one_layer[0]
+
+
+def test_another_policy_may_take_the_layers_that_are_there_and_no_others(tiny_merged, tmp_path):
+    merged = tiny_merged() / "merged"
+    half = rules(
+        "- when: {phase: decode}", '  use: {default: w4a16, layers: {"0": w8a8, "2": w8a8}}', "- use: w4a16"
+    )
+    (tmp_path / "policy.yaml").write_text(half)
+    within = rules('- use: {default: w4a16, layers: {"0": w8a8}}')
+    (expected,) = generate(merged, [within], PROMPTS, **SMALL)
+    with engine(merged, str(tmp_path / "policy.yaml"), **SMALL) as llm:
+
+        def change(policy: str) -> dict[str, Any]:
+            asked = ("another", yaml.safe_load(policy), False)
+            return llm.collective_rpc("flexquant_change_policy", args=asked)[0]
+
+        before = llm.collective_rpc("flexquant_status")
+        assert (
+            "another uses layers 1,3 of w8a8, but the server has loaded its layers 0,2 alone"
+            in (change(rules("- use: w8a8"))["refused"])
+        )
+        assert llm.collective_rpc("flexquant_status") == before
+        assert "refused" not in change(within)
+        assert [answers(llm, PROMPTS)] == expected.answers
+
+
+def test_a_derived_variant_and_its_source_have_the_layers_that_plans_take(tiny_merged, tmp_path):
+    """In one layer each, or in the same: the derived one shares with its source what both have."""
+    one = DERIVED + '  - use: {default: w8a8, layers: {"0": w4a8, "3": w4a16}}\n'
+    both = DERIVED + "  - when: {phase: decode}\n    use: w4a8\n  - use: w4a16\n"
+    (tmp_path / "one.yaml").write_text(one)
+    expected, *_ = generate(tiny_merged() / "merged", [one, both, "w8a8"], PROMPTS, **SMALL)
+    with engine(tiny_merged() / "merged", str(tmp_path / "one.yaml"), **SMALL) as llm:
+        assert [answers(llm, PROMPTS)] == expected.answers
+        (status,) = llm.collective_rpc("flexquant_status")
+    assert {variant: list(sizes) for variant, sizes in status["weight_bytes_by_layers"].items()} == {
+        "w8a8": ["1-2"],
+        "w4a16": ["3"],
+        "w4a8": ["0"],
+        "shared": [""],
+    }
+
+
+def keep_tensors(folder: Path, is_left) -> None:
+    """Take all other tensors out of a merged checkpoint."""
+    index_file = folder / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    for shard in set(index["weight_map"].values()):
+        tensors = {key: tensor for key, tensor in load_file(folder / shard).items() if is_left(key)}
+        save_file(tensors, folder / shard, metadata={"format": "pt"})
+    index["weight_map"] = {key: shard for key, shard in index["weight_map"].items() if is_left(key)}
+    index_file.write_text(json.dumps(index))
+
+
 def test_weights_outside_the_decoder_layers_are_held_once(both):
     embedding_and_head = 2 * 320 * 128 * 2
     assert both["weight_bytes"]["shared"] >= embedding_and_head
@@ -73,14 +218,7 @@ def test_three_variants_and_layered_plans_of_all(tmp_path):
 def test_a_missing_tensor_is_named(tiny_merged, tmp_path):
     folder = tmp_path / "broken"
     shutil.copytree(tiny_merged() / "merged", folder)
-    index_file = folder / "model.safetensors.index.json"
-    index = json.loads(index_file.read_text())
-    key = "w8a8.model.layers.2.mlp.down_proj.weight_scale"
-    shard = folder / index["weight_map"].pop(key)
-    tensors = load_file(shard)
-    del tensors[key]
-    save_file(tensors, shard, metadata={"format": "pt"})
-    index_file.write_text(json.dumps(index))
+    keep_tensors(folder, lambda key: key != "w8a8.model.layers.2.mlp.down_proj.weight_scale")
     with (
         pytest.raises(FlexQuantError, match=r"'w8a8'.* 'model.layers.2.mlp.down_proj.weight_scale'"),
         engine(folder, "w8a8", **SMALL),

@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.integration.conftest import engine
 from tests.integration.logprobs import assert_equal_but_for_ties
 from tests.integration.test_compile import SEVERAL, SIZES, answers_by_number
-from tests.integration.two_ranks import CORES, needs_two_cores, run_several
+from tests.integration.two_ranks import CORES, needs_two_cores, run, run_several
+from tests.policies import rules
 
 pytestmark = needs_two_cores
 RANKS = {"pipeline_parallel_size": 2}
@@ -42,6 +45,23 @@ def test_each_rank_holds_its_own_layers_of_every_variant(several):
     (first, *_), (second, *_) = several.traces
     for variant in ("w8a8", "w4a16"):
         assert 0 < first["weight_bytes"][variant] == second["weight_bytes"][variant]
+
+
+def test_a_variant_of_which_a_rank_has_no_layer(tiny_merged, tmp_path, monkeypatch):
+    """Of two layers the one in INT8 is the second rank's."""
+    merged, policy = tiny_merged(num_layers=2) / "merged", tmp_path / "policy.yaml"
+    policy.write_text(rules('- use: {default: w4a16, layers: {"1": w8a8}}'))
+    answers = run(merged, RANKS, str(policy), {"trace": str(tmp_path / "trace.jsonl")})
+    first, second = (
+        json.loads((tmp_path / name).read_text().splitlines()[0])["weight_bytes"]
+        for name in ("trace.jsonl", "trace.jsonl.rank1")
+    )
+    assert first["w8a8"] == 0 < second["w8a8"]
+    assert second["w4a16"] == 0 < first["w4a16"]
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(CORES[0]))
+    with engine(merged, str(policy), **SIZES) as llm:
+        for number, expected in answers_by_number(llm).items():
+            assert_equal_but_for_ties(answers[number], expected)
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 from vllm.platforms import current_platform
 
@@ -159,6 +160,18 @@ def merged(tiny_merged) -> Path:
 @pytest.fixture(scope="module")
 def without(merged) -> dict[str, Run]:
     return run(merged, None)
+
+
+def test_a_plan_that_a_later_policy_needs_drafts_too(drafts, merged, without):
+    """vLLM tells once, at the start, which hidden states EAGLE-3 reads."""
+    speculative = {"method": "eagle3", "num_speculative_tokens": DRAFTED, **drafts["eagle3"]}
+    with engine(merged, "phase", speculative_config=speculative, max_model_len=256) as llm:
+        for plan, policy in POLICIES.items():
+            asked = (plan, yaml.safe_load(policy), False)
+            assert "refused" not in llm.collective_rpc("flexquant_change_policy", args=asked)[0]
+            assert llm.reset_prefix_cache()
+            found = answers(llm, PROMPTS[:1], max_tokens=TOKENS, ignore_eos=True)
+            assert_equal_but_for_ties(found, without[plan].answers[:1])
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3"])

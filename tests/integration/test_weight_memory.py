@@ -84,6 +84,6 @@ def test_variants_and_what_they_share(tiny_merged, tmp_path):
     assert weights + 2 * channels < sizes["w8a8"] - 2 * norms <= weights + 12 * channels
     assert 0 <= sizes["w4a16"] - 2 * norms - weights / 2 - groups * bytes_of_int4_group() < 1024
     embedding_and_head, final_norm = 2 * 2 * 320 * 128, 2 * 128
-    # Once as parameters, and once more where kernels pack them too.
-    assert sizes["shared"] - final_norm in (embedding_and_head, 2 * embedding_and_head)
+    # Once as parameters, and the head once more where kernels pack it.
+    assert sizes["shared"] - final_norm in (embedding_and_head, 1.5 * embedding_and_head)
     assert header["weight_bytes_in_16_bit"] == 2 * (weights + norms) + sizes["shared"]

@@ -32,7 +32,7 @@ from flexquant.evaluation.weight_bytes import LayerBytes
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.routes import Plan
 from tests.checkpoints import make_checkpoint
-from tests.policies import THRESHOLD
+from tests.policies import THRESHOLD, rules
 
 SMALL = Settings(batch_sizes=(2,), samples=2, prompt_tokens=8, tokens=4)
 
@@ -211,7 +211,7 @@ def test_two_files_of_one_name_are_refused(subject, folder, tmp_path):
 # bytes
 
 
-def test_bytes_per_weight_by_hand(subject):
+def test_bytes_per_weight_by_hand(subject, tmp_path):
     """Two layers of 7 linears and 2 norms; hidden 128, 64 wide K and V, MLP 256; bf16 scales and norms."""
     linears = [(128, 128), (64, 128), (64, 128), (128, 128), (256, 128), (256, 128), (128, 256)]
     weights = sum(o * i for o, i in linears) + 2 * 128
@@ -227,6 +227,10 @@ def test_bytes_per_weight_by_hand(subject):
     phase = layer_bytes.per_weight(runs["phase", 4].routes, {w4a16: 7})
     assert phase.resident == pytest.approx((int8 + int4 + norms) / weights)
     assert phase.decode == pytest.approx((int4 + norms) / weights)
+    (tmp_path / "one-layer.yaml").write_text(rules('- use: {default: w4a16, layers: {"0": w8a8}}'))
+    one_layer = schedule(subject, [str(tmp_path / "one-layer.yaml")])["one-layer.yaml", 4]
+    half = layer_bytes.per_weight(one_layer.routes, {one_layer.routes.plans[0]: 7})
+    assert half.resident == half.decode == pytest.approx((int8 / 2 + int4 / 2 + norms) / weights)
     mostly = layer_bytes.per_weight(runs["phase", 4].routes, {w8a8: 1, w4a16: 3})
     assert mostly.decode == pytest.approx((int8 / 4 + 3 * int4 / 4 + norms) / weights)
 

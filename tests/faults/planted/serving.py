@@ -7,6 +7,7 @@ from __future__ import annotations
 from tests.faults.fault import Fault
 
 PHASES = "tests/integration/test_phases.py"
+LOADING = "tests/integration/test_loading.py::"
 VIEWS = "tests/integration/test_plan_views.py::"
 W4A8 = "tests/integration/test_w4a8.py::"
 
@@ -38,8 +39,8 @@ SERVING = (
     Fault(
         "smoothed-with-adapters",
         "Adapters are served over a smoothed variant.",
-        "flexquant/serving/adapters.py",
-        "    check_unsmoothed(variants)\n",
+        "flexquant/serving/weights.py",
+        "        check_unsmoothed(norms)\n",
         "",
         ("tests/integration/test_adapters.py::test_a_smoothed_variant_is_refused",),
     ),
@@ -87,9 +88,41 @@ SERVING = (
         "aux-hidden-states-of-one-plan",
         "EAGLE-3 gets the hidden states that it drafts from in the passes of one plan only.",
         "flexquant/serving/model.py",
-        "for plan in self._plans.values():\n            if not isinstance(plan, SupportsEagle3):",
-        "for plan in list(self._plans.values())[:1]:\n            if not isinstance(plan, SupportsEagle3):",
+        "for plan in self._plans.values():\n            set_aux_layers",
+        "for plan in list(self._plans.values())[:1]:\n            set_aux_layers",
         ("tests/integration/test_speculative.py",),
+    ),
+    Fault(
+        "aux-hidden-states-of-plans-from-the-start",
+        "A plan that a later policy needs does not return what EAGLE-3 drafts from.",
+        "flexquant/serving/model.py",
+        "        self._aux_layers = layers\n",
+        "",
+        ("tests/integration/test_speculative.py::test_a_plan_that_a_later_policy_needs_drafts_too",),
+    ),
+    Fault(
+        "unused-layers-with-memory",
+        "Layers that no plan takes are built with memory, and left out only then.",
+        "flexquant/serving/variants.py",
+        "if method is None or is_in(prefix, layers) or",
+        "if True or",
+        (LOADING + "test_layers_that_no_plan_takes_never_have_memory",),
+    ),
+    Fault(
+        "layers-of-one-variant-read-for-all",
+        "Of every variant the layers are loaded that some plan takes from any.",
+        "flexquant/policy/routes.py",
+        "used.setdefault(variant, set()).add(number)",
+        "[used.setdefault(v, set()).add(number) for v in plan.layers]",
+        (LOADING + "test_only_the_layers_in_use_have_memory",),
+    ),
+    Fault(
+        "a-policy-with-absent-layers",
+        "A policy is taken whose plans have layers that the server has not loaded.",
+        "flexquant/serving/policy_change.py",
+        "if absent := numbers - set(layers[name]):",
+        "if absent := numbers - numbers:",
+        (LOADING + "test_another_policy_may_take_the_layers_that_are_there_and_no_others",),
     ),
     Fault(
         "padding-counted-as-scheduled",
@@ -102,9 +135,9 @@ SERVING = (
     Fault(
         "shared-weights-counted-for-each-variant",
         "The doctor says that weights which variants share are one variant's.",
-        "flexquant/doctor/memory.py",
-        'sizes["shared" if len(names) > 1 else names[0]] += parameter.nbytes',
-        "sizes[names[0]] += parameter.nbytes",
+        "flexquant/serving/weight_memory.py",
+        "sizes[SHARED if len(names) > 1 else names[0]]",
+        "sizes[names[0]]",
         ("tests/integration/test_doctor.py::test_weights_are_those_of_the_checkpoint",),
     ),
     Fault(
@@ -251,9 +284,9 @@ SERVING = (
         "two-kv-caches",
         "The second variant keeps its own attention layers, with a KV cache of their own.",
         "flexquant/serving/variants.py",
-        "                replacements[layer] = real_context[layer_name]\n",
-        '                layer.layer_name = f"{name}.{layer_name}"\n'
-        "                real_context[layer.layer_name] = layer\n",
+        "                    replacements[layer] = real_context[layer_name]\n",
+        '                    layer.layer_name = f"{name}.{layer_name}"\n'
+        "                    real_context[layer.layer_name] = layer\n",
         (VIEWS + "test_switching_between_variants_of_equal_weights_changes_nothing",),
     ),
     Fault(

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Embeddings on a CPU: vLLM packs each for multiplying, beside its rows, those too that are only looked up.
+
+Of a tied model it packs the same weight twice, once for the embedding and once for the lm_head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.platforms import current_platform
+
+from flexquant.serving.vllm_api import ParallelLMHead, VocabParallelEmbedding
+from flexquant.serving.weight_memory import packed_for_cpu
+
+
+def multiplied(model: nn.Module) -> list[Any]:
+    """Return the embeddings that logits are computed with: a model's lm_head, without one the embedding."""
+    embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    return [module for module in embeddings if isinstance(module, ParallelLMHead)] or embeddings
+
+
+def unpack_the_looked_up(model: nn.Module) -> None:
+    """Let go of what vLLM has packed of embeddings that nothing is multiplied with."""
+    heads = multiplied(model)
+    for module in model.modules():
+        if (
+            isinstance(module, VocabParallelEmbedding)
+            and module not in heads
+            and hasattr(module, "cpu_linear")
+        ):
+            module.cpu_linear = torch.nn.functional.linear
+
+
+def to_be_packed(model: nn.Module) -> list[Any]:
+    """Return the embeddings of a model without weights of which this machine will keep a packed copy."""
+    if not current_platform.is_cpu():
+        return []
+    return [module for module in multiplied(model) if not hasattr(module, "scheme") and _is_packed(module)]
+
+
+def _is_packed(embedding: Any) -> bool:
+    """Whether vLLM packs an embedding on this CPU, as it does a small one of its type."""
+    small = nn.Module()
+    small.weight = nn.Parameter(torch.zeros(64, 64, dtype=embedding.weight.dtype), requires_grad=False)
+    embedding.quant_method.process_weights_after_loading(small)
+    return any(True for _ in packed_for_cpu(small))

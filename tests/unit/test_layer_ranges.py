@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Bytes by ranges of layers: how they are written, and those that a checkpoint's default policy loads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from flexquant.checkpoint.layer_ranges import by_range, describe_bytes, describe_ranges
+from flexquant.checkpoint.module_names import layer_number
+from flexquant.cli import main
+from flexquant.merge import merge_checkpoints
+from tests.checkpoints import make_checkpoint
+from tests.policies import rules
+
+
+def test_neighbours_are_one_range():
+    assert describe_ranges([29, 3, 0, 2, 1, 31]) == "0-3,29,31"
+    assert by_range({0: 1, 1: 2, 3: 4, None: 8}) == {"0-1": 3, "3": 4, "": 8}
+    assert by_range({}) == {}
+
+
+def test_bytes_are_told_with_the_layers():
+    found = describe_bytes(
+        {"w8a8": {"0-3": 12 << 20}, "w4a16": {"4": 1 << 19, "": 1 << 20}, "shared": {"": 0}}
+    )
+    assert found == (
+        "w8a8 layers 0-3: 12.0 MiB, w4a16 layers 4: 0.5 MiB, w4a16 outside layers: 1.0 MiB, shared: 0.0 MiB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("model.layers.3.mlp.down_proj.weight", 3),
+        ("model.layers.12", 12),
+        ("model.language_model.layers.0.self_attn", 0),
+        ("model.vision_model.encoder.layers.3.mlp", None),
+        ("model.embed_tokens.weight", None),
+        ("lm_head", None),
+    ],
+)
+def test_the_decoder_layer_of_a_name(name, number):
+    assert layer_number(name) == number
+
+
+def test_inspect_says_what_the_default_policy_loads(tmp_path, capsys):
+    """Each variant's bytes of its layers alone; a derived variant's are those of its source."""
+    sources = {
+        name: make_checkpoint(tmp_path / name, scheme=name, num_layers=4) for name in ("w8a8", "w4a16")
+    }
+    use = rules('- use: {default: w8a8, layers: {"0": w4a8, "2": w4a16}}')
+    policy = {**yaml.safe_load(use), "derive": {"w4a8": {"from": "w4a16", "activations": "int8"}}}
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
+    merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "policy.yaml"))
+    assert main(["inspect", str(tmp_path / "merged"), "--json"]) == 0
+    *text, result = capsys.readouterr().out.splitlines()
+    loaded = json.loads(result)["loaded"]
+    stored: dict[tuple[str, int | None], int] = {}
+    for shard in (tmp_path / "merged").glob("*.safetensors"):
+        for key, tensor in load_file(shard).items():
+            prefix, _, name = key.partition(".")
+            stored[prefix, layer_number(name)] = stored.get((prefix, layer_number(name)), 0) + tensor.nbytes
+    assert loaded["w8a8"] == {"1": stored["w8a8", 1], "3": stored["w8a8", 3]}
+    assert loaded["w4a16"] == {"2": stored["w4a16", 2]}
+    assert loaded["w4a8"] == {"0": stored["w4a16", 0]}
+    assert sum(loaded["shared"].values()) == sum(
+        size for (prefix, _), size in stored.items() if prefix == "shared"
+    )
+    assert text[-1].startswith("loaded under the default policy: w4a8 layers 0: ")
+
+
+def test_inspect_says_why_the_default_policy_loads_nothing(tmp_path, capsys):
+    merge_checkpoints({"fp8": make_checkpoint(tmp_path / "fp8", scheme="fp8")}, tmp_path / "merged")
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    config["quantization_config"]["policy"]["rules"] = [{"use": "w8a8"}]
+    (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
+    assert main(["inspect", str(tmp_path / "merged")]) == 0
+    assert "loaded under the default policy: nothing, since " in (out := capsys.readouterr().out)
+    assert "names the variant 'w8a8', but the checkpoint has fp8" in out
