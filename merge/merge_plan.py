@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
-from flexquant.checkpoint.model_config import count_layers
+from flexquant.checkpoint.model_config import count_layers, written_or_default
 from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER, decoder_roots, tower
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.sidecars import plan_sidecars
@@ -22,7 +22,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge.same_model import model_differences
 from flexquant.merge.sound_shapes import check_shapes
 
-LM_HEAD = "lm_head"
+LM_HEAD, EMBEDDING = "lm_head", "embed_tokens"
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class MergePlan:
     groups: dict[str, dict[str, TensorRef]]
     """``shared`` first, then the variants: merged key -> where its bytes are."""
     files: dict[str, Path]
+    own_heads: frozenset[str]
+    """Names of the sources whose lm_head is another than their embedding."""
 
     @property
     def base_architecture(self) -> str:
@@ -52,9 +54,8 @@ class MergePlan:
         }
         partly = {holder for name, holder in holders.items() if name not in shared}
         modules = {holder for holder in holders.values() if holder is not None} - partly
-        if self.sources[0].config.get("tie_word_embeddings"):
-            modules -= {LM_HEAD}
-            modules |= {LM_HEAD for name in modules if name.endswith("embed_tokens")}
+        if not self.own_heads:
+            modules |= {LM_HEAD for name in modules if name.endswith(EMBEDDING)}
         return tuple(sorted(modules))
 
     @property
@@ -81,10 +82,11 @@ def plan_merge(sources: Sequence[Source]) -> MergePlan:
         _check_same_model(first, other)
     num_layers = count_layers(first.config)
     shapes = [logical_shapes(s.tensors) for s in sources]
+    is_tied = bool(written_or_default(first.config, "tie_word_embeddings"))
     for source in sources:
         _check_layers(source, num_layers)
     for source, shape in zip(sources[1:], shapes[1:], strict=True):
-        _check_same_shapes(first, shapes[0], source, shape)
+        _check_same_shapes(first, shapes[0], source, shape, {LM_HEAD} if is_tied else ())
     check_shapes(sources, shapes[0])
     files = plan_sidecars(sources)
     shared = _find_shared(sources)
@@ -94,7 +96,15 @@ def plan_merge(sources: Sequence[Source]) -> MergePlan:
     for source in sources:
         own = sorted(source.tensors.keys() - shared)
         groups[source.name] = {f"{source.name}.{name}": source.tensors[name] for name in own}
-    return MergePlan(tuple(sources), num_layers, {g: t for g, t in groups.items() if t}, files)
+    own_heads = frozenset(s.name for s in sources if not is_tied or _has_own_head(s))
+    return MergePlan(tuple(sources), num_layers, {g: t for g, t in groups.items() if t}, files, own_heads)
+
+
+def _has_own_head(source: Source) -> bool:
+    """Whether a tied model's files hold an lm_head, and not its embedding once more."""
+    head = {name: ref for name, ref in source.tensors.items() if name.startswith(f"{LM_HEAD}.")}
+    embeddings = [ref for name, ref in source.tensors.items() if name.endswith(f"{EMBEDDING}.weight")]
+    return any(not any(same_bytes(ref, embedding) for embedding in embeddings) for ref in head.values())
 
 
 def _check_same_model(a: Source, b: Source) -> None:
@@ -129,12 +139,17 @@ def _check_layers(source: Source, num_layers: int) -> None:
 
 
 def _check_same_shapes(
-    a: Source, a_shapes: Mapping[str, tuple[int, ...]], b: Source, b_shapes: Mapping[str, tuple[int, ...]]
+    a: Source,
+    a_shapes: Mapping[str, tuple[int, ...]],
+    b: Source,
+    b_shapes: Mapping[str, tuple[int, ...]],
+    optional: Collection[str],
 ) -> None:
+    """Raise FlexQuantError unless both have the same parameters; modules in ``optional`` one may lack."""
     for name in sorted(a_shapes.keys() | b_shapes.keys()):
-        if name == f"{LM_HEAD}.weight" and a.config.get("tie_word_embeddings"):
-            continue
         if name not in a_shapes or name not in b_shapes:
+            if name.rpartition(".")[0] in optional:
+                continue
             has, lacks = (a, b) if name in a_shapes else (b, a)
             raise FlexQuantError(
                 f"'{has.name}' has parameter '{name}' and '{lacks.name}' does not; "

@@ -67,7 +67,10 @@ def merge_checkpoints(
         names = [s.name for s in plan.sources]
         merged = MergedConfig(
             base_architecture=plan.base_architecture,
-            variants={s.name: Variant(f"{s.name}.", s.quantization_config) for s in plan.sources},
+            variants={
+                s.name: Variant(f"{s.name}.", s.quantization_config, s.name in plan.own_heads)
+                for s in plan.sources
+            },
             shared_modules=plan.shared_modules,
             mixable=tuple(map(tuple, kv.mixable)),
             policy=_default_policy(policy, names, plan.num_layers, kv.mixable),

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field, StrictStr, ValidationError
+from pydantic import BaseModel, Field, StrictBool, StrictStr, ValidationError
 
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json, wrong_key
 from flexquant.checkpoint.model_config import JsonObject, count_layers
@@ -58,6 +58,8 @@ class Variant:
     """Prefix of the variant's tensor keys, dot included."""
     quantization_config: JsonObject
     """The source checkpoint's ``quantization_config``, verbatim (compressed-tensors)."""
+    own_head: bool | None = None
+    """Whether its lm_head is another than its embedding; None: merged by a release that did not tell."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class MergedConfig:
             "base_architecture": self.base_architecture,
             "shared_prefix": SHARED_PREFIX,
             "variants": {
-                name: {"prefix": v.prefix, "quantization_config": v.quantization_config}
+                name: {key: value for key, value in vars(v).items() if value is not None}
                 for name, v in self.variants.items()
             },
             "shared_modules": list(self.shared_modules),
@@ -136,7 +138,7 @@ class MergedConfig:
             ) from e
         return cls(
             base_architecture=read.base_architecture,
-            variants={name: Variant(v.prefix, v.quantization_config) for name, v in read.variants.items()},
+            variants={name: Variant(**dict(v)) for name, v in read.variants.items()},
             shared_modules=tuple(read.shared_modules),
             mixable=_read_mixable(section, read.variants),
             policy=read.policy,
@@ -147,6 +149,7 @@ class MergedConfig:
 class _Variant(BaseModel):
     prefix: StrictStr
     quantization_config: JsonObject
+    own_head: StrictBool | None = None
 
 
 class _Section(BaseModel):

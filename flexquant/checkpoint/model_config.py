@@ -36,6 +36,21 @@ def reads_more_than_text(config: JsonObject) -> bool:
     return any(config.get(f"{what}_config") for what in ("vision", "audio"))
 
 
+def written_or_default(config: JsonObject, key: str) -> Any:
+    """Return what a config says of ``key``; where it has no such key, what transformers' class for it takes.
+
+    None for a model that transformers does not know, or whose config it does not read.
+    """
+    if key in config:
+        return config[key]
+    from transformers import AutoConfig
+
+    try:
+        return getattr(AutoConfig.for_model(**config), key, None)
+    except Exception:  # each class of transformers has checks and arithmetic of its own
+        return None
+
+
 def count_layers(config: JsonObject) -> int:
     """Return the number of decoder layers that a config states; raise FlexQuantError when it states none."""
     layers = text_config(config).get("num_hidden_layers")

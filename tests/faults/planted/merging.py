@@ -101,8 +101,8 @@ MERGING = (
         "prefixes-exchanged",
         "The merged config gives each variant the prefix of another one's tensors.",
         "merge/merging.py",
-        'Variant(f"{s.name}.", s.quantization_config) for s in plan.sources',
-        'Variant(f"{t.name}.", s.quantization_config) for s, t in zip(plan.sources, plan.sources[::-1])',
+        's.name: Variant(f"{s.name}.", s',
+        's.name: Variant(f"{plan.sources[s is plan.sources[0]].name}.", s',
         ("tests/unit/test_split_verify.py::test_split_gives_the_source_back",),
     ),
     Fault(

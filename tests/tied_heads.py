@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Checkpoints whose config ties the lm_head to the embedding, with heads that their publishers left in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from tests.checkpoints import StateDict, make_checkpoint
+
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+
+
+def make_tied(folder: Path, scheme: str, head: str | None, architecture: str = "llama") -> Path:
+    """Write a variant of a tied model.
+
+    ``head``: None, for none in the file; ``copy``, the embedding once more; ``short``, with a row less; or
+    another word, which stands for a head of its own.
+    """
+
+    def add(state: StateDict) -> StateDict:
+        embedding = state[f"{EMBEDDING}.weight"]
+        if head is None:
+            return state
+        if head in ("copy", "short"):
+            return state | {f"{HEAD}.weight": embedding[: -1 if head == "short" else None].clone()}
+        generator = torch.Generator().manual_seed(len(head))
+        return state | {f"{HEAD}.weight": torch.randn(embedding.shape, generator=generator).bfloat16() / 8}
+
+    return make_checkpoint(folder, architecture, scheme, transform=add, tie_word_embeddings=True)
+
+
+def without_key(folder: Path, key: str) -> Path:
+    """Take a key out of a checkpoint's config."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config[key]
+    path.write_text(json.dumps(config))
+    return folder

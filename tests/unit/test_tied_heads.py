@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Merging models whose config ties the lm_head to the embedding, whatever heads their files hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
+from flexquant.checkpoint.model_config import written_or_default
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from tests.tied_heads import EMBEDDING, HEAD, make_tied, without_key
+
+COPY, OTHER = "copy", "other"
+
+
+def merged(tmp_path: Path, **heads: str | None) -> MergedConfig:
+    sources = {name: make_tied(tmp_path / name, name, head) for name, head in heads.items()}
+    merge_checkpoints(sources, tmp_path / "merged")
+    verify_checkpoint(tmp_path / "merged", sources)
+    return read_merged_config(tmp_path / "merged")[0]
+
+
+@pytest.mark.parametrize(
+    ("heads", "own", "shared"),
+    [
+        ((OTHER, "another"), (True, True), False),
+        ((OTHER, OTHER), (True, True), True),
+        ((OTHER, None), (True, False), False),
+        ((OTHER, COPY), (True, False), False),
+        ((None, COPY), (False, False), True),
+        ((COPY, COPY), (False, False), True),
+        ((None, None), (False, False), True),
+    ],
+)
+def test_a_head_is_its_variants_own_unless_it_is_the_embedding(tmp_path, heads, own, shared):
+    found = merged(tmp_path, w8a8=heads[0], w4a16=heads[1])
+    assert tuple(variant.own_head for variant in found.variants.values()) == own
+    assert (HEAD in found.shared_modules) is shared
+    assert EMBEDDING in found.shared_modules
+
+
+def test_a_copy_of_the_embedding_comes_back_when_split(tmp_path):
+    merged(tmp_path, w8a8=None, w4a16=COPY)
+    split_checkpoint(tmp_path / "merged", "w4a16", tmp_path / "again")
+    again, source = (tmp_path / name / "model.safetensors" for name in ("again", "w4a16"))
+    assert f'"{HEAD}.weight"'.encode() in again.read_bytes()
+    assert again.stat().st_size == source.stat().st_size
+
+
+def test_a_head_of_another_shape_is_refused(tmp_path):
+    sources = {s: make_tied(tmp_path / s, s, head) for s, head in (("w8a8", OTHER), ("w4a16", "short"))}
+    with pytest.raises(FlexQuantError, match="'lm_head.weight' has shape"):
+        merge_checkpoints(sources, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_a_config_without_the_key_is_tied_where_its_class_says_so(tmp_path, architecture):
+    sources = {
+        s: without_key(make_tied(tmp_path / s, s, None, architecture), "tie_word_embeddings")
+        for s in ("w8a8", "w4a16")
+    }
+    merge_checkpoints(sources, tmp_path / "merged")
+    found, _ = read_merged_config(tmp_path / "merged")
+    assert HEAD in found.shared_modules
+    assert not any(variant.own_head for variant in found.variants.values())
+
+
+def test_a_config_without_the_key_is_not_tied_where_its_class_says_so(tmp_path):
+    sources = {
+        s: without_key(make_tied(tmp_path / s, s, head), "tie_word_embeddings")
+        for s, head in (("w8a8", COPY), ("w4a16", None))
+    }
+    with pytest.raises(FlexQuantError, match="'w8a8' has parameter 'lm_head.weight' and 'w4a16' does not"):
+        merge_checkpoints(sources, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "gemma"}, True),
+        ({"model_type": "starcoder2"}, True),
+        ({"model_type": "llama"}, False),
+        ({"model_type": "gemma", "tie_word_embeddings": False}, False),
+        ({"model_type": "gemma", "tie_word_embeddings": None}, None),
+        ({"model_type": "of nobody"}, None),
+        ({"model_type": "of nobody", "tie_word_embeddings": True}, True),
+        ({}, None),
+        ({"model_type": "gemma", "hidden_size": "wide"}, None),
+    ],
+)
+def test_what_a_config_leaves_out_is_the_default_of_its_class(config, expected):
+    assert written_or_default(config, "tie_word_embeddings") is expected
+
+
+def test_a_section_written_before_heads_were_told_apart_says_nothing_of_them(tmp_path):
+    merged(tmp_path, w8a8=None, w4a16=None)
+    section = json.loads((tmp_path / "merged" / "config.json").read_text())["quantization_config"]
+    del section["variants"]["w8a8"]["own_head"]
+    assert [v.own_head for v in MergedConfig.from_json(section).variants.values()] == [None, False]
