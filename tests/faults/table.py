@@ -11,12 +11,14 @@ from tests.faults.planted.measuring import MEASURING
 from tests.faults.planted.merging import MERGING
 from tests.faults.planted.policy import POLICY
 from tests.faults.planted.quantising import QUANTISING
+from tests.faults.planted.records import RECORDS
 from tests.faults.planted.serving import SERVING
 from tests.faults.planted.writing import WRITING
 
 FAULTS: tuple[Fault, ...] = (
     *POLICY,
     *SERVING,
+    *RECORDS,
     *GRAPHS,
     *KERNELS,
     *MERGING,
