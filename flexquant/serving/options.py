@@ -61,7 +61,7 @@ class ServingOptions:
                 )
             default = cls.__dataclass_fields__[key].default
             expected, wanted = KINDS.get(type(default), (str, "a string"))
-            if type(value) is not expected or (expected is int and value < 1):
+            if type(value) is not expected or (type(value) is int and value < 1):
                 raise FlexQuantError(f"additional-config '{OPTIONS_KEY}.{key}' is {value!r}; give {wanted}")
         return cls(**options)
 
