@@ -9,6 +9,7 @@ Face hub, whose snapshot folders hold links to ``../../blobs/`` of the same repo
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ def confined_file(folder: Path, name: str) -> Path:
         is_file = target.is_file()
     except PermissionError:
         raise
-    except (ValueError, OSError) as e:  # a zero byte, half of a surrogate pair, too long ...
+    except (ValueError, OSError, RuntimeError) as e:  # a zero byte, too long, links in a circle ...
         raise FlexQuantError(
             f"{name[:NAME_SHOWN]!r} cannot be the name of a file in {folder}; write the checkpoint again"
         ) from e
@@ -58,9 +59,9 @@ def confined_file(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> JsonObject:
-    """Return the JSON object in a file; raise FlexQuantError when it is not one."""
+    """Return the JSON object in a file; raise FlexQuantError when it is not one, or holds NaN or Infinity."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_number, parse_float=_number)
     except OSError as e:
         raise FlexQuantError(f"cannot read {path}: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
@@ -112,6 +113,13 @@ def read_tensors(folder: Path) -> dict[str, TensorRef]:
                 "write the checkpoint again"
             )
     return tensors
+
+
+def _number(text: str) -> float:
+    """Return a number with a point or exponent; raise ValueError for NaN, Infinity and what is as large."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number in JSON")
+    return number
 
 
 def _may_link(root: Path, target: Path) -> bool:

@@ -145,7 +145,8 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _lay_out(file: str, tensors: Mapping[str, TensorRef]) -> Shard:

@@ -3,6 +3,7 @@
 """Merging: what is written, that it is all or nothing, and the command line."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -171,6 +172,47 @@ def test_incompatible_kv_caches_are_refused_or_recorded(sources, tmp_path):
     assert section["kv_compatibility"]["compatible"] is False
     assert section["layered_plans"] is False
     assert "NOT interchangeable" in (tmp_path / "merged" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_what_only_python_reads_as_json_is_not_written_on(tmp_path, name, number):
+    source = make_checkpoint(tmp_path / "w8a8", scheme="w8a8")
+    text = (source / name).read_text() if (source / name).exists() else "{\n}"
+    (source / name).write_text(
+        text.replace("{", f'{{"time_step_limit": [0.0, {number}], ', 1).replace(", \n}", "}")
+    )
+    with pytest.raises(FlexQuantError, match=f"{name} is not valid JSON: {number} is no number in JSON"):
+        merge_checkpoints({"w8a8": source}, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_link_in_a_circle_is_one_sentence(tmp_path):
+    folder = make_checkpoint(tmp_path / "w8a8", scheme="w8a8")
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("config.json")
+    with pytest.raises(FlexQuantError, match="'config.json' cannot be the name of a file in"):
+        merge_checkpoints({"w8a8": folder}, tmp_path / "merged")
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(FlexQuantError, match="no such folder: .*circle"):
+        merge_checkpoints({"w8a8": tmp_path / "circle"}, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("change", [0.0, math.inf, math.nan])
+def test_what_is_written_of_incompatible_kv_caches_can_be_read_again(tmp_path, change):
+    def change_keys(state):
+        return {k: v * change if "layers.1.self_attn.k_proj" in k else v for k, v in state.items()}
+
+    sources = {
+        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
+        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=change_keys),
+    }
+    try:
+        merge_checkpoints(sources, tmp_path / "merged", allow_incompatible_kv=True)
+    except FlexQuantError:
+        assert not (tmp_path / "merged").exists()
+    else:
+        verify_checkpoint(tmp_path / "merged")
 
 
 def test_output_exists(sources, tmp_path):

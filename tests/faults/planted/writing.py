@@ -92,6 +92,14 @@ WRITING = (
         (MERGE + "test_every_tensor_lies_where_a_reader_can_map_it",),
     ),
     Fault(
+        "numbers-that-json-lacks",
+        "What only Python reads as JSON is read, and written on.",
+        "flexquant/checkpoint/folder.py",
+        "parse_constant=_number, parse_float=_number",
+        "parse_int=int",
+        (MERGE + "test_what_only_python_reads_as_json_is_not_written_on",),
+    ),
+    Fault(
         "added-files-not-named",
         "Verifying does not see files that the merge did not write.",
         "flexquant/checkpoint/recorded_hashes.py",
