@@ -12,6 +12,7 @@ from flexquant.checkpoint.merged_config import MergedConfig, Variant, served_arc
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
 from flexquant.checkpoint.provenance import PROVENANCE_FILE, make_provenance
+from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import (
     DEFAULT_SHARD_SIZE,
@@ -68,7 +69,9 @@ def merge_checkpoints(
         merged = MergedConfig(
             base_architecture=plan.base_architecture,
             variants={
-                s.name: Variant(f"{s.name}.", s.quantization_config, s.name in plan.own_heads)
+                s.name: Variant(
+                    f"{s.name}.", s.quantization_config, s.name in plan.own_heads, _has_negative_scales(s)
+                )
                 for s in plan.sources
             },
             shared_modules=plan.shared_modules,
@@ -89,6 +92,12 @@ def _describe(plan: MergePlan, merged: MergedConfig, stage: Path, digests: Mappi
     report = make_report(merged, plan.num_layers, plan.tensors)
     (stage / "README.md").write_text(make_card(report, provenance, plan.files), encoding="utf-8")
     return report
+
+
+def _has_negative_scales(source: Source) -> bool:
+    packed = {name.removesuffix("_packed") for name in source.tensors if name.endswith("weight_packed")}
+    scales = (ref for name, ref in source.tensors.items() if name.removesuffix("_scale") in packed)
+    return any(bool((load_tensor(ref).float() < 0).any()) for ref in scales)
 
 
 def _merged_config(base: JsonObject, merged: MergedConfig) -> JsonObject:

@@ -60,6 +60,8 @@ class Variant:
     """The source checkpoint's ``quantization_config``, verbatim (compressed-tensors)."""
     own_head: bool | None = None
     """Whether its lm_head is another than its embedding; None: merged by a release that did not tell."""
+    negative_scales: bool | None = None
+    """Whether some scale of its packed weights is below zero, as AutoRound makes them; None: as above."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ class _Variant(BaseModel):
     prefix: StrictStr
     quantization_config: JsonObject
     own_head: StrictBool | None = None
+    negative_scales: StrictBool | None = None
 
 
 class _Section(BaseModel):

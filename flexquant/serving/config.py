@@ -245,13 +245,19 @@ def build_routes(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) 
 
 
 def check_derivable(name: str, derivation: Derivation, source: Variant) -> None:
-    """Refuse a derived variant whose source has no INT4 layers, or for which this device has no kernel."""
-    from flexquant.serving.w4a8 import find_kernel
+    """Refuse a derived variant whose source has other weights than W4A8's, or that this device cannot run."""
+    from flexquant.serving.w4a8 import check_signs, find_kernel, group_problem
 
-    weights = [group.get("weights") or {} for group in source.quantization_config["config_groups"].values()]
-    if not any(w.get("num_bits") == 4 and w.get("type") == "int" and w.get("symmetric") for w in weights):
+    groups = source.quantization_config["config_groups"].values()
+    weights = [group.get("weights") or {} for group in groups if not group.get("input_activations")]
+    integers = [w for w in weights if w.get("type", "int") == "int"]  # layers of others stay as they are
+    problems = [group_problem(w, derivation.activations) for w in integers]
+    if not problems or any(problems):
+        problem = next(filter(None, problems), "which has no symmetric INT4 weights")
         raise FlexQuantError(
-            f"{derivation.place} derives '{name}' from '{derivation.source}', which has no symmetric INT4 "
-            "weights; derive it from a W4A16 variant"
+            f"{derivation.place} derives '{name}' from '{derivation.source}', {problem}; derive it from a "
+            "W4A16 variant with symmetric INT4 weights in groups"
         )
     find_kernel(derivation.activations)
+    if source.negative_scales:
+        check_signs(derivation.activations, f"variant '{derivation.source}'")

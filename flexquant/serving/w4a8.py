@@ -29,6 +29,19 @@ from flexquant.serving.vllm_api import (
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
+class MarlinW4A8LinearKernel(MarlinLinearKernel):
+    """Marlin, held to scales that it multiplies right with: of old checkpoints they are seen here first.
+
+    Delete when the oldest supported vLLM divides them by the greatest magnitude, not by the greatest
+    (``marlin_act_int8_process_scales``), and its kernel reads them as signed numbers.
+    """
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if bool((getattr(layer, self.w_s_name) < 0).any()):
+            check_signs("int8" if self.config.act_type == torch.int8 else "fp8", "an INT4 layer")
+        super().process_weights_after_loading(layer)
+
+
 def use_8bit_activations(model: nn.Module, activations: str) -> None:
     """Let the INT4 layers below ``model``, weights not loaded yet, quantise their inputs per token.
 
@@ -74,6 +87,28 @@ def _problem(config: Any, activations: str) -> str | None:
     return None
 
 
+def group_problem(weights: dict[str, Any], activations: str) -> str | None:
+    """Return why integer weights with 16-bit activations cannot have 8-bit ones; None if they can.
+
+    ``weights``: of a group of the checkpoint's ``quantization_config``.
+    """
+    if weights.get("num_bits") != 4 or not weights.get("symmetric", True):
+        return "some of whose weights are not symmetric INT4"
+    if activations == "int8" and (weights.get("group_size") or -1) == -1:
+        return "whose weights have one scale a channel, and INT8 activations need groups"
+    return None
+
+
+def check_signs(activations: str, owner: str) -> None:
+    """Refuse scales below zero, which ``owner`` has, where the kernel does not multiply right with them."""
+    if current_platform.is_cuda() and activations == "int8":
+        raise FlexQuantError(
+            f"{owner} has scales below zero, as AutoRound makes them, which vLLM's Marlin kernel takes for "
+            "large ones beside INT8 activations; quantise with GPTQ or by rounding, or take such a variant's "
+            "rules out of the policy"
+        )
+
+
 def find_kernel(activations: str) -> Any:
     """Return vLLM's kernel class for INT4 weights and 8-bit activations on this device.
 
@@ -88,7 +123,7 @@ def find_kernel(activations: str) -> Any:
                 f"vLLM has no kernel for INT4 weights with fp8 activations on {_device()}, only for compute "
                 "capability 8.9 and 12.x; derive the variant with 'activations: int8'"
             )
-        return MarlinLinearKernel
+        return MarlinW4A8LinearKernel
     if current_platform.is_cpu() and activations == "int8":
         from flexquant.serving.cpu.int4 import TorchCPUW4A8LinearKernel
 

@@ -23,4 +23,20 @@ KERNELS = (
         "(in_decode | in_others).items()",
         ("tests/unit/test_cpu_choosing.py",),
     ),
+    Fault(
+        "w4a8-of-asymmetric-weights",
+        "A policy that derives W4A8 from asymmetric weights fails when its engine starts.",
+        "flexquant/serving/w4a8.py",
+        'if weights.get("num_bits") != 4 or not weights.get("symmetric", True):',
+        'if weights.get("num_bits") != 4:',
+        ("tests/unit/test_w4a8_scales.py::test_weights_without_w4a8_are_refused_with_the_policy",),
+    ),
+    Fault(
+        "scales-below-zero-not-told",
+        "Nothing is known of scales below zero, which Marlin takes for large ones beside INT8 activations.",
+        "merge/merging.py",
+        "(load_tensor(ref).float() < 0)",
+        "(load_tensor(ref).float() < -1)",
+        ("tests/unit/test_w4a8_scales.py::test_merging_tells_of_scales_below_zero",),
+    ),
 )

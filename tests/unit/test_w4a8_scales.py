@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""W4A8 of weights with scales below zero, or that are not symmetric: computed right, or refused early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from safetensors.torch import load_file, save_file
+from vllm.platforms import current_platform
+
+from flexquant.checkpoint.merged_config import Variant, read_merged_config
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from flexquant.policy.rules import Derivation
+from flexquant.serving.config import check_derivable
+from flexquant.serving.cpu import trial
+from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel, TorchCPUW4A8LinearKernel
+from flexquant.serving.cpu.kernels import provide_cpu_kernels
+from flexquant.serving.cpu.vendors import AMXW4A8LinearKernel, CPUW4A16LinearKernel
+from flexquant.serving.w4a8 import MarlinW4A8LinearKernel, find_kernel
+from tests.checkpoints import make_checkpoint
+
+INPUTS, OUTPUTS, GROUP = 256, 128, 64
+SIGNS = {"positive": 1.0, "negative": -1.0, "both": None}
+
+
+def kernels() -> list[Any]:
+    provide_cpu_kernels()
+    kinds: list[Any] = [TorchCPUInt4LinearKernel, TorchCPUW4A8LinearKernel]
+    if hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        kinds.append(CPUW4A16LinearKernel)
+    return kinds + [AMXW4A8LinearKernel] * torch.cpu._is_amx_tile_supported()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize("kind", kernels())
+def test_group_scales_below_zero_are_multiplied_with(kind: Any, sign: str, tokens: int) -> None:
+    torch.manual_seed(0)
+    layer = {"inputs": INPUTS, "outputs": OUTPUTS, "group_size": GROUP}
+    kernel, linear = trial._int4(kind, layer, torch.bfloat16)
+    signs = torch.randn_like(linear.weight_scale).sign() if SIGNS[sign] is None else SIGNS[sign]
+    linear.weight_scale.data *= signs
+    codes = unpack_from_int32(linear.weight_packed.data, 4, torch.Size((OUTPUTS, INPUTS)))
+    weight = codes.double() * linear.weight_scale.data.double().repeat_interleave(GROUP, dim=1)
+    kernel.process_weights_after_loading(linear)
+    x = torch.randn(tokens, INPUTS, dtype=torch.bfloat16)
+    expected = x.double() @ weight.t()
+    found = kernel.apply_weights(linear, x, None).double()
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+
+
+def derive(*weights: dict[str, Any], negative_scales: bool = False) -> None:
+    groups = {f"group_{i}": {"targets": ["Linear"], "weights": w} for i, w in enumerate(weights)}
+    source = Variant("w4a16.", {"config_groups": groups}, negative_scales=negative_scales)
+    check_derivable("fast", Derivation("w4a16", "int8", "p.yaml:3: derive.fast"), source)
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ([{**INT4, "symmetric": False}], "not symmetric INT4"),
+        ([INT4, {**INT4, "symmetric": False}], "not symmetric INT4"),
+        ([INT4, INT8], "not symmetric INT4"),
+        ([{**INT4, "strategy": "channel", "group_size": None}], "one scale a channel"),
+        ([FP8], "no symmetric INT4 weights"),
+    ],
+)
+def test_weights_without_w4a8_are_refused_with_the_policy(weights: Any, problem: str) -> None:
+    with pytest.raises(FlexQuantError, match=f"p.yaml:3.* derives 'fast' from 'w4a16', .*{problem}"):
+        derive(*weights)
+
+
+def test_symmetric_int4_in_groups_is_taken_beside_other_schemes() -> None:
+    derive(INT4, FP8)
+    derive({key: INT4[key] for key in ("num_bits", "group_size")}, negative_scales=True)
+
+
+def negate_a_scale(folder: Path) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight_scale"][5, 1] *= -1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_merging_tells_of_scales_below_zero(tmp_path: Path) -> None:
+    sources = {scheme: make_checkpoint(tmp_path / scheme, scheme=scheme) for scheme in ("w8a8", "w4a16")}
+    for name, expected in (("before", False), ("after", True)):
+        merge_checkpoints(sources, tmp_path / name)
+        variants = read_merged_config(tmp_path / name)[0].variants
+        assert [v.negative_scales for v in variants.values()] == [False, expected]
+        negate_a_scale(sources["w4a16"])
+
+
+def test_scales_below_zero_are_refused_where_marlin_would_multiply_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    derive(INT4)
+    with pytest.raises(FlexQuantError, match="variant 'w4a16' has scales below zero.*Marlin"):
+        derive(INT4, negative_scales=True)
+    layer = {"inputs": INPUTS, "outputs": OUTPUTS, "group_size": GROUP}
+    assert find_kernel("int8") is MarlinW4A8LinearKernel
+    kernel, linear = trial._int4(MarlinW4A8LinearKernel, layer, torch.bfloat16)
+    kernel.config.act_type = torch.int8
+    linear.weight_scale.data[3, 1] *= -1
+    with pytest.raises(FlexQuantError, match="INT4 layer has scales below zero"):
+        kernel.process_weights_after_loading(linear)
