@@ -99,10 +99,20 @@ def _error(sums: Sums, noise: torch.Tensor, what: str, noise_factor: float) -> E
     return Excess(name, float(measured[worst]), float(allowed[worst]))
 
 
+def unexplained_gains(rows: Sums) -> torch.Tensor:
+    """Return the gain of each row where noise does not explain it, and 1 elsewhere, [rows]."""
+    gains = rows.gains()
+    return torch.where((gains - 1).abs() > _allowed_gain(rows, ROW_GAIN), gains, 1.0)
+
+
+def _allowed_gain(rows: Sums, band: float) -> torch.Tensor:
+    return (ROW_GAIN_SIGMAS * _gain_sigma(rows)).clamp_min(band)
+
+
 def _worst_gain(rows: Sums, band: float, numbers: torch.Tensor | None) -> Excess:
     """|gain - 1| of the row whose gain is least explained by noise."""
     off = (rows.gains() - 1).abs()
-    allowed = (ROW_GAIN_SIGMAS * _gain_sigma(rows)).clamp_min(band)
+    allowed = _allowed_gain(rows, band)
     worst = int((off / allowed).argmax())
     number = worst if numbers is None else int(numbers[worst])
     return Excess(f"gain error of row {number}", float(off[worst]), float(allowed[worst]))

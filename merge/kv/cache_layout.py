@@ -8,30 +8,28 @@ differ.
 
 from __future__ import annotations
 
-import re
-
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import same_bytes
-from flexquant.merge.kv.effective_maps import EffectiveMaps
+from flexquant.checkpoint.source import Source
+from flexquant.merge.kv.variant_weights import CACHE_SCALE
 
-CACHE_SCALE = re.compile(r"\.([kv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))$")
 CACHE_TRANSFORMS = ("k_cache", "q_attn")  # compressed_tensors.transform.TransformLocation
 
 
-def rotation_difference(maps: EffectiveMaps, reference: EffectiveMaps) -> str:
+def rotation_difference(variant: Source, reference: Source) -> str:
     """Return how the rotations that K gets at run time differ; empty when they do not."""
-    a, b = (_cache_transforms(m.source.quantization_config) for m in (maps, reference))
+    a, b = (_cache_transforms(of.quantization_config) for of in (variant, reference))
     if a == b:
         return ""
-    return f"rotation of the KV cache is {b!r} in '{reference.source.name}' and {a!r} in '{maps.source.name}'"
+    return f"rotation of the KV cache is {b!r} in '{reference.name}' and {a!r} in '{variant.name}'"
 
 
-def scale_difference(maps: EffectiveMaps, reference: EffectiveMaps) -> str:
+def scale_difference(variant: Source, reference: Source) -> str:
     """Return which calibrated K or V cache scale differs; empty when none does."""
-    a, b = ({n: r for n, r in m.source.tensors.items() if CACHE_SCALE.search(n)} for m in (maps, reference))
+    a, b = ({n: r for n, r in of.tensors.items() if CACHE_SCALE.search(n)} for of in (variant, reference))
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
-            return f"only '{(maps if name in a else reference).source.name}' has the cache scale '{name}'"
+            return f"only '{(variant if name in a else reference).name}' has the cache scale '{name}'"
         if not same_bytes(a[name], b[name]):
             return f"the cache scale '{name}' differs, and a quantised KV cache needs the same scales"
     return ""

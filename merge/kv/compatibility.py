@@ -46,9 +46,10 @@ from dataclasses import dataclass, field
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.source import Source
 from flexquant.merge.kv.agreement import Agreement
-from flexquant.merge.kv.effective_maps import CACHED, LATENT, EffectiveMaps
-from flexquant.merge.kv.norms import Norms
-from flexquant.merge.kv.pair import LayerComparison, Pair
+from flexquant.merge.kv.build_skeleton import build_skeleton
+from flexquant.merge.kv.layer_comparison import LayerComparison
+from flexquant.merge.kv.pair import Pair
+from flexquant.merge.kv.variant_weights import VariantWeights
 from flexquant.merge.kv.workers import workers
 
 Progress = Callable[[int, int], object]
@@ -115,47 +116,46 @@ def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None 
     report = KVReport(mixable=[[source.name] for source in sources])
     if len(sources) < 2:
         return report
-    norms = Norms(sources)
-    reference = EffectiveMaps(sources[0], norms)
+    skeleton = build_skeleton(sources[0])
+    reference = VariantWeights(sources[0], skeleton)
     layers = range(reference.num_layers)
     different_streams = [reference]
     layers_done, layers_in_all = 0, len(layers) * (len(sources) - 1)
     with workers() as pool:
         for source in sources[1:]:
-            maps = EffectiveMaps(source, norms)
-            pair = Pair(maps, reference)
+            variant = VariantWeights(source, skeleton)
+            pair = Pair(variant, reference, skeleton)
             if difference := pair.cache_and_basis_difference(pool):
                 report.message = pair.refusal(difference)
                 return report
             for layer, found in enumerate(pool.map(pair.compare_layer, layers)):
                 _note(report, pair, layer, found)
-                if not report.compatible:
+                if found.cache_difference:
+                    report.message = pair.refusal(found.cache_difference)
                     return report
                 layers_done += 1
                 if progress is not None:
                     progress(layers_done, layers_in_all)
             for other in different_streams:
                 if other is not reference:
-                    pair = Pair(maps, other)
+                    pair = Pair(variant, other, skeleton)
                     pair.compare_bases(pool)
-                    for layer, found in enumerate(pool.map(pair.compare_residual, layers)):
-                        _note(report, pair, layer, found)
+                    if pair.mixable:
+                        for layer, found in enumerate(pool.map(pair.compare_layer, layers)):
+                            _note(report, pair, layer, found)
                 if pair.mixable:
                     report.join(source.name, other.source.name)
                     break
                 report.residual_messages.append(pair.residual_message)
             else:
-                different_streams.append(maps)
+                different_streams.append(variant)
     return report
 
 
 def _note(report: KVReport, pair: Pair, layer: int, found: LayerComparison) -> None:
     """Write what was found in a layer into the report; layers come in order."""
     for projection, agreement in found.agreements:
-        # A later layer may have been compared before it was known that the variants cannot be mixed.
-        if pair.mixable or projection in (*CACHED, LATENT):
-            report.record(projection, pair.maps.source.name, layer, agreement)
-    if found.cache_difference:
-        report.message = pair.refusal(found.cache_difference)
-    elif found.residual_difference and pair.mixable:
-        pair.forbid_mixing(found.residual_difference)
+        report.record(projection, pair.variant.source.name, layer, agreement)
+    difference = found.cache_difference or found.residual_difference
+    if difference and pair.mixable:
+        pair.forbid_mixing(difference)

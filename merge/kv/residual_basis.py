@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from flexquant.merge.kv.agreement import NOISE_FACTOR
-from flexquant.merge.kv.effective_maps import EffectiveMaps
+from flexquant.merge.kv.variant_weights import VariantWeights
 
 EMBEDDING_TOLERANCE = 0.02
 """Relative error that bfloat16 storage explains, five times over (a rotated row: 2^-8 / sqrt(3) twice)."""
@@ -47,28 +47,28 @@ class ResidualBasis:
         return self.same or self.rotated_error <= self.allowed
 
 
-def compare_bases(maps: EffectiveMaps, reference: EffectiveMaps, pool: Executor) -> ResidualBasis:
+def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Executor) -> ResidualBasis:
     """Compare the token embeddings of two variants; they are streamed, only hidden x hidden is held.
 
     The embeddings as they are are compared in a thread of ``pool`` (`workers`), their rotation is found with
     all cores.
     """
-    aa, bb, diff, noise = pool.submit(_energies, maps, reference).result()
+    aa, bb, diff, noise = pool.submit(_energies, variant, reference).result()
     size = max(bb, 1e-30)
     direct = (diff / size) ** 0.5
     allowed = max(EMBEDDING_TOLERANCE, NOISE_FACTOR * (noise / size) ** 0.5)
     if direct <= allowed:
         return ResidualBasis(direct, direct, allowed, None)
-    left, singular, right = torch.linalg.svd(_cross(maps, reference))
+    left, singular, right = torch.linalg.svd(_cross(variant, reference))
     # |A - B Q|^2 = |A|^2 + |B|^2 - 2 <B^T A, Q>, and the best Q makes the last term the nuclear norm
     rotated = max(0.0, aa + bb - 2 * float(singular.sum(dtype=torch.float64)))
     return ResidualBasis(direct, (rotated / size) ** 0.5, allowed, left @ right)
 
 
-def _energies(maps: EffectiveMaps, reference: EffectiveMaps) -> tuple[float, float, float, float]:
+def _energies(variant: VariantWeights, reference: VariantWeights) -> tuple[float, float, float, float]:
     """Return |A|^2, |B|^2, |A - B|^2 and the rounding noise expected in it, B the reference's embeddings."""
     aa = bb = noise = diff = 0.0
-    for a, b in zip(maps.embeddings().chunks, reference.embeddings().chunks, strict=True):
+    for a, b in zip(variant.embeddings().chunks, reference.embeddings().chunks, strict=True):
         x, y = a.matrix(), b.matrix()
         aa += _energy(x)
         bb += _energy(y)
@@ -77,9 +77,9 @@ def _energies(maps: EffectiveMaps, reference: EffectiveMaps) -> tuple[float, flo
     return aa, bb, diff, noise
 
 
-def _cross(maps: EffectiveMaps, reference: EffectiveMaps) -> torch.Tensor:
+def _cross(variant: VariantWeights, reference: VariantWeights) -> torch.Tensor:
     """Return B^T A of the embeddings B of the reference and A of the variant, [hidden, hidden]."""
-    chunks = [m.embeddings(CROSS_WEIGHTS).chunks for m in (maps, reference)]
+    chunks = [m.embeddings(CROSS_WEIGHTS).chunks for m in (variant, reference)]
     cross: torch.Tensor | None = None
     for a, b in zip(*chunks, strict=True):
         x, y = a.matrix(), b.matrix()

@@ -81,9 +81,10 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 32},
     "vaultgemma": {"query_pre_attn_scalar": 32},
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
-    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "deepseek_v2": {"num_key_value_heads": 4},
+    "deepseek_v3": {"topk_method": "noaux_tc", "head_dim": 64, "num_key_value_heads": 4},
     "glm4_moe": {"head_dim": 32},
-    "glm4_moe_lite": {"head_dim": 64, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {"head_dim": 64, "first_k_dense_replace": 1, "num_key_value_heads": 4},
     "hrm_text": {"num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1, "prefix_lm": False},
     "hy_v3": {"first_k_dense_replace": 1},
     "lfm2": {
@@ -103,6 +104,7 @@ OF_ONE: dict[str, dict[str, Any]] = {
         "mla_scale_kv_lora": True,
     },
     "mamba2": {"num_heads": 8},
+    "minicpm3": {"num_key_value_heads": 4},
     "mimo_v2_flash": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "hybrid_layer_pattern": [1, 0, 1, 0],

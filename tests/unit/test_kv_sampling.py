@@ -223,6 +223,15 @@ def test_any_head_of_k_or_v_is_compared(tmp_path, projection, head):
     assert f"layer 1 self_attn.{projection}" in many_heads(tmp_path, rotate_head).message
 
 
+def test_a_head_of_noise_is_refused(tmp_path):
+    def add_noise(state: StateDict) -> None:
+        rows = state["model.layers.1.self_attn.v_proj.weight"][64 * HEAD_DIM : 65 * HEAD_DIM]
+        rows += 0.6 * rows.std() * torch.randn_like(rows)
+
+    message = many_heads(tmp_path, add_noise).message
+    assert "layer 1 self_attn.v_proj" in message and "relative error of head 64" in message
+
+
 def rows_compared(layer: int) -> set[int]:
     """Return the rows of o_proj, the fourth matrix of the layer, that are compared."""
     return set(row_numbers(sample_rows(LARGE, layer + 3)).tolist())

@@ -47,7 +47,7 @@ def test_another_router_is_another_model(tmp_path):
         name = "model.layers.1.mlp.gate.weight"
         return state | {name: state[name].roll(1, dims=0)}
 
-    with pytest.raises(FlexQuantError, match="layer 1 mlp.gate, which chooses the experts, differs"):
+    with pytest.raises(FlexQuantError, match="layer 1 mlp.gate differs"):
         merge_checkpoints(sources(tmp_path, other), tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
@@ -60,7 +60,7 @@ def test_another_number_of_experts_is_another_model(tmp_path):
 def test_other_experts_cannot_be_mixed(tmp_path):
     def other(state: StateDict) -> StateDict:
         name = "model.layers.0.mlp.experts.3.down_proj.weight"
-        return state | {name: state[name].roll(1, dims=0)}
+        return state | {name: torch.cat([2 * state[name][:64], state[name][64:]])}
 
     merge_checkpoints(sources(tmp_path, other), tmp_path / "merged")
     merged = read_merged_config(tmp_path / "merged")[0]

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What a layer computes beside its matrices: is it equal in two variants, but for the rounding of parameters?
+
+Two passes have the same answers from the matrices, so every number of theirs is compared with what the
+rounding of each parameter to its dtype does to this number. That is found out by rounding at random, and
+only where two passes differ by more than arithmetic in another order does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from flexquant.merge.kv.layer_pass import LayerPass
+from flexquant.merge.kv.skeleton import random
+
+ROUNDED_PASSES = 16
+"""Passes with parameters rounded at random, from which the effect of rounding is estimated."""
+ROUNDING = 6.0
+"""Two passes may be apart by this many times the effect of one rounding, in any number."""
+ARITHMETIC = 1e-5
+"""What float32 arithmetic in another order explains, as a share of a number's and of the mean's size."""
+
+Parameters = Mapping[str, torch.Tensor]
+Run = Callable[[Parameters], LayerPass]
+"""Runs the layer with other parameters, and the reference's answers from its matrices."""
+
+
+def explain_difference(
+    seen: LayerPass,
+    reference: LayerPass,
+    run: Run,
+    parameters: tuple[Parameters, Parameters],
+    steps: Mapping[str, float],
+) -> str:
+    """Return how a pass differs from the reference by more than rounding; empty when it does not.
+
+    ``parameters`` are those of the pass and of the reference, ``steps`` the relative sizes of a rounding of
+    each. The parameter is named that brings the difference about by itself, if there is one.
+    """
+    if not changed(seen, reference):
+        return ""
+    of_pass, of_reference = parameters
+    effect = rounding_effect(run, of_reference, steps, reference)
+    places = changed(seen, reference, effect)
+    if not places:
+        return ""
+    for name, tensor in of_pass.items():
+        if not torch.equal(tensor, of_reference[name]):
+            alone = changed(run({**of_reference, name: tensor}), reference, effect)
+            if set(alone) & set(places):
+                size = of_reference[name].norm().clamp_min(1e-30)
+                error = float((tensor - of_reference[name]).norm() / size)
+                return f"{name} differs by {error:.3g}, which changes {places[0]} by more than rounding does"
+    return f"{places[0]} differs by more than the rounding of its parameters explains"
+
+
+def changed(
+    seen: LayerPass, reference: LayerPass, effect: Mapping[str, torch.Tensor] | None = None
+) -> list[str]:
+    """Return where two passes differ: results, and what matrices are given, but for a factor of each column.
+
+    ``effect`` is that of rounding, by the same names.
+    """
+    effect = effect or {}
+    places = [
+        name
+        for name, result in seen.results.items()
+        if excess(result, reference.results[name], effect.get(name, 0.0)) > 1
+    ]
+    for name, x in seen.inputs.items():
+        expected = reference.inputs[name]
+        if excess(x, column_factors(x, expected) * expected, effect.get(name, 0.0)) > 1:
+            places.append(f"what {name} is given")
+        if any(excess(a, b) > 1 for a, b in zip(seen.beside[name], reference.beside[name], strict=True)):
+            places.append(f"the choice of {name}")
+    return places
+
+
+def rounding_effect(
+    run: Run, parameters: Parameters, steps: Mapping[str, float], reference: LayerPass
+) -> dict[str, torch.Tensor]:
+    """Return by how much each number of a pass changes when its parameters are rounded, root mean square."""
+    squares: dict[str, torch.Tensor] = {}
+    for i in range(ROUNDED_PASSES):
+        seen = run(
+            {
+                name: p * (1 + steps[name] * random(f"{name} {i}", tuple(p.shape)).sign())
+                for name, p in parameters.items()
+            }
+        )
+        for before, after in ((reference.inputs, seen.inputs), (reference.results, seen.results)):
+            for name, tensor in after.items():
+                change = (tensor - before[name]).square() / ROUNDED_PASSES
+                squares[name] = squares.get(name, 0.0) + change
+    return {name: square.sqrt() for name, square in squares.items()}
+
+
+def column_factors(x: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return the factor of each column in x = factor * reference that fits best, [in]; 1 for zeros."""
+    size = reference.square().sum(0)
+    return torch.where(size > 0, (x * reference).sum(0) / size, 1.0)
+
+
+def excess(x: torch.Tensor, expected: torch.Tensor, effect: torch.Tensor | float = 0.0) -> float:
+    """Return the largest difference as a ratio to what rounding and arithmetic explain."""
+    x, expected = x.float(), expected.float()
+    arithmetic = ARITHMETIC * (expected.abs() + expected.abs().mean())
+    allowed = (ROUNDING * effect + arithmetic).clamp_min(1e-30)
+    return float(((x - expected).abs() / allowed).max())

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The matrices of a layer's routed experts, in two variants: read by name, since transformers fuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from flexquant.merge.kv.agreement import OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, Agreement, judge
+from flexquant.merge.kv.sampling import row_numbers, sample_rows
+from flexquant.merge.kv.sums import MatrixSums, sum_products
+from flexquant.merge.kv.variant_weights import Experts, VariantWeights
+
+DOWN_AND_UP = {"down_proj": "up_proj", "w2": "w3"}
+"""A factor of the rows of the second may be taken back by the columns of the first."""
+LEAST_ROWS = 96
+"""Of what reads the residual stream at least so many rows are compared: experts are many."""
+
+Weights = tuple[VariantWeights, VariantWeights]
+Columns = tuple[torch.Tensor, torch.Tensor]
+"""Factors of the columns of a matrix in either variant, [in] each."""
+
+
+def compare_experts(
+    weights: Weights, experts: tuple[Experts, Experts], turn: int, given: Columns
+) -> Iterator[tuple[str, tuple[str, str], Agreement]]:
+    """Yield each matrix by its name below the experts and its modules, and how it agrees.
+
+    ``given`` are factors of what the experts are given; ``turn`` chooses the rows.
+    """
+    for number, matrices in sorted(experts[1].items()):
+        pairs = {name: (experts[0][number][name], module) for name, module in matrices.items()}
+        for name, modules in pairs.items():
+            up = pairs.get(DOWN_AND_UP.get(name, ""))
+            if name in DOWN_AND_UP:
+                agreement = _compare_down(weights, modules, up, turn, given)
+            else:
+                agreement = _judge(weights, modules, turn, given, LEAST_ROWS)
+            yield f"{number}.{name}", modules, agreement
+        turn += 1
+
+
+def _compare_down(
+    weights: Weights, modules: tuple[str, str], up: tuple[str, str] | None, turn: int, given: Columns
+) -> Agreement:
+    """Compare what writes to the residual stream, if need be with the factors of the rows of ``up``."""
+    ones = torch.ones(weights[1].reader.shape(modules[1])[1], dtype=torch.float32)
+    agreement = _judge(weights, modules, turn, (ones, ones))
+    if agreement.agrees or up is None:
+        return agreement
+    gains = _sums(weights, up, [range(len(ones))], given).rows.gains().float()
+    return _judge(weights, modules, turn, (gains, ones))
+
+
+def _judge(
+    weights: Weights, modules: tuple[str, str], turn: int, columns: Columns, least: int | None = None
+) -> Agreement:
+    count = weights[1].reader.shape(modules[1])[0]
+    rows = sample_rows(count, turn) if least is None else sample_rows(count, turn, least)
+    sums = _sums(weights, modules, rows, columns)
+    return judge(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, row_numbers(rows))
+
+
+def _sums(weights: Weights, modules: tuple[str, str], rows: list[range], columns: Columns) -> MatrixSums:
+    a, b = (of.matrix(module, rows, c) for of, module, c in zip(weights, modules, columns, strict=True))
+    return sum_products(a, b)

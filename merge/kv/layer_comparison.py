@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""One layer of two variants: transformers' layer runs for both, and their matrices are compared on the way.
+
+A layer is a chain of matrices and of all else: norms, biases, rotary embedding, attention, activations. All
+else runs as transformers has it, in float32, with the parameters of either variant, and in both the matrices
+give the same answers. So what is cached and returned has to be equal but for the rounding of parameters to
+their dtype, number by number. What a matrix is given has to be equal too, but for a factor for each column:
+a fold (SmoothQuant) moves factors from what comes before into the columns. With these factors multiplied
+out, the two matrices may differ by quantisation noise only. If the rows of a matrix have factors of their
+own (a fold from up_proj into down_proj), its answers get them, provided that they cancel further on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
+from flexquant.merge.kv.agreement import (
+    ERROR_CAP,
+    OUTPUT_NOISE_FACTOR,
+    OUTPUT_ROW_GAIN,
+    ROW_GAIN,
+    Agreement,
+    judge,
+    unexplained_gains,
+)
+from flexquant.merge.kv.all_else import ROUNDING, changed, column_factors, excess, explain_difference
+from flexquant.merge.kv.expert_comparison import Columns, compare_experts
+from flexquant.merge.kv.layer_pass import LayerPass, cut_off, rows_cached, run_pass
+from flexquant.merge.kv.sampling import row_numbers, sample_rows
+from flexquant.merge.kv.skeleton import Skeleton, is_experts, is_linear, shape_of
+from flexquant.merge.kv.sums import MatrixSums, sum_products
+from flexquant.merge.kv.variant_weights import VariantWeights
+
+LATENT_UP = "kv_b_proj"
+"""Expands multi-head latent attention's cache. vLLM's attention layer holds it, which all variants share."""
+LEAST_COLUMN = 0.1
+"""A column of a matrix counts at least this share of the mean, however small its inputs were."""
+RowsCached = dict[tuple[str, ...], dict[str, torch.Tensor]]
+"""Names of the matrices in a layer -> `rows_cached` of such a layer."""
+
+
+class LayerComparison:
+    """A layer that is compared. With a ``rotation`` of the residual stream, only up to its cache."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        layer: int,
+        weights: tuple[VariantWeights, VariantWeights],
+        rotation: torch.Tensor | None,
+        known_rows: RowsCached,
+    ) -> None:
+        self.agreements: list[tuple[str, Agreement]] = []
+        """By the last part of the matrix' name, in the order in which they were compared."""
+        self.cache_difference = ""
+        """Why the variants cannot share a cache; empty when nothing was found against it."""
+        self.residual_difference = ""
+        """Why plans cannot mix the variants' layers; empty when nothing was found against it."""
+        self._skeleton, self._layer, self._rotation, self._known_rows = skeleton, layer, rotation, known_rows
+        self._weights = weights
+        self._tensors = (weights[0].layer(layer), weights[1].layer(layer))
+        self._parameters = (weights[0].load_parameters(layer), weights[1].load_parameters(layer))
+        self._options: dict[str, Any] = {"until_cached": rotation is not None}
+        self._seen, self._rows = self._run_reference()
+        self._cached_rows_differ = False
+        self._turned: set[str] = set()
+        """Matrices that read the residual stream, which is rotated."""
+        self._given: dict[str, torch.Tensor] = {}
+        """What the variant's matrices were given, in the reference's basis."""
+
+    def run(self) -> LayerComparison:
+        """Compare until something forbids sharing; raises FlexQuantError for what cannot be read."""
+        self._compare_stored()
+        if self.cache_difference:
+            return self
+        seen = self._run(self._parameters[0], gains=self._compare_matrix, rotation=self._rotation)
+        for name, matrix in self._skeleton.matrices(self._layer).items():
+            if self._rotation is None and name not in seen.inputs and not is_experts(name):
+                ones = torch.ones(shape_of(matrix)[1], dtype=torch.float32)
+                self._compare_rows(name, (ones, ones))
+        seen = replace(seen, inputs=self._given)
+        steps = self._weights[0].rounding_steps(self._layer)
+        self._compare_beside_matrices(steps)
+        if difference := explain_difference(seen, self._seen, self._run, self._parameters, steps):
+            self.cache_difference = f"layer {self._layer} {difference}"
+        return self
+
+    def _compare_stored(self) -> None:
+        """Compare byte for byte what no pass reads, and what expands a latent cache."""
+        unread = [of.unread for of in self._tensors]
+        for name in sorted(unread[0].keys() | unread[1].keys()):
+            if not _equal(unread[0].get(name), unread[1].get(name)):
+                self._refuse(
+                    f"'{name}' is not equal in both, and the layer as transformers builds it does not read "
+                    "it, so what it does to the cache is not known"
+                )
+        if self._skeleton.stands_in:
+            parameters = [of.parameters for of in self._tensors]
+            for name, ref in sorted(parameters[1].items()):
+                if not _equal(parameters[0].get(name), ref):
+                    self._refuse(
+                        f"'{ref.name}' is not equal in both, and what the model does with it is not known, "
+                        "since the installed transformers cannot build it; update transformers, or quantise "
+                        "without moving scales into the norms"
+                    )
+        for matrix in self._skeleton.matrices(self._layer):
+            if matrix.endswith(LATENT_UP):
+                a, b = (of.stored(self._layer, matrix) for of in self._weights)
+                if a.keys() != b.keys() or not all(_equal(a[name], b[name]) for name in a):
+                    self._refuse(
+                        f"layer {self._layer} {matrix}, which expands the cached latent for all variants at "
+                        f"once, is not the same in both; keep it in 16 bits in all ('re:.*{LATENT_UP}$' "
+                        "among what the recipe ignores)"
+                    )
+
+    def _compare_beside_matrices(self, steps: Mapping[str, float]) -> None:
+        """Compare what a router adds to its matrix: in both variants it gives the same answers."""
+        matrices = self._skeleton.matrices(self._layer)
+        a, b = self._parameters
+        for name in a:
+            router, _, own = name.rpartition(".")
+            if router in matrices and not is_linear(matrices[router]) and own != "weight":
+                if excess(a[name], b[name], steps[name] * b[name].abs()) > 1:
+                    self._refuse(
+                        f"layer {self._layer} {name}, by which experts are chosen, is not equal in both"
+                    )
+
+    def _run_reference(self) -> tuple[LayerPass, dict[str, torch.Tensor]]:
+        """Return a pass of the reference, and which rows of its matrices reach the cache."""
+        kind = tuple(self._skeleton.matrices(self._layer))
+        known = self._known_rows.get(kind)
+        seen = run_pass(
+            self._skeleton, self._layer, self._parameters[1], with_gradients=known is None, **self._options
+        )
+        if known is None:
+            known = self._known_rows[kind] = rows_cached(seen)
+        return cut_off(seen), known
+
+    def _run(self, parameters: Mapping[str, torch.Tensor], **options: Any) -> LayerPass:
+        return run_pass(self._skeleton, self._layer, parameters, self._seen, **options, **self._options)
+
+    def _compare_matrix(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
+        """Compare a matrix that is given ``x`` [tokens, in]; return factors of rows that cancel, [out]."""
+        expected = self._seen.inputs[name]
+        factors = column_factors(x, expected)
+        if self._rotation is not None and excess(x, factors * expected) > 1:
+            x = x @ self._rotation.T
+            factors = column_factors(x, expected)
+            self._turned.add(name)
+        self._given[name] = x
+        size = expected.square().mean(0).sqrt()
+        size = size.clamp_min(LEAST_COLUMN * float(size.mean()))
+        columns = (factors * size, size)
+        if not is_experts(name):
+            return self._compare_rows(name, columns)
+        experts = [of.experts.get(name, {}) for of in self._tensors]
+        for expert, modules, agreement in compare_experts(
+            self._weights, (experts[0], experts[1]), self._layer, columns
+        ):
+            self._note(f"{name}.{expert}", modules, agreement, cached=False)
+        return None
+
+    def _compare_rows(self, name: str, columns: Columns) -> torch.Tensor | None:
+        """Compare rows of a matrix, as ``_compare_matrix`` does: those that reach the cache, and a sample."""
+        matrices = self._skeleton.matrices(self._layer)
+        out = shape_of(matrices[name])[0]
+        modules = (self._tensors[0].matrices[name], self._tensors[1].matrices[name])
+        cached = self._rows.get(name, torch.zeros(out, dtype=torch.bool))
+        if rows := _ranges(cached):
+            width = next(iter(self._seen.results.values())).shape[-1]
+            heads = None if int(cached.sum()) % width else width
+            agreement = judge(self._sums(name, rows, columns), heads, row_numbers=row_numbers(rows))
+            self._note(name, modules, agreement, cached=True)
+        others = _ranges(~cached)
+        turn = self._layer + list(matrices).index(name)
+        sample = [
+            range(part.start + block.start, part.start + block.stop)
+            for part in others
+            for block in sample_rows(len(part), turn)
+        ]
+        if not sample:
+            return None
+        sums, numbers = self._sums(name, sample, columns), row_numbers(sample)
+        agreement, gains = judge(sums, None, OUTPUT_NOISE_FACTOR, ROW_GAIN, numbers), None
+        if not agreement.agrees:
+            gains = self._cancelling_gains(name, others, columns)
+            if gains is not None:
+                sums = self._sums(name, sample, columns, 1 / gains)
+            agreement = judge(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, numbers)
+        self._note(name, modules, agreement, cached=False)
+        return gains
+
+    def _cancelling_gains(self, name: str, rows: Sequence[range], columns: Columns) -> torch.Tensor | None:
+        """Return factors of rows, [out], that further on change nothing but columns; None without."""
+        found = unexplained_gains(self._sums(name, rows, columns).rows).float()
+        if self._rotation is not None or not bool((found.isfinite() & (found > 0)).all()):
+            return None
+        gains = torch.ones(shape_of(self._skeleton.matrices(self._layer)[name])[0], dtype=torch.float32)
+        gains[row_numbers(rows)] = found
+        seen = self._run(self._parameters[1], gains=lambda point, _: gains if point == name else None)
+        return None if changed(seen, self._seen) else gains
+
+    def _sums(
+        self, name: str, rows: Sequence[range], columns: Columns, row_factors: torch.Tensor | None = None
+    ) -> MatrixSums:
+        a, b = (of.matrices[name] for of in self._tensors)
+        variant, reference = self._weights
+        if self._rotation is not None and name in self._turned:
+            of_variant = variant.matrix(a, rows).rotated(self._rotation).times_columns(columns[0])
+        else:
+            of_variant = variant.matrix(a, rows, columns[0], row_factors)
+        return sum_products(of_variant, reference.matrix(b, rows, columns[1]))
+
+    def _note(self, name: str, modules: tuple[str, str], agreement: Agreement, *, cached: bool) -> None:
+        """Write down how a matrix agrees. What no quantising explains forbids sharing, too."""
+        self.agreements.append((name.rpartition(".")[2], agreement))
+        if agreement.agrees:
+            return
+        overall = "" if agreement.worst == agreement.error else f"; {agreement.error}"
+        difference = (
+            f"layer {self._layer} {name} differs by more than quantisation noise ({agreement.worst}{overall})"
+        )
+        quantised = any(
+            of.reader.is_quantised(module) for of, module in zip(self._weights, modules, strict=True)
+        )
+        if cached and not self._cached_rows_differ:
+            self.cache_difference, self._cached_rows_differ = difference, True
+        elif not quantised or agreement.error.measured > ERROR_CAP:
+            self._refuse(difference)
+        else:
+            self.residual_difference = self.residual_difference or difference
+
+    def _refuse(self, difference: str) -> None:
+        self.cache_difference = self.cache_difference or difference
+
+
+def _ranges(rows: torch.Tensor) -> list[range]:
+    """Return the ranges of neighbouring rows in a mask, bool [rows]."""
+    edges = torch.diff(
+        rows.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int)
+    )
+    starts, stops = (torch.nonzero(edges == sign).flatten().tolist() for sign in (1, -1))
+    return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
+
+
+def _equal(a: TensorRef | None, b: TensorRef | None) -> bool:
+    return a is not None and b is not None and same_bytes(a, b)

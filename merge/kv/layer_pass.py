@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""One pass of a layer: what its matrices are given, what it caches, what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexquant.merge.kv.skeleton import Skeleton, answer_at_random, is_linear, random
+
+OUTPUT = "the layer's output"
+
+Gains = Callable[[str, torch.Tensor], torch.Tensor | None]
+"""Called with the name of a matrix and its input [tokens, in]; may return factors of its rows, [out]."""
+
+
+@dataclass
+class LayerPass:
+    """What was seen in a pass; all float32."""
+
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What each matrix was given, [tokens, in], by its name, in the order of the calls."""
+    beside: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """What the experts were given beside: which of them a token goes to, and with which weights."""
+    answers: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    """K and V as they were cached, and what the layer returned."""
+
+
+def run_pass(
+    skeleton: Skeleton,
+    layer: int,
+    parameters: Mapping[str, torch.Tensor],
+    reference: LayerPass | None = None,
+    *,
+    gains: Gains | None = None,
+    rotation: torch.Tensor | None = None,
+    until_cached: bool = False,
+    with_gradients: bool = False,
+) -> LayerPass:
+    """Run a layer. Its matrices answer as in the pass ``reference``, or at random.
+
+    ``rotation`` [hidden, hidden] turns the hidden states. ``until_cached`` ends the pass at the cache.
+    """
+    seen = LayerPass()
+
+    def answer(name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        point = name if name not in seen.inputs else f"{name}, call {len(seen.inputs)}"
+        given: torch.Tensor = args[0]
+        seen.inputs[point] = x = given.flatten(0, -2)
+        seen.beside[point] = tuple(other for other in args[1:] if isinstance(other, torch.Tensor))
+        if reference is not None:
+            answered = reference.answers[point]
+        elif is_linear(module):
+            answered = random(name, (*given.shape[:-1], module.out_features)).requires_grad_(with_gradients)
+        else:
+            answered = _detached(answer_at_random(name, module, forward, args))
+        seen.answers[point] = answered
+        factors = None if gains is None else gains(point, x)
+        if factors is not None:
+            answered = answered * factors
+        bias = module.bias if is_linear(module) else None
+        return answered if bias is None else answered + bias
+
+    hidden = skeleton.hidden(layer)
+    if rotation is not None:
+        hidden = hidden @ rotation
+    with torch.set_grad_enabled(with_gradients):
+        cached, output = skeleton.run(layer, parameters, answer, hidden, until_cached)
+    seen.results = {f"{'KV'[i % 2]} in the cache": tensor for i, tensor in enumerate(cached)}
+    if output is not None:
+        seen.results[OUTPUT] = output
+    return seen
+
+
+def rows_cached(seen: LayerPass) -> dict[str, torch.Tensor]:
+    """Return which rows of which matrices reach what a pass with gradients cached, bool [out], by name.
+
+    A matrix stands in the way of gradients, since its answer does not depend on its input. So what a matrix
+    is given whose answer reaches the cache counts as cached too.
+    """
+    targets = [tensor for name, tensor in seen.results.items() if name != OUTPUT]
+    cached = {}
+    for name, y in reversed(seen.answers.items()):
+        if (
+            isinstance(y, torch.Tensor)
+            and y.requires_grad
+            and bool((rows := _rows_reaching(targets, y)).any())
+        ):
+            cached[name] = rows
+            targets.append(seen.inputs[name])
+    return cached
+
+
+def _rows_reaching(targets: list[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+    """Return which features of an answer [..., out] change one of the targets, bool [out]."""
+    reached = [t for t in targets if t.requires_grad]
+    gradient = None
+    if reached:
+        total = torch.stack([(t * random(str(i), tuple(t.shape))).sum() for i, t in enumerate(reached)]).sum()
+        (gradient,) = torch.autograd.grad(total, y, retain_graph=True, allow_unused=True)
+    return (
+        torch.zeros(y.shape[-1], dtype=torch.bool)
+        if gradient is None
+        else gradient.flatten(0, -2).ne(0).any(0)
+    )
+
+
+def cut_off(seen: LayerPass) -> LayerPass:
+    """Return what was seen in a pass without its gradients."""
+    return LayerPass(*(_detached(getattr(seen, of.name)) for of in fields(seen)))
+
+
+def _detached(found: Any) -> Any:
+    """Return tensors cut off from gradients, in tuples and mappings as they were."""
+    if isinstance(found, dict):
+        return {name: _detached(of) for name, of in found.items()}
+    return tuple(map(_detached, found)) if isinstance(found, tuple) else found.detach()

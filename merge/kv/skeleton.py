@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A model without its matrices: transformers' own code runs, and each matrix answers what it is told to.
+
+The model is built from its config, without memory for weights. Its forward pass runs once, so that every
+decoder layer shows which arguments it is called with: positions, masks, a cache. From then on layers run one
+by one, with parameters that the caller gives (norms, biases, sinks ...), and the caller also decides what the
+Linears answer: they are compared as matrices, not computed with.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from copy import copy
+from threading import local
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from flexquant.checkpoint.model_config import JsonObject
+
+TOKENS = 12
+"""A layer runs with so many."""
+EXPERTS = "experts"
+"""Last part of the name of the module that holds a layer's routed experts."""
+
+Answer = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...]], Any]
+"""Called with a matrix' name in its layer, module, own forward and arguments; returns its output."""
+
+
+class Enough(Exception):
+    """Ends a pass that was to go on until the cache is written."""
+
+
+class Written(DynamicCache):
+    """A cache that also keeps what was written into it, as it was written."""
+
+    def __init__(self, config: PretrainedConfig, ends_pass: bool = False) -> None:
+        super().__init__(config=config)
+        self.ends_pass = ends_pass
+        self.tensors: list[torch.Tensor] = []
+        """K [1, heads, tokens, head size], then V."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.tensors += [key_states, value_states]
+        if self.ends_pass:
+            raise Enough
+        return super().update(key_states, value_states, *args, **kwargs)
+
+
+class Skeleton:
+    """The decoder of a model. Layers may run in several threads, each layer in one at a time."""
+
+    def __init__(self, config: JsonObject, stands_in: bool = False) -> None:
+        """Build the model of a ``config.json``; raise whatever transformers raises where it cannot."""
+        self.stands_in = stands_in
+        """Whether it is another model, whose norms may do otherwise with their weights."""
+        written = {key: value for key, value in config.items() if key != "quantization_config"}
+        self._config: PretrainedConfig = AutoConfig.for_model(**written).get_text_config()
+        with _parameters_on_meta():
+            self._model: PreTrainedModel = AutoModel.from_config(
+                self._config, dtype=torch.float32, attn_implementation="eager"
+            )
+        self._model.eval()
+        self._thread = local()
+        self.layers: list[nn.Module] = list(self._model.get_submodule("layers"))
+        inside = {id(module) for layer in self.layers for module in layer.modules()}
+        for module in self._model.modules():
+            if id(module) not in inside and isinstance(module, (nn.Linear, nn.Embedding)):
+                self._ask(module, "")
+        self._matrices = [dict(self._find_matrices(layer)) for layer in self.layers]
+        self._parameters = [
+            _shapes_beside(layer, found) for layer, found in zip(self.layers, self._matrices, strict=True)
+        ]
+        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._cache = Written(self._config)
+        self._see_calls()
+        conversions = get_model_conversion_mapping(self._model)
+        self._renamings = [change for change in conversions if isinstance(change, WeightRenaming)]
+
+    def rename(self, layer: int, name: str) -> str:
+        """Return the name in transformers' layer of a parameter with this published name in it."""
+        stack = f"layers.{layer}."
+        return rename_source_key(stack + name, self._renamings, [])[0].removeprefix(stack)
+
+    def matrices(self, layer: int) -> Mapping[str, nn.Module]:
+        """Return the Linears of a layer, and what else multiplies with a matrix, by name in the layer."""
+        return self._matrices[layer]
+
+    def parameters(self, layer: int) -> Mapping[str, torch.Size]:
+        """Return the shapes of what ``run`` is given: all parameters but weights of Linears and experts."""
+        return self._parameters[layer]
+
+    def run(
+        self,
+        layer: int,
+        parameters: Mapping[str, torch.Tensor],
+        answer: Answer,
+        hidden: torch.Tensor,
+        until_cached: bool = False,
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Run a layer on hidden states [1, tokens, hidden]; return what it cached and what it returned.
+
+        ``until_cached`` ends the pass when the cache is written; then the layer returns nothing.
+        """
+        args, kwargs = self._calls[layer]
+        cache = Written(self._config, until_cached)
+
+        def own(value: Any) -> Any:  # layers write into caches and mappings for one another
+            return (
+                cache if value is self._cache else copy(value) if isinstance(value, MutableMapping) else value
+            )
+
+        given = {key: own(value) for key, value in kwargs.items()}
+        if args:
+            args = (hidden, *map(own, args[1:]))
+        else:
+            given["hidden_states"] = hidden
+        outer, self._thread.answer = getattr(self._thread, "answer", None), answer
+        try:
+            out = functional_call(self.layers[layer], dict(parameters), args, given)
+        except Enough:
+            return cache.tensors, None
+        finally:
+            self._thread.answer = outer
+        return cache.tensors, out if isinstance(out, torch.Tensor) else out[0]
+
+    def hidden(self, layer: int) -> torch.Tensor:
+        """Return random hidden states for a layer, of size 1, the same at every call."""
+        return random(f"layer {layer}", (1, TOKENS, self._config.hidden_size))
+
+    def _see_calls(self) -> None:
+        """Run the model once, with parameters of ones, and keep the arguments of every layer."""
+
+        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._calls.append((args, kwargs))
+
+        hooks = [layer.register_forward_pre_hook(see, with_kwargs=True) for layer in self.layers]
+        ones = {
+            name: torch.ones((), dtype=torch.float32).expand(tensor.shape)
+            for name, tensor in self._model.named_parameters()
+            if tensor.device.type == "meta" and tensor.ndim < 3
+        }
+        with torch.no_grad():
+            tokens = torch.arange(TOKENS)[None]
+            functional_call(
+                self._model,
+                ones,
+                kwargs={"input_ids": tokens, "past_key_values": self._cache, "use_cache": True},
+            )
+        for hook in hooks:
+            hook.remove()
+
+    def _find_matrices(self, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        experts: list[str] = []
+        for name, module in layer.named_modules():
+            if any(name.startswith(f"{inside}.") for inside in experts):
+                continue
+            own = dict(module.named_parameters(recurse=False))
+            if is_experts(name) and any(p.ndim == 3 for p in own.values()):
+                experts.append(name)
+            elif "weight" not in own or own["weight"].ndim != 2:
+                continue
+            self._ask(module, name)
+            yield name, module
+
+    def _ask(self, module: nn.Module, name: str) -> None:
+        """Have a matrix answer what this thread's pass says, or at random."""
+        forward = module.forward
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            args = (*args, *kwargs.values())
+            answer = getattr(self._thread, "answer", None) or answer_at_random
+            return answer(name, module, forward, args)
+
+        module.forward = asked
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module multiplies with its weight and adds its bias, and does nothing else."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def shape_of(matrix: nn.Module) -> tuple[int, int]:
+    """Return (out, in) of a module with a matrix."""
+    weight = matrix.weight
+    assert isinstance(weight, torch.Tensor)  # while a layer runs, it is no parameter
+    rows, columns = weight.shape
+    return rows, columns
+
+
+def is_experts(name: str) -> bool:
+    """Whether a module, by its name, holds a layer's routed experts."""
+    return name.rpartition(".")[2] == EXPERTS
+
+
+def random(seed: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return normal numbers, float32, the same for the same seed."""
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+
+def answer_at_random(name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Answer for a matrix: normal numbers of the shape of its output, and its bias."""
+    given: torch.Tensor = args[0]
+    if is_linear(module):
+        answer = random(name, (*given.shape[:-1], module.out_features))
+        return answer if module.bias is None else answer + module.bias
+    if isinstance(module, nn.Embedding):
+        return random(name, (*given.shape, module.embedding_dim))
+    if is_experts(name):
+        return random(name, tuple(given.shape))
+    return forward(*args)
+
+
+def _shapes_beside(layer: nn.Module, matrices: Mapping[str, nn.Module]) -> dict[str, torch.Size]:
+    apart = {
+        f"{name}.{own}"
+        for name, matrix in matrices.items()
+        for own, _ in matrix.named_parameters()
+        if is_experts(name) or (own == "weight" and is_linear(matrix))
+    }
+    stored = {**dict(layer.named_parameters()), **layer.state_dict()}
+    return {name: tensor.shape for name, tensor in stored.items() if name not in apart}
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Give parameters no memory while a model is built; its buffers are computed as always."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        on_device = None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, on_device)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The tensors of one variant, by decoder layer and by what transformers' layer does with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from flexquant.checkpoint.logical import QUANTISATION_PARAMETER
+from flexquant.checkpoint.model_config import count_layers
+from flexquant.checkpoint.module_names import decoder_layer, decoder_roots
+from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
+from flexquant.checkpoint.source import Source
+from flexquant.errors import FlexQuantError
+from flexquant.merge.kv.dequantize import WeightReader
+from flexquant.merge.kv.sampling import BLOCK_ROWS, row_numbers, sample_rows
+from flexquant.merge.kv.scaled_rows import ScaledMatrix, ScaledRows
+from flexquant.merge.kv.skeleton import Skeleton, is_experts, shape_of
+
+CHUNK_WEIGHTS = 1 << 18  # weights in memory at a time, per variant: 1 MiB as float32, kind to caches
+CACHE_SCALE = re.compile(r"\.([kv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))$")
+"""Ends the name of a scale of the cache; `cache_layout` compares them."""
+STATE = re.compile(r"\.(A_log|conv1d\.weight|conv\.weight)$")
+"""Ends the name of a tensor in what carries a state from token to token."""
+INDEXER = ".self_attn.indexer."
+"""In the name of a tensor of sparse attention, which has a cache of its own."""
+WEIGHTS = ("weight", "weight_packed")
+EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<matrix>.+)$")
+"""A matrix of one expert, in its name in the layer."""
+Experts = dict[str, dict[str, str]]
+"""Number of each expert -> name of each of its matrices -> module in the checkpoint."""
+MANTISSA_BITS = {"BF16": 8, "F16": 11, "F32": 24, "F64": 53}
+"""The first one, which is not stored, included."""
+
+
+@dataclass
+class LayerTensors:
+    """The tensors of one decoder layer."""
+
+    matrices: dict[str, str] = field(default_factory=dict)
+    """What multiplies with a matrix: name in transformers' layer -> module in the checkpoint."""
+    parameters: dict[str, TensorRef] = field(default_factory=dict)
+    """What else the layer computes with, by its name in transformers' layer."""
+    experts: dict[str, Experts] = field(default_factory=dict)
+    """By the name in transformers' layer of what holds them."""
+    unread: dict[str, TensorRef] = field(default_factory=dict)
+    """What transformers' layer does not read, by published name."""
+
+
+class VariantWeights:
+    """The weights of one source, read a few rows at a time."""
+
+    def __init__(self, source: Source, skeleton: Skeleton) -> None:
+        self.source = source
+        self.reader = WeightReader(source)
+        self.num_layers = count_layers(source.config)
+        self._skeleton = skeleton
+        self._root = _decoder_root(source)
+        self._layers = [LayerTensors() for _ in range(self.num_layers)]
+        stack = f"{self._root}layers."
+        for name, ref in source.tensors.items():
+            found = decoder_layer(name)
+            if found is not None and found["stack"] == stack and int(found["index"]) < self.num_layers:
+                self._sort(int(found["index"]), name, found.end(), ref)
+        for number in range(self.num_layers):
+            self._check_complete(number)
+
+    def layer(self, number: int) -> LayerTensors:
+        return self._layers[number]
+
+    def load_parameters(self, layer: int) -> dict[str, torch.Tensor]:
+        """Return all that transformers' layer computes with but Linears' weights, float32.
+
+        What no variant has is one everywhere. Raises FlexQuantError for a tensor of another shape than the
+        config says, and for NaN or infinite numbers.
+        """
+        tensors = self._layers[layer]
+        loaded = {}
+        for name, shape in self._skeleton.parameters(layer).items():
+            module, _, own = name.rpartition(".")
+            if own == "weight" and module in tensors.matrices:
+                loaded[name] = self.reader.read(tensors.matrices[module]).weight
+            elif (ref := tensors.parameters.get(name)) is not None:
+                self._check_shape(ref.name, ref.shape, shape)
+                loaded[name] = self._load_finite(ref)
+            else:
+                loaded[name] = torch.ones(shape, dtype=torch.float32)
+        return loaded
+
+    def rounding_steps(self, layer: int) -> dict[str, float]:
+        """Return the largest relative error of storing each parameter as it is stored, by its name."""
+        refs = self._layers[layer].parameters
+        dtypes = {
+            name: refs[name].dtype if name in refs else "BF16" for name in self._skeleton.parameters(layer)
+        }
+        return {name: 2.0 ** -MANTISSA_BITS.get(dtype, 8) for name, dtype in dtypes.items()}
+
+    def matrix(
+        self,
+        module: str,
+        rows: Sequence[range],
+        columns: torch.Tensor | None = None,
+        row_factors: torch.Tensor | None = None,
+        chunk_weights: int = CHUNK_WEIGHTS,
+    ) -> ScaledMatrix:
+        """Return rows of a module's matrix times factors of its columns [in] and of all its rows [out]."""
+        linear = self.reader.open(module)
+
+        def chunks() -> Iterator[ScaledRows]:
+            for chunk in _in_chunks(rows, chunk_weights // linear.shape[1]):
+                read = linear.read(chunk)
+                if row_factors is not None:
+                    read = replace(read, rows=read.rows * row_factors[row_numbers(chunk)])
+                yield read
+
+        if columns is None:
+            columns = torch.ones(linear.shape[1], dtype=torch.float32)
+        return ScaledMatrix(chunks(), columns)
+
+    def embeddings(self, chunk_weights: int = CHUNK_WEIGHTS) -> ScaledMatrix:
+        """Return token embeddings, [tokens, hidden]: a sample of at least four times hidden."""
+        name = f"{self._root}embed_tokens"
+        if f"{name}.weight" not in self.source.tensors and f"{name}.weight_packed" not in self.source.tensors:
+            raise FlexQuantError(
+                f"variant '{self.source.name}' has no '{name}', so its residual stream cannot be compared"
+            )
+        tokens, hidden = self.reader.shape(name)
+        return self.matrix(name, sample_rows(tokens, 0, least=4 * hidden), chunk_weights=chunk_weights)
+
+    def stored(self, layer: int, matrix: str) -> dict[str, TensorRef]:
+        """Return the tensors that a matrix is stored in, by the last part of their names."""
+        prefix = f"{self._layers[layer].matrices[matrix]}."
+        tensors = self.source.tensors
+        return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+
+    def _sort(self, layer: int, name: str, start: int, ref: TensorRef) -> None:
+        """Put one tensor where it belongs; its name in the layer begins at ``start``."""
+        tensors, matrices = self._layers[layer], self._skeleton.matrices(layer)
+        module, _, own = name.rpartition(".")
+        local = name[start:]
+        if STATE.search(name) or INDEXER in name:
+            raise FlexQuantError(
+                f"layer {layer} of variant '{self.source.name}' has a state or a cache of its own in "
+                f"'{module}' that is not compared; only models with plain or latent attention in every layer "
+                "can be merged"
+            )
+        matrix = self._skeleton.rename(layer, f"{local.removesuffix(f'.{own}')}.weight").removesuffix(
+            ".weight"
+        )
+        parameter = self._skeleton.rename(layer, local)
+        of_matrix = own in WEIGHTS or QUANTISATION_PARAMETER.search(name) is not None
+        is_read = CACHE_SCALE.search(name) is not None
+        if parameter in self._skeleton.parameters(layer):
+            tensors.parameters[parameter] = ref
+            is_read = True
+        if of_matrix and matrix in matrices:
+            is_read = True
+            if own in WEIGHTS:
+                tensors.matrices[matrix] = module
+                self._check_shape(name, self.reader.shape(module), shape_of(matrices[matrix]))
+        elif of_matrix and (expert := EXPERT.match(matrix)) is not None:
+            is_read = True
+            experts = tensors.experts.setdefault(expert["experts"], {})
+            experts.setdefault(expert["number"], {})[expert["matrix"]] = module
+        if not is_read:
+            tensors.unread[name] = ref
+
+    def _check_complete(self, layer: int) -> None:
+        """Raise FlexQuantError if there is no tensor for one of the matrices of transformers' layer."""
+        for name in self._skeleton.matrices(layer):
+            if name not in self._layers[layer].matrices and not is_experts(name):
+                raise FlexQuantError(
+                    f"layer {layer} of variant '{self.source.name}' has no weight for '{name}', which a "
+                    f"{self.source.architecture} has as transformers builds it, so what it caches cannot be "
+                    "compared"
+                )
+
+    def _load_finite(self, ref: TensorRef) -> torch.Tensor:
+        tensor = load_tensor(ref).float()
+        if not bool(tensor.isfinite().all()):
+            raise FlexQuantError(
+                f"tensor '{ref.name}' of variant '{self.source.name}' holds NaN or infinite numbers; "
+                "quantise it again"
+            )
+        return tensor
+
+    def _check_shape(self, name: str, found: Sequence[int], expected: Sequence[int]) -> None:
+        if tuple(found) != tuple(expected):
+            raise FlexQuantError(
+                f"tensor '{name}' of variant '{self.source.name}' has the shape {list(found)}, but its "
+                f"config.json makes it {list(expected)}; take both from one model"
+            )
+
+
+def _in_chunks(rows: Sequence[range], most: int) -> Iterator[list[range]]:
+    """Yield the rows in parts of at most ``most``, or of one block where that is more."""
+    most = max(BLOCK_ROWS, most)
+    chunk: list[range] = []
+    for block in rows:
+        for start in range(block.start, block.stop, most):
+            part = range(start, min(start + most, block.stop))
+            if chunk and sum(map(len, chunk)) + len(part) > most:
+                yield chunk
+                chunk = []
+            chunk.append(part)
+    if chunk:
+        yield chunk
+
+
+def _decoder_root(source: Source) -> str:
+    """Return the prefix before ``layers.`` of the language model's decoder, e.g. ``model.``."""
+    roots = decoder_roots(source.tensors)
+    if len(roots) != 1:
+        found = f"found {', '.join(sorted(roots))}" if roots else "found none"
+        raise FlexQuantError(
+            f"variant '{source.name}' should have one stack of decoder layers with tensors named "
+            f"'<stack>layers.0.self_attn.*', but {found}; this architecture's KV cache cannot be compared"
+        )
+    return roots.pop()
