@@ -258,9 +258,11 @@ def _swap(stage: Path, target: Path, overwrite: bool) -> None:
 
 def _renamed(stage: Path, target: Path, flag: int) -> bool:
     """Whether the system renamed ``stage`` with a flag that not every file system has."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    renameat2 = getattr(libc, "renameat2", None)
-    return bool(renameat2) and renameat2(AT_FDCWD, bytes(stage), AT_FDCWD, bytes(target), flag) == 0
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    done: int = renameat2(AT_FDCWD, bytes(stage), AT_FDCWD, bytes(target), flag)
+    return done == 0
 
 
 def _is_checkpoint(folder: Path) -> bool:
