@@ -17,13 +17,15 @@ class UsageError(FlexQuantError):
 
 
 @contextmanager
-def explained(problem: str, advice: str) -> Iterator[None]:
-    """Turn an OSError or ValueError inside into a FlexQuantError: ``<problem> (<its first line>); <advice>``.
+def explained(
+    problem: str, advice: str, errors: tuple[type[Exception], ...] = (OSError, ValueError)
+) -> Iterator[None]:
+    """Turn one of ``errors`` inside into a FlexQuantError: ``<problem> (<its first line>); <advice>``.
 
     For libraries that read files or the Hugging Face hub.
     """
     try:
         yield
-    except (OSError, ValueError) as e:
+    except errors as e:
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise FlexQuantError(f"{problem} ({reason}); {advice}") from e

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NAME_SHOWN = 80
 """Characters of a name that is none."""
 
@@ -37,7 +38,8 @@ def check_folder(folder: Path) -> None:
 def confined_file(folder: Path, name: str) -> Path:
     """Return the path of the file ``name`` in ``folder``.
 
-    Raises FlexQuantError when it is missing, is not a plain file or lies outside the folder.
+    Raises FlexQuantError when it is missing, is not a plain file, lies outside the folder, or is a pointer
+    that git-lfs keeps in its place.
     """
     path = folder / name
     try:
@@ -55,13 +57,19 @@ def confined_file(folder: Path, name: str) -> Path:
         )
     if not is_file:
         raise FlexQuantError(f"{folder} has no file '{name}'; download or write the checkpoint again")
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise FlexQuantError(f"{path} is a git-lfs pointer to the file; fetch it with 'git lfs pull'")
     return path
 
 
 def read_json(path: Path) -> JsonObject:
     """Return the JSON object in a file; raise FlexQuantError when it is not one, or holds NaN or Infinity."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_number, parse_float=_number)
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text, parse_constant=_number, parse_float=_number)
+        if "\\ud" in text.lower():  # raises ValueError for half of a character
+            json.dumps(content, ensure_ascii=False).encode()
     except OSError as e:
         raise FlexQuantError(f"cannot read {path}: {e.strerror}") from e
     except (ValueError, RecursionError) as e:

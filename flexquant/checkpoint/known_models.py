@@ -38,7 +38,7 @@ def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
         return None
     try:
         known: PretrainedConfig = AutoConfig.for_model(**written)
-        known.get_text_config()
+        known.get_text_config().to_dict()
     except Exception as e:  # each class of transformers has checks and arithmetic of its own
         raise _refused(config, place, e) from e
     return known

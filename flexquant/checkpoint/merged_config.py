@@ -189,12 +189,13 @@ def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
     try:
         check_folder(folder)
         config = read_json(confined_file(folder, CONFIG_FILE))
-        count_layers(config)
     except FlexQuantError as e:
-        raise FlexQuantError(f"{folder}: {e}; give the folder that 'flexquant merge' wrote") from e
+        raise FlexQuantError(f"{e}; give the folder that 'flexquant merge' wrote") from e
     section = config.get("quantization_config")
     try:
-        return config, MergedConfig.from_json(section if isinstance(section, dict) else {})
+        merged = MergedConfig.from_json(section if isinstance(section, dict) else {})
+        count_layers(config)
+        return config, merged
     except FlexQuantError as e:
         raise FlexQuantError(f"{folder / CONFIG_FILE}: {e}") from e
 

@@ -56,7 +56,7 @@ def count_layers(config: JsonObject) -> int:
     layers = text_config(config).get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MAX_LAYERS:
         raise FlexQuantError(
-            f"config.json has num_hidden_layers {layers!r}, expected a number from 1 to {MAX_LAYERS}"
+            f"the config has num_hidden_layers {layers!r}, expected a number from 1 to {MAX_LAYERS}"
         )
     return layers
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable
 
 STACK = "layers."
-LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<index>\d+)\.")
+LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<index>[0-9]{1,5})\.")
 """A decoder layer in the name of a module or tensor inside it."""
 EXPERTS = re.compile(r"^.*\.experts(?=\.)")
 """The module that holds a layer's routed experts, in the name of a module or tensor inside it."""

@@ -206,6 +206,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a key appears twice")
+    "".join(result).encode()  # raises ValueError for half of a character
     return result
 
 

@@ -17,5 +17,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or Hugging Face id; raise FlexQuantError when it cannot be read."""
     from transformers import AutoTokenizer
 
-    with explained(f"the tokenizer of {model} cannot be read", "put its files beside the weights"):
+    problem = f"the tokenizer of {model} cannot be read"
+    # What tokenizers raises for a broken file is an Exception.
+    with explained(problem, "put its files beside the weights", (Exception,)):
         return AutoTokenizer.from_pretrained(str(model))

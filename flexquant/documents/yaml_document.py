@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -15,6 +16,10 @@ from flexquant.errors import FlexQuantError
 
 MAX_VALUES = 100_000
 """Of a document, each counted as often as aliases repeat it: a few lines of them could fill any memory."""
+MAX_KEY = 200
+"""Characters of a key: those of layers and sizes are read as numbers."""
+OLD_NUMBER = re.compile(r"[-+]?0[0-7_]+|.*:.*")
+"""A number to the base of 8 or 60, which it is in YAML 1.1 only."""
 KeyPath = tuple[str | int, ...]
 """Where a value is: keys of mappings and indices of lists, from the top."""
 
@@ -60,11 +65,11 @@ def show(value: Any) -> str:
 
 
 def from_data(data: Any, source: str, kind: str) -> Document:
-    """Copy nested dicts and lists, keys as text."""
+    """Copy nested dicts and lists, keys as text; raise :class:`FlexQuantError` for a key that is too long."""
 
     def copy(value: Any) -> Any:
         if isinstance(value, dict):
-            return {str(key): copy(item) for key, item in value.items()}
+            return {_key(str(key), source): copy(item) for key, item in value.items()}
         return [copy(item) for item in value] if isinstance(value, list) else value
 
     return Document(copy(data), source, kind)
@@ -143,7 +148,10 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
         if isinstance(node, yaml.MappingNode):
             return read_mapping(node, path)
         try:
-            return _plain(loader.construct_object(node))
+            value = _plain(loader.construct_object(node))
+            if isinstance(value, int | float) and OLD_NUMBER.fullmatch(node.value):
+                raise ValueError(f"YAML 1.1 takes it for {value}, to the base of 8 or 60")
+            return value
         except ValueError as e:
             document.fail(path, f"is {node.value!r}, which cannot be read ({e}); correct or quote it")
 
@@ -151,12 +159,13 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
+            place = f"{source}, line {line}"
             if not isinstance(key_node, yaml.ScalarNode):
-                raise FlexQuantError(f"{source}, line {line}: a key is a list or mapping; write text instead")
+                raise FlexQuantError(f"{place}: a key is a list or mapping; write text instead")
             try:
-                key = _plain(key_node.value)
+                key = _key(_plain(key_node.value), place)
             except ValueError as e:
-                raise FlexQuantError(f"{source}, line {line}: a key cannot be read ({e}); correct it") from e
+                raise FlexQuantError(f"{place}: a key cannot be read ({e}); correct it") from e
             if key in mapping:
                 first, lines[(*path, key)] = lines[(*path, key)], line
                 document.fail((*path, key), f"was given in line {first} already; remove one of the two")
@@ -165,6 +174,12 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
         return mapping
 
     return Document(read(root, ()), source, kind, lines)
+
+
+def _key(key: str, place: str) -> str:
+    if len(key) > MAX_KEY:
+        raise FlexQuantError(f"{place}: a key has {len(key)} characters; write one of at most {MAX_KEY}")
+    return key
 
 
 def _plain(value: Any) -> Any:

@@ -52,14 +52,16 @@ class Traffic:
 def watch(url: str, seconds: float) -> Traffic:
     """Return the traffic of the next ``seconds``; 0: that since the server's start.
 
-    ``url`` is that of ``vllm serve``. Raises FlexQuantError where no merged checkpoint is served there, and
-    for fewer than FEWEST_PASSES passes.
+    ``url`` is that of ``vllm serve``. Raises FlexQuantError where no merged checkpoint is served there, for
+    fewer than FEWEST_PASSES passes, and for a server that was started again meanwhile.
     """
     before: Counters = {}
     if seconds:
         before = _read_counters(url)
         time.sleep(seconds)
-    traffic = _traffic(_read_counters(url), before)
+    after = _read_counters(url)
+    _check_counted_on(after, before, url)
+    traffic = _traffic(after, before)
     if traffic.passes < FEWEST_PASSES:
         span = f" in {seconds:g} s" if seconds else ""
         raise FlexQuantError(
@@ -90,6 +92,16 @@ def _read_counters(url: str) -> Counters:
     if not found:
         raise FlexQuantError(f"{page} has no metrics of FlexQuant; give the URL of a server of a merged one")
     return found
+
+
+def _check_counted_on(after: Counters, before: Counters, url: str) -> None:
+    """Raise FlexQuantError where a counter has become less, or is gone: those of a server begin at 0."""
+    for counter, value in before.items():
+        if counter[0] in (f"{SIZE}_bucket", f"{SECONDS}_total") and after.get(counter, -1.0) < value:
+            raise FlexQuantError(
+                f"{url} was started again while its traffic was watched; watch it again, or give --seconds 0 "
+                "for all since its start"
+            )
 
 
 def _traffic(after: Counters, before: Counters) -> Traffic:

@@ -227,6 +227,24 @@ BAD = {
         "rules[0].use.layers.010 does not name layers",
         '"0-3"',
     ),
+    "layers of more digits than Python reads": (
+        rules(f"- use: {{default: w8a8, layers: {{? {'9' * 5000} : w4a16}}}}"),
+        3,
+        "a key has 5000 characters",
+        "at most 200",
+    ),
+    "an octal number": (
+        rules("- when: {phase: decode, batch_size: {max: 010}}", "  use: w4a16", "- use: w8a8"),
+        3,
+        "rules[0].when.batch_size.max is '010', which cannot be read (YAML 1.1 takes it for 8",
+        "correct or quote it",
+    ),
+    "a number to the base of 60": (
+        rules("- when: {tokens: {min: 1:30}}", "  use: w4a16", "- use: w8a8"),
+        3,
+        "rules[0].when.tokens.min is '1:30', which cannot be read (YAML 1.1 takes it for 90",
+        "correct or quote it",
+    ),
     "layers backwards": (
         rules('- use: {default: w8a8, layers: {"3-0": w4a16}}'),
         3,
@@ -366,6 +384,20 @@ def test_what_no_other_process_could_be_told_is_refused(entry: str, problem: str
     with pytest.raises(FlexQuantError, match=re.escape(problem)) as error:
         parse_policy_text(text.encode(), "posted", "posted")
     assert str(error.value).encode()
+
+
+@pytest.mark.parametrize("key", ["9" * 5000, "x" * 201])
+def test_a_key_of_a_stored_policy_that_is_too_long_is_refused(key: str) -> None:
+    use = {"default": "w8a8", "layers": {key: "w8a8"}}
+    with pytest.raises(FlexQuantError, match=f"stored policy: a key has {len(key)} characters.*at most 200"):
+        parse_policy({"schema": "flexquant.policy/v1", "rules": [{"use": use}]})
+
+
+def test_a_size_of_more_digits_than_python_reads_is_refused() -> None:
+    measured = {"decode_ms": {"w8a8": {"9" * 5000: [1, 1, 1]}}}
+    document = {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}], "measured": measured}
+    with pytest.raises(FlexQuantError, match="a key has 5000 characters"):
+        parse_policy(document)
 
 
 def test_a_few_lines_that_aliases_make_endless_are_refused(tmp_path: Path) -> None:

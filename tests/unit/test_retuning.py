@@ -4,6 +4,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
 import pytest
 
 from flexquant.errors import FlexQuantError, UsageError
@@ -11,6 +17,7 @@ from flexquant.policy.choose import find_policies
 from flexquant.policy.pass_times import PassTimes, Time
 from flexquant.policy.routes import Plan
 from flexquant.policy.rules import parse_policy
+from flexquant.serving.metric_names import SECONDS, SIZE
 from flexquant.tuning.objectives import Goal, Slo
 from flexquant.tuning.retuning import Retuning
 from flexquant.tuning.traffic import Cell, Traffic, watch
@@ -132,3 +139,77 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(FlexQuantError, match="cannot read http://127.0.0.1:9/metrics"):
         watch("http://127.0.0.1:9", 0)
+
+
+def test_the_cost_of_context_grows_with_the_live_times() -> None:
+    found = retuning([Cell("w4a16", "decode", 4, 100)], {("w4a16", "decode"): 1.2})
+    found = replace(found, times=replace(TIMES, context_seconds=1e-6))
+    assert found.scaled().context_seconds == pytest.approx(3e-6)
+
+
+def test_a_mixed_pass_would_take_the_variant_for_prefill() -> None:
+    found = retuning([Cell("w4a16", "mixed", 4, 100)], {("w4a16", "mixed"): 0.8})
+    tuned = found.propose(Goal("latency"), "u")
+    assert (tuned.decision.variant("decode", 4), tuned.decision.variant("prefill", 4)) == ("w4a16", "w8a8")
+    assert found.gain(tuned.decision, tuned.times)["mixed"] == pytest.approx((0.8, 0.4))
+
+
+def test_a_variant_that_the_server_has_not_loaded_needs_a_restart() -> None:
+    traffic = Traffic([Cell("w4a16", "decode", 32, 100)], {("w4a16", "decode"): 3.2}, "w4a16", ["w4a16"])
+    found = Retuning(traffic, TIMES, find_policies(VARIANTS, VARIANTS), 4)
+    assert (
+        "has not loaded w8a8: it would have to be restarted" in found.propose(Goal("latency"), "u").notes[-1]
+    )
+
+
+@contextmanager
+def server_of(*pages: str) -> Iterator[str]:
+    """Give the URL of a server whose /metrics is another of the pages each time that it is read."""
+    left = [*pages]
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(left.pop(0).encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def metrics(passes: int, seconds: float, plan: str = "w4a16") -> str:
+    labels = f'plan="{plan}",phase="decode"'
+    return f"""# TYPE {SIZE} histogram
+{SIZE}_bucket{{le="4",{labels}}} {passes}
+{SIZE}_bucket{{le="+Inf",{labels}}} {passes}
+{SIZE}_count{{{labels}}} {passes}
+# TYPE {SECONDS} counter
+{SECONDS}_total{{{labels}}} {seconds}
+"""
+
+
+def test_traffic_is_what_was_counted_meanwhile() -> None:
+    with server_of(metrics(100, 2.0), metrics(350, 4.5)) as url:
+        traffic = watch(url, 0.01)
+    assert traffic.passes == 250 and traffic.seconds == {("w4a16", "decode"): 2.5}
+
+
+@pytest.mark.parametrize(
+    "after",
+    [metrics(350, 0.5), metrics(99, 2.5), metrics(400, 9.0, plan="w8a8")],
+    ids=["less time", "fewer passes", "a plan that is gone"],
+)
+def test_a_server_that_was_started_again_meanwhile_is_refused(after: str) -> None:
+    with (
+        server_of(metrics(100, 2.0), after) as url,
+        pytest.raises(FlexQuantError, match=f"{url} was started again while .*watch it again"),
+    ):
+        watch(url, 0.01)

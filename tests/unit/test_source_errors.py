@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE
 from flexquant.checkpoint.safetensors_io import load_tensor, read_header
 from flexquant.checkpoint.source import Source
+from flexquant.checkpoint.tokenizer import load_tokenizer
+from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
@@ -129,9 +131,7 @@ def test_index_naming_a_shard_outside_the_folder(sources, escape):
     fails(sources, "leads outside the checkpoint folder")
 
 
-@pytest.mark.parametrize(
-    "name", ["a\0b", "\udaff.safetensors", "x" * 5000], ids=["zero", "surrogate", "long"]
-)
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000], ids=["zero", "long"])
 def test_index_naming_what_cannot_be_a_file(sources, name):
     weight_map = json.loads((sources["w8a8"] / INDEX_FILE).read_text())["weight_map"]
     edit_json(sources["w8a8"] / INDEX_FILE, weight_map=dict.fromkeys(weight_map, name))
@@ -150,10 +150,12 @@ def test_hub_cache_links_are_followed(sources, tmp_path):
     merge_checkpoints({"w8a8": snapshot, "w4a16": sources["w4a16"]}, tmp_path / "merged")
     provenance = json.loads((tmp_path / "merged" / "flexquant_provenance.json").read_text())
     assert provenance["sources"]["w8a8"]["folder"] == "org/model@abc"
-    (snapshot / "config.json").unlink()
-    (snapshot / "config.json").symlink_to(sources["w4a16"] / "config.json")
-    with pytest.raises(FlexQuantError, match="outside"):
-        Source.open("w8a8", snapshot)
+    copy = shutil.copy(snapshot / "config.json", repository / "refs.json")
+    for elsewhere in (sources["w4a16"] / "config.json", copy):
+        (snapshot / "config.json").unlink()
+        (snapshot / "config.json").symlink_to(elsewhere)
+        with pytest.raises(FlexQuantError, match="outside"):
+            Source.open("w8a8", snapshot)
 
 
 def test_index_and_shards_disagree(sources):
@@ -360,3 +362,49 @@ def test_shapes_that_do_not_fit_are_refused_though_all_variants_have_them(tmp_pa
 
     edit_tensors(source, reshape)
     fails({"w8a8": source, "w4a16": source}, problem)
+
+
+@pytest.mark.parametrize("name", ["config.json", SINGLE_FILE, "tokenizer.json", "tokenizer.model"])
+def test_a_pointer_of_git_lfs_is_called_one(sources, name):
+    for folder in sources.values():
+        pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4096\n"
+        (folder / name).write_text(pointer)
+    fails(sources, f"{name} is a git-lfs pointer to the file; fetch it with 'git lfs pull'")
+
+
+def test_half_a_character_in_a_name_is_refused(sources):
+    file, half = sources["w4a16"] / SINGLE_FILE, json.dumps("\udaff")
+    write_raw(file, f'{{{half}: {{"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}}}'.encode(), bytes(4))
+    fails(sources, "its header is not valid JSON", "surrogates not allowed")
+    (sources["w4a16"] / "config.json").write_text(f'{{"architectures": [{half}]}}')
+    fails(sources, "config.json is not valid JSON", "surrogates not allowed")
+
+
+def test_a_layer_of_more_digits_than_python_reads_is_none(sources):
+    def add(tensors):
+        tensors[f"model.layers.{'9' * 5000}.mlp.bias"] = tensors["model.norm.weight"].clone()
+
+    edit_tensors(sources["w4a16"], add)
+    fails(sources, "has parameter 'model.layers.999")
+
+
+@pytest.mark.parametrize("command", ["inspect", "predict", "split"])
+@pytest.mark.parametrize("name", ["nowhere", "empty", "broken"])
+def test_a_folder_that_is_no_merged_checkpoint_is_named_once(tmp_path, command, name, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    options = {"predict": ["--device", "h100"], "split": ["--variant", "w8a8", "--output", "out"]}
+    assert main([command, str(tmp_path / name), *options.get(command, [])]) == 1
+    message = capsys.readouterr().err
+    assert message.count(str(tmp_path / name)) == 1
+    assert "give the folder that 'flexquant merge' wrote" in message
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model": {"type": "no such"}}', '{"added_tokens": 3}'])
+def test_a_tokenizer_that_cannot_be_read_is_named(sources, text):
+    (sources["w4a16"] / "tokenizer.json").write_text(text)
+    with pytest.raises(
+        FlexQuantError, match=r"the tokenizer of .*w4a16 cannot be read \(.*\); put its files"
+    ):
+        load_tokenizer(sources["w4a16"])

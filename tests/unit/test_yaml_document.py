@@ -9,7 +9,9 @@ from importlib import import_module
 import pytest
 import yaml
 
+from flexquant.documents.digest import digest_of
 from flexquant.documents.yaml_document import from_yaml
+from flexquant.errors import FlexQuantError
 
 DATES = b"possible: 2024-02-03\nimpossible: 2024-13-40\n"
 
@@ -29,3 +31,22 @@ def test_dates_are_text_where_nothing_changed_it(monkeypatch: pytest.MonkeyPatch
         yaml.safe_load(DATES)
     data = from_yaml(DATES, "a test", "policy", []).data
     assert data == {"possible": "2024-02-03", "impossible": "2024-13-40"}
+
+
+@pytest.mark.parametrize("number", ["010", "-010", "0_7", "00", "1:30", "-1:30", "1:30.5", "12:30:45"])
+def test_a_number_that_only_yaml_1_1_reads_to_another_base_is_refused(number: str) -> None:
+    with pytest.raises(FlexQuantError, match=rf"line 2: b is '{number}'.*YAML 1.1 takes it for .*quote it"):
+        from_yaml(f"a: 1\nb: {number}\n".encode(), "a test", "policy", [])
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("0", 0), ("10", 10), ("-3", -3), ("08", "08"), ("07.5", 7.5), ("'010'", "010"), ('"1:30"', "1:30")],
+)
+def test_a_number_that_can_be_read_in_one_way_is_read(written: str, read: object) -> None:
+    assert from_yaml(f"a: {written}\n".encode(), "a test", "policy", []).data == {"a": read}
+
+
+def test_one_content_has_one_digest_whatever_the_order_of_its_keys() -> None:
+    assert digest_of({"a": [1, 2], "b": {"c": 3, "d": 4}}) == digest_of({"b": {"d": 4, "c": 3}, "a": [1, 2]})
+    assert digest_of({"a": [1, 2]}) != digest_of({"a": [2, 1]})
