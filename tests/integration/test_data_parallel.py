@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from openai import OpenAI
 
+from flexquant.errors import FlexQuantError
 from flexquant.measuring.server import vllm_serve
 from flexquant.policy.rules import load_policy
 from flexquant.serving.client import apply_policy
@@ -117,3 +118,27 @@ def test_both_take_another_policy(served: Served) -> None:
     assert served.policies == [["phase", "w4a16"]] * 2
     serving = [dict(labels) for (name, labels), value in served.after.items() if name == POLICY and value]
     assert sorted((found["engine"], found["policy"]) for found in serving) == [("0", "w4a16"), ("1", "w4a16")]
+
+
+def test_engines_agree_however_many_post_at_once(tiny_merged: Any) -> None:
+    """To two API servers, each of which tells both engines."""
+    arguments = ["--enforce-eager", "--max-model-len", "256", "--api-key", KEY, "--api-server-count", "2"]
+    arguments += ["--data-parallel-size", "2", "--additional-config", '{"flexquant": {"policy": "phase"}}']
+    outcomes: list[str | None] = []
+    with plugin_routes(), vllm_serve(tiny_merged() / "merged", *arguments) as url:
+        root = url.removesuffix("/v1")
+
+        def post(name: str) -> str | None:
+            try:
+                return apply_policy(root, load_policy(name))["after"]["name"]
+            except FlexQuantError as e:
+                assert "has been taken while" in str(e)
+                return None
+
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(10):
+                outcomes += pool.map(post, ["w8a8", "w4a16", "phase-batch", "phase"])
+                _, status = get_status(root, f"Bearer {KEY}")
+                assert "disagreement" not in status and status["ranks"] == 2
+                assert status["policy"]["name"] in [*outcomes, "phase"]
+    assert len({*outcomes} - {None}) > 1
