@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 
@@ -20,7 +21,7 @@ from flexquant.checkpoint.safetensors_io import read_header
 from flexquant.checkpoint.writer import plan_shards, write_shards
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
-from flexquant.merge import merge_checkpoints, verify_checkpoint
+from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.policy.rules import load_policy
 from tests import programs
 from tests.checkpoints import fold_final_norm, make_checkpoint
@@ -226,6 +227,30 @@ def test_output_exists(sources, tmp_path):
     assert contents(output) != before
     verify_checkpoint(output)
     assert [p.name for p in tmp_path.iterdir()] == ["merged"]
+
+
+@pytest.mark.parametrize("command", ["merge", "split"])
+def test_a_checkpoint_that_appears_meanwhile_is_replaced_only_when_told_to(sources, tmp_path, command):
+    merge_checkpoints(sources, tmp_path / "other")
+    output = tmp_path / "output"
+
+    def appear(done, total):
+        if not output.exists():
+            shutil.copytree(tmp_path / "other", output)
+
+    def write(**options):
+        if command == "merge":
+            merge_checkpoints({"w8a8": sources["w8a8"]}, output, progress=appear, **options)
+        else:
+            split_checkpoint(tmp_path / "other", "w8a8", output, progress=appear, **options)
+
+    with pytest.raises(FlexQuantError, match="a folder with README.md, .* appeared at .*output while"):
+        write()
+    assert contents(output) == contents(tmp_path / "other")
+    shutil.rmtree(output)
+    write(overwrite=True)
+    assert contents(output) != contents(tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "output"]
 
 
 def test_overwrite_spares_foreign_folders_and_inputs(sources, tmp_path):
