@@ -79,6 +79,8 @@ class MergedConfig:
 
     Every variant is in exactly one group; None: all are in one.
     """
+    rescaled: tuple[str, ...] = ()
+    """Variants of which a linear is scaled or turned against the first one's: no LoRA adapter fits both."""
     policy: JsonObject | None = None
     """The default policy document (schema ``flexquant.policy/v1``); None: the built-in default."""
     kv_compatibility: JsonObject = field(default_factory=dict)
@@ -109,6 +111,7 @@ class MergedConfig:
             "shared_modules": list(self.shared_modules),
             "layered_plans": self.layered_plans,
             "mixable": [list(group) for group in self.mixable_groups],
+            "rescaled": list(self.rescaled),
             "kv_compatibility": self.kv_compatibility,
             **({"policy": self.policy} if self.policy is not None else {}),
         }
@@ -143,6 +146,7 @@ class MergedConfig:
             variants={name: Variant(**dict(v)) for name, v in read.variants.items()},
             shared_modules=tuple(read.shared_modules),
             mixable=_read_mixable(section, read.variants),
+            rescaled=tuple(read.rescaled),
             policy=read.policy,
             kv_compatibility=read.kv_compatibility,
         )
@@ -161,6 +165,7 @@ class _Section(BaseModel):
     base_architecture: StrictStr
     variants: Annotated[dict[StrictStr, _Variant], Field(min_length=1)]
     shared_modules: list[StrictStr] = []
+    rescaled: list[StrictStr] = []
     policy: JsonObject | None = None
     kv_compatibility: JsonObject = {}
 

@@ -36,6 +36,8 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
     model = vllm_config.model_config
     images, multimodal = model.is_multimodal_model, model.multimodal_config
     several_plans_a_size = not routes.ignores_phase()
+    sources = {routes.source(variant) for plan in routes.plans for variant in plan.variants}
+    rescaled = sorted(sources & set(merged.rescaled)) if len(sources) > 1 else []
     has_signal = isinstance(routes.trigger, SignalTrigger)
     refusals: list[tuple[bool, str]] = [
         (
@@ -62,6 +64,13 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             "a server that only reads images (drop --mm-encoder-only)",
         ),
         (images and vllm_config.lora_config is not None, "LoRA for vision models (drop --enable-lora)"),
+        (
+            bool(rescaled) and vllm_config.lora_config is not None,
+            "LoRA for variants whose layers take scaled inputs beside others that take them as they are "
+            f"({', '.join(rescaled)} against {next(iter(merged.variants))}; SmoothQuant, AWQ and rotations "
+            "do so): an adapter does not fit both (quantise without smoothing, by recipe 'fp8', 'rtn', or "
+            "one of your own, or merge the adapter into the 16-bit model before it is quantised)",
+        ),
         (parallel.use_ubatching, "microbatches (drop --enable-dbo and --ubatch-size)"),
         (
             parallel.prefill_context_parallel_size > 1,

@@ -121,27 +121,45 @@ def test_layers_of_two_variants_with_adapters(folder: Path, adapters: list[Any],
         assert answers(llm, PROMPTS, adapters, ignore_eos=True) == expected
 
 
-def test_a_smoothed_variant_is_refused(tmp_path: Path) -> None:
+def smooth_norm(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    norm = "model.layers.1.input_layernorm.weight"
+    scaled = {norm: state[norm] / 2}
+    for projection in "qkv":
+        name = f"model.layers.1.self_attn.{projection}_proj.weight"
+        scaled[name] = state[name] * 2
+    return state | scaled
+
+
+def smooth_up_to_down(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    up, down = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("up", "down"))
+    factors = torch.linspace(0.5, 2, WIDE).bfloat16()
+    return state | {up: state[up] / factors[:, None], down: state[down] * factors}
+
+
+@pytest.mark.parametrize("smooth", [smooth_norm, smooth_up_to_down])
+def test_a_smoothed_variant_is_refused(smooth: Any, tmp_path: Path) -> None:
     """Its layers take other inputs than those that an adapter is trained on, whichever layers are loaded."""
-
-    def smooth(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        norm = "model.layers.1.input_layernorm.weight"
-        scaled = {norm: state[norm] / 2}
-        for projection in "qkv":
-            name = f"model.layers.1.self_attn.{projection}_proj.weight"
-            scaled[name] = state[name] * 2
-        return state | scaled
-
     sources = {
         "w8a8": make_checkpoint(tmp_path / "w8a8", num_layers=LAYERS, transform=smooth),
         "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", num_layers=LAYERS),
     }
     merge_checkpoints(sources, tmp_path / "merged")
-    found = "'w8a8' and 'w4a16' .* model.layers.1.input_layernorm.weight: one of them is smoothed"
     (tmp_path / "apart.yaml").write_text(rules('- use: {default: w4a16, layers: {"1": w8a8}}'))
-    for policy in ("phase", str(tmp_path / "apart.yaml")):
-        with pytest.raises(FlexQuantError, match=found), engine(tmp_path / "merged", policy, **OPTIONS):
-            pass
+    policies = ("phase", str(tmp_path / "apart.yaml"))
+
+    def assert_refused(message: str) -> None:
+        for policy in policies:
+            with pytest.raises(FlexQuantError, match=message), engine(tmp_path / "merged", policy, **OPTIONS):
+                pass
+
+    assert_refused("LoRA for variants whose layers take scaled inputs .*w4a16 against w8a8")
+    if smooth is smooth_norm:  # which is seen in the norms too, where merging has told nothing
+        path = tmp_path / "merged" / "config.json"
+        config = json.loads(path.read_text())
+        del config["quantization_config"]["rescaled"]
+        path.write_text(json.dumps(config))
+        norm = "model.layers.1.input_layernorm.weight"
+        assert_refused(f"'w8a8' and 'w4a16' .* {norm}: one of them is smoothed")
 
 
 def test_an_adapter_for_modules_that_are_not_there(folder: Path, tmp_path: Path) -> None:
