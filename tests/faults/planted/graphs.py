@@ -74,8 +74,8 @@ GRAPHS = (
         "last-replay-told-by-the-next-policy",
         "A replay before a change of the policy is counted for the plan that it would have had after it.",
         "flexquant/serving/model.py",
-        "            self.observer.settle()\n            for plan in after",
-        "            for plan in after",
+        "            self.observer.settle()\n            missing = [",
+        "            missing = [",
         (CHANGES + "test_a_replay_before_the_change_counts_for_the_policy_before[V1]",),
     ),
     Fault(
