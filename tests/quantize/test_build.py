@@ -21,6 +21,7 @@ import yaml
 from flexquant import cli
 from flexquant.merge import merge_checkpoints, verify_checkpoint
 from tests import programs
+from tests.checkpoints import make_checkpoint
 from tests.quantize.folders import digests
 
 FEW = ["--samples", "4", "--length", "64"]
@@ -215,6 +216,26 @@ def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(model: Path, tmp
     assert cli.main([*command, "--policy", "phase"]) == 1
     assert "uses the variant 'w8a8', but the recipe 'fp8' makes fp8, w4a16" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_default_policy_is_one_that_the_recipe_can_serve(model: Path, tmp_path: Path, capsys) -> None:
+    modifiers = "{GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}}"
+    recipe = f"schema: flexquant.recipe/v1\nvariants: {{a: {modifiers}, b: {modifiers}}}\n"
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    output = tmp_path / "merged"
+    command = ["build", str(model), "--output", str(output), "--recipe", str(tmp_path / "recipe.yaml"), *FEW]
+    assert cli.main(command) == 1
+    assert "the policy 'phase-batch' uses the variant" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_finished_checkpoint_has_the_variants_in_the_recipes_order(
+    tmp_path: Path, model: Path, capsys
+) -> None:
+    sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w4a16", "w8a8")}
+    merge_checkpoints(sources, tmp_path / "merged")
+    assert cli.main(["build", str(model), "--output", str(tmp_path / "merged"), *FEW]) == 1
+    assert "holds the variants w4a16, w8a8, but this build makes w8a8, w4a16" in capsys.readouterr().err
 
 
 def test_fp8_recipe_stores_its_policy(model: Path, tmp_path: Path) -> None:

@@ -140,6 +140,15 @@ def test_a_large_corpus_is_not_read_whole(tokenizer) -> None:
     assert len(draw_rows(endless(), tokenizer, samples=2, length=16, seed=0)) == 2
 
 
+def test_rows_are_drawn_from_more_text_than_they_need(tokenizer) -> None:
+    def endless():
+        for character in map(chr, range(33, 127)):
+            yield character * 15
+
+    rows = draw_rows(endless(), tokenizer, samples=2, length=16, seed=0)
+    assert max(ord(tokenizer.decode(row[:1])) for row in rows) > 34
+
+
 def test_messages_take_the_chat_template(tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     with pytest.raises(FlexQuantError, match="no chat template"):

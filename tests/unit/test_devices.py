@@ -165,3 +165,26 @@ def test_device_without_fp8_is_refused(merged_fp8: Path) -> None:
     with pytest.raises(FlexQuantError, match="a100 has no kernel for fp8, only for bf16, w8a8, w4a16, w4a8;"):
         predict_pass_times(merged_fp8, "a100")
     assert predict_pass_times(merged_fp8, "l4").variants == ("fp8", "w4a16")
+
+
+def test_a_pass_by_hand(merged: Path, device: Device) -> None:
+    """Two layers of 3 us, 100 us a pass; the head, 320 x 128 in 16 bit, reads one row of a prompt."""
+    model = read_model_shape(merged)
+    cost = pass_cost(model, "w4a16", "prefill", 64, 0, device)
+    calls = sum(model.linears["w4a16"].values())
+    assert cost.overhead == pytest.approx(calls * 7e-6 + 5e-6 + 2 * 3e-6 + 100e-6)
+    linears = sum(
+        (linear_cost(linear, 64, device) * n for linear, n in model.linears["w4a16"].items()), Cost()
+    )
+    assert cost.memory - linears.memory == pytest.approx((2 * 320 * 128 + 2 * 128 + 2 * 320) / 50e9)
+
+
+def test_8_bit_weights_take_their_own_kernel_or_that_of_w4a16(tmp_path: Path, device: Device) -> None:
+    assert device.kernel("w8a16") == device.kernel("w4a16")
+    (tmp_path / "own.yaml").write_text(DEVICE + "  w8a16: {tflops: 3, gb_per_s: 70}\n")
+    assert load_device(str(tmp_path / "own.yaml")).kernel("w8a16").flops_per_s == 3e12
+
+
+def test_tiles_may_be_given_in_any_order(tmp_path: Path, device: Device) -> None:
+    (tmp_path / "turned.yaml").write_text(DEVICE.replace("16: 16x64, 64: 64x64", "64: 64x64, 16: 16x64"))
+    assert load_device(str(tmp_path / "turned.yaml")).kernel("w8a8") == device.kernel("w8a8")

@@ -16,7 +16,7 @@ import torch
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import evaluate
-from flexquant.evaluation.measure import Scores, compare_answers, most_tokens
+from flexquant.evaluation.measure import Scores, compare_answers, engine_options, most_tokens
 from flexquant.evaluation.schedule import Passes, Run, find_candidates, make_schedule
 from flexquant.evaluation.scores import (
     kl_divergence,
@@ -133,6 +133,12 @@ def test_most_tokens_of_a_batch():
     assert most_tokens([[1] * 5, [1], [1] * 4, [1] * 3, [1] * 9], batch_size=2) == 9
 
 
+def test_a_pass_holds_the_longest_prompts_of_a_batch():
+    assert engine_options(2, 8, 64, batch_tokens=100)["max_num_batched_tokens"] == 100
+    assert engine_options(2, 8, 64, batch_tokens=9)["max_num_batched_tokens"] == 64
+    assert engine_options(16, 8, 64)["max_num_batched_tokens"] == 128
+
+
 # schedule
 
 
@@ -233,6 +239,16 @@ def test_bytes_per_weight_by_hand(subject, tmp_path):
     assert half.resident == half.decode == pytest.approx((int8 / 2 + int4 / 2 + norms) / weights)
     mostly = layer_bytes.per_weight(runs["phase", 4].routes, {w8a8: 1, w4a16: 3})
     assert mostly.decode == pytest.approx((int8 / 4 + 3 * int4 / 4 + norms) / weights)
+
+
+def test_a_derived_variant_is_held_beside_its_source(subject):
+    layer_bytes = LayerBytes(subject.checkpoint)
+    w4a16, both = (
+        layer_bytes.per_weight(run.routes, run.decode_plans.counts(1, {}))
+        for run in schedule(subject, ["w4a16", "single-copy"], batch_sizes=(4,)).values()
+    )
+    assert both.resident == pytest.approx(2 * w4a16.resident)
+    assert both.decode == pytest.approx(w4a16.decode)
 
 
 # passes

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from flexquant.measuring.machine import describe_machine
+from flexquant.measuring.machine import describe_command, describe_machine
+from flexquant.measuring.server import default_environment
 from flexquant.policy.pass_times import device_name
 
 
@@ -29,3 +30,17 @@ def test_devices_are_named(origin: dict[str, Any], name: str) -> None:
 def test_this_machine_has_a_name() -> None:
     machine = describe_machine()
     assert device_name({"machine": machine}).startswith(machine["gpu"] or machine["cpu"])
+
+
+def test_a_command_tells_nothing_of_where_its_files_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["/opt/bin/flexquant", "eval", "/home/anna/secret/merged", "--text", "a/b"]
+    )
+    assert describe_command() == ["flexquant", "eval", "merged", "--text", "a/b"]
+
+
+def test_a_server_takes_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert default_environment()["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    assert default_environment()["VLLM_CPU_KVCACHE_SPACE"] == "7"

@@ -71,6 +71,16 @@ def test_the_card_and_inspect_name_the_variants_that_mix(odd_one_out, capsys):
     assert "in one plan: only of w8a8, w4a16." in (odd_one_out / "README.md").read_text()
 
 
+def test_bits_per_parameter_count_what_variants_share(odd_one_out, capsys):
+    assert main(["inspect", str(odd_one_out), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = report["variants"]["w8a8"]
+    others = sum(v["own_bytes"] for name, v in report["variants"].items() if name != "w8a8")
+    assert found["bits_per_parameter"] == pytest.approx(
+        8 * (report["total_bytes"] - others) / found["parameters"]
+    )
+
+
 def test_releases_that_know_no_groups_read_no_for_all(odd_one_out):
     section = json.loads((odd_one_out / "config.json").read_text())["quantization_config"]
     assert section["schema_version"] == 1 and section["layered_plans"] is False

@@ -187,3 +187,15 @@ def test_latent_attention_is_refused(tmp_path: Path) -> None:
     merge_checkpoints(variants, tmp_path / "merged")
     with pytest.raises(FlexQuantError, match="latent attention, whose passes cannot be predicted"):
         read_model_shape(tmp_path / "merged")
+
+
+def test_a_device_holds_one_kv_head_at_least(merged: Path) -> None:
+    """Of 2 KV heads 4 devices hold one each, twice over."""
+    assert read_model_shape(merged, 4).kv_bytes_per_token == read_model_shape(merged, 2).kv_bytes_per_token
+
+
+def test_a_token_goes_through_no_more_experts_than_there_are() -> None:
+    shapes = {f"model.layers.0.mlp.experts.{i}.up_proj.weight": (32, 16) for i in range(2)}
+    section = {"quant_method": "compressed-tensors", "config_groups": {}}
+    (linear,) = LinearReader(tensors(shapes), section, "here").decoder_linears(8)
+    assert (linear.experts, linear.active_experts) == (2, 2)

@@ -13,7 +13,7 @@ schema: flexquant.recipe/v1
 calibration: {data: chats.jsonl, samples: 64, length: 512, seed: 7}
 variants:
   int8:
-    SmoothQuantModifier: {smoothing_strength: {a: 0.5, b: 0.8, c: null}}
+    SmoothQuantModifier: {smoothing_strength: {a: 0.8, b: 0.5, c: null, d: 0.7}}
     GPTQModifier: {scheme: W8A8, ignore: [lm_head]}
 made_with: {llmcompressor: 0.14.0.1, model: org/model, weights_sha256: abc, calibration_rows_sha256: def}
 """
@@ -28,7 +28,7 @@ def test_our_recipes_are_told_in_full(tmp_path):
         "- `w8a8`: from org/model (weights with SHA-256 `abc`), calibrated on chats.jsonl: 64 samples of 512 "
         "tokens, seed 7 (token ids with SHA-256 `def`), by llmcompressor 0.14.0.1. In order, and in full in "
         "`recipe.w8a8.yaml`:",
-        "  - SmoothQuantModifier: smoothing_strength 0.5 to 0.8, chosen for each of 3 modules",
+        "  - SmoothQuantModifier: smoothing_strength 0.5 to 0.8, chosen for each of 4 modules",
         "  - GPTQModifier: scheme W8A8; ignore [lm_head]",
     ]
 

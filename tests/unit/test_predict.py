@@ -13,6 +13,7 @@ import pytest
 
 from flexquant import cli
 from flexquant.errors import FlexQuantError
+from flexquant.policy.pass_times import Time
 from flexquant.policy.rules import load_policy
 from flexquant.prediction.device import Device, builtin_devices, load_device
 from flexquant.prediction.model_shape import read_model_shape
@@ -226,3 +227,17 @@ def test_command_lists_devices(capsys: pytest.CaptureFixture[str], only_predict:
     text, result = run_predict(capsys, "--list-devices")
     assert [line.split()[0] for line in text.splitlines()] == builtin_devices()
     assert result["devices"]["a100"] == "NVIDIA A100 SXM, 80 GB"
+
+
+def test_errors_are_those_of_the_medians(merged: Path, device: Device) -> None:
+    model, times = read_model_shape(merged), predict_pass_times(merged, device, context=100)
+    spread = {
+        variant: {size: Time(2 * t.median, t.median, 9 * t.median) for size, t in curve.items()}
+        for variant, curve in times.decode.items()
+    }
+    found = errors(model, device, dataclasses.replace(times, decode=spread))
+    assert found["decode"]["w8a8"][8] == pytest.approx(-0.5)
+
+
+def test_a_report_is_of_requests_that_are_half_answered(merged: Path, device: Device) -> None:
+    assert make_report(read_model_shape(merged), device, 1000, 200, 0.9).times.context == 1100

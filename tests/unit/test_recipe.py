@@ -132,7 +132,7 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
         (with_front("AWQModifier", mappings=[["re:.*q_proj$"]]), r"every mapping as \[\[linear"),
         (with_front("AWQModifier", n_grid=1), r"whole number of at least 4"),
         ({**W8A8, "sensitive_layers": {}}, r"sensitive_layers lacks the key 'budget'"),
-        ({**W8A8, "sensitive_layers": {"budget": 5}}, r"budget is 5; give the share of parameters"),
+        ({**W8A8, "sensitive_layers": {"budget": 1}}, r"budget is 1; give the share of parameters"),
         ({**W8A8, "sensitive_layers": {"budget": 0.1, "scheme": 8}}, r"scheme is 8; give a preset"),
         ({**W8A8, "scale_distillation": {}}, r"scale_distillation lacks the key 'epochs'"),
         ({**W8A8, "scale_distillation": {"epochs": 0}}, r"epochs is 0; give a whole number of at least 1"),
@@ -314,6 +314,8 @@ def test_linears_that_serve_as_one_are_one_unit() -> None:
         "model.layers.7.self_attn.qkv_proj": linears[:2],
         "model.layers.7.self_attn.o_proj": linears[2:],
     }
+    experts = [f"model.layers.7.mlp.experts.{i}.{n}_proj" for i in range(2) for n in ("gate", "down")]
+    assert fused_units(experts) == {"model.layers.7.mlp.experts": experts}
     assert decoder_layers([*linears, "lm_head", "model.layers.8.mlp.up_proj"]) == [
         "model.layers.7",
         "model.layers.8",

@@ -294,3 +294,15 @@ def test_size_alone_decides_where_phases_differ_only_beyond_the_largest_decode_b
     rules = [decode_rule, {"when": {"tokens": {"max": 64}}, "use": "w8a8"}, {"use": "w4a16"}]
     assert table_of(*rules, max_decode_tokens=64).ignores_phase()
     assert not table_of(*rules, max_decode_tokens=65).ignores_phase()
+
+
+def test_the_largest_decode_batch_bounds_decode_alone() -> None:
+    p = policy({"when": {"tokens": {"max": 64}}, "use": "w4a16"}, {"use": "w8a8"})
+    table = build_route_table(p, VARIANTS, num_layers=2, max_tokens=2048, max_decode_tokens=64)
+    assert rows(table, "decode") == [(1, 64, "w4a16")]
+    assert rows(table, "prefill") == rows(table, "mixed") == [(1, 64, "w4a16"), (65, 2048, "w8a8")]
+
+
+def test_the_first_layer_counts_from_the_end_too() -> None:
+    table = build_route_table(policy({"use": layered(**{"-4": "w8a8"})}), VARIANTS, 4, max_tokens=8)
+    assert table.lookup("decode", 1).layers == ("w8a8", "w4a16", "w4a16", "w4a16")

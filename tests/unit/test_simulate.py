@@ -25,6 +25,7 @@ from flexquant.simulation.server import default_capture_sizes
 from flexquant.simulation.times import check_times, find_times, route_table
 from flexquant.simulation.trace import Request, write_trace
 from tests.pass_times import CPU_LIMITS, CROSSED, make_times, run_trace
+from tests.policies import FLOOR
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
@@ -64,6 +65,26 @@ def test_the_batch_size_decides_by_the_number_of_sequences() -> None:
         ("decode", "w8a8"),
         ("decode", "w4a16"),
     ]
+
+
+def test_the_first_passes_after_a_prompt_take_the_rule_for_them(tmp_path: Path) -> None:
+    (tmp_path / "floor.yaml").write_text(FLOOR)
+    # The second prompt has one token: the pass that computes it is one of decode, the first after a prompt.
+    trace = [Request(0, 5, 9), Request(0.0265, 1, 1)]
+    result = run_trace(trace, Limits(), str(tmp_path / "floor.yaml"), make_times(CROSSED))
+    assert [(p.plan, p.sequences) for p in result.passes] == [
+        ("w8a8", 1),
+        *[("w8a8", 1)] * 3,
+        ("w8a8", 2),
+        *[("w8a8", 1)] * 2,
+        *[("w4a16", 1)] * 2,
+    ]
+
+
+def test_the_slowest_of_a_hundred_decides_the_99th_percentile() -> None:
+    found = summarise(run_trace([Request(float(n), 1 + 999 * (n == 7), 1) for n in range(50)], Limits()))
+    assert found["median_ttft_ms"] == pytest.approx(10)
+    assert found["p99_ttft_ms"] == pytest.approx(10 + 990 * 0.51)
 
 
 def test_layers_need_the_model_and_share_the_time() -> None:

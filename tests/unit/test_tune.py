@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.measuring.comparison import Effort
@@ -196,6 +199,30 @@ def test_rounds_are_added_until_the_intervals_are_narrow_or_the_most_rounds_are_
         assert samples.compare("w8a8", "w4a16", phase, size).is_narrow(0.03)
 
 
+class Engine:
+    """Passes of which each token of context takes a microsecond; notes whose they are."""
+
+    def __init__(self, name: str, called: list[str]) -> None:
+        self._name, self._called = name, called
+
+    def call(self, method: str, *arguments: float) -> float:
+        self._called.append(f"{method} {self._name}")
+        return 1 + 1e-6 * arguments[1] if method == "decode" else 1
+
+
+def test_the_variants_take_turns_at_being_measured_first():
+    called, samples = [], Samples()
+    engines = {name: Engine(name, called) for name in VARIANTS}
+    grid = Grid((4,), (8,), 16, 512, Effort(2, 2), seconds=0, refine=False)
+    rounds = Rounds(VARIANTS, lambda: engines, samples, grid, lambda: None, lambda done, total: None)
+    rounds.measure(2, [], grid.prefill)
+    assert [call for call in called if call.startswith("prefill")] == [
+        *("prefill w8a8", "prefill w4a16"),
+        *("prefill w4a16", "prefill w8a8"),
+    ]
+    assert samples.context_seconds == pytest.approx([1e-6, 1e-6])
+
+
 def test_a_run_that_goes_on_counts_the_rounds_that_are_there():
     samples = Samples()
     assert added(0.3, samples, Effort(6, 8)) == [8, 8]
@@ -357,6 +384,33 @@ def test_another_run_does_not_overwrite_what_an_interrupted_one_measured(merged_
     assert (tmp_path / "tuned.yaml.samples.json").read_bytes() == kept
     tuning("w8a8", "w4a16", "w4a8", overwrite=True)._save()
     assert (tmp_path / "tuned.yaml.samples.json").read_bytes() != kept
+
+
+def test_sizes_that_are_too_noisy_are_measured_anew(merged_folder, tmp_path):
+    noisy = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 1.0}
+    few = replace(QUICK_CPU.up_to(2, 16), effort=Effort(6, 6))
+    variants = find_variants(read_merged_config(merged_folder)[0], VARIANTS)
+    tuning = Tuning(merged_folder, Output(tmp_path / "tuned.yaml"), variants, Goal(), few)
+    tuning._samples = samples = Samples()
+    for phase, sizes in (("decode", few.decode), ("prefill", few.prefill)):
+        found = measured(noisy, noise=0.6, sizes=sizes)
+        for size in sizes:
+            for variant in VARIANTS:
+                for seconds in found._seconds[variant][phase][size]:
+                    samples.add(variant, phase, size, seconds)
+    samples.context_seconds = [0.0] * 6
+    with pytest.raises(TooNoisyError):
+        tuning.measure(print, lambda *_, **__: nullcontext(lambda done, total: None))
+    kept = Samples.load(tmp_path / "tuned.yaml.samples.json", tuning._run)
+    assert kept.sizes("decode") == kept.sizes("prefill") == []
+
+
+def test_the_memory_of_all_devices_counts(merged_folder):
+    checkpoint = MergedCheckpoint.open(merged_folder)
+    variants = find_variants(checkpoint.merged, VARIANTS)
+    one, two = (Memory.of(checkpoint, variants, devices) for devices in (1, 2))
+    assert two.total == 2 * one.total > 0
+    assert two.own == one.own
 
 
 @pytest.mark.parametrize("grid", [CPU, GPU, QUICK_CPU, QUICK_GPU])
