@@ -26,6 +26,12 @@ class Fault:
     """The virtual environment that the tests run in, ``serve`` or ``quantize``; ``interpreter`` is ``serve``
     with Triton's interpreter, for vLLM's V2 runner."""
 
+    @property
+    def room(self) -> str:
+        """The room of flexquant/README.md that the broken file lies in."""
+        folder, inside, *_ = Path(self.file).with_suffix("").parts
+        return {"merge": "merge", "policies": "policy"}.get(folder, inside)
+
     def plant(self, root: Path) -> None:
         """Break the source below ``root``; raise ValueError unless ``old`` is there exactly once."""
         path = root / self.file

@@ -10,8 +10,9 @@ as ``flexquant.merge`` and ``flexquant.policies`` as links in its package: pytes
 entry point all import the copy. First the chosen tests have to pass on an unbroken copy.
 
 A fault is *red* if a test of its row fails, and *GREEN* if all pass, which means that a test is missing.
-Exits with 1 if a fault is green or could not be tried. The last line printed is JSON. The output of every
-run stays in ``.work/faults``.
+Exits with 1 if a fault is green or could not be tried. What is printed ends with a table of the rooms: how
+many faults were planted in each, and how many were red. The output of every run stays in ``.work/faults``,
+and what came of all of them in ``outcomes.json`` there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import textwrap
 import time
 import tomllib
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -36,6 +38,7 @@ from pathlib import Path
 from tests.cores import take_cores
 from tests.faults.fault import Fault
 from tests.faults.table import FAULTS
+from tests.unit.test_rooms import documented
 
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / ".work" / "faults"
@@ -199,6 +202,16 @@ def try_fault(fault: Fault) -> Outcome:
     return Outcome(fault.name, "red", test, message, done.seconds)
 
 
+def table_of_rooms(faults: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
+    """Return a line for each room of flexquant/README.md, in its order."""
+    planted = Counter(fault.room for fault in faults)
+    red = {outcome.name for outcome in outcomes if outcome.verdict == "red"}
+    seen = Counter(fault.room for fault in faults if fault.name in red)
+    lines = [f"{'room':<14}{'planted':>8}{'red':>6}"]
+    lines += [f"{room:<14}{planted[room]:>8}{seen[room]:>6}" for room in documented()]
+    return "\n".join(lines)
+
+
 def take_a_share_of_the_cores(numbers: Queue[int], jobs: int) -> None:
     """Give this worker, and what it starts, cores of its own."""
     take_cores(numbers.get(), jobs)
@@ -234,7 +247,8 @@ def main() -> int:
     seen = sum(outcome.verdict == "red" for outcome in outcomes)
     print(f"{seen} of {len(faults)} faults are seen by a test, in {seconds:.0f} s")
     summary = {"baseline": problems, "faults": [asdict(o) for o in outcomes], "seconds": round(seconds)}
-    print(json.dumps(summary))
+    (WORK / "outcomes.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(table_of_rooms(faults, outcomes))
     return 0 if seen == len(faults) else 1
 
 

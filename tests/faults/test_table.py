@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.run import ROOT, check_imports, copy_repository
+from tests.faults.run import ROOT, Outcome, check_imports, copy_repository, table_of_rooms
 from tests.faults.table import FAULTS
+from tests.unit.test_rooms import documented
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,26 @@ def test_every_fault_has_a_name_and_tests_of_its_own():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     for fault in FAULTS:
         assert fault.tests and all((ROOT / test.partition("::")[0]).is_file() for test in fault.tests)
+
+
+def test_every_room_has_faults():
+    assert {fault.room for fault in FAULTS} == documented().keys()
+
+
+def test_the_table_tells_how_many_faults_of_a_room_are_red():
+    merged, served, unseen = (
+        next(f for f in FAULTS if f.room == room) for room in ("merge", "serving", "cli")
+    )
+    outcomes = [Outcome(fault.name, "red", "a test", "", 1.0) for fault in (merged, served)]
+    outcomes.append(Outcome(unseen.name, "GREEN", "", "", 1.0))
+    lines = table_of_rooms([merged, served, unseen], outcomes).splitlines()
+    counts = {room: (int(planted), int(red)) for room, planted, red in map(str.split, lines[1:])}
+    assert list(counts) == list(documented())
+    assert {room: pair for room, pair in counts.items() if any(pair)} == {
+        "merge": (1, 1),
+        "serving": (1, 1),
+        "cli": (1, 0),
+    }
 
 
 def test_a_text_that_has_gone_is_told(copy):

@@ -201,4 +201,20 @@ MERGING = (
         "if INDEXER in name:",
         ("tests/integration/test_unlike_llama.py::test_layers_with_a_state_beside_attention_are_refused",),
     ),
+    Fault(
+        "range-of-the-first-and-last",
+        "The card tells the first and the last number of many as their range.",
+        "merge/origins.py",
+        'f"{min(numbers)} to {max(numbers)}"',
+        'f"{numbers[0]} to {numbers[-1]}"',
+        ("tests/unit/test_origins.py::test_our_recipes_are_told_in_full",),
+    ),
+    Fault(
+        "verify-skips-the-config",
+        "Verifying against the sources does not compare how they are quantised.",
+        "merge/verify.py",
+        'if source.quantization_config != merged_config["quantization_config"]:',
+        "if False:",
+        ("tests/unit/test_split_verify.py",),
+    ),
 )

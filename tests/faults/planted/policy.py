@@ -106,4 +106,20 @@ POLICY = (
         "self._has_begun, self._is_due = True, True",
         (RUNNING + "test_a_pass_follows_from_all_decode_passes_but_the_one_before_it",),
     ),
+    Fault(
+        "decode-bounds-all-phases",
+        "The largest decode batch bounds prompts too, so that larger ones take the plan of that size.",
+        "flexquant/policy/routes.py",
+        'if phase == "decode" and max_decode_tokens is not None:',
+        "if max_decode_tokens is not None:",
+        ("tests/unit/test_routes.py::test_the_largest_decode_batch_bounds_decode_alone",),
+    ),
+    Fault(
+        "first-layer-not-from-the-end",
+        "A policy cannot name the first layer as counted from the end.",
+        "flexquant/policy/routes.py",
+        "if not -num_layers <= layer < num_layers:",
+        "if not -num_layers < layer < num_layers:",
+        ("tests/unit/test_routes.py::test_the_first_layer_counts_from_the_end_too",),
+    ),
 )

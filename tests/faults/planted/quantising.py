@@ -150,4 +150,20 @@ QUANTISING = (
         ("tests/quantize/test_disk_full.py::test_a_disk_without_room_is_told_before_quantising",),
         "quantize",
     ),
+    Fault(
+        "all-layers-spared",
+        "A recipe may spare every linear from being quantised.",
+        "flexquant/quantization/recipe.py",
+        "not 0 < budget < 1:",
+        "not 0 < budget <= 1:",
+        ("tests/unit/test_recipe.py",),
+    ),
+    Fault(
+        "experts-as-units-of-their-own",
+        "Linears of one layer's experts may be quantised each in a way of its own.",
+        "flexquant/quantization/architecture.py",
+        "units.setdefault(experts[0] if experts else fused_name(name), [])",
+        "units.setdefault(fused_name(name), [])",
+        ("tests/unit/test_recipe.py::test_linears_that_serve_as_one_are_one_unit",),
+    ),
 )

@@ -157,4 +157,20 @@ RECORDS = (
         'os.environ.get(ADMIN_KEY, "")',
         (CLIENT + "test_space_around_the_key_is_none_of_it",),
     ),
+    Fault(
+        "pass-timed-twice",
+        "A pass whose logits are asked for twice is counted twice.",
+        "flexquant/serving/pass_times.py",
+        "began, self._began = self._began, None",
+        "began = self._began",
+        ("tests/unit/test_pass_clock.py::test_a_pass_is_timed_once_and_only_if_it_began",),
+    ),
+    Fault(
+        "counters-of-one-engine",
+        "Of several engines' counters the first alone are told.",
+        "flexquant/serving/endpoints.py",
+        "cells.setdefault(where, Counter()).update(",
+        "cells[where] = cells.get(where) or Counter(",
+        ("tests/unit/test_pass_clock.py::test_counters_of_engines_are_added_by_plan_and_phase",),
+    ),
 )

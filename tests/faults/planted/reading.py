@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Files that are read: documents, text and checkpoints."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+READING = (
+    Fault(
+        "text-read-no-further-than-needed",
+        "Calibration takes the beginning of a text instead of rows from all over it.",
+        "flexquant/documents/texts.py",
+        "if len(tokens) >= POOL * needed:",
+        "if len(tokens) >= needed:",
+        ("tests/unit/test_calibration.py::test_rows_are_drawn_from_more_text_than_they_need",),
+    ),
+    Fault(
+        "digest-of-an-order",
+        "One policy has another digest where its keys stand in another order.",
+        "flexquant/documents/digest.py",
+        "sort_keys=True",
+        "sort_keys=False",
+        ("tests/unit/test_yaml_document.py::test_one_content_has_one_digest_whatever_the_order_of_its_keys",),
+    ),
+    Fault(
+        "links-into-all-of-the-hubs-cache",
+        "A link of a snapshot may lead to any file of the hub's cache, not to blobs alone.",
+        "flexquant/checkpoint/folder.py",
+        'return in_hub_cache and target.is_relative_to(repository / "blobs")',
+        "return in_hub_cache and target.is_relative_to(repository)",
+        ("tests/unit/test_source_errors.py::test_hub_cache_links_are_followed",),
+    ),
+    Fault(
+        "bits-without-what-is-shared",
+        "Bits per parameter leave out the tensors that variants share.",
+        "flexquant/checkpoint/contents.py",
+        "8 * (_nbytes(own) + shared_bytes) /",
+        "8 * _nbytes(own) /",
+        ("tests/unit/test_mixing.py::test_bits_per_parameter_count_what_variants_share",),
+    ),
+)

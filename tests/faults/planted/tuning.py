@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Tuning, on engines of its own and by a live server's traffic."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+TUNE, RETUNE, TRAFFIC = (f"tests/unit/test_{name}.py::" for name in ("tune", "retuning", "traffic"))
+
+TUNING = (
+    Fault(
+        "engines-not-summed",
+        "Of a server's engines the last alone is counted.",
+        "flexquant/tuning/traffic.py",
+        "found[name, *told] += value",
+        "found[name, *told] = value",
+        (TRAFFIC + "test_the_traffic_since_the_start_is_that_of_all_engines",),
+    ),
+    Fault(
+        "watched-since-the-start",
+        "Passes from before the watch are counted.",
+        "flexquant/tuning/traffic.py",
+        "            cumulative[plan, phase][float(end)] -= value\n",
+        "            pass\n",
+        (TRAFFIC + "test_what_was_served_before_the_watch_is_left_out",),
+    ),
+    Fault(
+        "seconds-since-the-start",
+        "The time of passes from before the watch is counted.",
+        "flexquant/tuning/traffic.py",
+        'value - before.get((name, plan, phase, "", "", ""), 0.0)',
+        "value",
+        (TRAFFIC + "test_what_was_served_before_the_watch_is_left_out",),
+    ),
+    Fault(
+        "mixed-pass-told-by-decode",
+        "What a mixed pass would take is told by the variant chosen for decode.",
+        "flexquant/tuning/retuning.py",
+        'decision.variant("decode" if cell.phase == "decode" else "prefill", cell.size)',
+        'decision.variant("prefill" if cell.phase == "prefill" else "decode", cell.size)',
+        (RETUNE + "test_a_mixed_pass_would_take_the_variant_for_prefill",),
+    ),
+    Fault(
+        "context-not-scaled",
+        "The cost of context stays as it was measured, whatever a live server takes.",
+        "flexquant/tuning/retuning.py",
+        "self.times.context_seconds * max(ratios.values())",
+        "self.times.context_seconds",
+        (RETUNE + "test_the_cost_of_context_grows_with_the_live_times",),
+    ),
+    Fault(
+        "unloaded-variant-proposed",
+        "Nobody says that a proposed variant is not loaded.",
+        "flexquant/tuning/retuning.py",
+        "if v not in self.traffic.variants]",
+        "if v not in self.times.variants]",
+        (RETUNE + "test_a_variant_that_the_server_has_not_loaded_needs_a_restart",),
+    ),
+    Fault(
+        "one-variant-always-first",
+        "In all rounds the same variant is measured first, on a machine that has rested.",
+        "flexquant/tuning/rounds.py",
+        "self._names[:: -1 if number % 2 else 1]",
+        "self._names",
+        (TUNE + "test_the_variants_take_turns_at_being_measured_first",),
+    ),
+    Fault(
+        "context-cost-of-all-tokens",
+        "The cost of a longer context is taken for that of one token.",
+        "flexquant/tuning/rounds.py",
+        "return (long - short) / (grid.long_context - grid.context)",
+        "return long - short",
+        (TUNE + "test_the_variants_take_turns_at_being_measured_first",),
+    ),
+    Fault(
+        "noisy-samples-kept",
+        "A run after one that was too noisy decides by the same samples.",
+        "flexquant/tuning/tuning.py",
+        "                    self._samples.forget(phase, size)\n",
+        "                    pass\n",
+        (TUNE + "test_sizes_that_are_too_noisy_are_measured_anew",),
+    ),
+    Fault(
+        "memory-of-one-device",
+        "Of several devices the memory of one counts.",
+        "flexquant/tuning/memory.py",
+        "UTILISATION * devices * current",
+        "UTILISATION * current",
+        (TUNE + "test_the_memory_of_all_devices_counts",),
+    ),
+)
