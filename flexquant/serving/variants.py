@@ -44,7 +44,13 @@ from flexquant.serving.expert_layers import (
     only_experts,
 )
 from flexquant.serving.plan_views import decoder_path
-from flexquant.serving.vllm_api import AttentionLayerBase, LinearBase, initialize_model
+from flexquant.serving.vllm_api import (
+    AttentionLayerBase,
+    LinearBase,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+    initialize_model,
+)
 from flexquant.serving.w4a8 import is_int4_layer, use_8bit_activations
 
 if TYPE_CHECKING:
@@ -63,6 +69,8 @@ def variant_vllm_config(vllm_config: VllmConfig, variant: Variant, base_architec
     model_config.hf_config = copy.copy(model_config.hf_config)
     model_config.hf_config.quantization_config = copy.deepcopy(variant.quantization_config)
     model_config.hf_config.architectures = [base_architecture]
+    if variant.own_head is False and getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
+        model_config.hf_config.tie_word_embeddings = True  # the lm_head that vLLM saw is another variant's
     # Often the config itself: with all variants in it, every change of one would compile all plans anew.
     model_config.hf_text_config = model_config.hf_config.get_text_config()
     model_config.quantization = variant.quantization_config["quant_method"]
@@ -86,7 +94,16 @@ def scratch_forward_context(vllm_config: VllmConfig) -> Iterator[dict[str, Any]]
 
 
 def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
-    """Replace each key of ``replacements``, wherever it is a child below ``root``, by its value."""
+    """Replace each key of ``replacements``, wherever it is a child below ``root``, by its value.
+
+    An lm_head that is tied to a replaced embedding is tied to the one in its place.
+    """
+    for old, new in replacements.items():
+        if isinstance(old, VocabParallelEmbedding):
+            heads = [module for module in root.modules() if isinstance(module, ParallelLMHead)]
+            for head in heads:
+                if head is not old and getattr(head, "weight", head) is getattr(old, "weight", old):
+                    head.tie_weights(new)
     for parent in list(root.modules()):
         for name, child in parent._modules.items():
             if child in replacements:

@@ -21,6 +21,7 @@ CHECKED = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0",
 
 NEEDED = {
     "0.27.1": "vLLM calls a model's process_weights_after_loading: handed on to the variants",
+    "0.29.0": "vLLM unties a model whose files hold an lm_head: a variant without one is tied again",
     "0.30.0": "layers have no g_idx any more: W4A8 asks for it only where there is one",
     "0.32.0": "vLLM asks which shards a model does not want, and names a plan's compiled code by its tag",
     "0.33.0": "a W4A16 layer has no kernel in batch-invariant mode: a policy with W4A8 is refused there",
@@ -178,6 +179,17 @@ NAMES = (
             "CompilationConfig.static_all_moe_layers": "names of expert layers in order; kept as it was",
             "CompilationConfig.static_forward_context": "layers by name; exchanged for a while",
         },
+    ),
+    Names(
+        "vllm.config",
+        _TWO_MODELS,
+        {"ModelConfig.word_embeddings_untied_by_checkpoint": "whether to tie a variant's lm_head again"},
+        since=(0, 29),
+    ),
+    Names(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        _TWO_MODELS,
+        {"ParallelLMHead.tie_weights(embed_tokens)": "called where what it is tied to is another variant's"},
     ),
     Names(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
-from flexquant.checkpoint.module_names import is_in
+from flexquant.checkpoint.module_names import HEAD, is_in
 from flexquant.errors import FlexQuantError
 from flexquant.serving.adapters import check_unsmoothed
 
@@ -54,9 +54,11 @@ class VariantLoader:
         self._layers = layers
         self._must_be_unsmoothed = must_be_unsmoothed
         self._readers: dict[str, list[str]] = {}
+        self._own_head: dict[str, bool | None] = {}
         for name in variants:
             source = derived[name].source if name in derived else name
             self._readers.setdefault(merged.variants[source].prefix, []).append(name)
+            self._own_head[name] = merged.variants[source].own_head
         self._by_reference = tuple(f"{module}." for module in merged.shared_modules)
 
     def wants(self, key: str) -> bool:
@@ -91,9 +93,25 @@ class VariantLoader:
 
     def _takers(self, prefix: str, key: str) -> list[str]:
         """The variants that a tensor is loaded into: of a module that they have in common the first."""
-        takers = [name for name in self._readers_of(prefix) if is_in(key, self._layers[name])]
+        readers = [name for name in self._readers_of(prefix) if not self._is_copy(name, prefix, key)]
+        takers = [name for name in readers if is_in(key, self._layers[name])]
         held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
         return takers[:1] if held_once else takers
+
+    def _is_copy(self, name: str, prefix: str, key: str) -> bool:
+        """Whether a variant's tensor is its embedding once more, under the name of the lm_head.
+
+        Raises :class:`FlexQuantError` for one that may be another head than that of the other variants,
+        though they were merged with one in common.
+        """
+        if not HEAD.search(key):
+            return False
+        if self._own_head[name] is None and prefix != SHARED_PREFIX and key.startswith(self._by_reference):
+            raise FlexQuantError(
+                f"'{key}' of variant '{name}' may be another than that of other variants, and the release of "
+                "FlexQuant that merged them made one of all; merge again"
+            )
+        return self._own_head[name] is False
 
     def _is_compared(self, prefix: str, key: str) -> bool:
         return self._must_be_unsmoothed and "norm" in key and prefix in self._readers
