@@ -18,6 +18,7 @@ import pytest
 from flexquant.checkpoint import output as output_module
 from flexquant.checkpoint.output import prepare_output, remove_leftovers, staged_file, staged_folder
 from flexquant.errors import FlexQuantError
+from flexquant.quantization.report import REPORT_FILE
 from tests import programs
 
 # Stays in the stage until a line comes in; the process id is told first.
@@ -147,6 +148,13 @@ def test_killed_before_any_operation_it_leaves_the_old_output_or_none(tmp_path, 
         assert contents(folder / "merged") == whole("newer"), fatal
         assert list(folder.iterdir()) == [folder / "merged"], fatal
     assert fatal > 10 and lost_sight_of == (replaces and exchange == "two renames")
+
+
+def test_a_variant_that_lost_its_config_may_be_replaced(tmp_path):
+    (tmp_path / "w8a8").mkdir()
+    (tmp_path / "w8a8" / REPORT_FILE).write_text("{}")
+    write(tmp_path / "w8a8", "new")
+    assert contents(tmp_path / "w8a8") == whole("new")
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
