@@ -34,6 +34,7 @@ TARGETS = {
     "merged_config": 3_200_000,
     "safetensors_header": 3_000_000,
     "safetensors_index": 3_000_000,
+    "sources": 20_000,
 }
 
 

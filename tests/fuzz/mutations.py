@@ -17,6 +17,7 @@ import yaml
 
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("inf"), float("nan")),
+    *(3, 8, 1024.0, "1e-6", "re:(", "group", "F16", [16, 16], [0, 16], [16], "\udaff"),
     *("", "x", "w8a8", "decode", "0-3", "-1", "../../etc/passwd", "/etc/passwd", "a\nb", "\0", "\ud7ff" * 40),
     *(
         [],

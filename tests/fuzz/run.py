@@ -25,7 +25,8 @@ SECONDS, MIB, LONGEST = 5, 2560, 4096
 
 
 def main() -> None:
-    with atheris.instrument_imports(include=["flexquant", "yaml", "json"]):
+    instrumented = atheris.instrument_imports(include=["flexquant", "yaml", "json"])
+    with instrumented:
         from tests.fuzz.targets import TARGETS, try_out
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -43,6 +44,8 @@ def main() -> None:
     for data in corpus(args.target):
         (kept / hashlib.sha1(data).hexdigest()).write_bytes(data)
     target = TARGETS[args.target]
+    with instrumented:  # some import what they need when they are called
+        try_out(target, corpus(args.target)[0])
 
     def mutate(data: bytes, longest: int, seed: int) -> bytes:
         """Change a document's values as often as its bytes."""

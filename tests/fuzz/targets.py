@@ -21,6 +21,8 @@ from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import PHASES, parse_policy, parse_policy_text
 from flexquant.prediction.device import parse_device
 from flexquant.quantization.recipe import parse_recipe
+from tests.fuzz.checkpoint_files import write_folder
+from tests.fuzz.corpus import sound
 
 LAYERS, MAX_TOKENS = 6, 96
 SHARD = "model-00001-of-00002.safetensors"
@@ -93,6 +95,25 @@ def safetensors_index(data: bytes) -> None:
     assert all(ref.file.resolve().is_relative_to(FOLDER.resolve()) for ref in refs.values())
 
 
+def sources(data: bytes) -> None:
+    """Two variants to merge: one checkpoint twice, and one beside a sound one."""
+    from flexquant.merge import merge_checkpoints  # torch, which the others do without
+    from flexquant.prediction.model_shape import read_model_shape
+
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return  # files that are no JSON are other targets' inputs
+    whole = json.loads(sound("sources")[0])
+    folders = {name: FOLDER / name for name in ("w8a8", "w4a16")}
+    write_folder(folders["w4a16"], document)
+    for first in (document, whole):
+        write_folder(folders["w8a8"], first)
+        with suppress(FlexQuantError):
+            merge_checkpoints(folders, FOLDER / "merged", overwrite=True)
+            read_model_shape(FOLDER / "merged")
+
+
 def yaml_document(data: bytes) -> None:
     """Any YAML."""
     from_yaml(data, "fuzz.yaml", "document", ("schema",))
@@ -108,6 +129,7 @@ TARGETS: dict[str, Target] = {
         merged_config,
         safetensors_header,
         safetensors_index,
+        sources,
         yaml_document,
     )
 }

@@ -8,6 +8,7 @@ Changed documents are made from the sound ones; campaign.py does the same for ho
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from tests import programs
 from tests.fuzz.corpus import corpus, sound
 from tests.fuzz.mutations import mutated
-from tests.fuzz.targets import TARGETS, try_out
+from tests.fuzz.targets import FOLDER, TARGETS, try_out
 
 EXAMPLES = 300
 RUNS = 1000
@@ -29,6 +30,13 @@ def test_the_corpus_is_understood_or_refused(target: str) -> None:
     assert len(sound(target)) >= 2
     for data in corpus(target):
         try_out(TARGETS[target], data)
+
+
+@pytest.mark.parametrize("data", sound("sources"))
+def test_sound_variants_are_merged(data: bytes) -> None:
+    shutil.rmtree(FOLDER / "merged", ignore_errors=True)
+    TARGETS["sources"](data)
+    assert (FOLDER / "merged" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "yaml_document"])
