@@ -165,8 +165,8 @@ MERGING = (
         "prefixes-exchanged",
         "The merged config gives each variant the prefix of another one's tensors.",
         "merge/merging.py",
-        's.name: Variant(f"{s.name}.", s',
-        's.name: Variant(f"{plan.sources[s is plan.sources[0]].name}.", s',
+        'f"{s.name}.", s.quantization_config',
+        'f"{plan.sources[s is plan.sources[0]].name}.", s.quantization_config',
         ("tests/unit/test_split_verify.py::test_split_gives_the_source_back",),
     ),
     Fault(
