@@ -55,7 +55,7 @@ def check_heads(config: JsonObject, place: str) -> None:
     known = known_config(config, place)  # divides by them
     text = known and known.get_text_config()
     stated, names = (written, {}) if text is None else (text.to_dict(), text.attribute_map)
-    numbers = {key: stated.get(names.get(key, key)) for key in HEADS}
+    numbers: JsonObject = {key: stated.get(names.get(key, key)) for key in HEADS}
     _check_range(numbers, place)
     divided = [("num_attention_heads", "num_key_value_heads")]
     if numbers["head_dim"] is None and not stated.get("kv_lora_rank"):  # latent attention has other widths

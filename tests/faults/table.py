@@ -7,6 +7,7 @@ from __future__ import annotations
 from tests.faults.fault import Fault
 from tests.faults.planted.commands import COMMANDS
 from tests.faults.planted.graphs import GRAPHS
+from tests.faults.planted.inputs import INPUTS
 from tests.faults.planted.kernels import KERNELS
 from tests.faults.planted.measuring import MEASURING
 from tests.faults.planted.merging import MERGING
@@ -26,6 +27,7 @@ FAULTS: tuple[Fault, ...] = (
     *RECORDS,
     *GRAPHS,
     *KERNELS,
+    *INPUTS,
     *MERGING,
     *WRITING,
     *MEASURING,
