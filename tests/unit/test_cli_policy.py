@@ -145,7 +145,7 @@ def test_show_refuses_a_policy_that_does_not_fit(capsys: pytest.CaptureFixture[s
         (None, "has no file 'config.json'"),
         ("{", "is not valid JSON"),
         ("[]", "holds a JSON list"),
-        ('{"hidden_size": 8}', "num_hidden_layers None"),
+        ('{"hidden_size": 8}', "not a merged checkpoint"),
         ('{"text_config": null, "num_hidden_layers": 2}', "not a merged checkpoint"),
         ('{"num_hidden_layers": 2}', "not a merged checkpoint"),
     ],

@@ -188,6 +188,16 @@ def test_verify_against_a_foreign_source(merged, tmp_path):
         verify_checkpoint(merged, {"fp8": other})
 
 
+def test_verify_against_a_source_that_is_quantised_otherwise(sources, merged, tmp_path):
+    other = shutil.copytree(sources["w8a8"], tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    group["input_activations"]["dynamic"] = False
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FlexQuantError, match="differs from .*other in 'quantization_config'; merge it again"):
+        verify_checkpoint(merged, {"w8a8": other})
+
+
 def test_not_a_merged_checkpoint(sources):
     with pytest.raises(FlexQuantError, match="not a merged checkpoint"):
         MergedCheckpoint.open(sources["w8a8"])

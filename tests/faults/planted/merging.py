@@ -255,6 +255,6 @@ MERGING = (
         "merge/verify.py",
         'if source.quantization_config != merged_config["quantization_config"]:',
         "if False:",
-        ("tests/unit/test_split_verify.py",),
+        ("tests/unit/test_split_verify.py::test_verify_against_a_source_that_is_quantised_otherwise",),
     ),
 )
