@@ -99,7 +99,7 @@ def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -
     An lm_head that is tied to a replaced embedding is tied to the one in its place.
     """
     for old, new in replacements.items():
-        if isinstance(old, VocabParallelEmbedding):
+        if isinstance(new, VocabParallelEmbedding):
             heads = [module for module in root.modules() if isinstance(module, ParallelLMHead)]
             for head in heads:
                 if head is not old and getattr(head, "weight", head) is getattr(old, "weight", old):
