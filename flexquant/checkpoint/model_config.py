@@ -19,6 +19,8 @@ RENAMED = {"torch_dtype": "dtype", "sliding_window_pattern": "_sliding_window_pa
 # What transformers 5 keeps in `rope_parameters`, and 4 beside one another.
 ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 LOCAL_ROPE_BASE = "rope_local_base_freq"
+ABSENT = "(absent)"
+"""Stands for the value of a key that a config does not have."""
 MAX_LAYERS = 10_000
 """Of a model that is read: routes hold a variant for each layer, of which a config could name any number."""
 EXTENDED_ROPES = ("llama3", "yarn", "longrope")
@@ -62,16 +64,16 @@ def count_layers(config: JsonObject) -> int:
 
 
 def config_differences(a: JsonObject, b: JsonObject) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value, value) where two configs describe different models.
+    """Yield (dotted key, value, value) where two configs differ; ABSENT stands for a key that is not there.
 
-    Keys are compared under the names that transformers 5 writes; an absent key equals null.
+    Keys are compared under the names that transformers 5 writes.
     """
     return _differences(_with_current_keys(a), _with_current_keys(b))
 
 
 def _differences(a: JsonObject, b: JsonObject, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     for key in sorted((a.keys() | b.keys()) - INCIDENTAL_KEYS):
-        x, y = a.get(key), b.get(key)
+        x, y = a.get(key, ABSENT), b.get(key, ABSENT)
         if isinstance(x, dict) and isinstance(y, dict):
             yield from _differences(x, y, f"{path}{key}.")
         elif x != y:

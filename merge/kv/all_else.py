@@ -72,7 +72,8 @@ def changed(
     ]
     for name, x in seen.inputs.items():
         expected = reference.inputs[name]
-        if excess(x, column_factors(x, expected) * expected, effect.get(name, 0.0)) > 1:
+        factors = (1.0, column_factors(x, expected))
+        if min(excess(x, factor * expected, effect.get(name, 0.0)) for factor in factors) > 1:
             places.append(f"what {name} is given")
         if any(excess(a, b) > 1 for a, b in zip(seen.beside[name], reference.beside[name], strict=True)):
             places.append(f"the choice of {name}")

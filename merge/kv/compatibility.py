@@ -7,14 +7,22 @@ quantisation noise. That holds for GPTQ, for rounding and for SmoothQuant's fold
 It does not hold once K or V themselves are scaled (AWQ's v -> o smoothing) or rotated (SpinQuant's R2 and
 R3): each such model is right on its own, and silently wrong on the other's cache.
 
-What is compared. Neither tensors nor outputs, but effective maps (`effective_maps`): the dequantised
-k_proj and v_proj times the input norm in front of them, so that a legitimate fold cancels; biases and K
-norms as they are; cache scales and rotations at run time (`cache_layout`). What multi-head latent attention
-caches is compared like K and V, and what expands it has to be equal. A checkpoint whose whole residual
+What is compared. Neither tensors nor outputs alone: transformers' own layers run for each variant, without
+their matrices (`skeleton`), and the matrices are compared as such (`layer_comparison`). What runs, norms and
+biases, attention and its rotary embedding, has to cache and return the same, number by number but for the
+rounding of parameters (`all_else`), since both variants get the same answers in the place of their
+matrices. A matrix has to be the same up to quantisation noise, once the factors of what it is given are
+multiplied out, so that a legitimate fold cancels. Gradients tell which rows reach the cache. Cache scales and
+rotations at run time are compared as they are (`cache_layout`); what expands the latents of multi-head latent
+attention has to be equal, and so has what no layer of transformers reads. A checkpoint whose whole residual
 stream is rotated (QuaRot, SpinQuant's R1) keeps K and V but not their matrices: the rotation is found from
-the embeddings (`residual_basis`) and undone. Mixing layers asks for more, the same residual stream:
-embeddings, o_proj and down_proj are compared too, and a difference there only forbids layered plans. Every
-row of K and V is compared, of the rest a sample of the rows: `sampling` says which, and what that can miss.
+the embeddings (`residual_basis`) and undone, and its layers are compared up to the cache.
+
+What forbids what. A row that reaches the cache, a parameter, a matrix in 16 bits that differ: no sharing.
+Nor is anything shared where a matrix differs by more than quantising ever does (`ERROR_CAP`), since the
+layers behind it then cache something else. Any other matrix that differs by more than noise only forbids
+layered plans, as another residual basis does. Every row that reaches the cache is compared, of the rest a
+sample: `sampling` says which, and what that can miss.
 
 The yardstick. Rounding to steps of width s errs with variance s^2 / 12, so the scales alone say how far
 two variants may be apart (`dequantize`): the root of both variances added, over the reference's norm.
@@ -25,15 +33,16 @@ bounds, in `agreement`:
 
     relative error    4 times the prediction, so 2.3 times what GPTQ needs; at most 0.8. Measured 0.12-0.20,
                       bound 0.32-0.55. Rotations and other models err by 1.41. Per KV head as well.
-                      o_proj and down_proj: 6 times; GPTQ reaches 3.1 behind massive activations.
+                      Other matrices: 6 times; GPTQ reaches 3.1 behind massive activations (down_proj).
     gain of a row     an output channel's least-squares factor, within 10 %. Noise has no preferred sign
                       along a row: GPTQ reaches 5 %, v -> o smoothing by 0.8-1.25 shows 20 %, though its
-                      error (0.23) would pass as INT4 noise. o_proj and down_proj: 25 %; GPTQ reaches 9.6 %.
+                      error (0.23) would pass as INT4 noise. Other matrices: 25 %; GPTQ reaches 9.6 %.
     gain of columns   the median over input channels, within 3 %: a norm that was changed without its
                       projections. Not the worst column: GPTQ moved one by 107 %, legitimately, and scales
                       of amax / 7.5 clip an outlier channel by 7 %. The median stays below 0.6 %, and shows
                       6 % for norms changed by 0.8-1.25.
-    biases, K norms   2 %: never quantised, stored in bfloat16 (0.4 %).
+    all else          6 times what rounding every parameter to its dtype does to that number, and float32
+                      arithmetic in another order.
 
 Smoothing by less than 10 % passes: it changes K and V less than INT4 does.
 """
@@ -108,10 +117,9 @@ class KVReport:
 def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None = None) -> KVReport:
     """Say whether variants may share one KV cache, and whether their layers may be mixed in one plan.
 
-    Reads every k and v projection once and a sample of the o and down projections (`sampling`), of up_proj
-    where down_proj differs, and of o and down again to compare those variants with one another that cannot
-    be mixed with the first. Returns at the first projection that forbids sharing. Raises FlexQuantError for
-    an architecture or a scheme that cannot be compared.
+    Reads once every row that reaches the cache, and a sample of the others; again those of variants that
+    cannot be mixed with the first, to compare them with one another. Returns at the first layer that
+    forbids sharing. Raises FlexQuantError for an architecture or a scheme that cannot be compared.
     """
     report = KVReport(mixable=[[source.name] for source in sources])
     if len(sources) < 2:

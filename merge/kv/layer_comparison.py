@@ -125,11 +125,9 @@ class LayerComparison:
         a, b = self._parameters
         for name in a:
             router, _, own = name.rpartition(".")
-            if router in matrices and not is_linear(matrices[router]) and own != "weight":
-                if excess(a[name], b[name], steps[name] * b[name].abs()) > 1:
-                    self._refuse(
-                        f"layer {self._layer} {name}, by which experts are chosen, is not equal in both"
-                    )
+            beside = router in matrices and own != "weight" and not is_linear(matrices[router])
+            if beside and excess(a[name], b[name], steps[name] * b[name].abs() / ROUNDING) > 1:
+                self._refuse(f"layer {self._layer} {name}, which helps to choose experts, differs")
 
     def _run_reference(self) -> tuple[LayerPass, dict[str, torch.Tensor]]:
         """Return a pass of the reference, and which rows of its matrices reach the cache."""
@@ -198,10 +196,13 @@ class LayerComparison:
 
     def _cancelling_gains(self, name: str, rows: Sequence[range], columns: Columns) -> torch.Tensor | None:
         """Return factors of rows, [out], that further on change nothing but columns; None without."""
-        found = unexplained_gains(self._sums(name, rows, columns).rows).float()
-        if self._rotation is not None or not bool((found.isfinite() & (found > 0)).all()):
+        matrix = self._skeleton.matrices(self._layer)[name]
+        if self._rotation is not None or not is_linear(matrix):
             return None
-        gains = torch.ones(shape_of(self._skeleton.matrices(self._layer)[name])[0], dtype=torch.float32)
+        found = unexplained_gains(self._sums(name, rows, columns).rows).float()
+        if not bool((found.isfinite() & (found > 0)).all()):
+            return None
+        gains = torch.ones(matrix.out_features, dtype=torch.float32)
         gains[row_numbers(rows)] = found
         seen = self._run(self._parameters[1], gains=lambda point, _: gains if point == name else None)
         return None if changed(seen, self._seen) else gains

@@ -413,6 +413,28 @@ def test_a_layer_without_plain_attention_names_what_was_looked_for(tmp_path):
         check_kv_compatibility([Source.open(f"v{i}", f) for i, f in enumerate(folders)])
 
 
+def test_layers_like_none_that_transformers_has_are_refused(tmp_path):
+    folders = [as_unknown_model(make_checkpoint(tmp_path / s, scheme=s)) for s in ("w8a8", "w4a16")]
+    for folder in folders:
+        file = folder / "model.safetensors"
+        renamed = {name.replace("mlp.gate_proj", "mlp.gate"): t for name, t in load_file(file).items()}
+        save_file(renamed, file)
+    sources = [Source.open(folder.name, folder) for folder in folders]
+    with pytest.raises(
+        FlexQuantError, match="cannot build the LlamaForCausalLM .*my-own.* llama, qwen3, phi3"
+    ):
+        check_kv_compatibility(sources)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_norm_that_is_not_finite_is_named(tmp_path, value):
+    edit = edit_tensor(r"layers\.1\.input_layernorm", lambda w: torch.full_like(w, value))
+    with pytest.raises(
+        FlexQuantError, match=r"layers.1.input_layernorm.weight' of variant 'second' holds NaN"
+    ):
+        report(tmp_path, edit)
+
+
 def test_one_source_is_compatible_with_itself(tmp_path):
     assert check_kv_compatibility([Source.open("a", make_checkpoint(tmp_path / "a"))]).layered_plans
 

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Every parameter of a layer, changed in one variant: does the cache change, and is the merge refused?
+
+    python -m tests.architectures.kv_proof [ARCHITECTURE ...]
+
+Each parameter of a small random model's first layer, but for those of MLP and experts, is changed by
+N(0, 1) in turn. transformers' own model says what that does to its caches, of all layers, from the same
+tokens; the comparison of W8A8 of the model with W4A16 of the changed one says whether they may share a
+cache. Norms are folded too (SmoothQuant), wherever that leaves the model's answers as they are: that has to
+be accepted.
+
+Without names: those architectures that are served. The results lie in tests/architectures/kv_proof.json, and
+the page about them in merge/KV_PROOF.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from flexquant.checkpoint.source import Source
+from flexquant.errors import FlexQuantError
+from flexquant.measuring.machine import describe_versions
+from flexquant.merge.kv.compatibility import check_kv_compatibility
+from tests.architectures.models import random_model, small_config, source, split
+from tests.architectures.outcomes import RESULTS as SERVED_RESULTS
+from tests.architectures.outcomes import ROOT, SERVED
+from tests.checkpoints import write_checkpoint
+
+RESULTS = Path(__file__).parent / "kv_proof.json"
+PAGE = ROOT / "merge" / "KV_PROOF.md"
+FIRST_LAYER = ".layers.0."
+APART = ("mlp", "experts", "feed_forward", "block_sparse_moe", "shared_mlp")
+"""Parts of the names of what belongs to MLP and experts."""
+STATED = 0.02
+"""A cache that changes by no more than this, as a share of it, counts as unchanged."""
+FOLD = "norms folded"
+WITH_NORMS = {name: {"qk_layernorm": True} for name in ("PhiForCausalLM", "StableLmForCausalLM")}
+"""Fields that some published models of an architecture have, and the others not."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What came of one change."""
+
+    parameter: str
+    change: float
+    """The largest change of K or V of a layer, as a share of its norm."""
+    verdict: str
+    """``merged``, ``not mixed`` or ``refused``."""
+    reason: str
+
+    @property
+    def is_right(self) -> bool:
+        if self.parameter == FOLD:
+            return self.verdict == "merged"
+        return self.verdict == "refused" or self.change <= STATED
+
+
+def cells(architecture: str, work: Path) -> Iterator[Cell]:
+    """Yield what comes of each change of an architecture's first layer, and of folding its norms."""
+    kind, own = source(architecture, []) or _made_of(architecture)
+    model = random_model(small_config(kind, **own, **WITH_NORMS.get(architecture, {})))
+    state, quantised, left_out = split(model)
+    model.config.architectures = [architecture]
+    write_checkpoint(work / "w8a8", model.config, state, "w8a8", quantised, left_out)
+    write_checkpoint(work / "w4a16", model.config, state, "w4a16", quantised, left_out)
+    model = model.float()
+    before = caches(model)
+    for name, parameter in model.named_parameters():
+        if FIRST_LAYER in name and not any(part in APART for part in name.split(".")):
+            saved = parameter.detach().clone()
+            with torch.no_grad():
+                parameter.add_(torch.randn_like(parameter))
+            change = max(float((a - b).norm() / b.norm()) for a, b in zip(caches(model), before, strict=True))
+            verdict, reason = judge(work, model, quantised, left_out)
+            yield Cell(name.partition(FIRST_LAYER)[2], change, verdict, reason)
+            with torch.no_grad():
+                parameter.copy_(saved)
+    answers = logits(model)
+    if fold(model) and torch.allclose(logits(model), answers, rtol=1e-3, atol=1e-3):
+        yield Cell(FOLD, 0.0, *judge(work, model, quantised, left_out))
+
+
+def _made_of(architecture: str) -> tuple[str, dict[str, Any]]:
+    return json.loads(SERVED_RESULTS.read_text())["architectures"][architecture]["model_type"], {}
+
+
+def caches(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Return K and V of every layer, from the same tokens."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=torch.arange(24)[None] * 7 % 250, past_key_values=cache, use_cache=True)
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=torch.arange(24)[None] * 7 % 250).logits
+    return found
+
+
+def judge(work: Path, model: PreTrainedModel, quantised: set[str], left_out: list[str]) -> tuple[str, str]:
+    """Return what the comparison of W8A8 with W4A16 of the changed model says, and why."""
+    folder = Path(tempfile.mkdtemp(dir=work)) / "changed"
+    state, _, _ = split(model.to(torch.bfloat16))
+    model.float()
+    write_checkpoint(folder, model.config, state, "w4a16", quantised, left_out)
+    try:
+        found = check_kv_compatibility([Source.open("w8a8", work / "w8a8"), Source.open("w4a16", folder)])
+    except FlexQuantError as e:
+        return "refused", str(e)
+    if not found.compatible:
+        return "refused", found.message
+    return ("merged", "") if found.layered_plans else ("not mixed", found.residual_messages[0])
+
+
+def fold(model: PreTrainedModel) -> int:
+    """Move factors of every norm into all that reads it, wherever only matrices do; return how many norms."""
+    folded = 0
+    for layer in model.base_model.get_submodule("layers"):
+        for norm, readers in norms_and_readers(model, layer):
+            features = norm.get_parameter("weight").numel()
+            factors = torch.empty(features).uniform_(0.5, 2)
+            with torch.no_grad():
+                offset = norm_offset(norm)
+                norm.weight.copy_((norm.weight + offset) / factors - offset)
+                if getattr(norm, "bias", None) is not None:
+                    norm.bias /= factors
+                for weight in readers:
+                    weight *= factors
+            folded += 1
+    return folded
+
+
+def norms_and_readers(model: PreTrainedModel, layer: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:
+    """Return the norms of a layer whose output matrices read, and these matrices, [..., features]."""
+    outputs: list[tuple[nn.Module, int]] = []
+    reading: dict[int, list[nn.Module]] = {}
+
+    def written(module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            outputs.append((module, output.data_ptr()))
+
+    def read(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], torch.Tensor):
+            reading.setdefault(args[0].data_ptr(), []).append(module)
+
+    hooks = []
+    for module in layer.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if "weight" in own and own["weight"].ndim == 1:
+            hooks.append(module.register_forward_hook(written))
+        if any(p.ndim >= 2 for p in own.values()):
+            hooks.append(module.register_forward_pre_hook(read))
+    kept: list[torch.Tensor] = []  # so that no memory is given to two tensors
+    hooks += [m.register_forward_hook(lambda _, __, out: kept.append(out)) for m in layer.modules()]
+    logits(model)
+    for hook in hooks:
+        hook.remove()
+    found = []
+    for norm, pointer in outputs:
+        size = norm.get_parameter("weight").numel()
+        weights = [
+            p
+            for module in reading.get(pointer, [])
+            for p in module.parameters(recurse=False)
+            if p.ndim >= 2 and p.shape[-1] == size
+        ]
+        if weights:
+            found.append((norm, weights))
+    return found
+
+
+def norm_offset(norm: nn.Module) -> float:
+    """Return what a norm adds to its weight: 0 or 1."""
+    x = torch.linspace(-1, 2, norm.get_parameter("weight").numel())
+    weight = norm.get_parameter("weight")
+    saved = weight.detach().clone()
+    with torch.no_grad():
+        bias = torch.zeros(()) if getattr(norm, "bias", None) is None else norm.bias
+        weight.zero_()
+        at_zero = (norm(x[None]) - bias).abs().sum()
+        weight.fill_(1)
+        at_one = (norm(x[None]) - bias).abs().sum()
+        weight.copy_(saved)
+    return float((at_zero / (at_one - at_zero)).round())
+
+
+def page(results: dict[str, Any]) -> str:
+    """Return the page about the results, in Markdown."""
+    versions = results["versions"]
+    lines = [
+        "# What the proof of one KV cache sees",
+        "",
+        "`python -m tests.architectures.kv_proof` changes every parameter of the first layer, but those",
+        "of MLP and experts, by N(0, 1) in a small random model, and compares W8A8 of the model with W4A16",
+        "of the changed one. The number is the largest change of K or V in any layer of transformers' own",
+        "model, as a share of its norm. Folded norms (SmoothQuant) leave the model as it is.",
+        "",
+        f"transformers {versions['transformers']}, torch {versions['torch']}.",
+        "",
+        "| architecture | refused | merged | folded norms |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, found in sorted(results["architectures"].items(), key=lambda item: item[0].lower()):
+        changes = [c for c in found if c["parameter"] != FOLD]
+        folded = [c["verdict"] for c in found if c["parameter"] == FOLD] or ["cannot be folded"]
+        refused, merged = (
+            ", ".join(f"{c['parameter']} {c['change']:.2g}" for c in of)
+            for of in (
+                [c for c in changes if c["verdict"] == "refused"],
+                [c for c in changes if c["verdict"] != "refused"],
+            )
+        )
+        lines.append(f"| {name} | {refused} | {merged} | {folded[0]} |")
+    return "\n".join(lines) + "\n"
+
+
+def served() -> list[str]:
+    found = json.loads(SERVED_RESULTS.read_text())["architectures"]
+    return [name for name, one in found.items() if one["outcome"] == SERVED]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("architectures", nargs="*")
+    args = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"architectures": {}}
+    results |= {"argv": ["python", "-m", "tests.architectures.kv_proof"], "versions": describe_versions()}
+    for name in args.architectures or served():
+        with tempfile.TemporaryDirectory() as work:
+            found = list(cells(name, Path(work)))
+        wrong = [cell.parameter for cell in found if not cell.is_right]
+        print(f"{name}: {len(found)} cells" + (f", WRONG: {', '.join(wrong)}" if wrong else ""), flush=True)
+        results["architectures"][name] = [asdict(cell) for cell in found]
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        PAGE.write_text(page(results))
+
+
+if __name__ == "__main__":
+    main()

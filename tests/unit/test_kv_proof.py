@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Whatever changes the cache is refused and folded norms are not: by architecture and parameter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.architectures.kv_proof import FOLD, PAGE, RESULTS, Cell, cells, page, served
+
+FAMILIES = (
+    "ApertusForCausalLM",  # the norm before attention has a name of its own
+    "DeepseekV3ForCausalLM",  # latents, a router with a bias
+    "Gemma3ForCausalLM",  # norms that add one, behind attention too
+    "HunYuanDenseV1ForCausalLM",  # the norms of Q and K have names of their own
+    "StableLmForCausalLM",  # norms with biases, and one for each head
+    "Starcoder2ForCausalLM",  # biases everywhere
+)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[] if name in FAMILIES else [pytest.mark.full]) for name in served()],
+)
+def test_what_changes_the_cache_is_refused_and_folded_norms_are_not(architecture, tmp_path):
+    found = list(cells(architecture, tmp_path))
+    assert any(cell.change > 0.1 for cell in found), "nothing changes the cache"
+    assert any(cell.parameter == FOLD for cell in found) or architecture not in FAMILIES
+    assert [cell for cell in found if not cell.is_right] == []
+
+
+def test_the_page_is_of_the_results_and_the_results_are_of_all_that_is_served():
+    """If not: python -m tests.architectures.kv_proof, with the names of those that are missing."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert PAGE.read_text(encoding="utf-8") == page(results)
+    assert results["architectures"].keys() == {*served()}
+    assert all(Cell(**cell).is_right for found in results["architectures"].values() for cell in found)
