@@ -20,6 +20,7 @@ from benchmarks.decode_quality_tables import layered, trigger
 from benchmarks.serving_tables import (
     disaggregated,
     generation,
+    layers_in_use,
     loaded,
     memory,
     operators,
@@ -204,7 +205,17 @@ def main() -> int:
         merging_memory,
         simulated,
     )
-    servers = (own_cost, watching, switching, starting, loaded, memory, disaggregated, operators)
+    servers = (
+        own_cost,
+        watching,
+        switching,
+        starting,
+        layers_in_use,
+        loaded,
+        memory,
+        disaggregated,
+        operators,
+    )
     quality = (generation, layered, trigger)
     blocks = {f.__name__: f for f in (*functions, *servers, *quality, *speed_tables.BLOCKS)}
     wrong = False

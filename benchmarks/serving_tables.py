@@ -14,6 +14,7 @@ from benchmarks.generation.tables import table
 from benchmarks.table import markdown
 
 RESULTS = Path(__file__).parent / "results"
+HELD = ("w8a8", "w4a16", "shared")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -94,6 +95,18 @@ def starting() -> str:
         for one in starts
     ]
     return markdown(["server", "start", "seconds until it answers", "ms per token, alone"], rows)
+
+
+def layers_in_use() -> str:
+    """MiB of a process that serves a plan, and those of the weights in it, before and after."""
+    runs = read("layers-in-use.json")
+    rows = [
+        [plan, label, f"{found['process_mib']:.0f}", *(f"{found['weights_mib'].get(v, 0):.0f}" for v in HELD)]
+        for plan in next(iter(runs.values()))["plans"]
+        for label, run in runs.items()
+        for found in [run["plans"][plan]]
+    ]
+    return markdown(["plan", "release", "MiB of the process", *(f"weights of {v}" for v in HELD)], rows)
 
 
 def _percent(ratio: float) -> str:

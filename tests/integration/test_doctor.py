@@ -18,11 +18,24 @@ from vllm.platforms import current_platform
 
 from flexquant.doctor.examining import examine
 from flexquant.doctor.findings import Finding
+from flexquant.merge import merge_checkpoints
+from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, engine
 from tests.policies import rules
 from tests.programs import run
 
 LENGTH = ["--max-model-len", "256"]
+LARGE = {
+    "num_layers": 6,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+"""SmolLM2-135M's sizes, but for the number of layers."""
 
 
 @pytest.fixture
@@ -100,22 +113,24 @@ def test_weights_are_those_of_the_checkpoint(merged):
 
 
 @pytest.mark.engine
-def test_weights_are_those_of_the_servers_log(real_merged, tmp_path, caplog):
-    """Of a tied model with a large vocabulary, of whose two variants one has four layers."""
-    (tmp_path / "policy.yaml").write_text(rules('- use: {default: w4a16, layers: {"0-3": w8a8}}'))
+def test_weights_are_those_of_the_servers_log(tmp_path, caplog):
+    """Of a tied model with a large vocabulary: four layers of one variant, and two of another."""
+    made = {name: make_checkpoint(tmp_path / name, scheme=name, **LARGE) for name in ("w8a8", "w4a16")}
+    merge_checkpoints(made, tmp_path / "merged")
+    (tmp_path / "policy.yaml").write_text(rules('- use: {default: w8a8, layers: {"4-5": w4a16}}'))
     policy = json.dumps({"flexquant": {"policy": str(tmp_path / "policy.yaml")}})
-    (weights,) = findings(real_merged, "--additional-config", policy)["weights"]
+    (weights,) = findings(tmp_path / "merged", "--additional-config", policy)["weights"]
     logger = logging.getLogger("vllm.flexquant.model")
     logger.addHandler(caplog.handler)
     caplog.set_level(logging.INFO, logger.name)
     try:
-        with engine(real_merged, str(tmp_path / "policy.yaml"), max_model_len=256):
+        with engine(tmp_path / "merged", str(tmp_path / "policy.yaml"), max_model_len=256):
             pass
     finally:
         logger.removeHandler(caplog.handler)
     (announced,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("FlexQuant ")]
     foretold, logged = mebibytes(weights.text), mebibytes(announced)
-    assert list(foretold) == list(logged) == ["w8a8 layers 0-3", "w4a16 layers 4-29", "shared"]
+    assert list(foretold) == list(logged) == ["w8a8 layers 0-3", "w4a16 layers 4-5", "shared"]
     assert foretold == pytest.approx(logged, rel=0.05)
 
 

@@ -141,6 +141,22 @@ SERVING = (
         ("tests/integration/test_doctor.py::test_weights_are_those_of_the_checkpoint",),
     ),
     Fault(
+        "packed-head-not-foretold",
+        "The doctor leaves out the copy of the lm_head that a CPU's kernels pack.",
+        "flexquant/serving/cpu/embeddings.py",
+        "if not current_platform.is_cpu():",
+        "if current_platform.is_cpu():",
+        ("tests/integration/test_doctor.py::test_weights_are_those_of_the_checkpoint",),
+    ),
+    Fault(
+        "embeddings-packed-for-nothing",
+        "Embeddings that are only looked up keep a second copy on a CPU.",
+        "flexquant/serving/cpu/embeddings.py",
+        "module.cpu_linear = torch.nn.functional.linear",
+        "pass",
+        ("tests/integration/test_weight_memory.py::test_variants_and_what_they_share",),
+    ),
+    Fault(
         "replays-forgotten",
         "A step that is replayed from a FULL graph is not told.",
         "flexquant/serving/forward_pass.py",
