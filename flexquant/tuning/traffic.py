@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from flexquant.checkpoint.layer_ranges import describe_range
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.serving.metric_names import POLICY, SECONDS, SIZE, WEIGHT_BYTES
 
@@ -42,7 +43,7 @@ class Traffic:
     policy: str
     """The name of the policy that routes."""
     variants: Sequence[str]
-    """Those that are loaded."""
+    """Those that are loaded with all layers."""
 
     @property
     def passes(self) -> int:
@@ -86,7 +87,7 @@ def _read_counters(url: str) -> Counters:
         raise FlexQuantError(f"cannot read {page} ({e}); check that vllm serve runs there") from e
     found: dict[tuple[str, ...], float] = defaultdict(float)
     for name, labels, value, *_ in samples:
-        told = (labels.get(key, "") for key in ("plan", "phase", "le", "policy", "variant"))
+        told = (labels.get(key, "") for key in ("plan", "phase", "le", "policy", "variant", "layers"))
         if name.startswith("flexquant:"):
             found[name, *told] += value
     if not found:
@@ -104,6 +105,13 @@ def _check_counted_on(after: Counters, before: Counters, url: str) -> None:
             )
 
 
+def _loaded_whole(ranges: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the variants with all decoder layers of the rank that counts; ``ranges``: theirs, ``0-3``."""
+    ends = [int(end) for _, layers in ranges if layers for end in layers.split("-")]
+    whole = describe_range(range(min(ends), max(ends) + 1)) if ends else ""
+    return [variant for variant, layers in ranges if layers == whole]
+
+
 def _traffic(after: Counters, before: Counters) -> Traffic:
     cumulative: dict[tuple[str, str], dict[float, float]] = defaultdict(dict)
     seconds: dict[tuple[str, str], float] = {}
@@ -111,7 +119,7 @@ def _traffic(after: Counters, before: Counters) -> Traffic:
         if name == f"{SIZE}_bucket":
             cumulative[plan, phase][float(end)] = value
         elif name == f"{SECONDS}_total":
-            seconds[plan, phase] = value - before.get((name, plan, phase, "", "", ""), 0.0)
+            seconds[plan, phase] = value - before.get((name, plan, phase, "", "", "", ""), 0.0)
     for (name, plan, phase, end, *_), value in before.items():
         if name == f"{SIZE}_bucket":
             cumulative[plan, phase][float(end)] -= value
@@ -121,12 +129,12 @@ def _traffic(after: Counters, before: Counters) -> Traffic:
         for (low, below), (high, count) in pairwise([(0.0, 0.0), *sorted(counts.items())])
         if count > below
     ]
-    named = [(policy, name, value) for (name, *_, policy, _), value in after.items()]
+    named = [(policy, name, value) for (name, *_, policy, _, _), value in after.items()]
     return Traffic(
         cells,
         seconds,
         next((policy for policy, name, value in named if name == POLICY and value), "unknown"),
-        [variant for (name, *_, variant) in after if name == WEIGHT_BYTES],
+        _loaded_whole([(variant, layers) for (name, *_, variant, layers) in after if name == WEIGHT_BYTES]),
     )
 
 

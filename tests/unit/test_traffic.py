@@ -68,6 +68,16 @@ def test_the_traffic_since_the_start_is_that_of_all_engines(serve: Serve) -> Non
     assert (traffic.policy, list(traffic.variants)) == ("new", ["w8a8"])
 
 
+def test_a_variant_counts_as_loaded_with_all_layers(serve: Serve) -> None:
+    """Of the last of two pipeline stages, which has the layers from 2 on."""
+    told = {"w8a8": "2-3", "w4a16": "2-5", "fp8": "3-5", "shared": ""}
+    weights = [
+        f'flexquant:weight_bytes{{variant="{name}",layers="{layers}"}} 7' for name, layers in told.items()
+    ]
+    traffic = watch(serve(["\n".join([page((100, 0, 1.0)), *weights, ""])]), 0)
+    assert list(traffic.variants) == ["w4a16"]
+
+
 def test_what_was_served_before_the_watch_is_left_out(serve: Serve) -> None:
     pages = [page((1000, 500, 30.0), (0, 0, 0.0)), page((1060, 540, 31.5), (40, 0, 0.5))]
     traffic = watch(f"{serve(pages)}/v1", 0.01)
