@@ -29,8 +29,8 @@ TUNING = (
         "seconds-since-the-start",
         "The time of passes from before the watch is counted.",
         "flexquant/tuning/traffic.py",
-        'value - before.get((name, plan, phase, "", "", ""), 0.0)',
-        "value",
+        "seconds[plan, phase] = value - before.get(",
+        "seconds[plan, phase] = value - 0 * before.get(",
         (TRAFFIC + "test_what_was_served_before_the_watch_is_left_out",),
     ),
     Fault(
