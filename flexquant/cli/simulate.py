@@ -211,7 +211,7 @@ def _find_policies_and_times(
 
 
 def _kv_cache_tokens(model: ModelShape, device: Device, table: RouteTable, trace: list[Request]) -> int:
-    """Return the tokens of KV cache beside the variants that serving loads: those of the table's plans."""
+    """Return the tokens of KV cache beside the variants of the table's plans, each with all its layers."""
     from flexquant.prediction.predicting import UTILIZATION, kv_cache_tokens
 
     variants = list(dict.fromkeys(variant for plan in table.plans for variant in plan.variants))

@@ -66,8 +66,8 @@ class VariantLoader:
         prefix, name = _split(key)
         return bool(self._takers(prefix, name)) or self._is_compared(prefix, name)
 
-    def _readers_of(self, prefix: str) -> Collection[str]:
-        return self._variants if prefix == SHARED_PREFIX else self._readers.get(prefix, ())
+    def _readers_of(self, prefix: str) -> list[str]:
+        return list(self._variants) if prefix == SHARED_PREFIX else self._readers.get(prefix, [])
 
     def load(self, weights: Iterable[NamedTensor]) -> set[str]:
         """Load all weights; return the names of the parameters, variant's name first.

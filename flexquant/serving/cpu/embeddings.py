@@ -26,13 +26,10 @@ def multiplied(model: nn.Module) -> list[Any]:
 def unpack_the_looked_up(model: nn.Module) -> None:
     """Let go of what vLLM has packed of embeddings that nothing is multiplied with."""
     heads = multiplied(model)
-    for module in model.modules():
-        if (
-            isinstance(module, VocabParallelEmbedding)
-            and module not in heads
-            and hasattr(module, "cpu_linear")
-        ):
-            module.cpu_linear = torch.nn.functional.linear
+    embeddings: list[Any] = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    for embedding in embeddings:
+        if embedding not in heads and hasattr(embedding, "cpu_linear"):
+            embedding.cpu_linear = torch.nn.functional.linear
 
 
 def to_be_packed(model: nn.Module) -> list[Any]:

@@ -152,7 +152,7 @@ SERVING = (
         "embeddings-packed-for-nothing",
         "Embeddings that are only looked up keep a second copy on a CPU.",
         "flexquant/serving/cpu/embeddings.py",
-        "module.cpu_linear = torch.nn.functional.linear",
+        "embedding.cpu_linear = torch.nn.functional.linear",
         "pass",
         ("tests/integration/test_weight_memory.py::test_variants_and_what_they_share",),
     ),
