@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,6 +30,8 @@ from tests.policies import LAYERED_DECODE
 
 KEY = "a key"
 ADMIN = "an administrator's key"
+LONG = 1900
+"""Tokens of an answer that goes on until its client goes away."""
 TRACE = bytes(range(16))
 """The trace that callers have begun."""
 BOMB = "\n".join(
@@ -53,7 +57,7 @@ class Changed(NamedTuple):
     taken: dict[str, Any]
     """What the server said of one that it took, while it answered."""
     answers: list[int]
-    """Tokens of the answers that it gave meanwhile."""
+    """Tokens that had come of the answers that it was giving meanwhile, when their clients went away."""
     status: dict[str, Any]
     metrics: list[Metrics]
     passes: list[dict[str, Any]]
@@ -213,32 +217,49 @@ def change_policies(root: str, client: OpenAI, trace: Path, folder: Path, scrape
         apply_policy(root, load_policy("fp8-phase-batch"))
     dry_run = apply_policy(f"{root}/v1", load_policy(own), dry_run=True)
     after_refusals = get_status(root, f"Bearer {KEY}")[1]
-    before = len(trace.read_text().splitlines())
+    before, tokens, enough = lines(trace), [0, 0, 0], Event()
 
-    def complete(number: int) -> int:
-        reply = client.completions.create(
+    def complete(number: int) -> None:
+        with client.completions.create(
             model="tiny",
             prompt=list(range(10, 30 + number)),
-            max_tokens=60,
-            extra_body={"ignore_eos": True},
+            max_tokens=LONG,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
             stream=True,
-            stream_options={"include_usage": True},
-        )
-        *_, last = reply
-        return last.usage.completion_tokens
+        ) as chunks:
+            for chunk in chunks:
+                tokens[number] += len(chunk.choices[0].token_ids or ())
+                if enough.is_set():
+                    break
 
     with ThreadPoolExecutor(3) as pool:
         under_way = [pool.submit(complete, number) for number in range(3)]
-        while len(trace.read_text().splitlines()) < before + 8:
-            assert not all(future.done() for future in under_way)
-        taken = apply_policy(root, load_policy(own))
-        answers = [future.result() for future in under_way]
+        try:
+            wait(lambda: min(tokens) > 4, under_way)
+            taken = apply_policy(root, load_policy(own))
+            told = lines(trace)
+            wait(lambda: lines(trace) > told + 100, under_way)
+        finally:
+            enough.set()
+        for future in under_way:
+            future.result()
+    while any(value for (name, _), value in scrape(root).items() if name == "vllm:num_requests_running"):
+        time.sleep(0.1)
     status = get_status(root, f"Bearer {KEY}")[1]
     metrics = [scrape(root) for _ in range(scrapes)]
     passes = [json.loads(line) for line in trace.read_text().splitlines()][before:]
-    return Changed(
-        codes, str(refused.value), after_refusals, dry_run, taken, answers, status, metrics, passes
-    )
+    return Changed(codes, str(refused.value), after_refusals, dry_run, taken, tokens, status, metrics, passes)
+
+
+def lines(trace: Path) -> int:
+    return len(trace.read_text().splitlines())
+
+
+def wait(reached: Callable[[], bool], under_way: list[Future[None]]) -> None:
+    """Wait for something that answers bring about which go on until they are told to end."""
+    while not reached():
+        assert not any(future.done() for future in under_way)
+        time.sleep(0.01)
 
 
 def labelled(*labels: tuple[str, str]) -> frozenset[tuple[str, str]]:

@@ -29,7 +29,17 @@ from flexquant.serving.metric_names import (
     TOKENS,
     WEIGHT_BYTES,
 )
-from tests.integration.live_server import ADMIN, KEY, TRACE, Served, ask_all, labelled, plugin_routes, traced
+from tests.integration.live_server import (
+    ADMIN,
+    KEY,
+    LONG,
+    TRACE,
+    Served,
+    ask_all,
+    labelled,
+    plugin_routes,
+    traced,
+)
 from tests.integration.otlp_collector import otlp_collector
 
 pytestmark = pytest.mark.engine
@@ -42,7 +52,7 @@ def served(request: pytest.FixtureRequest, tiny_merged: Any, tmp_path_factory: A
     merged: Path = tiny_merged() / "merged"
     trace: Path = tmp_path_factory.mktemp("metrics") / "routes.jsonl"
     options = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace), "requests": True}})
-    arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
+    arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "2048"]
     arguments += ["--api-server-count", str(request.param), "--served-model-name", "tiny"]
     arguments += ["--api-key", KEY]
     with otlp_collector() as collector, plugin_routes(), traced():
@@ -175,7 +185,7 @@ def test_what_is_no_policy_and_what_cannot_be_served_changes_nothing(served: Ser
 
 def test_another_policy_is_taken_between_two_passes_of_the_requests_under_way(served: Served) -> None:
     changed = served.changed
-    assert changed.answers == [60, 60, 60]
+    assert all(0 < tokens < LONG for tokens in changed.answers)
     (place,) = [i for i, record in enumerate(changed.passes) if "policy" in record]
     assert changed.passes[place]["plans"] == {
         "w8a8": ["w8a8"] * 4,
@@ -183,9 +193,8 @@ def test_another_policy_is_taken_between_two_passes_of_the_requests_under_way(se
     }
     plans = [{p["plan"] for p in part if p["phase"] == "decode"} for part in split(changed.passes, place)]
     assert plans == [{"w4a16"}, {"w8a8+w4a16[0]"}]
-    assert sum(p["scheduled_tokens"] for p in changed.passes if "phase" in p) == sum(
-        20 + n + 59 for n in range(3)
-    )
+    last, first = changed.passes[place - 1], changed.passes[place + 1]
+    assert last["requests"] == first["requests"] and len(first["requests"]) == 3
 
 
 def split(records: list[Any], place: int) -> tuple[list[Any], list[Any]]:
