@@ -26,7 +26,6 @@ from flexquant.checkpoint.writer import (
 from flexquant.errors import FlexQuantError
 from flexquant.merge.card import make_card
 from flexquant.merge.merge_plan import MergePlan, plan_merge
-from flexquant.merge.rescaling import find_rescaled
 from flexquant.policy.choose import choose_policy
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import SCHEMA, load_policy
@@ -77,7 +76,7 @@ def merge_checkpoints(
             },
             shared_modules=plan.shared_modules,
             mixable=tuple(map(tuple, kv.mixable)),
-            rescaled=find_rescaled(plan.sources),
+            rescaled=tuple(kv.rescaled),
             policy=_default_policy(policy, names, plan.num_layers, kv.mixable),
             kv_compatibility=kv.to_json(),
         )

@@ -75,6 +75,8 @@ class KVReport:
     """Why layers of some variants cannot be mixed, a sentence for each pair compared; empty when all can."""
     mixable: list[list[str]] = field(default_factory=list)
     """Groups of variants whose layers can be mixed; a variant that was not compared is alone."""
+    rescaled: list[str] = field(default_factory=list)
+    """Variants of which a linear is scaled or turned against the first one's: no LoRA adapter fits both."""
     worst: dict[str, JsonObject] = field(default_factory=dict)
     """Projection -> where its statistic came closest to its bound: variant, layer, errors and bounds."""
 
@@ -124,23 +126,23 @@ def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None 
     report = KVReport(mixable=[[source.name] for source in sources])
     if len(sources) < 2:
         return report
-    skeleton = build_skeleton(sources[0])
-    reference = VariantWeights(sources[0], skeleton)
-    layers = range(reference.num_layers)
-    different_streams = [reference]
-    layers_done, layers_in_all = 0, len(layers) * (len(sources) - 1)
     with workers() as pool:
+        skeleton = pool.submit(build_skeleton, sources[0]).result()
+        reference = VariantWeights(sources[0], skeleton)
+        layers = range(reference.num_layers)
+        different_streams = [reference]
+        layers_done, layers_in_all = 0, len(layers) * (len(sources) - 1)
         for source in sources[1:]:
             variant = VariantWeights(source, skeleton)
             pair = Pair(variant, reference, skeleton)
             if difference := pair.cache_and_basis_difference(pool):
-                report.message = pair.refusal(difference)
-                return report
+                return _refuse(report, sources, pair.refusal(difference))
             for layer, found in enumerate(pool.map(pair.compare_layer, layers)):
                 _note(report, pair, layer, found)
+                if found.rescaled and source.name not in report.rescaled:
+                    report.rescaled.append(source.name)
                 if found.cache_difference:
-                    report.message = pair.refusal(found.cache_difference)
-                    return report
+                    return _refuse(report, sources, pair.refusal(found.cache_difference))
                 layers_done += 1
                 if progress is not None:
                     progress(layers_done, layers_in_all)
@@ -157,6 +159,12 @@ def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None 
                 report.residual_messages.append(pair.residual_message)
             else:
                 different_streams.append(variant)
+    return report
+
+
+def _refuse(report: KVReport, sources: Sequence[Source], message: str) -> KVReport:
+    """Write down why sharing is refused; what was not compared counts as rescaled."""
+    report.message, report.rescaled = message, [source.name for source in sources[1:]]
     return report
 
 

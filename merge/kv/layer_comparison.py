@@ -39,6 +39,8 @@ from flexquant.merge.kv.variant_weights import VariantWeights
 
 LATENT_UP = "kv_b_proj"
 """Expands multi-head latent attention's cache. vLLM's attention layer holds it, which all variants share."""
+RESCALED = 0.1
+"""Inputs or rows of a matrix that are off by more, in the median, are scaled; GPTQ moves its worst row so."""
 LEAST_COLUMN = 0.1
 """A column of a matrix counts at least this share of the mean, however small its inputs were."""
 RowsCached = dict[tuple[str, ...], dict[str, torch.Tensor]]
@@ -62,6 +64,8 @@ class LayerComparison:
         """Why the variants cannot share a cache; empty when nothing was found against it."""
         self.residual_difference = ""
         """Why plans cannot mix the variants' layers; empty when nothing was found against it."""
+        self.rescaled = rotation is not None
+        """Whether a matrix takes other inputs or gives other outputs than the reference's, after a fold."""
         self._skeleton, self._layer, self._rotation, self._known_rows = skeleton, layer, rotation, known_rows
         self._weights = weights
         self._tensors = (weights[0].layer(layer), weights[1].layer(layer))
@@ -156,6 +160,7 @@ class LayerComparison:
         size = size.clamp_min(LEAST_COLUMN * float(size.mean()))
         columns = (factors * size, size)
         if not is_experts(name):
+            self.rescaled |= bool((factors - 1).abs().median() > RESCALED)
             return self._compare_rows(name, columns)
         experts = [of.experts.get(name, {}) for of in self._tensors]
         for expert, modules, agreement in compare_experts(
@@ -185,6 +190,7 @@ class LayerComparison:
         if not sample:
             return None
         sums, numbers = self._sums(name, sample, columns), row_numbers(sample)
+        self.rescaled |= bool((sums.rows.gains() - 1).abs().median() > RESCALED)
         agreement, gains = judge(sums, None, OUTPUT_NOISE_FACTOR, ROW_GAIN, numbers), None
         if not agreement.agrees:
             gains = self._cancelling_gains(name, others, columns)

@@ -61,6 +61,8 @@ def run_pass(
         else:
             answered = _detached(answer_at_random(name, module, forward, args))
         seen.answers[point] = answered
+        if isinstance(answered, torch.Tensor):
+            answered = answered.clone()  # layers add to it in place
         factors = None if gains is None else gains(point, x)
         if factors is not None:
             answered = answered * factors

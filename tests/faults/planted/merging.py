@@ -148,9 +148,9 @@ MERGING = (
     Fault(
         "rescaled-linears-not-noted",
         "LoRA adapters are added to variants whose layers take other inputs than those it was trained on.",
-        "merge/rescaling.py",
-        "if float((gains - 1).abs().median()) > BOUND:",
-        "if False:",
+        "merge/kv/layer_comparison.py",
+        "self.rescaled |= bool((factors - 1).abs().median() > RESCALED)",
+        "pass",
         ("tests/unit/test_rescaling.py::test_a_variant_whose_linears_take_other_inputs_is_noted",),
     ),
     Fault(
