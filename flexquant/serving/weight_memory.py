@@ -23,7 +23,7 @@ from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.serving.expert_layers import expert_layers, expert_weights
 from flexquant.serving.linear_kernels import linear_sizes
-from flexquant.serving.vllm_api import CPUDNNLGEMMHandler, LinearBase
+from flexquant.serving.vllm_api import AttentionLayerBase, CPUDNNLGEMMHandler, LinearBase
 
 WEIGHT = re.compile(r"(w13_|w2_)?weight(_packed)?$")
 """Names of the parameters that a kernel may take away; those of experts begin with ``w13_`` and ``w2_``."""
@@ -101,6 +101,9 @@ class WeightMemory:
 
     def _held(self, module: nn.Module) -> Iterator[Piece]:
         """Yield the memory of one module's own weights."""
+        own = module.parameters(recurse=False)
+        if isinstance(module, AttentionLayerBase) and any(p.is_meta for p in own):
+            return  # scales of the KV cache, which vLLM lets go once it has loaded them
         parameters = {name: p for name, p in module.named_parameters(recurse=False) if p.numel()}
         packed = list(packed_for_cpu(module))
         for tensor in (*parameters.values(), *(p for p in packed if isinstance(p, torch.Tensor))):
