@@ -8,7 +8,10 @@ from collections.abc import Iterator
 
 import torch
 
+from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor, same_bytes
 from flexquant.merge.kv.agreement import OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, Agreement, judge
+from flexquant.merge.kv.all_else import ARITHMETIC, ROUNDING, excess
+from flexquant.merge.kv.dequantize import FLOAT_DTYPES
 from flexquant.merge.kv.sampling import row_numbers, sample_rows
 from flexquant.merge.kv.sums import MatrixSums, sum_products
 from flexquant.merge.kv.variant_weights import Experts, VariantWeights
@@ -40,6 +43,25 @@ def compare_experts(
                 agreement = _judge(weights, modules, turn, given, LEAST_ROWS)
             yield f"{number}.{name}", modules, agreement
         turn += 1
+
+
+def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | None) -> bool:
+    """Whether two tensors [experts, out, in] or [experts, in, out] are equal but for ``factors`` [in].
+
+    Without factors, or where all of them are 1, their bytes have to be equal.
+    """
+    if factors is None or bool(((factors - 1).abs() < ARITHMETIC).all()):
+        return same_bytes(a, b)
+    if a.shape != b.shape or a.dtype not in FLOAT_DTYPES or b.dtype not in FLOAT_DTYPES:
+        return False
+    last = a.shape[-1] == len(factors)
+    rounding = 2.0 ** -min(FLOAT_DTYPES[a.dtype], FLOAT_DTYPES[b.dtype])
+    for expert in range(a.shape[0]):
+        x, y = (load_tensor(ref, [range(expert, expert + 1)]).float() for ref in (a, b))
+        x *= factors if last else factors[:, None]
+        if excess(x, y, rounding * y.abs() / ROUNDING) > 1:
+            return False
+    return True
 
 
 def _compare_down(

@@ -30,7 +30,7 @@ from flexquant.merge.kv.agreement import (
     unexplained_gains,
 )
 from flexquant.merge.kv.all_else import ROUNDING, changed, column_factors, excess, explain_difference
-from flexquant.merge.kv.expert_comparison import Columns, compare_experts
+from flexquant.merge.kv.expert_comparison import Columns, compare_experts, equal_but_for_columns
 from flexquant.merge.kv.layer_pass import LayerPass, cut_off, rows_cached, run_pass
 from flexquant.merge.kv.sampling import row_numbers, sample_rows
 from flexquant.merge.kv.skeleton import Skeleton, is_experts, is_linear, shape_of
@@ -162,12 +162,23 @@ class LayerComparison:
         if not is_experts(name):
             self.rescaled |= bool((factors - 1).abs().median() > RESCALED)
             return self._compare_rows(name, columns)
+        self._compare_fused(name, factors)
         experts = [of.experts.get(name, {}) for of in self._tensors]
         for expert, modules, agreement in compare_experts(
             self._weights, (experts[0], experts[1]), self._layer, columns
         ):
             self._note(f"{name}.{expert}", modules, agreement, cached=False)
         return None
+
+    def _compare_fused(self, name: str, factors: torch.Tensor) -> None:
+        """Compare tensors of all experts, in 16 bits; ``factors`` [in] are of what experts are given."""
+        a, b = (of.fused.get(name, {}) for of in self._tensors)
+        for own, ref in b.items():
+            given = factors if len(ref.shape) == 3 and not own.startswith("down") else None
+            if own not in a or not equal_but_for_columns(a[own], ref, given):
+                self._refuse(
+                    f"'{ref.name}' differs by more than rounding; leave experts in 16 bits as they are"
+                )
 
     def _compare_rows(self, name: str, columns: Columns) -> torch.Tensor | None:
         """Compare rows of a matrix, as ``_compare_matrix`` does: those that reach the cache, and a sample."""

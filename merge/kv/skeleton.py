@@ -23,7 +23,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from flexquant.checkpoint.model_config import JsonObject
 
@@ -85,11 +85,19 @@ class Skeleton:
         self._see_calls()
         conversions = get_model_conversion_mapping(self._model)
         self._renamings = [change for change in conversions if isinstance(change, WeightRenaming)]
+        self._converters = [change for change in conversions if isinstance(change, WeightConverter)]
 
     def rename(self, layer: int, name: str) -> str:
         """Return the name in transformers' layer of a parameter with this published name in it."""
         stack = f"layers.{layer}."
         return rename_source_key(stack + name, self._renamings, [])[0].removeprefix(stack)
+
+    def fused_experts(self, layer: int, name: str) -> tuple[str, str] | None:
+        """Return the module and parameter that a tensor of all experts becomes; None for other tensors."""
+        stack = f"layers.{layer}."
+        renamed, _ = rename_source_key(stack + name, self._renamings, self._converters)
+        holder, _, parameter = renamed.removeprefix(stack).rpartition(".")
+        return (holder, parameter) if is_experts(holder) and holder in self._matrices[layer] else None
 
     def matrices(self, layer: int) -> Mapping[str, nn.Module]:
         """Return the Linears of a layer, and what else multiplies with a matrix, by name in the layer."""

@@ -47,6 +47,8 @@ class LayerTensors:
     """What else the layer computes with, by its name in transformers' layer."""
     experts: dict[str, Experts] = field(default_factory=dict)
     """By the name in transformers' layer of what holds them."""
+    fused: dict[str, dict[str, TensorRef]] = field(default_factory=dict)
+    """Tensors that hold a matrix of all experts, by module and parameter in transformers' layer."""
     unread: dict[str, TensorRef] = field(default_factory=dict)
     """What transformers' layer does not read, by published name."""
 
@@ -166,7 +168,10 @@ class VariantWeights:
             is_read = True
             experts = tensors.experts.setdefault(expert["experts"], {})
             experts.setdefault(expert["number"], {})[expert["matrix"]] = module
-        if not is_read:
+        fused = self._skeleton.fused_experts(layer, local)
+        if not is_read and fused is not None:
+            tensors.fused.setdefault(fused[0], {})[fused[1]] = ref
+        elif not is_read:
             tensors.unread[name] = ref
 
     def _check_complete(self, layer: int) -> None:
