@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy
+from functools import cached_property
 from threading import local
 from typing import Any, TypeGuard
 
@@ -24,6 +25,7 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedMode
 from transformers.cache_utils import DynamicCache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.initialization import no_init_weights
 
 from flexquant.checkpoint.model_config import JsonObject
 
@@ -65,7 +67,7 @@ class Skeleton:
         """Whether it is another model, whose norms may do otherwise with their weights."""
         written = {key: value for key, value in config.items() if key != "quantization_config"}
         self._config: PretrainedConfig = AutoConfig.for_model(**written).get_text_config()
-        with _parameters_on_meta():
+        with _parameters_on_meta(), no_init_weights():
             self._model: PreTrainedModel = AutoModel.from_config(
                 self._config, dtype=torch.float32, attn_implementation="eager"
             )
@@ -83,19 +85,18 @@ class Skeleton:
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._cache = Written(self._config)
         self._see_calls()
-        conversions = get_model_conversion_mapping(self._model)
-        self._renamings = [change for change in conversions if isinstance(change, WeightRenaming)]
-        self._converters = [change for change in conversions if isinstance(change, WeightConverter)]
 
     def rename(self, layer: int, name: str) -> str:
         """Return the name in transformers' layer of a parameter with this published name in it."""
+        if name in self._parameters[layer] or name.removesuffix(".weight") in self._matrices[layer]:
+            return name
         stack = f"layers.{layer}."
-        return rename_source_key(stack + name, self._renamings, [])[0].removeprefix(stack)
+        return rename_source_key(stack + name, self._conversions[0], [])[0].removeprefix(stack)
 
     def fused_experts(self, layer: int, name: str) -> tuple[str, str] | None:
         """Return the module and parameter that a tensor of all experts becomes; None for other tensors."""
         stack = f"layers.{layer}."
-        renamed, _ = rename_source_key(stack + name, self._renamings, self._converters)
+        renamed, _ = rename_source_key(stack + name, *self._conversions)
         holder, _, parameter = renamed.removeprefix(stack).rpartition(".")
         return (holder, parameter) if is_experts(holder) and holder in self._matrices[layer] else None
 
@@ -144,6 +145,13 @@ class Skeleton:
     def hidden(self, layer: int) -> torch.Tensor:
         """Return random hidden states for a layer, of size 1, the same at every call."""
         return random(f"layer {layer}", (1, TOKENS, self._config.hidden_size))
+
+    @cached_property
+    def _conversions(self) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+        """What transformers does to published names and tensors when it loads them."""
+        found = get_model_conversion_mapping(self._model)
+        renamings = [change for change in found if isinstance(change, WeightRenaming)]
+        return renamings, [change for change in found if isinstance(change, WeightConverter)]
 
     def _see_calls(self) -> None:
         """Run the model once, with parameters of ones, and keep the arguments of every layer."""

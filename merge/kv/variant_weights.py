@@ -168,10 +168,11 @@ class VariantWeights:
             is_read = True
             experts = tensors.experts.setdefault(expert["experts"], {})
             experts.setdefault(expert["number"], {})[expert["matrix"]] = module
-        fused = self._skeleton.fused_experts(layer, local)
-        if not is_read and fused is not None:
+        if is_read:
+            return
+        if (fused := self._skeleton.fused_experts(layer, local)) is not None:
             tensors.fused.setdefault(fused[0], {})[fused[1]] = ref
-        elif not is_read:
+        else:
             tensors.unread[name] = ref
 
     def _check_complete(self, layer: int) -> None:

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """K and V are compared to the last row at every size; what changes a whole projection is found in a sample.
 
-The sizes go past those of a sample: at 128 and 576 every row is compared, at 1024 one in two, at 2048 one in
-four, and at 4096 one in eight, the fewest there are.
+The sizes go past those of a sample: at 128 every row is compared, at 576 one in four, at 1024 one in eight,
+and from 2048 on one in sixteen, the fewest there are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.checkpoints import StateDict, make_checkpoint, quantise_int4, quantis
 from tests.unit.edits import in_float32, rotate_residual
 from tests.unit.full_merge import compare_and_refuse
 
-SIZES = {128: 1, 576: 1, 1024: 2, 2048: 4, 4096: 8}
+SIZES = {128: 1, 576: 4, 1024: 8, 2048: 16, 4096: 16}
 """hidden size -> one block in so many is compared."""
 LARGE = 4096
 HEAD_DIM, KV_HEADS, HEADS, TOKENS = 32, 2, 4, 64
@@ -201,7 +201,7 @@ def test_an_output_of_another_model_is_refused(tmp_path, hidden, writer, fault):
 
 
 def many_heads(tmp_path: Path, edit: Edit) -> KVReport:
-    """Compare K and V of 4096 rows: were they sampled, one row in eight would be compared."""
+    """Compare K and V of 4096 rows: were they sampled, one row in sixteen would be compared."""
     return compare(tmp_path, 128, edit, kv_heads=128)
 
 
@@ -256,11 +256,11 @@ def test_neighbouring_layers_compare_other_rows(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 512, 1023, 1024, 1040, 2048, 4100, 8192, 28672])
 def test_samples_are_as_large_as_said_and_together_all(count):
-    every = max(1, min(8, count // 512))
+    every = max(1, min(16, count // 128))
     samples = [row_numbers(sample_rows(count, turn)) for turn in range(every)]
     assert sorted(torch.cat(samples).tolist()) == list(range(count))
     for sample in samples:
-        assert len(sample) >= min(count, max(512, count // 8) - BLOCK_ROWS)
+        assert len(sample) >= min(count, max(128, count // 16) - BLOCK_ROWS)
         edges = torch.cat([torch.tensor([-1]), sample, torch.tensor([count])])
         assert int(edges.diff().max()) - 1 <= BLOCK_ROWS * (every - 1)
 
