@@ -91,7 +91,7 @@ test-faults: .venv/serve/.done .venv/quantize/.done
 lint: .venv/serve/.done
 	$(SERVE)/ruff check .
 	$(SERVE)/ruff format --check .
-	rm -rf build/typecheck && $(SERVE)/pip install --quiet --no-deps --target build/typecheck .
+	rm -rf build && $(SERVE)/pip install --quiet --no-deps --target build/typecheck .
 	$(SERVE)/mypy build/typecheck/flexquant
 
 check-vllm: .venv/serve/.done
