@@ -26,6 +26,9 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NAME_SHOWN = 80
 """Characters of a name that is none."""
 
+UNBOUNDED = "time_step_limit"
+"""The key of a state-space model's config that transformers writes Infinity for."""
+
 
 def check_folder(folder: Path) -> None:
     """Raise FlexQuantError unless ``folder`` is a folder."""
@@ -64,10 +67,11 @@ def confined_file(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> JsonObject:
-    """Return the JSON object in a file; raise FlexQuantError when it is not one, or holds NaN or Infinity."""
+    """Return the JSON object in a file; raise FlexQuantError when it is none or holds NaN."""
     try:
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text, parse_constant=_number, parse_float=_number)
+        content = json.loads(text)
+        check_finite(content)
         if "\\ud" in text.lower():  # raises ValueError for half of a character
             json.dumps(content, ensure_ascii=False).encode()
     except OSError as e:
@@ -123,11 +127,18 @@ def read_tensors(folder: Path) -> dict[str, TensorRef]:
     return tensors
 
 
-def _number(text: str) -> float:
-    """Return a number with a point or exponent; raise ValueError for NaN, Infinity and what is as large."""
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no number in JSON")
-    return number
+def check_finite(content: object, key: str = "") -> None:
+    """Raise ValueError for NaN and infinite numbers, which JSON lacks, but for Infinity below UNBOUNDED."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            check_finite(value, name)
+    elif isinstance(content, list):
+        for value in content:
+            check_finite(value, key)
+    elif content == math.inf and key == UNBOUNDED:
+        return
+    elif isinstance(content, float) and not math.isfinite(content):
+        raise ValueError(f"{json.dumps(content)} is no number in JSON")
 
 
 def _may_link(root: Path, target: Path) -> bool:

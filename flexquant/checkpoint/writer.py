@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE
+from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, check_finite
 from flexquant.checkpoint.output import sync
 from flexquant.checkpoint.safetensors_io import METADATA_KEY, TensorRef, read_chunks
 
@@ -145,7 +145,8 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    check_finite(content)
+    text = json.dumps(content, indent=2, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 

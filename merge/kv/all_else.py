@@ -110,4 +110,4 @@ def excess(x: torch.Tensor, expected: torch.Tensor, effect: torch.Tensor | float
     x, expected = x.float(), expected.float()
     arithmetic = ARITHMETIC * (expected.abs() + expected.abs().mean())
     allowed = (ROUNDING * effect + arithmetic).clamp_min(1e-30)
-    return float(((x - expected).abs() / allowed).max())
+    return float(((x - expected).abs() / allowed).nan_to_num(nan=torch.inf).max())

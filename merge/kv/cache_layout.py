@@ -13,7 +13,8 @@ from flexquant.checkpoint.safetensors_io import same_bytes
 from flexquant.checkpoint.source import Source
 from flexquant.merge.kv.variant_weights import CACHE_SCALE
 
-CACHE_TRANSFORMS = ("k_cache", "q_attn")  # compressed_tensors.transform.TransformLocation
+CACHE_TRANSFORMS = ("k_cache", "q_attn", "input", "output")
+"""Locations (compressed_tensors.transform.TransformLocation) of what is applied at run time."""
 
 
 def rotation_difference(variant: Source, reference: Source) -> str:

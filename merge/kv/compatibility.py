@@ -16,11 +16,11 @@ multiplied out, so that a legitimate fold cancels. Gradients tell which rows rea
 rotations at run time are compared as they are (`cache_layout`); what expands the latents of multi-head latent
 attention has to be equal, and so has what no layer of transformers reads. A checkpoint whose whole residual
 stream is rotated (QuaRot, SpinQuant's R1) keeps K and V but not their matrices: the rotation is found from
-the embeddings (`residual_basis`) and undone, and its layers are compared up to the cache.
+the embeddings (`residual_basis`) and undone, and its layers are compared up to the cache, and no further.
 
-What forbids what. A row that reaches the cache, a parameter, a matrix in 16 bits that differ: no sharing.
-Nor is anything shared where a matrix differs by more than quantising ever does (`ERROR_CAP`), since the
-layers behind it then cache something else. Any other matrix that differs by more than noise only forbids
+What forbids what. No cache is shared where a row that reaches it differs, or a parameter, or a matrix in
+16 bits, or what all layers compute with; nor where a matrix differs by more than quantising ever does
+(`ERROR_CAP`, `OF_ANOTHER`), since the layers behind it then cache something else. Any other matrix that differs by more than noise only forbids
 layered plans, as another residual basis does. Every row that reaches the cache is compared, of the rest a
 sample: `sampling` says which, and what that can miss.
 

@@ -54,6 +54,8 @@ def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | No
         return same_bytes(a, b)
     if a.shape != b.shape or a.dtype not in FLOAT_DTYPES or b.dtype not in FLOAT_DTYPES:
         return False
+    if len(factors) not in a.shape[1:]:
+        return False
     last = a.shape[-1] == len(factors)
     rounding = 2.0 ** -min(FLOAT_DTYPES[a.dtype], FLOAT_DTYPES[b.dtype])
     for expert in range(a.shape[0]):

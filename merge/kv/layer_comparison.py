@@ -31,7 +31,7 @@ from flexquant.merge.kv.agreement import (
 )
 from flexquant.merge.kv.all_else import ROUNDING, changed, column_factors, excess, explain_difference
 from flexquant.merge.kv.expert_comparison import Columns, compare_experts, equal_but_for_columns
-from flexquant.merge.kv.layer_pass import LayerPass, cut_off, rows_cached, run_pass
+from flexquant.merge.kv.layer_pass import CALL, LayerPass, cut_off, rows_cached, run_pass
 from flexquant.merge.kv.sampling import row_numbers, sample_rows
 from flexquant.merge.kv.skeleton import Skeleton, is_experts, is_linear, shape_of
 from flexquant.merge.kv.sums import MatrixSums, sum_products
@@ -40,11 +40,13 @@ from flexquant.merge.kv.variant_weights import VariantWeights
 LATENT_UP = "kv_b_proj"
 """Expands multi-head latent attention's cache. vLLM's attention layer holds it, which all variants share."""
 RESCALED = 0.1
-"""Inputs or rows of a matrix that are off by more, in the median, are scaled; GPTQ moves its worst row so."""
+"""A matrix is rescaled if the median factor of its inputs or rows is off by more: GPTQ moves single rows so."""
+OF_ANOTHER = 2.0
+"""A matrix whose error is so many times the allowed one is of another model: GPTQ reaches half of it once."""
 LEAST_COLUMN = 0.1
 """A column of a matrix counts at least this share of the mean, however small its inputs were."""
-RowsCached = dict[tuple[str, ...], dict[str, torch.Tensor]]
-"""Names of the matrices in a layer -> `rows_cached` of such a layer."""
+RowsCached = dict[object, dict[str, torch.Tensor]]
+"""Names and shapes of the matrices in a layer -> `rows_cached` of such a layer."""
 
 
 class LayerComparison:
@@ -85,11 +87,16 @@ class LayerComparison:
             return self
         seen = self._run(self._parameters[0], gains=self._compare_matrix, rotation=self._rotation)
         for name, matrix in self._skeleton.matrices(self._layer).items():
-            if self._rotation is None and name not in seen.inputs and not is_experts(name):
+            if self._rotation is not None or name in seen.inputs:
+                continue
+            if is_experts(name):
+                self._refuse(f"layer {self._layer} {name} is not reached by transformers' own layer")
+            else:
                 ones = torch.ones(shape_of(matrix)[1], dtype=torch.float32)
                 self._compare_rows(name, (ones, ones))
         seen = replace(seen, inputs=self._given)
-        steps = self._weights[0].rounding_steps(self._layer)
+        a, b = (of.rounding_steps(self._layer) for of in self._weights)
+        steps = {name: max(a[name], b[name]) for name in a}
         self._compare_beside_matrices(steps)
         if difference := explain_difference(seen, self._seen, self._run, self._parameters, steps):
             self.cache_difference = f"layer {self._layer} {difference}"
@@ -99,7 +106,7 @@ class LayerComparison:
         """Compare byte for byte what no pass reads, and what expands a latent cache."""
         unread = [of.unread for of in self._tensors]
         for name in sorted(unread[0].keys() | unread[1].keys()):
-            if not _equal(unread[0].get(name), unread[1].get(name)):
+            if not equal(unread[0].get(name), unread[1].get(name)):
                 self._refuse(
                     f"'{name}' is not equal in both, and the layer as transformers builds it does not read "
                     "it, so what it does to the cache is not known"
@@ -107,7 +114,7 @@ class LayerComparison:
         if self._skeleton.stands_in:
             parameters = [of.parameters for of in self._tensors]
             for name, ref in sorted(parameters[1].items()):
-                if not _equal(parameters[0].get(name), ref):
+                if not equal(parameters[0].get(name), ref):
                     self._refuse(
                         f"'{ref.name}' is not equal in both, and what the model does with it is not known, "
                         "since the installed transformers cannot build it; update transformers, or quantise "
@@ -116,7 +123,7 @@ class LayerComparison:
         for matrix in self._skeleton.matrices(self._layer):
             if matrix.endswith(LATENT_UP):
                 a, b = (of.stored(self._layer, matrix) for of in self._weights)
-                if a.keys() != b.keys() or not all(_equal(a[name], b[name]) for name in a):
+                if a.keys() != b.keys() or not all(equal(a[name], b[name]) for name in a):
                     self._refuse(
                         f"layer {self._layer} {matrix}, which expands the cached latent for all variants at "
                         f"once, is not the same in both; keep it in 16 bits in all ('re:.*{LATENT_UP}$' "
@@ -135,7 +142,8 @@ class LayerComparison:
 
     def _run_reference(self) -> tuple[LayerPass, dict[str, torch.Tensor]]:
         """Return a pass of the reference, and which rows of its matrices reach the cache."""
-        kind = tuple(self._skeleton.matrices(self._layer))
+        matrices = self._skeleton.matrices(self._layer)
+        kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
         known = self._known_rows.get(kind)
         seen = run_pass(
             self._skeleton, self._layer, self._parameters[1], with_gradients=known is None, **self._options
@@ -150,6 +158,7 @@ class LayerComparison:
     def _compare_matrix(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
         """Compare a matrix that is given ``x`` [tokens, in]; return factors of rows that cancel, [out]."""
         expected = self._seen.inputs[name]
+        name = name.partition(CALL)[0]
         factors = column_factors(x, expected)
         if self._rotation is not None and excess(x, factors * expected) > 1:
             x = x @ self._rotation.T
@@ -186,6 +195,8 @@ class LayerComparison:
         out = shape_of(matrices[name])[0]
         modules = (self._tensors[0].matrices[name], self._tensors[1].matrices[name])
         cached = self._rows.get(name, torch.zeros(out, dtype=torch.bool))
+        if self._skeleton.stands_in and name in self._rows:  # its rows may lie in another order
+            cached = torch.ones_like(cached)
         if rows := _ranges(cached):
             width = next(iter(self._seen.results.values())).shape[-1]
             heads = None if int(cached.sum()) % width else width
@@ -249,7 +260,7 @@ class LayerComparison:
         )
         if cached and not self._cached_rows_differ:
             self.cache_difference, self._cached_rows_differ = difference, True
-        elif not quantised or agreement.error.measured > ERROR_CAP:
+        elif not quantised or agreement.error.measured > ERROR_CAP or agreement.error.ratio > OF_ANOTHER:
             self._refuse(difference)
         else:
             self.residual_difference = self.residual_difference or difference
@@ -267,5 +278,6 @@ def _ranges(rows: torch.Tensor) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
 
 
-def _equal(a: TensorRef | None, b: TensorRef | None) -> bool:
+def equal(a: TensorRef | None, b: TensorRef | None) -> bool:
+    """Whether two tensors are there and have the same dtype, shape and bytes."""
     return a is not None and b is not None and same_bytes(a, b)

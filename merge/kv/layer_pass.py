@@ -14,6 +14,8 @@ from torch import nn
 from flexquant.merge.kv.skeleton import Skeleton, answer_at_random, is_linear, random
 
 OUTPUT = "the layer's output"
+CALL = ", call "
+"""Stands between the name of a matrix and the number of a second call of it in one pass."""
 
 Gains = Callable[[str, torch.Tensor], torch.Tensor | None]
 """Called with the name of a matrix and its input [tokens, in]; may return factors of its rows, [out]."""
@@ -50,9 +52,9 @@ def run_pass(
     seen = LayerPass()
 
     def answer(name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        point = name if name not in seen.inputs else f"{name}, call {len(seen.inputs)}"
+        point = name if name not in seen.inputs else f"{name}{CALL}{len(seen.inputs)}"
         given: torch.Tensor = args[0]
-        seen.inputs[point] = x = given.flatten(0, -2)
+        seen.inputs[point] = x = given.flatten(0, -2).clone()  # layers compute in place
         seen.beside[point] = tuple(other for other in args[1:] if isinstance(other, torch.Tensor))
         if reference is not None:
             answered = reference.answers[point]
@@ -61,8 +63,7 @@ def run_pass(
         else:
             answered = _detached(answer_at_random(name, module, forward, args))
         seen.answers[point] = answered
-        if isinstance(answered, torch.Tensor):
-            answered = answered.clone()  # layers add to it in place
+        answered = _cloned(answered)
         factors = None if gains is None else gains(point, x)
         if factors is not None:
             answered = answered * factors
@@ -87,14 +88,15 @@ def rows_cached(seen: LayerPass) -> dict[str, torch.Tensor]:
     is given whose answer reaches the cache counts as cached too.
     """
     targets = [tensor for name, tensor in seen.results.items() if name != OUTPUT]
-    cached = {}
+    cached: dict[str, torch.Tensor] = {}
     for name, y in reversed(seen.answers.items()):
         if (
             isinstance(y, torch.Tensor)
             and y.requires_grad
             and bool((rows := _rows_reaching(targets, y)).any())
         ):
-            cached[name] = rows
+            matrix = name.partition(CALL)[0]
+            cached[matrix] = cached.get(matrix, rows) | rows
             targets.append(seen.inputs[name])
     return cached
 
@@ -116,6 +118,10 @@ def _rows_reaching(targets: list[torch.Tensor], y: torch.Tensor) -> torch.Tensor
 def cut_off(seen: LayerPass) -> LayerPass:
     """Return what was seen in a pass without its gradients."""
     return LayerPass(*(_detached(getattr(seen, of.name)) for of in fields(seen)))
+
+
+def _cloned(answer: Any) -> Any:
+    return tuple(map(_cloned, answer)) if isinstance(answer, tuple) else answer.clone()
 
 
 def _detached(found: Any) -> Any:

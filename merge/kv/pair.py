@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 
+from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.cache_layout import rotation_difference, scale_difference
-from flexquant.merge.kv.layer_comparison import LayerComparison, RowsCached
+from flexquant.merge.kv.layer_comparison import LayerComparison, RowsCached, equal
 from flexquant.merge.kv.residual_basis import ResidualBasis, compare_bases
 from flexquant.merge.kv.skeleton import Skeleton
 from flexquant.merge.kv.variant_weights import VariantWeights
@@ -40,6 +41,10 @@ class Pair:
         for find_difference in (rotation_difference, scale_difference):
             if difference := find_difference(self.variant.source, self.reference.source):
                 return difference
+        of_variant, of_reference = self.variant.before_layers(), self.reference.before_layers()
+        for name in sorted(of_variant.keys() | of_reference.keys()):
+            if not equal(of_variant.get(name), of_reference.get(name)):
+                return f"'{name}', which all layers compute with, is not equal in both"
         self.compare_bases(pool)
         if self.basis.related:
             return ""
@@ -66,5 +71,13 @@ class Pair:
         )
 
     def compare_layer(self, layer: int) -> LayerComparison:
-        weights = (self.variant, self.reference)
-        return LayerComparison(self._skeleton, layer, weights, self.basis.rotation, self._rows_cached).run()
+        weights, rotation = (self.variant, self.reference), self.basis.rotation
+        try:
+            return LayerComparison(self._skeleton, layer, weights, rotation, self._rows_cached).run()
+        except FlexQuantError:
+            raise
+        except Exception as e:  # of any model's code in transformers
+            raise FlexQuantError(
+                f"layer {layer} of {self.names} cannot be run by transformers ({type(e).__name__}: {e}), so its "
+                "cache cannot be compared; update transformers"
+            ) from e

@@ -41,12 +41,6 @@ class ScaledRows:
         in_groups = column_squares.view(self.variance.shape[1], -1).sum(1)
         return self.rows * self.rows * (self.variance @ in_groups)
 
-    def take_columns(self, index: torch.Tensor) -> ScaledRows:
-        """Return W[:, index]."""
-        width = self.values.shape[1] // self.variance.shape[1]
-        variance = self.variance if self.variance.shape[1] == 1 else self.variance[:, index // width]
-        return ScaledRows(self.values[:, index], variance, self.rows)
-
 
 @dataclass(frozen=True)
 class ScaledMatrix:
@@ -55,11 +49,6 @@ class ScaledMatrix:
     chunks: Iterator[ScaledRows]
     columns: torch.Tensor
     """float32 [in]."""
-
-    def take_columns(self, index: torch.Tensor) -> ScaledMatrix:
-        """Return the columns at ``index``."""
-        chunks = (chunk.take_columns(index) for chunk in self.chunks)
-        return ScaledMatrix(chunks, self.columns[index])
 
     def times_columns(self, factors: torch.Tensor) -> ScaledMatrix:
         """Return the matrix with its columns multiplied by ``factors``, [in]."""

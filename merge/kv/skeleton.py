@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
-from threading import local
+from threading import get_ident, local
 from typing import Any, TypeGuard
 
 import torch
@@ -84,6 +84,8 @@ class Skeleton:
         ]
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._cache = Written(self._config)
+        self.before_layers: set[str] = set()
+        """Modules outside of the layers, but for the embeddings, that run before the last layer does."""
         self._see_calls()
 
     def rename(self, layer: int, name: str) -> str:
@@ -159,7 +161,17 @@ class Skeleton:
         def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._calls.append((args, kwargs))
 
+        def see_outer(name: str) -> Callable[..., None]:
+            def seen(*_: Any) -> None:
+                if len(self._calls) < len(self.layers):
+                    self.before_layers.add(name)
+
+            return seen
+
         hooks = [layer.register_forward_pre_hook(see, with_kwargs=True) for layer in self.layers]
+        for name, module in self._model.named_modules():
+            if not name.startswith("layers.") and module is not self._model.get_input_embeddings():
+                hooks.append(module.register_forward_pre_hook(see_outer(name)))
         ones = {
             name: torch.ones((), dtype=torch.float32).expand(tensor.shape)
             for name, tensor in self._model.named_parameters()
@@ -174,6 +186,8 @@ class Skeleton:
             )
         for hook in hooks:
             hook.remove()
+        if len(self._calls) != len(self.layers):
+            raise ValueError(f"{len(self.layers)} layers are called {len(self._calls)} times")
 
     def _find_matrices(self, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         experts: list[str] = []
@@ -183,8 +197,8 @@ class Skeleton:
             own = dict(module.named_parameters(recurse=False))
             if is_experts(name) and any(p.ndim == 3 for p in own.values()):
                 experts.append(name)
-            elif "weight" not in own or own["weight"].ndim != 2:
-                continue
+            elif "weight" not in own or own["weight"].ndim != 2 or "Norm" in type(module).__name__:
+                continue  # norms of several heads have a row for each
             self._ask(module, name)
             yield name, module
 
@@ -251,11 +265,12 @@ def _shapes_beside(layer: nn.Module, matrices: Mapping[str, nn.Module]) -> dict[
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Give parameters no memory while a model is built; its buffers are computed as always."""
-    register = nn.Module.register_parameter
+    register, building = nn.Module.register_parameter, get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        on_device = None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False)
-        register(module, name, on_device)
+        if parameter is not None and get_ident() == building:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, parameter)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:

@@ -77,7 +77,7 @@ class VariantWeights:
     def load_parameters(self, layer: int) -> dict[str, torch.Tensor]:
         """Return all that transformers' layer computes with but Linears' weights, float32.
 
-        What no variant has is one everywhere. Raises FlexQuantError for a tensor of another shape than the
+        A parameter that the variant lacks is filled with ones. Raises FlexQuantError for a tensor of another shape than the
         config says, and for NaN or infinite numbers.
         """
         tensors = self._layers[layer]
@@ -139,6 +139,13 @@ class VariantWeights:
         tensors = self.source.tensors
         return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
 
+    def before_layers(self) -> dict[str, TensorRef]:
+        """Return the tensors outside of the layers that these compute with, but for the embeddings."""
+        stack = f"{self._root}layers."
+        outer = {n: ref for n, ref in self.source.tensors.items() if not n.startswith(stack)}
+        modules = {self._root + module for module in self._skeleton.before_layers}
+        return {n: ref for n, ref in outer.items() if n.rpartition(".")[0] in modules}
+
     def _sort(self, layer: int, name: str, start: int, ref: TensorRef) -> None:
         """Put one tensor where it belongs; its name in the layer begins at ``start``."""
         tensors, matrices = self._layers[layer], self._skeleton.matrices(layer)
@@ -164,7 +171,7 @@ class VariantWeights:
             if own in WEIGHTS:
                 tensors.matrices[matrix] = module
                 self._check_shape(name, self.reader.shape(module), shape_of(matrices[matrix]))
-        elif of_matrix and (expert := EXPERT.match(matrix)) is not None:
+        elif of_matrix and (expert := EXPERT.match(matrix)) is not None and expert["experts"] in matrices:
             is_read = True
             experts = tensors.experts.setdefault(expert["experts"], {})
             experts.setdefault(expert["number"], {})[expert["matrix"]] = module

@@ -46,7 +46,11 @@ APART = ("mlp", "experts", "feed_forward", "block_sparse_moe", "shared_mlp")
 STATED = 0.02
 """A cache that changes by no more than this, as a share of it, counts as unchanged."""
 FOLD = "norms folded"
-WITH_NORMS = {name: {"qk_layernorm": True} for name in ("PhiForCausalLM", "StableLmForCausalLM")}
+WITH_NORMS = {
+    "CohereForCausalLM": {"use_qk_norm": True},
+    "PhiForCausalLM": {"qk_layernorm": True},
+    "StableLmForCausalLM": {"qk_layernorm": True},
+}
 """Fields that some published models of an architecture have, and the others not."""
 
 

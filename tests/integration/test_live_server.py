@@ -247,7 +247,7 @@ def test_the_traffic_that_a_policy_is_proposed_for_is_that_of_the_trace(served: 
         size = p["sequences"] if p["phase"] == "decode" else p["scheduled_tokens"]
         expected[p["plan"], p["phase"], bisect_left(SIZE_BUCKETS, size)] += 1
     assert found == expected
-    assert sorted(served.traffic.variants) == ["shared", "w4a16", "w8a8"]
+    assert sorted(served.traffic.variants) == ["w4a16", "w8a8"]
 
 
 def test_a_proposal_is_a_policy_and_changes_nothing(served: Served) -> None:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
-from tests.checkpoints import StateDict, make_checkpoint
+from tests.architectures.models import random_model, small_config, split
+from tests.checkpoints import StateDict, make_checkpoint, write_checkpoint
 from tests.unit.edits import (
     HEAD_DIM,
     HIDDEN,
@@ -263,6 +264,23 @@ def test_an_outlier_hides_nothing(tmp_path):
     assert "layer 0 self_attn.k_proj.bias differs" in check_kv_compatibility([first, other]).message
 
 
+@pytest.mark.parametrize(("spread", "named"), [(0.0, False), (0.01, True)])
+def test_a_routers_bias_has_to_be_equal_however_large_it_is(tmp_path, spread, named):
+    """DeepSeek-V3's biases lie around one large number, and what tells them apart chooses the experts."""
+    model = random_model(small_config("deepseek_v3"))
+    state, quantised, left_out = split(model)
+    model.config.architectures = ["DeepseekV3ForCausalLM"]
+    sources = []
+    for scheme, size in (("w8a8", 0.0), ("w4a16", spread)):
+        for name in state:
+            if name.endswith("e_score_correction_bias"):
+                state[name] = 7.5 + size * torch.randn_like(state[name])
+        folder = write_checkpoint(tmp_path / scheme, model.config, state, scheme, quantised, left_out)
+        sources.append(Source.open(scheme, folder))
+    message = check_kv_compatibility(sources).message
+    assert ("mlp.gate.e_score_correction_bias, which helps to choose experts, differs" in message) is named
+
+
 def test_parameters_may_be_rounded_to_another_dtype(tmp_path):
     """A fold that was stored in bf16 errs in every norm, and biases may be in fp16."""
 
@@ -319,20 +337,56 @@ def test_rotated_residual_does_not_hide_rotated_heads(tmp_path):
     assert "layer 0 self_attn.k_proj" in report(tmp_path, both).message
 
 
-@pytest.mark.parametrize("name", [*WRITES, "self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"])
-def test_other_matrices_forbid_mixing_and_unrelated_ones_sharing(tmp_path, name):
-    def a_third_other(weight: torch.Tensor) -> torch.Tensor:
-        return torch.cat(
-            [weight[:, : HIDDEN // 3] * factors(HIDDEN // 3, 0.2, 2), weight[:, HIDDEN // 3 :]], 1
-        )
+@pytest.mark.parametrize("name", [*WRITES, "self_attn.q_proj", "mlp.gate_proj"])
+def test_matrices_that_differ_by_more_than_noise_forbid_mixing(tmp_path, name):
+    def some_rows_larger(weight: torch.Tensor) -> torch.Tensor:
+        return torch.cat([1.5 * weight[:32], weight[32:]])
 
-    found = report(
-        tmp_path / "a", edit_tensor(rf"layers\.1\.{name}\.weight", a_third_other), schemes=("w8a8", "w8a8")
-    )
+    found = report(tmp_path, edit_tensor(rf"layers\.1\.{name}\.weight", some_rows_larger))
     assert found.compatible and not found.layered_plans
     assert f"layer 1 {name}" in found.residual_messages[0] and found.message == ""
-    edit = edit_tensor(rf"layers\.1\.{name}\.weight", lambda w: w @ orthogonal(w.shape[1]))
-    assert f"layer 1 {name}" in report(tmp_path / "b", edit).message
+
+
+@pytest.mark.parametrize("name", [*WRITES, "self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"])
+@pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w8a8", "w8a8")])
+def test_matrices_of_another_model_are_refused(tmp_path, name, schemes):
+    """In INT8 a third of the columns is enough, which in INT4 may be noise."""
+
+    def other(weight: torch.Tensor) -> torch.Tensor:
+        if "w4a16" in schemes:
+            return weight @ orthogonal(weight.shape[1])
+        third = weight.shape[1] // 3
+        return torch.cat([weight[:, :third] * factors(third, 0.2, 2), weight[:, third:]], 1)
+
+    found = report(tmp_path, edit_tensor(rf"layers\.1\.{name}\.weight", other), schemes=schemes)
+    assert f"layer 1 {name}" in found.message
+
+
+@pytest.mark.parametrize("architecture", ["gemma4_text", "mimo_v2_flash"])
+def test_every_row_is_compared_where_layers_have_heads_of_other_sizes(tmp_path, architecture):
+    own = {"gemma4_text": {"global_head_dim": 64}, "mimo_v2_flash": {"swa_num_key_value_heads": 4}}
+    model = random_model(small_config(architecture, **own[architecture]))
+    state, quantised, left_out = split(model)
+    folders = []
+    for scheme in ("w8a8", "w4a16"):
+        for name in state:
+            if scheme == "w4a16" and "self_attn.v_proj" in name and state[name].shape[0] == 128:
+                state[name] = torch.cat([state[name][:-1], -state[name][-1:]])
+        folders.append(write_checkpoint(tmp_path / scheme, model.config, state, scheme, quantised, left_out))
+    message = check_kv_compatibility([Source.open(folder.name, folder) for folder in folders]).message
+    assert "self_attn.v_proj differs" in message and "row 127" in message
+
+
+def test_what_all_layers_compute_with_has_to_be_equal(tmp_path):
+    model = random_model(small_config("gemma4_text"))
+    state, quantised, left_out = split(model)
+    sources = []
+    for scheme in ("w8a8", "w4a16"):
+        folder = write_checkpoint(tmp_path / scheme, model.config, state, scheme, quantised, left_out)
+        sources.append(Source.open(scheme, folder))
+        state = {n: 3 * t if "per_layer_projection_norm" in n else t for n, t in state.items()}
+    message = check_kv_compatibility(sources).message
+    assert "per_layer_projection_norm.weight', which all layers compute with, is not equal" in message
 
 
 def test_another_model_is_caught(tmp_path):

@@ -317,8 +317,8 @@ SERVING = (
         "routers-not-compared",
         "Variants whose routers send tokens to other experts are merged.",
         "merge/kv/layer_comparison.py",
-        "        elif not quantised or agreement.error.measured > ERROR_CAP:\n",
-        "        elif False:\n",
+        "agreement.error.ratio > OF_ANOTHER:\n            self._refuse(difference)",
+        "agreement.error.ratio > OF_ANOTHER:\n            pass",
         ("tests/unit/test_merging_experts.py",),
     ),
     Fault(

@@ -119,8 +119,8 @@ WRITING = (
         "numbers-that-json-lacks",
         "What only Python reads as JSON is read, and written on.",
         "flexquant/checkpoint/folder.py",
-        "parse_constant=_number, parse_float=_number",
-        "parse_int=int",
+        "        check_finite(content)\n        if",
+        "        if",
         (MERGE + "test_what_only_python_reads_as_json_is_not_written_on",),
     ),
     Fault(
