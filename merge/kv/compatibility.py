@@ -16,7 +16,7 @@ multiplied out, so that a legitimate fold cancels. Gradients tell which rows rea
 rotations at run time are compared as they are (`cache_layout`); what expands the latents of multi-head latent
 attention has to be equal, and so has what no layer of transformers reads. A checkpoint whose whole residual
 stream is rotated (QuaRot, SpinQuant's R1) keeps K and V but not their matrices: the rotation is found from
-the embeddings (`residual_basis`) and undone, and its layers are compared up to the cache, and no further.
+the embeddings (`residual_basis`) and undone, and its layers are compared up to the cache, no further.
 
 What forbids what. No cache is shared where a row that reaches it differs, or a parameter, or a matrix in
 16 bits, or what all layers compute with; nor where a matrix differs by more than quantising ever does

@@ -40,7 +40,7 @@ from flexquant.merge.kv.variant_weights import VariantWeights
 LATENT_UP = "kv_b_proj"
 """Expands multi-head latent attention's cache. vLLM's attention layer holds it, which all variants share."""
 RESCALED = 0.1
-"""A matrix is rescaled if the median factor of its inputs or rows is off by more: GPTQ moves single rows so."""
+"""A matrix is rescaled if the median factor of its inputs or rows is off by more; GPTQ moves single rows."""
 OF_ANOTHER = 2.0
 """A matrix whose error is so many times the allowed one is of another model: GPTQ reaches half of it once."""
 LEAST_COLUMN = 0.1

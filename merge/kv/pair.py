@@ -78,6 +78,6 @@ class Pair:
             raise
         except Exception as e:  # of any model's code in transformers
             raise FlexQuantError(
-                f"layer {layer} of {self.names} cannot be run by transformers ({type(e).__name__}: {e}), so its "
-                "cache cannot be compared; update transformers"
+                f"layer {layer} of {self.names} cannot be run by transformers ({type(e).__name__}: {e}), so "
+                "its cache cannot be compared; update transformers"
             ) from e

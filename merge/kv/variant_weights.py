@@ -77,8 +77,8 @@ class VariantWeights:
     def load_parameters(self, layer: int) -> dict[str, torch.Tensor]:
         """Return all that transformers' layer computes with but Linears' weights, float32.
 
-        A parameter that the variant lacks is filled with ones. Raises FlexQuantError for a tensor of another shape than the
-        config says, and for NaN or infinite numbers.
+        A parameter that the variant lacks is filled with ones. Raises FlexQuantError for a tensor of another
+        shape than the config says, and for NaN or infinite numbers.
         """
         tensors = self._layers[layer]
         loaded = {}
