@@ -20,9 +20,9 @@ the embeddings (`residual_basis`) and undone, and its layers are compared up to 
 
 What forbids what. No cache is shared where a row that reaches it differs, or a parameter, or a matrix in
 16 bits, or what all layers compute with; nor where a matrix differs by more than quantising ever does
-(`ERROR_CAP`, `OF_ANOTHER`), since the layers behind it then cache something else. Any other matrix that differs by more than noise only forbids
-layered plans, as another residual basis does. Every row that reaches the cache is compared, of the rest a
-sample: `sampling` says which, and what that can miss.
+(`ERROR_CAP`, `OF_ANOTHER`), since the layers behind it then cache something else. Any other matrix that
+differs by more than noise only forbids layered plans, as another residual basis does. Every row that reaches
+the cache is compared, of the rest a sample: `sampling` says which, and what that can miss.
 
 The yardstick. Rounding to steps of width s errs with variance s^2 / 12, so the scales alone say how far
 two variants may be apart (`dequantize`): the root of both variances added, over the reference's norm.
