@@ -67,7 +67,7 @@ RECORDS = (
         "flexquant/serving/worker_extension.py",
         "        model.records.requests.under_way = lambda: under_way\n",
         "        assert under_way is not None\n",
-        ("tests/gpu/test_requests.py",),
+        ("tests/gpu/test_requests.py::test_requests_under_way_are_not_forgotten[V1]",),
     ),
     Fault(
         "unforeseen-on-one-rank",
