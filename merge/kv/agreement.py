@@ -58,6 +58,8 @@ class Agreement:
 
     error: Excess
     """Relative Frobenius error of the whole matrix."""
+    columns: Excess
+    """The median gain error of the columns."""
     worst: Excess
     """The statistic that is closest to its bound, or farthest beyond it."""
 
@@ -80,13 +82,14 @@ def judge(
     rows, noise = sums.rows, sums.noise
     whole = rows.map(lambda term: term.sum(0, keepdim=True))
     error = _error(whole, noise.sum(0, keepdim=True), "relative error", noise_factor)
-    candidates = [error, _worst_gain(rows, row_gain, row_numbers), _typical_gain(sums.columns)]
+    columns = _typical_gain(sums.columns)
+    candidates = [error, _worst_gain(rows, row_gain, row_numbers), columns]
     if head_rows and len(rows.aa) > head_rows:
         size = (-1, head_rows)
         heads = rows.map(lambda term: term.unflatten(0, size).sum(1))
         head_noise = noise.unflatten(0, size).sum(1)
         candidates.append(_error(heads, head_noise, "relative error of head", noise_factor))
-    return Agreement(error, max(candidates, key=lambda e: e.ratio))
+    return Agreement(error, columns, max(candidates, key=lambda e: e.ratio))
 
 
 def _error(sums: Sums, noise: torch.Tensor, what: str, noise_factor: float) -> Excess:

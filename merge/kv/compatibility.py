@@ -18,11 +18,12 @@ attention has to be equal, and so has what no layer of transformers reads. A che
 stream is rotated (QuaRot, SpinQuant's R1) keeps K and V but not their matrices: the rotation is found from
 the embeddings (`residual_basis`) and undone, and its layers are compared up to the cache, no further.
 
-What forbids what. No cache is shared where a row that reaches it differs, or a parameter, or a matrix in
-16 bits, or what all layers compute with; nor where a matrix differs by more than quantising ever does
-(`ERROR_CAP`, `OF_ANOTHER`), since the layers behind it then cache something else. Any other matrix that
-differs by more than noise only forbids layered plans, as another residual basis does. Every row that reaches
-the cache is compared, of the rest a sample: `sampling` says which, and what that can miss.
+What forbids what. No cache is shared where a row that reaches it differs, or a parameter, or a matrix in 16
+bits, or what all layers compute with. Nor is it shared where another matrix differs by more than quantising
+ever does (`ERROR_CAP`, `OF_ANOTHER`), or where its columns are larger or smaller on the whole: the layers
+behind it then cache something else. A matrix that differs by more than noise, but not by so much, forbids
+layered plans only, as another residual basis does. Every row that reaches the cache is compared, and a sample
+of the others: `sampling` says which, and what that can miss.
 
 The yardstick. Rounding to steps of width s errs with variance s^2 / 12, so the scales alone say how far
 two variants may be apart (`dequantize`): the root of both variances added, over the reference's norm.

@@ -122,7 +122,10 @@ class LayerComparison:
                     )
         for matrix in self._skeleton.matrices(self._layer):
             if matrix.endswith(LATENT_UP):
-                a, b = (of.stored(self._layer, matrix) for of in self._weights)
+                a, b = (
+                    of.stored(own.matrices[matrix])
+                    for of, own in zip(self._weights, self._tensors, strict=True)
+                )
                 if a.keys() != b.keys() or not all(equal(a[name], b[name]) for name in a):
                     self._refuse(
                         f"layer {self._layer} {matrix}, which expands the cached latent for all variants at "
@@ -260,13 +263,19 @@ class LayerComparison:
         )
         if cached and not self._cached_rows_differ:
             self.cache_difference, self._cached_rows_differ = difference, True
-        elif not quantised or agreement.error.measured > ERROR_CAP or agreement.error.ratio > OF_ANOTHER:
+        elif not quantised or _is_of_another_model(agreement):
             self._refuse(difference)
         else:
             self.residual_difference = self.residual_difference or difference
 
     def _refuse(self, difference: str) -> None:
         self.cache_difference = self.cache_difference or difference
+
+
+def _is_of_another_model(agreement: Agreement) -> bool:
+    """Whether no quantising explains how two matrices differ, or a norm was changed and its readers not."""
+    error = agreement.error
+    return error.measured > ERROR_CAP or error.ratio > OF_ANOTHER or agreement.columns.ratio > 1
 
 
 def _ranges(rows: torch.Tensor) -> list[range]:

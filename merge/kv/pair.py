@@ -48,19 +48,12 @@ class Pair:
         self.compare_bases(pool)
         if self.basis.related:
             return ""
-        return (
-            f"their token embeddings differ by {self.basis.rotated_error:.3g} even after the best rotation, "
-            f"allowed {self.basis.allowed:.3g}, so they are not copies of one model"
-        )
+        return f"{self.basis.difference}, so they are not copies of one model"
 
     def compare_bases(self, pool: Executor) -> None:
-        self.basis = basis = compare_bases(self.variant, self.reference, pool)
-        if not basis.same:
-            self.forbid_mixing(
-                f"their residual streams lie in different bases (embed_tokens differs by "
-                f"{basis.direct_error:.3g}, allowed {basis.allowed:.3g}, and by {basis.rotated_error:.3g} "
-                "after a rotation)"
-            )
+        self.basis = compare_bases(self.variant, self.reference, pool)
+        if not self.basis.same:
+            self.forbid_mixing(f"their residual streams lie in different bases: {self.basis.difference}")
 
     def refusal(self, difference: str) -> str:
         return f"{self.names} cannot share a KV cache: {difference}; {KV_ADVICE}"

@@ -34,7 +34,7 @@ EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<matri
 Experts = dict[str, dict[str, str]]
 """Number of each expert -> name of each of its matrices -> module in the checkpoint."""
 MANTISSA_BITS = {"BF16": 8, "F16": 11, "F32": 24, "F64": 53}
-"""The first one, which is not stored, included."""
+"""Precision of each dtype; it counts the leading bit, which is not stored."""
 
 
 @dataclass
@@ -123,19 +123,32 @@ class VariantWeights:
             columns = torch.ones(linear.shape[1], dtype=torch.float32)
         return ScaledMatrix(chunks(), columns)
 
-    def embeddings(self, chunk_weights: int = CHUNK_WEIGHTS) -> ScaledMatrix:
-        """Return token embeddings, [tokens, hidden]: a sample of at least four times hidden."""
+    @property
+    def embeddings_name(self) -> str:
+        """The module of the token embeddings; raises FlexQuantError where there is none."""
         name = f"{self._root}embed_tokens"
-        if f"{name}.weight" not in self.source.tensors and f"{name}.weight_packed" not in self.source.tensors:
+        if not any(f"{name}.{own}" in self.source.tensors for own in WEIGHTS):
             raise FlexQuantError(
                 f"variant '{self.source.name}' has no '{name}', so its residual stream cannot be compared"
             )
-        tokens, hidden = self.reader.shape(name)
-        return self.matrix(name, sample_rows(tokens, 0, least=4 * hidden), chunk_weights=chunk_weights)
+        return name
 
-    def stored(self, layer: int, matrix: str) -> dict[str, TensorRef]:
-        """Return the tensors that a matrix is stored in, by the last part of their names."""
-        prefix = f"{self._layers[layer].matrices[matrix]}."
+    def embeddings(
+        self, rows: Sequence[range] | None = None, chunk_weights: int = CHUNK_WEIGHTS
+    ) -> ScaledMatrix:
+        """Return token embeddings, [tokens, hidden]; of all tokens without ``rows``."""
+        name = self.embeddings_name
+        rows = [range(self.reader.shape(name)[0])] if rows is None else rows
+        return self.matrix(name, rows, chunk_weights=chunk_weights)
+
+    def embedding_sample(self) -> list[range]:
+        """Return blocks of tokens, of at least four times as many as the hidden size."""
+        tokens, hidden = self.reader.shape(self.embeddings_name)
+        return sample_rows(tokens, 0, least=4 * hidden)
+
+    def stored(self, module: str) -> dict[str, TensorRef]:
+        """Return the tensors of a module, by the last part of their names."""
+        prefix = f"{module}."
         tensors = self.source.tensors
         return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
 

@@ -4,8 +4,9 @@
 
     python -m tests.architectures.kv_proof [ARCHITECTURE ...]
 
-Each parameter of a small random model's first layer, but for those of MLP and experts, is changed by
-N(0, 1) in turn. transformers' own model says what that does to its caches, of all layers, from the same
+Each parameter of a small random model's first layer, but for those of MLP and experts, is changed in
+turn: another random matrix of the same size takes a matrix' place, and N(0, 0.1) is added to a vector.
+transformers' own model says what that does to its caches, of all layers, from the same
 tokens; the comparison of W8A8 of the model with W4A16 of the changed one says whether they may share a
 cache. Norms are folded too (SmoothQuant), wherever that leaves the model's answers as they are: that has to
 be accepted.
@@ -43,6 +44,8 @@ PAGE = ROOT / "merge" / "KV_PROOF.md"
 FIRST_LAYER = ".layers.0."
 APART = ("mlp", "experts", "feed_forward", "block_sparse_moe", "shared_mlp")
 """Parts of the names of what belongs to MLP and experts."""
+VECTOR_CHANGE = 0.1
+"""Standard deviation of what is added to each number of a vector; the weights of norms are about 1."""
 STATED = 0.02
 """A cache that changes by no more than this, as a share of it, counts as unchanged."""
 FOLD = "norms folded"
@@ -86,7 +89,11 @@ def cells(architecture: str, work: Path) -> Iterator[Cell]:
         if FIRST_LAYER in name and not any(part in APART for part in name.split(".")):
             saved = parameter.detach().clone()
             with torch.no_grad():
-                parameter.add_(torch.randn_like(parameter))
+                noise = torch.randn_like(parameter)
+                if parameter.ndim > 1:
+                    parameter.copy_(noise * parameter.std())
+                else:
+                    parameter.add_(noise * VECTOR_CHANGE)
             change = max(float((a - b).norm() / b.norm()) for a, b in zip(caches(model), before, strict=True))
             verdict, reason = judge(work, model, quantised, left_out)
             yield Cell(name.partition(FIRST_LAYER)[2], change, verdict, reason)
@@ -216,27 +223,29 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# What the proof of one KV cache sees",
         "",
-        "`python -m tests.architectures.kv_proof` changes every parameter of the first layer, but those",
-        "of MLP and experts, by N(0, 1) in a small random model, and compares W8A8 of the model with W4A16",
-        "of the changed one. The number is the largest change of K or V in any layer of transformers' own",
-        "model, as a share of its norm. Folded norms (SmoothQuant) leave the model as it is.",
+        "`python -m tests.architectures.kv_proof` changes every parameter of the first layer of a",
+        "small random model, but those of MLP and experts: a matrix becomes another random one of the",
+        f"same size, and a vector gets N(0, {VECTOR_CHANGE}) added. It compares W8A8 of the model with",
+        "W4A16 of the changed one. A change is the largest one of K or V in any layer of transformers'",
+        f"own model, as a share of its norm; what changes less than {STATED} may be merged. Folded norms",
+        "(SmoothQuant) leave the model as it is, and have to be merged. Every single change is in",
+        "`tests/architectures/kv_proof.json`.",
         "",
         f"transformers {versions['transformers']}, torch {versions['torch']}.",
         "",
-        "| architecture | refused | merged | folded norms |",
-        "| --- | --- | --- | --- |",
+        "| architecture | refused | smallest change refused | merged, with the change | folded norms |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for name, found in sorted(results["architectures"].items(), key=lambda item: item[0].lower()):
         changes = [c for c in found if c["parameter"] != FOLD]
         folded = [c["verdict"] for c in found if c["parameter"] == FOLD] or ["cannot be folded"]
-        refused, merged = (
-            ", ".join(f"{c['parameter']} {c['change']:.2g}" for c in of)
-            for of in (
-                [c for c in changes if c["verdict"] == "refused"],
-                [c for c in changes if c["verdict"] != "refused"],
-            )
+        refused = [c for c in changes if c["verdict"] == "refused"]
+        least = min(refused, key=lambda c: c["change"])
+        merged = [f"{c['parameter']} {c['change']:.2g}" for c in changes if c["verdict"] != "refused"]
+        lines.append(
+            f"| {name} | {len(refused)} | {least['parameter']} {least['change']:.2g} | {', '.join(merged)} | "
+            f"{folded[0]} |"
         )
-        lines.append(f"| {name} | {refused} | {merged} | {folded[0]} |")
     return "\n".join(lines) + "\n"
 
 

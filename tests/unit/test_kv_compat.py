@@ -340,7 +340,8 @@ def test_rotated_residual_does_not_hide_rotated_heads(tmp_path):
 @pytest.mark.parametrize("name", [*WRITES, "self_attn.q_proj", "mlp.gate_proj"])
 def test_matrices_that_differ_by_more_than_noise_forbid_mixing(tmp_path, name):
     def some_rows_larger(weight: torch.Tensor) -> torch.Tensor:
-        return torch.cat([1.5 * weight[:32], weight[32:]])
+        weight[::20] *= 1.5
+        return weight
 
     found = report(tmp_path, edit_tensor(rf"layers\.1\.{name}\.weight", some_rows_larger))
     assert found.compatible and not found.layered_plans
@@ -392,6 +393,29 @@ def test_what_all_layers_compute_with_has_to_be_equal(tmp_path):
 def test_another_model_is_caught(tmp_path):
     found = report(tmp_path, seed=1)
     assert "not copies of one model" in found.message
+
+
+def test_one_token_that_was_trained_further_is_caught(tmp_path):
+    def trained_further(embeddings: torch.Tensor) -> torch.Tensor:
+        embeddings[77] += 0.2 * embeddings[77].std() * torch.randn(embeddings.shape[1])
+        return embeddings
+
+    found = report(tmp_path, edit_tensor("embed_tokens", trained_further))
+    assert "the embedding of token 77" in found.message and "not copies of one model" in found.message
+
+
+def test_embeddings_in_another_16_bit_dtype_are_the_same(tmp_path):
+    def almost_zero(state: StateDict) -> StateDict:
+        state["model.embed_tokens.weight"][5] = 1e-9
+        return state
+
+    folders = [make_checkpoint(tmp_path / s, scheme=s, transform=almost_zero) for s in ("w8a8", "w4a16")]
+    file = folders[0] / "model.safetensors"
+    state = load_file(file)
+    name = "model.embed_tokens.weight"
+    save_file({**state, name: state[name].to(torch.float16)}, file)
+    found = check_kv_compatibility([Source.open(f.name, f) for f in folders])
+    assert found.layered_plans, found.message
 
 
 def test_other_weights_under_the_same_embedding_are_caught(tmp_path):
