@@ -211,13 +211,15 @@ def build_variants(
             owners |= {m: source for m in modules_as_in_source(variant) if is_in(m, of_source)}
         for path, layer in expert_layers_by_path(variant).items():
             if is_in(path, of_source):
-                replacements[layer] = variants[source].get_submodule(path)
+                there = variants[source].get_submodule(path).modules()
+                # The block around an expert layer holds the shared experts too, and loads them.
+                replacements |= dict(zip(layer.modules(), there, strict=True))
             else:
                 name_apart(layer, name, real_context)
         for other in set(owners.values()) - {name}:
             common = [m for m, has_it in owners.items() if has_it == other and is_in(m, layers[name])]
-            there = find_modules(variants[other], common)
-            replacements |= dict(zip(find_modules(variant, common), there, strict=True))
+            of_other = find_modules(variants[other], common)
+            replacements |= dict(zip(find_modules(variant, common), of_other, strict=True))
         check_cache_layers(registered, replacements, merged.base_architecture)
         replace_modules(variant, replacements)
         variants[name] = variant

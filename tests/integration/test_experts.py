@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.merged_config import read_merged_config
 from tests import programs
 from tests.checkpoints import EXPERTS, MIXTURES
-from tests.integration.conftest import engine, generate
+from tests.integration.conftest import answers, engine, generate
 from tests.integration.test_architectures import OPTIONS, PROMPTS, SAMPLING
 from tests.integration.test_cpu_precisions import ZENTORCH, has_zentorch
 
@@ -37,6 +37,7 @@ rules:
     use: w4a8
   - use: w8a8
 """
+SINGLE_COPY = QUANTISED_EXPERTS.replace("use: w8a8", "use: w4a16")
 SERVE = """
 import json, sys
 from flexquant.measuring import engine
@@ -93,6 +94,21 @@ def test_equal_experts_exist_once(mixture):
     assert same == 1
     experts_in_16_bit = layers * 8 * 3 * 128 * 64 * 2
     assert sizes["shared"] > experts_in_16_bit > sizes["w8a8"]
+
+
+def test_a_derived_variant_takes_its_sources_expert_layers_with_shared_experts_in_int4(mixture, tmp_path):
+    (tmp_path / "policy.yaml").write_text(SINGLE_COPY)
+    with engine(mixture("qwen2_moe") / "merged", str(tmp_path / "policy.yaml"), **OPTIONS) as llm:
+        (own,) = llm.apply_model(
+            lambda model: {
+                name
+                for name, module in model.variants["w4a8"].model.layers[0].named_modules()
+                if module._parameters
+                and module is not model.variants["w4a16"].model.layers[0].get_submodule(name)
+            }
+        )
+        assert own == {"self_attn.qkv_proj", "self_attn.o_proj"}
+        assert len(answers(llm, PROMPTS, **SAMPLING)) == len(PROMPTS)
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="GPUs have kernels for these experts")

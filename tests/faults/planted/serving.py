@@ -314,6 +314,17 @@ SERVING = (
         ("tests/integration/test_experts.py::test_pure_plans_equal_stock_vllm_and_layered_plans_run",),
     ),
     Fault(
+        "shared-experts-that-nothing-calls",
+        "A derived variant loads shared experts of its own beside those of its source, which it calls.",
+        "flexquant/serving/variants.py",
+        "replacements |= dict(zip(layer.modules(), there, strict=True))",
+        "replacements[layer] = next(iter(there))",
+        (
+            "tests/integration/test_experts.py::"
+            "test_a_derived_variant_takes_its_sources_expert_layers_with_shared_experts_in_int4",
+        ),
+    ),
+    Fault(
         "routers-not-compared",
         "Variants whose routers send tokens to other experts are merged.",
         "merge/kv/layer_comparison.py",
