@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flexquant.measuring.engine import engine
-from flexquant.policy.rules import SCHEMA
+from flexquant.policy.schema import SCHEMA
 
 LIKELIEST = 10
 """Tokens among which that of the recorded answer is looked for, where the two leave each other."""

@@ -247,7 +247,7 @@ def tuned() -> str:
     for folder in ("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"):
         measured = by_workload(read_cells(RESULTS / folder), "serving")
         ((policy,),) = {tuple(routed(subjects)) for subjects in measured.values()}
-        link = f"[{read_header(RESULTS / folder)['model']}](results/{folder}/report.md)"
+        link = f"[{read_header(RESULTS / folder)['model']}](results/{folder})"
         rows += [[link, *row] for row in summary_rows(measured, policy)]
         for metric in (METRICS[name][0] for name in LATENCIES):
             together.append(summarise(measured, policy, metric).together)

@@ -20,7 +20,7 @@ from benchmarks.origin import origin
 from benchmarks.turns import Decoding, add_effort, compare_in_turns, effort_of
 from flexquant.measuring.comparison import Effort
 from flexquant.measuring.engine import engine
-from flexquant.policy.rules import SCHEMA
+from flexquant.policy.schema import SCHEMA
 
 PASSES = 16
 """In a turn, half of them in each variant."""

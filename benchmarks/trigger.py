@@ -26,7 +26,7 @@ from flexquant.checkpoint.output import staged_file
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.settings import Settings
-from flexquant.policy.rules import SCHEMA
+from flexquant.policy.schema import SCHEMA
 
 TRIGGERS: dict[str, dict[str, Any]] = {
     "entropy from 2": {"signal": "entropy", "aggregate": "max", "enter": 2.0},

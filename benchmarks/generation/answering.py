@@ -25,7 +25,7 @@ from flexquant.evaluation.measure import Answer, engine_options, greedy_answers,
 from flexquant.evaluation.schedule import Candidate, Passes, Run, find_candidates, make_schedule
 from flexquant.evaluation.subject import Subject
 from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
-from flexquant.policy.rules import SCHEMA
+from flexquant.policy.schema import SCHEMA
 
 if TYPE_CHECKING:
     from vllm import LLM

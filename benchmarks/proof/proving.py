@@ -201,8 +201,8 @@ def write_proof(output: Path, verdicts: list[Verdict]) -> Path:
         f"- command: `{' '.join(header['argv'])}`\n"
         f"- tests/gpu: {passed} passed of {len(outcomes)} with an outcome",
         markdown(["claim", "verdict", "evidence"], rows),
-        "Speed: ratios of paired rounds with their 95 % intervals, from [report.md](report.md). "
-        f"Tests: [{TESTS}]({TESTS}).",
+        "Speed: ratios of paired rounds with their 95 % intervals; `python -m benchmarks report` and this "
+        f"folder write all of them into report.md. Tests: [{TESTS}]({TESTS}).",
         *(["## What failed", *failures] if failures else []),
         f"## What `flexquant doctor` says of `{DOCTORED}`\n\n```\n{doctor}\n```",
     ]
