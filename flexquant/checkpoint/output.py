@@ -96,7 +96,8 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 _swap(stage, target, overwrite)
                 sync(target.parent)
             finally:
-                shutil.rmtree(stage, ignore_errors=True)
+                if not _old(target).exists():  # else the stage tells that what is at `target` is not ours
+                    shutil.rmtree(stage, ignore_errors=True)
 
 
 @contextmanager
@@ -105,8 +106,10 @@ def staged_file(file: Path) -> Iterator[Path]:
 
     A process that fails or dies before leaves ``file`` as it was; one that fails, nothing beside it either.
     A link stays and leads to what was written; a device or pipe is written to as it is. Nothing is locked:
-    two processes must not write one file at the same time.
+    two processes must not write one file at the same time. Raises FlexQuantError for a folder.
     """
+    if file.is_dir():
+        raise FlexQuantError(f"{file} is a folder; name a file")
     if file.exists() and not file.is_file():
         yield file
         return
@@ -251,7 +254,7 @@ def _swap(stage: Path, target: Path, overwrite: bool) -> None:
     try:
         os.rename(stage, target)
     except BaseException:
-        os.rename(old, target)
+        _put_back(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
 
@@ -280,18 +283,21 @@ def _describe(path: Path) -> str:
 
 
 def _clean_up(target: Path) -> None:
-    """Remove what a dead process left of an output, and put back what it had moved out of the way.
-
-    Raises FlexQuantError where something else has come to lie at the place to put it back to.
-    """
+    """Remove what a dead process left of an output, and put back what it had moved out of the way."""
     old, stage = _old(target), _stage(target)
-    if old.exists() and not target.exists():
-        os.rename(old, target)
-    elif old.exists() and stage.exists():
+    if old.exists() and (stage.exists() or not target.exists()):
+        _put_back(target)
+    for folder in (old, stage):
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def _put_back(target: Path) -> None:
+    """Put back what was moved out of the way; raise FlexQuantError where something else lies there by now."""
+    old = _old(target)
+    if os.path.lexists(target):
         raise FlexQuantError(
             f"{old} is what a run that ended half way was to replace, and meanwhile {_describe(target)} "
             f"appeared at {target}; move one of them away"
         )
-    for folder in (old, stage):
-        if folder.exists():
-            shutil.rmtree(folder)
+    os.rename(old, target)

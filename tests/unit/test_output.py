@@ -208,6 +208,32 @@ def test_what_appears_meanwhile_is_told_and_stays(what, overwrite, exchange, tmp
     assert inventory(tmp_path) == kept and len(kept) > 0
 
 
+def test_what_appears_between_the_two_renames_does_not_cost_the_old_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_module.ctypes, "CDLL", lambda *args, **options: object())
+    output, rename = tmp_path / "merged", os.rename
+    write(output, "old")
+
+    def rename_slowly(source: Path, place: Path) -> None:
+        rename(source, place)
+        if source == output:
+            make_folder(output)
+
+    told = (
+        "is what .* was to replace, and meanwhile a folder with thesis.txt appeared at .*; move one of them"
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", rename_slowly)
+        with pytest.raises(FlexQuantError, match=told):
+            write(output, "new")
+    for _ in range(2):
+        with pytest.raises(FlexQuantError, match=told):
+            remove_leftovers(output)
+    os.rename(output, tmp_path / "mine")
+    remove_leftovers(output)
+    assert contents(output) == whole("old") and contents(tmp_path / "mine") == {"thesis.txt": "precious"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "mine"]
+
+
 def test_what_others_keep_beside_an_output_stays(tmp_path):
     """Files and folders by the names that programs use for what is half done, or was."""
     mine = [f"{dot}merged{end}" for dot in (".", "") for end in (".tmp", ".old", ".lock", ".new", ".bak")]
@@ -314,3 +340,8 @@ def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path):
         partial.write_text("new")
         assert file.read_text() == "old"
     assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_folder_in_the_place_of_a_file_is_one_sentence(tmp_path):
+    with pytest.raises(FlexQuantError, match=f"^{tmp_path} is a folder; name a file$"), staged_file(tmp_path):
+        pass
