@@ -30,12 +30,12 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def admin_key() -> str:
     """Return the administrator's key in the environment, without space around it; empty if there is none.
 
-    Raises :class:`FlexQuantError`, without the key, if a header cannot hold it.
+    Raises :class:`FlexQuantError`, without the key, if it is not printable ASCII.
     """
     key = os.environ.get(ADMIN_KEY, "").strip()
-    if not key.isprintable() or max(key, default="") > "\xff":
+    if not (key.isprintable() and key.isascii()):
         raise FlexQuantError(
-            f"the key in {ADMIN_KEY} has characters that a header cannot hold; use printable ASCII alone"
+            f"the key in {ADMIN_KEY} has characters that not every client can send; use printable ASCII alone"
         )
     return key
 

@@ -69,9 +69,10 @@ class Trace:
 
     def _end(self, why: str) -> None:
         logger.warning("the trace '%s' ends here, and serving goes on: %s", self._path, why)
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # a file system may find only now that it has no room
+                file.close()
 
     def record(self, forward_pass: Pass, plan: str) -> None:
         if self._file is None:

@@ -67,22 +67,22 @@ def test_the_key_follows_no_redirect(code: int, other: Server, monkeypatch: pyte
     assert (named.keys, other.keys) == ([f"Bearer {KEY}"], [])
 
 
-@pytest.mark.parametrize("key", [KEY, f"{KEY}\n", f"\t {KEY} \r\n", "a k\u00e9y"])
+@pytest.mark.parametrize("key", [KEY, f"{KEY}\n", f"\t {KEY} \r\n"])
 def test_space_around_the_key_is_none_of_it(key: str, other: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADMIN_KEY, key)
     assert apply_policy(other.url, load_policy("w8a8")) == {}
     assert other.keys == [f"Bearer {key.strip()}"]
 
 
-@pytest.mark.parametrize("key", ["a\nkey", "a\x7fkey", "a key\u2026"])
-def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(
+@pytest.mark.parametrize("key", ["a\nkey", "a\x7fkey", "a k\u00e9y", "a key\u2026"])
+def test_a_key_that_is_not_printable_ascii_is_refused_and_not_shown(
     key: str, other: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ADMIN_KEY, key)
     with pytest.raises(FlexQuantError) as refused:
         apply_policy(other.url, load_policy("w8a8"))
     assert str(refused.value) == (
-        f"the key in {ADMIN_KEY} has characters that a header cannot hold; use printable ASCII alone"
+        f"the key in {ADMIN_KEY} has characters that not every client can send; use printable ASCII alone"
     )
     assert other.keys == []
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,21 @@ def test_a_device_that_takes_nothing_ends_it(caplog: pytest.LogCaptureFixture) -
     write(Path("/dev/full"), 3)
     reason = "it cannot be written (No space left on device)"
     assert caplog.messages == [f"the trace '/dev/full' ends here, and serving goes on: {reason}"]
+
+
+def test_a_file_that_fails_once_more_when_it_is_closed_ends_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    trace = Trace(str(file), 1)
+    trace.begin(HEADER)
+    assert trace._file is not None
+    os.close(trace._file.fileno())
+    for _ in range(2):
+        trace.record(Pass("decode", 1, 1, 1, 1), "w4a16")
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [HEADER]
+    reason = "it cannot be written (Bad file descriptor)"
+    assert caplog.messages == [f"the trace '{file}' ends here, and serving goes on: {reason}"]
 
 
 def test_it_ends_at_the_size_that_it_may_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
