@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The offline side: from quantised checkpoints to one merged checkpoint and back, without vLLM.
+"""Turn quantised checkpoints into one merged checkpoint, and back. Nothing here needs vLLM.
 
     from flexquant.merge import merge_checkpoints
 
     merge_checkpoints({"w8a8": "model-w8a8", "w4a16": "model-w4a16"}, "model-merged")
 
-This folder is imported as `flexquant.merge`. `merging` is the way through: `merge_plan` (compare the sources,
-find what they share), `kv` (may they share one KV cache?), `card` (with `origins`: how each was made).
-Folders are opened and written by `flexquant.checkpoint`. `verify` and `split` start from the result.
-`conversion` comes before: it makes sources of what others quantised.
+This folder is imported as `flexquant.merge`. `merging` runs the steps of a merge: `merge_plan` compares the
+sources and finds the tensors that they share, `kv` decides whether they can share one KV cache, and `card`
+writes the model card, for which `origins` tells how each variant was made. `flexquant.checkpoint` reads and
+writes the folders. `verify` and `split` read a merged checkpoint. `conversion` prepares AWQ and GPTQ
+checkpoints for merging.
 """
 
 from flexquant.merge.conversion import convert_checkpoint

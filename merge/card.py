@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The generated README.md of a merged checkpoint: its model card."""
+"""Write a merged checkpoint's README.md, which is its model card."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Merged by FlexQuant {version} from {sources}. `{provenance}` has the SHA-256 of 
 
 
 def make_card(report: Report, provenance: JsonObject, files: Mapping[str, Path]) -> str:
-    """Return the model card in Markdown; ``files`` are the sidecars by name, recipes among them."""
+    """Return the model card in Markdown; ``files`` maps sidecar names, recipes included, to their paths."""
     rows = [
         f"| `{name}` | {v.scheme} | {format_bytes(v.own_bytes)} | {v.bits_per_parameter:.2f} |"
         for name, v in report.variants.items()

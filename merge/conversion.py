@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Checkpoints that others quantised with AWQ or GPTQ, converted so that they can be merged."""
+"""Convert AWQ and GPTQ checkpoints to the format of compressed-tensors, so that they can be merged."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def convert_checkpoint(
 ) -> JsonObject:
     """Write an AWQ (GEMM) or GPTQ checkpoint to ``output`` in the format of compressed-tensors.
 
-    The quantised values stay what they are. ``dtype``, of :data:`DTYPES`, casts scales and all that is not
-    quantised, which the variants of a merge have to share; None leaves them. Files that no variant needs are
-    left behind.
+    Quantised values do not change. ``dtype``, a key of :data:`DTYPES`, casts scales and unquantised tensors,
+    since variants can only be merged if these have one dtype; None leaves them. Files that no variant needs
+    are not copied.
 
-    Returns what was converted. Raises FlexQuantError for another format, for what compressed-tensors cannot
-    hold, for tensors whose shapes do not fit, an output that may not be replaced and a full disk.
+    Returns what was converted. Raises FlexQuantError for another format, for settings that
+    compressed-tensors cannot hold, for tensors of a wrong shape, an output that may not be replaced and a
+    full disk.
     """
     from compressed_tensors.entrypoints.convert import convert_checkpoint as convert
 
@@ -59,7 +60,7 @@ def convert_checkpoint(
 
 @contextmanager
 def _needed_files(folder: Path, tensors: Mapping[str, TensorRef]) -> Iterator[Path]:
-    """Give a folder of links to a checkpoint's needed files; compressed-tensors copies all that it finds."""
+    """Yield a folder of links to the needed files: compressed-tensors copies every file that it finds."""
     names = {"config.json", *find_files(folder, (*COPIED, INDEX_FILE))}
     names |= {ref.file.relative_to(folder).as_posix() for ref in tensors.values()}
     with TemporaryDirectory() as links:
@@ -79,7 +80,7 @@ def _converter(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRe
     if method == "awq":
         try:
             converter = AutoAWQConverter.from_autoawq_config(section)
-            converter.ignore = _in_16_bit(tensors)  # the config's are parts of names, which others may have
+            converter.ignore = _in_16_bit(tensors)  # the config lists parts of names, which may fit others
             return converter
         except ValueError as e:
             raise FlexQuantError(
@@ -94,7 +95,7 @@ def _converter(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRe
 
 
 def _in_16_bit(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """Return the modules with a matrix that is not quantised: the lm_head, routers, and what was left out."""
+    """Return the modules whose matrix is not quantised: lm_head, routers, and others that were left out."""
     matrices = [key.removesuffix(".weight") for key, ref in tensors.items() if len(ref.shape) == 2]
     return sorted(
         {"lm_head"}
@@ -105,8 +106,8 @@ def _in_16_bit(tensors: Mapping[str, TensorRef]) -> list[str]:
 def _check_linears(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> list[str]:
     """Return the names of the quantised linears.
 
-    Raises FlexQuantError where there is none, for one that the converted checkpoint's config would not name,
-    and for a tensor whose dtype or shape is not what bits and group size say.
+    Raises FlexQuantError if there is none, for a quantised lm_head or embedding, and for a tensor whose dtype
+    or shape does not fit the config's bits and group size.
     """
     method, size = section["quant_method"], section.get("group_size", 128)
     linears = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
@@ -137,7 +138,7 @@ def _check_linears(folder: Path, section: JsonObject, tensors: Mapping[str, Tens
 def _parts(
     section: JsonObject, packed: Sequence[int], size: int
 ) -> dict[str, tuple[Sequence[str], tuple[int, ...]]]:
-    """Return the dtypes and the shape of a linear's tensors, from the shape of its ``qweight``."""
+    """Return the allowed dtypes and the shape of each tensor of a linear whose ``qweight`` is ``packed``."""
     rows, columns = (*packed, 1, 1)[:2]
     values = 32 // section.get("bits", 4)
     is_gptq = section["quant_method"] == "gptq"
@@ -165,7 +166,7 @@ def _check_tensor(
 
 
 class _InDtype:
-    """A converter whose 16-bit tensors come out in one dtype."""
+    """Wrap a converter and cast its 16-bit tensors to one dtype."""
 
     def __init__(self, converter: Any, dtype: torch.dtype) -> None:
         self._converter, self._dtype = converter, dtype

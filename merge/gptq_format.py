@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Tensors as GPTQModel and AutoGPTQ write them, made those of compressed-tensors.
+"""Convert tensors as GPTQModel and AutoGPTQ write them to the format of compressed-tensors.
 
-A linear [out, in] of ``bits`` (4 or 8) in groups of ``g`` has there
+In the GPTQ format a linear [out, in] with ``bits`` (4 or 8) a weight and groups of ``g`` inputs has
 
-- ``qweight`` int32 [in * bits / 32, out]: unsigned values, those of a column word by word;
-- ``qzeros`` int32 [in / g, out * bits / 32]: unsigned zero points, less one in the older format;
+- ``qweight`` int32 [in * bits / 32, out]: unsigned values; a word holds neighbouring inputs of one output;
+- ``qzeros`` int32 [in / g, out * bits / 32]: unsigned zero points; the older format stores them minus one;
 - ``scales`` [in / g, out];
-- ``g_idx`` int32 [in]: each input's group; without it inputs are in order.
+- ``g_idx`` int32 [in]: the group of each input; without it the inputs are in order.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from flexquant.errors import FlexQuantError
 
 Tensors = dict[str, torch.Tensor]
 WITH_OFFSET, WITHOUT_OFFSET = "gptq", "gptq_v2"
-"""``checkpoint_format`` of the files whose zero points are stored less one, and as they are."""
+"""Values of ``checkpoint_format``: zero points stored minus one, and zero points stored as they are."""
 
 
 class GPTQConverter(Converter):
-    """A converter for compressed-tensors' ``convert_checkpoint``, which keeps the value of every weight."""
+    """A converter for compressed-tensors' ``convert_checkpoint``; it keeps the value of every weight."""
 
     def __init__(self, section: Mapping[str, Any], ignore: Iterable[str], tensors: Iterable[str]) -> None:
-        """Read the ``quantization_config`` of a GPTQ checkpoint whose tensors have the given names.
+        """Read ``section``, the ``quantization_config`` of a GPTQ checkpoint.
 
-        ``ignore`` names the linears in 16 bit. Raises :class:`FlexQuantError` for what compressed-tensors
-        cannot hold.
+        ``ignore`` names the linears in 16 bit, ``tensors`` all tensors of the checkpoint. Raises
+        :class:`FlexQuantError` for settings that compressed-tensors cannot hold.
         """
         self.bits: int = section.get("bits", 4)
         if self.bits not in (4, 8):
@@ -65,19 +65,19 @@ class GPTQConverter(Converter):
         self.tensors = set(tensors)
 
     def get_dependencies(self, weight_name: str) -> set[str]:
-        """Return the tensors that are converted together with one."""
+        """Return the names of the tensors that are converted together with this one."""
         module, _, part = weight_name.rpartition(".")
         others = {f"{module}.{other}" for other in ("qzeros", "scales", "g_idx")}
         return others & self.tensors if part == "qweight" else set()
 
     def validate(self, tensors: Tensors) -> Tensors:
-        """Return the tensors, which newer releases of compressed-tensors give without their values."""
+        """Return the tensors unchanged; newer releases of compressed-tensors pass them without values."""
         return tensors
 
     def process(self, tensors: Tensors) -> Tensors:
         """Return a file's tensors in the format of compressed-tensors.
 
-        Raises FlexQuantError for a linear whose inputs are in the groups of another order.
+        Raises FlexQuantError for a linear whose groups do not hold neighbouring inputs.
         """
         for key in [key for key in tensors if key.endswith(".qweight")]:
             tensors |= self._linear(key.removesuffix(".qweight"), tensors)
@@ -100,7 +100,7 @@ class GPTQConverter(Converter):
         )
 
     def update_config(self, config: QuantizationConfig | None) -> QuantizationConfig:
-        """Return what :meth:`create_config` does, which newer releases of compressed-tensors ask for."""
+        """Return :meth:`create_config`'s result; newer releases of compressed-tensors call this instead."""
         return self.create_config()
 
     def _check_order(self, module: str, groups: torch.Tensor | None, inputs: int) -> None:
@@ -134,7 +134,7 @@ class GPTQConverter(Converter):
         return {f"{module}.{part}": tensor for part, tensor in converted.items()}
 
     def _unpacked(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return the unsigned values of int32 words, in order along the last dimension."""
+        """Unpack the unsigned values of int32 words along the last dimension, lowest bits first."""
         shifts = torch.arange(0, 32, self.bits, dtype=torch.int32)
         words = torch.bitwise_right_shift(packed.unsqueeze(-1), shifts)
         return torch.bitwise_and(words, 2**self.bits - 1).flatten(-2)

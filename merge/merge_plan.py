@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Decide what the merged checkpoint will hold, and refuse sources that are not variants of one model."""
+"""Plan what the merged checkpoint holds, and refuse sources that are not variants of one model."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ LM_HEAD, EMBEDDING = "lm_head", "embed_tokens"
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What to write: tensors in groups that an engine can skip as files, and files to copy."""
+    """The tensors to write, in groups of whole files that an engine can skip, and the files to copy."""
 
     sources: tuple[Source, ...]
     num_layers: int
     groups: dict[str, dict[str, TensorRef]]
-    """``shared`` first, then the variants: merged key -> where its bytes are."""
+    """Group (``shared`` first, then the variants) -> merged key -> reference to the tensor's bytes."""
     files: dict[str, Path]
     own_heads: frozenset[str]
-    """Names of the sources whose lm_head is another than their embedding."""
+    """Names of the sources whose lm_head differs from their embedding."""
 
     @property
     def base_architecture(self) -> str:
@@ -43,9 +43,9 @@ class MergePlan:
 
     @property
     def shared_modules(self) -> tuple[str, ...]:
-        """Modules all of whose tensors are shared: outside the decoder layers, and what `_holder` names.
+        """The modules, among those that `_holder` allows, whose tensors are all shared.
 
-        E.g. ``model.norm`` and ``model.layers.0.mlp.experts``; of a vision model each tower as a whole.
+        E.g. ``model.norm`` and ``model.layers.0.mlp.experts``. A tower of a vision model counts as a whole.
         """
         shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
         towers = _find_towers(self.sources)
@@ -60,15 +60,15 @@ class MergePlan:
 
     @property
     def tensors(self) -> dict[str, TensorRef]:
-        """Of all groups, by merged key."""
+        """Tensors of all groups, keyed by merged key."""
         return {key: ref for group in self.groups.values() for key, ref in group.items()}
 
 
 def plan_merge(sources: Sequence[Source]) -> MergePlan:
-    """Compare the sources and return the plan; only headers, small files and equal tensors are read.
+    """Compare the sources and return the plan; read headers, small files, and tensors that may be equal.
 
-    Raises FlexQuantError, naming the file, key, layer or tensor, where the sources differ in something
-    that one merged model cannot have twice.
+    Raises FlexQuantError, naming the file, key, layer or tensor, if the sources differ in something that a
+    merged model can have only once.
     """
     if not sources:
         raise FlexQuantError("nothing to merge: name at least one variant as NAME=FOLDER")
@@ -101,7 +101,7 @@ def plan_merge(sources: Sequence[Source]) -> MergePlan:
 
 
 def _has_own_head(source: Source) -> bool:
-    """Whether a tied model's files hold an lm_head, and not its embedding once more."""
+    """Whether the files of a tied model hold an lm_head that differs from its embedding."""
     head = {name: ref for name, ref in source.tensors.items() if name.startswith(f"{LM_HEAD}.")}
     embeddings = [ref for name, ref in source.tensors.items() if name.endswith(f"{EMBEDDING}.weight")]
     return any(not any(same_bytes(ref, embedding) for embedding in embeddings) for ref in head.values())
@@ -145,7 +145,7 @@ def _check_same_shapes(
     b_shapes: Mapping[str, tuple[int, ...]],
     optional: Collection[str],
 ) -> None:
-    """Raise FlexQuantError unless both have the same parameters; modules in ``optional`` one may lack."""
+    """Raise FlexQuantError unless both have the same parameters; either may lack the ``optional`` modules."""
     for name in sorted(a_shapes.keys() | b_shapes.keys()):
         if name not in a_shapes or name not in b_shapes:
             if name.rpartition(".")[0] in optional:
@@ -163,7 +163,7 @@ def _check_same_shapes(
 
 
 def _find_shared(sources: Sequence[Source]) -> set[str]:
-    """Return the names of the tensors that are bit-identical in all of at least two sources."""
+    """Return the names of the tensors that are bit-identical in all sources; empty for a single source."""
     first, *others = sources
     if not others:
         return set()
@@ -181,7 +181,7 @@ def _find_shared(sources: Sequence[Source]) -> set[str]:
 
 
 def _find_towers(sources: Sequence[Source]) -> dict[str, str]:
-    """Return by tensor the module beside the language model that it lies in; none for a text model."""
+    """Return, by tensor, the vision model's module that holds it; empty for a text model."""
     if sources[0].architecture not in VISION_ARCHITECTURES:
         return {}
     names = {name for source in sources for name in source.tensors}
@@ -190,7 +190,7 @@ def _find_towers(sources: Sequence[Source]) -> dict[str, str]:
 
 
 def _check_towers(sources: Sequence[Source], shared: Collection[str]) -> None:
-    """Raise FlexQuantError if what reads the images is not ``shared`` by all variants."""
+    """Raise FlexQuantError unless all tensors that process images are ``shared``."""
     for name, module in _find_towers(sources).items():
         if name not in shared:
             raise FlexQuantError(
@@ -201,9 +201,9 @@ def _check_towers(sources: Sequence[Source], shared: Collection[str]) -> None:
 
 
 def _holder(tensor_name: str) -> str | None:
-    """Return the module that may exist once for all variants.
+    """Return the module of a tensor if one instance can serve all variants, else None.
 
-    None in a decoder layer, but for its experts and for what expands its latent cache.
+    In a decoder layer, only experts and the projection that expands the latent KV cache can.
     """
     if inside := EXPERTS.match(tensor_name) or LATENT_UP.match(tensor_name):
         return inside[0]

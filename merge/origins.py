@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""How each variant was made, in Markdown for the model card, from the recipes that came with the sources.
+"""Describe in Markdown, for the model card, how each variant was made.
 
-``recipe.<variant>.yaml`` in the merged checkpoint is the whole recipe; the card says it in a paragraph.
-Recipes of other tools are kept and named, not read.
+The recipes that came with the sources are copied as ``recipe.<variant>.yaml``; the card summarises each.
+Recipes that other tools wrote are copied and named, but not summarised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOT_VERSIONS = ("model", "weights_sha256", "calibration_rows_sha256")
 
 
 def describe_origins(variants: Sequence[str], files: Mapping[str, Path]) -> str:
-    """Return a Markdown list with an item per variant; ``files`` are the checkpoint's sidecars by name."""
+    """Return a Markdown list with an item per variant; ``files`` maps sidecar names to their paths."""
     return "\n".join(_describe(name, files.get(recipe_name(name))) for name in variants)
 
 
@@ -40,7 +40,7 @@ def _describe(variant: str, path: Path | None) -> str:
 
 
 def _describe_ours(variant: str, document: JsonObject) -> str:
-    """Tell a recipe that FlexQuant wrote for one variant; of any other, raise what its form brings about."""
+    """Describe a recipe that FlexQuant wrote for one variant; any other raises LookupError, ValueError ..."""
     if not document["schema"].startswith(OUR_RECIPES):
         raise ValueError
     made, calibration = document["made_with"], document.get("calibration")
@@ -69,7 +69,7 @@ def _describe_ours(variant: str, document: JsonObject) -> str:
 
 
 def _short(value: Any) -> str:
-    """Write a value on one line; of numbers given for many modules, the range."""
+    """Return a value on one line; a mapping from modules to numbers becomes the range of the numbers."""
     if isinstance(value, dict) and all(isinstance(v, int | float | None) for v in value.values()):
         numbers = [v for v in value.values() if v is not None]
         span = f"{min(numbers)} to {max(numbers)}" if numbers else "none"

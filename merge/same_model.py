@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Do two configs describe one model, though different releases of transformers wrote them?"""
+"""Find how two configs differ, apart from what different releases of transformers write differently."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flexquant.checkpoint.model_config import ABSENT, JsonObject, config_differe
 
 
 def model_differences(a: JsonObject, b: JsonObject) -> list[tuple[str, Any, Any]]:
-    """Return (dotted key, value, value) for all that differs; empty for two configs of one model.
+    """Return (dotted key, value in a, value in b) of every difference; empty for two configs of one model.
 
-    A key that only one of them has, be it null there, is compared with the value that transformers gives it
-    by default: releases differ in which of the defaults they write. Raises FlexQuantError for a config that
-    transformers refuses.
+    Releases of transformers differ in which default values they write. If one config lacks a key, the other's
+    value, null included, is therefore compared with transformers' default. Raises FlexQuantError for a config
+    that transformers refuses.
     """
     found = list(config_differences(a, b))
     if found and all(x is ABSENT or y is ABSENT for _, x, y in found):
@@ -29,6 +29,6 @@ def _or_null(value: Any) -> Any:
 
 
 def _with_defaults(config: JsonObject) -> JsonObject:
-    """Return a config with all that transformers fills in; unchanged for a model that it does not know."""
+    """Return the config with transformers' defaults filled in; unchanged if it does not know the model."""
     known = known_config(config, "config.json")
     return config if known is None else known.to_dict()

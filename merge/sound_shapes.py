@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Do the tensors of the sources have the shapes that their configs ask for?"""
+"""Check that the sources' tensors have the shapes that their configs ask for."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flexquant.errors import FlexQuantError
 
 
 def check_shapes(sources: Sequence[Source], shapes: Shapes) -> None:
-    """Raise FlexQuantError, naming the tensor, for one that does not fit the model or its scheme.
+    """Raise FlexQuantError, naming the tensor, if a shape does not fit the model or the quantisation scheme.
 
-    ``shapes``: those of the unquantised model's parameters, the same in all sources. Only headers are read.
+    ``shapes`` are the unquantised parameters' shapes, which all sources share. Only headers are read.
     """
     from flexquant.merge.kv.dequantize import WeightReader  # torch, which verifying does without
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Give one variant of a merged checkpoint back as the plain checkpoint it was merged from."""
+"""Write one variant of a merged checkpoint as the plain checkpoint that it was merged from."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def split_checkpoint(
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     progress: Progress | None = None,
 ) -> JsonObject:
-    """Write the variant to ``output`` with its original keys and config, tensors bit-identical.
+    """Write the variant to ``output`` with its original keys and config, and bit-identical tensors.
 
-    Returns counts of tensors and bytes. Raises FlexQuantError for an unknown variant, a tensor that no
-    longer has its recorded hash, an output that may not be replaced and a full disk.
+    Returns how many tensors and bytes were written. Raises FlexQuantError for an unknown variant, a tensor
+    that no longer has its recorded hash, an output that may not be replaced and a full disk.
     """
     output = Path(output)
     checkpoint = MergedCheckpoint.open(folder)
@@ -68,7 +68,7 @@ def split_checkpoint(
 
 
 def _plan_files(checkpoint: MergedCheckpoint, variant: str) -> dict[str, Path]:
-    """Return the files to copy, by their name in the plain checkpoint."""
+    """Return the files to copy: name in the plain checkpoint -> path."""
     names = find_files(checkpoint.folder, COPIED)
     origin = {name: name for name in names}
     if (checkpoint.folder / recipe_name(variant)).exists():

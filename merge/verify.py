@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Check a merged checkpoint: against its recorded hashes, or bit by bit against its sources."""
+"""Check a merged checkpoint against its recorded hashes, or bit by bit against its sources."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def verify_checkpoint(
     against: Mapping[str, str | Path] | Sequence[tuple[str, str | Path]] = (),
     progress: Progress | None = None,
 ) -> JsonObject:
-    """Read every tensor of a merged checkpoint and compare it; return what was compared, counted.
+    """Compare every tensor of a merged checkpoint, and return how many were compared with what.
 
-    Without ``against`` the recorded SHA-256 are the measure, with it the named variants' source folders.
-    Raises FlexQuantError naming the tensors, with their shards, or files that differ, are missing or are too
-    many.
+    Tensors are compared with the source folders in ``against``, by variant name; without ``against``, with
+    the recorded SHA-256. Raises FlexQuantError that names the tensors (with their shards) or files that
+    differ, are missing or should not be there.
     """
     checkpoint = MergedCheckpoint.open(folder)
     pairs = list(against.items()) if isinstance(against, Mapping) else list(against)

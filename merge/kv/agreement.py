@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Do two matrices differ by quantisation noise only? The statistics and their bounds.
+"""Judge whether two matrices differ by quantisation noise only.
 
-Four numbers are compared with what quantisation explains; `compatibility` says why these four and how the
-bounds were found. They follow from the noise variance that `dequantize` predicts, so they widen for INT4
-and tighten for INT8. All four come from `sums`.
+Four statistics, all computed from `sums`, are compared with bounds; `compatibility` says why these four and
+how the bounds were found. The bounds follow from the noise variance that `dequantize` predicts, so they are
+wider for INT4 than for INT8.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from flexquant.merge.kv.sums import MatrixSums, Sums
 NOISE_FACTOR = 4.0
 """K and V may err by this many times the norm of the predicted rounding noise."""
 ERROR_CAP = 0.8
-"""No matrix may err by more than this share of its norm, however noisy it is; unrelated ones err by 1.41."""
+"""Largest relative error of any matrix, however noisy; unrelated matrices have 1.41."""
 ROW_GAIN = 0.1
 """The gain of any row of K or V may be off by this share."""
 ROW_GAIN_SIGMAS = 8.0
-"""It may be off by this many standard deviations of what noise does to a gain, where that is more."""
+"""Standard deviations of a row's gain under noise that are allowed, if they are more than ROW_GAIN."""
 COLUMN_GAIN = 0.03
 """The median gain of the columns may be off by this share."""
 COLUMN_GAIN_SIGMAS = 4.0
-"""It may be off by this many standard deviations of what noise does to a gain, where that is more."""
+"""Standard deviations of a column's gain under noise that are allowed, if more than COLUMN_GAIN."""
 OUTPUT_NOISE_FACTOR = 6.0
-"""o_proj and down_proj may err by this many times the noise; massive activations let GPTQ bend them more."""
+"""Matrices other than K and V may err by this many times the noise: GPTQ moves down_proj more."""
 OUTPUT_ROW_GAIN = 0.25
-"""The gain of any row of o_proj or down_proj may be off by this share, for the same reason."""
+"""The gain of any row of such a matrix may be off by this share, for the same reason."""
 TINY = 1e-30
-"""Stands for the size of a matrix of zeros in divisions."""
+"""Least size in divisions, for matrices of zeros."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Excess:
     """One statistic and its bound."""
 
     what: str
-    """E.g. ``relative error`` or ``gain of row 17``."""
+    """Name of the statistic, e.g. ``relative error`` or ``gain error of row 17``."""
     measured: float
     allowed: float
 
@@ -59,9 +59,9 @@ class Agreement:
     error: Excess
     """Relative Frobenius error of the whole matrix."""
     columns: Excess
-    """The median gain error of the columns."""
+    """Median gain error of the columns."""
     worst: Excess
-    """The statistic that is closest to its bound, or farthest beyond it."""
+    """Statistic with the largest ratio to its bound."""
 
     @property
     def agrees(self) -> bool:
@@ -75,9 +75,9 @@ def judge(
     row_gain: float = ROW_GAIN,
     row_numbers: torch.Tensor | None = None,
 ) -> Agreement:
-    """Say how far two matrices are apart, and their heads of ``head_rows`` rows by themselves too.
+    """Return how far two matrices are apart; heads of ``head_rows`` rows are also judged one by one.
 
-    ``row_numbers`` are those of the rows, int64 [rows], where they do not count from 0.
+    ``row_numbers`` int64 [rows] are the rows' numbers in the whole matrix; None: they count from 0.
     """
     rows, noise = sums.rows, sums.noise
     whole = rows.map(lambda term: term.sum(0, keepdim=True))
@@ -93,7 +93,7 @@ def judge(
 
 
 def _error(sums: Sums, noise: torch.Tensor, what: str, noise_factor: float) -> Excess:
-    """|a - b| / |b| against ``noise_factor`` times the noise, of the row or head that is worst."""
+    """Return |a - b| / |b| and its bound, ``noise_factor`` times the noise, for the worst part."""
     size = sums.bb.clamp_min(TINY)
     measured = ((sums.aa - 2 * sums.ab + sums.bb).clamp_min(0) / size).sqrt()
     allowed = (noise_factor * (noise / size).sqrt()).clamp(1e-12, ERROR_CAP)
@@ -103,7 +103,7 @@ def _error(sums: Sums, noise: torch.Tensor, what: str, noise_factor: float) -> E
 
 
 def unexplained_gains(rows: Sums) -> torch.Tensor:
-    """Return the gain of each row where noise does not explain it, and 1 elsewhere, [rows]."""
+    """Return the gain of each row, [rows]; 1 for rows whose gain noise explains."""
     gains = rows.gains()
     return torch.where((gains - 1).abs() > _allowed_gain(rows, ROW_GAIN), gains, 1.0)
 
@@ -113,7 +113,7 @@ def _allowed_gain(rows: Sums, band: float) -> torch.Tensor:
 
 
 def _worst_gain(rows: Sums, band: float, numbers: torch.Tensor | None) -> Excess:
-    """|gain - 1| of the row whose gain is least explained by noise."""
+    """Return |gain - 1| and its bound for the row whose gain noise explains least."""
     off = (rows.gains() - 1).abs()
     allowed = _allowed_gain(rows, band)
     worst = int((off / allowed).argmax())
@@ -122,7 +122,7 @@ def _worst_gain(rows: Sums, band: float, numbers: torch.Tensor | None) -> Excess
 
 
 def _typical_gain(columns: Sums) -> Excess:
-    """The median |gain - 1| of the columns."""
+    """Return the median |gain - 1| of the columns and its bound."""
     off = (columns.gains() - 1).abs().median()
     allowed = (COLUMN_GAIN_SIGMAS * _gain_sigma(columns).median()).clamp_min(COLUMN_GAIN)
     return Excess("median gain error of the columns", float(off), float(allowed))

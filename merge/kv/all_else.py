@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a layer computes beside its matrices: is it equal in two variants, but for the rounding of parameters?
+"""Compare what a layer computes beside its matrices in two variants, up to the rounding of parameters.
 
-Two passes have the same answers from the matrices, so every number of theirs is compared with what the
-rounding of each parameter to its dtype does to this number. That is found out by rounding at random, and
-only where two passes differ by more than arithmetic in another order does.
+Both passes get the same outputs from the matrices, so every number of one pass is compared with the same
+number of the other. Rounding each parameter to its dtype explains a part of the difference; passes with
+parameters rounded at random estimate that part. They run only if the two passes differ by more than float32
+arithmetic in another order explains.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from flexquant.merge.kv.layer_pass import LayerPass
 from flexquant.merge.kv.skeleton import random
 
 ROUNDED_PASSES = 16
-"""Passes with parameters rounded at random, from which the effect of rounding is estimated."""
+"""Number of passes with randomly rounded parameters that estimate the effect of rounding."""
 ROUNDING = 6.0
-"""Two passes may be apart by this many times the effect of one rounding, in any number."""
+"""Any number of two passes may differ by this many times the estimated effect of rounding."""
 ARITHMETIC = 1e-5
-"""What float32 arithmetic in another order explains, as a share of a number's and of the mean's size."""
+"""Effect of float32 arithmetic in another order, as a share of a number's size plus the mean size."""
 
 Parameters = Mapping[str, torch.Tensor]
 Run = Callable[[Parameters], LayerPass]
-"""Runs the layer with other parameters, and the reference's answers from its matrices."""
+"""Runs the layer with other parameters; its matrices answer as in the reference's pass."""
 
 
 def explain_difference(
@@ -35,10 +36,10 @@ def explain_difference(
     parameters: tuple[Parameters, Parameters],
     steps: Mapping[str, float],
 ) -> str:
-    """Return how a pass differs from the reference by more than rounding; empty when it does not.
+    """Return how a pass differs from the reference by more than rounding; empty if it does not.
 
-    ``parameters`` are those of the pass and of the reference, ``steps`` the relative sizes of a rounding of
-    each. The parameter is named that brings the difference about by itself, if there is one.
+    ``parameters`` are the parameters of the pass and of the reference, ``steps`` the relative rounding error
+    of each. The text names the first parameter that causes the difference by itself, if there is one.
     """
     if not changed(seen, reference):
         return ""
@@ -60,9 +61,9 @@ def explain_difference(
 def changed(
     seen: LayerPass, reference: LayerPass, effect: Mapping[str, torch.Tensor] | None = None
 ) -> list[str]:
-    """Return where two passes differ: results, and what matrices are given, but for a factor of each column.
+    """Return where two passes differ: in results, or in inputs of matrices by more than column factors.
 
-    ``effect`` is that of rounding, by the same names.
+    ``effect`` is the effect of rounding on each result and input, by name.
     """
     effect = effect or {}
     places = [
@@ -83,7 +84,7 @@ def changed(
 def rounding_effect(
     run: Run, parameters: Parameters, steps: Mapping[str, float], reference: LayerPass
 ) -> dict[str, torch.Tensor]:
-    """Return by how much each number of a pass changes when its parameters are rounded, root mean square."""
+    """Return the root-mean-square change of each number of a pass when its parameters are rounded."""
     squares: dict[str, torch.Tensor] = {}
     for i in range(ROUNDED_PASSES):
         seen = run(
@@ -100,13 +101,13 @@ def rounding_effect(
 
 
 def column_factors(x: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the factor of each column in x = factor * reference that fits best, [in]; 1 for zeros."""
+    """Return the least-squares factor f of each column in x = f * reference, [in]; 1 for columns of zeros."""
     size = reference.square().sum(0)
     return torch.where(size > 0, (x * reference).sum(0) / size, 1.0)
 
 
 def excess(x: torch.Tensor, expected: torch.Tensor, effect: torch.Tensor | float = 0.0) -> float:
-    """Return the largest difference as a ratio to what rounding and arithmetic explain."""
+    """Return the largest ratio of a difference to what rounding and arithmetic explain of it."""
     x, expected = x.float(), expected.float()
     arithmetic = ARITHMETIC * (expected.abs() + expected.abs().mean())
     allowed = (ROUNDING * effect + arithmetic).clamp_min(1e-30)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The skeleton of the sources' model, or of one like it where transformers has none."""
+"""Build the skeleton of the sources' model, or of a similar one if transformers lacks the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.skeleton import Skeleton
 
 ALIKE = ("llama", "qwen3", "phi3")
-"""Models of transformers that stand in for one that it does not have: plain, with norms of Q and K, fused."""
+"""transformers models that can stand in for a missing one: plain, with norms of Q and K, fused matrices."""
 WITH_BIASES = {"attention_bias": True, "mlp_bias": True}
 WEIGHT = re.compile(r"\.weight(_packed)?$")
 
@@ -20,12 +20,12 @@ WEIGHT = re.compile(r"\.weight(_packed)?$")
 def build_skeleton(source: Source) -> Skeleton:
     """Return the skeleton of a source's model.
 
-    Where transformers cannot build or run it, that of the plainest model whose layers have the same matrices;
-    it is marked ``stands_in``. Raises FlexQuantError if there is none.
+    If transformers cannot build or run the model, the first model of ``ALIKE`` whose layers have the same
+    matrices takes its place, marked ``stands_in``. Raises FlexQuantError if there is none.
     """
     try:
         return Skeleton(source.config)
-    except Exception as e:  # transformers, and code of any model in it, raise whatever they like
+    except Exception as e:  # the code of a model in transformers can raise anything
         reason = f"{type(e).__name__}: {e}"
     names = {
         WEIGHT.sub("", name[found.end() :])

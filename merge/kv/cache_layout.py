@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a checkpoint does to the KV cache beside its projections: cache scales, and rotations at run time.
+"""Compare what else changes the KV cache beside the projections: cache scales, and rotations at run time.
 
-That heads, positions and the cache's type are the same is known by then: `merge_plan` refuses configs that
-differ.
+`merge_plan` has already checked that heads, positions and the cache's dtype are the same.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from flexquant.checkpoint.source import Source
 from flexquant.merge.kv.variant_weights import CACHE_SCALE
 
 CACHE_TRANSFORMS = ("k_cache", "q_attn", "input", "output")
-"""Locations (compressed_tensors.transform.TransformLocation) of what is applied at run time."""
+"""Locations (compressed_tensors.transform.TransformLocation) of transforms that run with the model."""
 
 
 def rotation_difference(variant: Source, reference: Source) -> str:
-    """Return how the rotations that K gets at run time differ; empty when they do not."""
+    """Return how the run-time rotations of K differ; empty if they do not."""
     a, b = (_cache_transforms(of.quantization_config) for of in (variant, reference))
     if a == b:
         return ""
@@ -26,7 +25,7 @@ def rotation_difference(variant: Source, reference: Source) -> str:
 
 
 def scale_difference(variant: Source, reference: Source) -> str:
-    """Return which calibrated K or V cache scale differs; empty when none does."""
+    """Return which calibrated K or V cache scale differs; empty if none does."""
     a, b = ({n: r for n, r in of.tensors.items() if CACHE_SCALE.search(n)} for of in (variant, reference))
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
@@ -37,7 +36,7 @@ def scale_difference(variant: Source, reference: Source) -> str:
 
 
 def _cache_transforms(section: JsonObject) -> JsonObject:
-    """Return the rotations that are applied to K at run time (SpinQuant's R3), by name."""
+    """Return the run-time rotations of K (SpinQuant's R3), by name."""
     groups = (section.get("transform_config") or {}).get("config_groups") or {}
     return {
         name: group

@@ -1,48 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""May variants share one KV cache, and may their layers be mixed in one plan?
+"""Decide whether variants can share one KV cache, and whether one plan can mix their layers.
 
-A cache written by one variant is read by another, so every layer must compute the same K and V up to
-quantisation noise. That holds for GPTQ, for rounding and for SmoothQuant's fold of a norm into q, k and v.
-It does not hold once K or V themselves are scaled (AWQ's v -> o smoothing) or rotated (SpinQuant's R2 and
-R3): each such model is right on its own, and silently wrong on the other's cache.
+A variant reads cache entries that another variant wrote, so every layer must compute the same K and V up to
+quantisation noise. GPTQ, rounding to nearest and SmoothQuant's fold of a norm into q, k and v keep K and V.
+Scaling K or V themselves (AWQ's v -> o smoothing) or rotating them (SpinQuant's R2 and R3) does not: each
+such model is right on its own cache, and silently wrong on the other's.
 
-What is compared. Neither tensors nor outputs alone: transformers' own layers run for each variant, without
-their matrices (`skeleton`), and the matrices are compared as such (`layer_comparison`). What runs, norms and
-biases, attention and its rotary embedding, has to cache and return the same, number by number but for the
-rounding of parameters (`all_else`), since both variants get the same answers in the place of their
-matrices. A matrix has to be the same up to quantisation noise, once the factors of what it is given are
-multiplied out, so that a legitimate fold cancels. Gradients tell which rows reach the cache. Cache scales and
-rotations at run time are compared as they are (`cache_layout`); what expands the latents of multi-head latent
-attention has to be equal, and so has what no layer of transformers reads. A checkpoint whose whole residual
-stream is rotated (QuaRot, SpinQuant's R1) keeps K and V but not their matrices: the rotation is found from
-the embeddings (`residual_basis`) and undone, and its layers are compared up to the cache, no further.
+What is compared. Each layer runs in transformers' own code for both variants, without its matrices
+(`skeleton`): in their place both variants get the same outputs. Whatever runs (norms, biases, attention,
+rotary embedding) has to cache and return the same numbers, but for the rounding of parameters (`all_else`).
+The matrices are compared with one another (`layer_comparison`): they have to agree up to quantisation noise,
+after factors between the two variants' inputs are multiplied out, so that a legitimate fold cancels.
+Gradients tell which rows reach the cache. Cache scales and run-time rotations have to be equal
+(`cache_layout`), and so do the projection that expands the latent cache of multi-head latent attention and
+tensors that no layer of transformers reads. Rotating the whole residual stream (QuaRot, SpinQuant's R1) keeps
+K and V but changes their matrices: the rotation is found from the embeddings (`residual_basis`) and undone,
+and layers are compared up to the cache only.
 
-What forbids what. No cache is shared where a row that reaches it differs, or a parameter, or a matrix in 16
-bits, or what all layers compute with. Nor is it shared where another matrix differs by more than quantising
-ever does (`ERROR_CAP`, `OF_ANOTHER`), or where its columns are larger or smaller on the whole: the layers
-behind it then cache something else. A matrix that differs by more than noise, but not by so much, forbids
-layered plans only, as another residual basis does. Every row that reaches the cache is compared, and a sample
-of the others: `sampling` says which, and what that can miss.
+What a difference forbids. These forbid a shared cache: a difference in a row that reaches the cache, in a
+parameter, in a 16-bit matrix, or in a module outside of the layers; another matrix that differs by more than
+quantisation ever explains (`ERROR_CAP`, `OF_ANOTHER`); and columns that are larger or smaller on the whole,
+because the layers behind them then cache something else. A matrix that differs by more than noise, but by
+less than that, forbids only plans that mix layers, and so does another residual basis. Every row that reaches
+the cache is compared, and a sample of the other rows: `sampling` says which, and what the sample can miss.
 
-The yardstick. Rounding to steps of width s errs with variance s^2 / 12, so the scales alone say how far
-two variants may be apart (`dequantize`): the root of both variances added, over the reference's norm.
-Measured against that prediction, rounding to nearest errs by 1.00 to 1.13 of it on SmolLM2-135M (0.62 to
-1.03 on Gaussian, Student-t and outlier-heavy random weights), and llmcompressor's GPTQ, which trades weight
-error for output error, by 1.35 to 1.73 (W4A16 g64 against SmoothQuant W8A8, K and V of all 30 layers). The
+The expected noise. Rounding to steps of width s has an error of variance s^2 / 12, so the scales predict how
+far two variants are apart (`dequantize`): the root of the sum of both variances, relative to the reference's
+norm. Measured errors, as multiples of that prediction: rounding to nearest 1.00 to 1.13 on SmolLM2-135M (0.62
+to 1.03 on Gaussian, Student-t and outlier-heavy random weights); llmcompressor's GPTQ, which trades weight
+error for output error, 1.35 to 1.73 (W4A16 g64 against SmoothQuant W8A8, K and V of all 30 layers). The
 bounds, in `agreement`:
 
-    relative error    4 times the prediction, so 2.3 times what GPTQ needs; at most 0.8. Measured 0.12-0.20,
-                      bound 0.32-0.55. Rotations and other models err by 1.41. Per KV head as well.
-                      Other matrices: 6 times; GPTQ reaches 3.1 behind massive activations (down_proj).
+    relative error    4 times the prediction, which is 2.3 times what GPTQ needs; at most 0.8. Measured
+                      0.12-0.20 under bounds of 0.32-0.55; rotations and other models have 1.41. Each KV head
+                      is judged too. Other matrices: 6 times; GPTQ reaches 3.1 behind massive activations
+                      (down_proj).
     gain of a row     an output channel's least-squares factor, within 10 %. Noise has no preferred sign
-                      along a row: GPTQ reaches 5 %, v -> o smoothing by 0.8-1.25 shows 20 %, though its
+                      along a row: GPTQ reaches 5 %, while v -> o smoothing by 0.8-1.25 shows 20 %, though its
                       error (0.23) would pass as INT4 noise. Other matrices: 25 %; GPTQ reaches 9.6 %.
-    gain of columns   the median over input channels, within 3 %: a norm that was changed without its
-                      projections. Not the worst column: GPTQ moved one by 107 %, legitimately, and scales
-                      of amax / 7.5 clip an outlier channel by 7 %. The median stays below 0.6 %, and shows
-                      6 % for norms changed by 0.8-1.25.
-    all else          6 times what rounding every parameter to its dtype does to that number, and float32
+    gain of columns   the median over input channels, within 3 %; it shows a norm that was changed without its
+                      projections (6 % for changes by 0.8-1.25) and stays below 0.6 % otherwise. The worst
+                      column would not do: GPTQ legitimately moved one by 107 %, and scales of amax / 7.5 clip
+                      an outlier channel by 7 %.
+    other numbers     6 times the effect of rounding every parameter to its dtype, plus the effect of float32
                       arithmetic in another order.
 
 Smoothing by less than 10 % passes: it changes K and V less than INT4 does.
@@ -63,23 +64,23 @@ from flexquant.merge.kv.variant_weights import VariantWeights
 from flexquant.merge.kv.workers import workers
 
 Progress = Callable[[int, int], object]
-"""Called with (layers compared, layers in all)."""
+"""Called with (layers compared, layers to compare)."""
 
 
 @dataclass
 class KVReport:
-    """What the comparison found. The first source is the reference for all others."""
+    """Result of the comparison. The first source is the reference for all others."""
 
     message: str = ""
-    """Why the variants cannot share a KV cache; empty when they can."""
+    """Why the variants cannot share a KV cache; empty if they can."""
     residual_messages: list[str] = field(default_factory=list)
-    """Why layers of some variants cannot be mixed, a sentence for each pair compared; empty when all can."""
+    """Why layers of some variants cannot be mixed, a sentence for each pair compared; empty if all can."""
     mixable: list[list[str]] = field(default_factory=list)
-    """Groups of variants whose layers can be mixed; a variant that was not compared is alone."""
+    """Groups of variants whose layers can be mixed; a variant that was not compared is alone in its group."""
     rescaled: list[str] = field(default_factory=list)
-    """Variants of which a linear is scaled or turned against the first one's: no LoRA adapter fits both."""
+    """Variants with a linear that is scaled or rotated against the first variant's: no LoRA fits both."""
     worst: dict[str, JsonObject] = field(default_factory=dict)
-    """Projection -> where its statistic came closest to its bound: variant, layer, errors and bounds."""
+    """Projection -> the comparison that came closest to its bound: variant, layer, error and bound."""
 
     @property
     def compatible(self) -> bool:
@@ -118,11 +119,11 @@ class KVReport:
 
 
 def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None = None) -> KVReport:
-    """Say whether variants may share one KV cache, and whether their layers may be mixed in one plan.
+    """Decide whether variants can share one KV cache, and whether one plan can mix their layers.
 
-    Reads once every row that reaches the cache, and a sample of the others; again those of variants that
-    cannot be mixed with the first, to compare them with one another. Returns at the first layer that
-    forbids sharing. Raises FlexQuantError for an architecture or a scheme that cannot be compared.
+    Reads every row that reaches the cache, and a sample of the others. Variants that cannot be mixed with
+    the first are read again, to compare them with one another. Returns at the first layer that forbids
+    sharing. Raises FlexQuantError for an architecture or a scheme that cannot be compared.
     """
     report = KVReport(mixable=[[source.name] for source in sources])
     if len(sources) < 2:
@@ -164,13 +165,13 @@ def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None 
 
 
 def _refuse(report: KVReport, sources: Sequence[Source], message: str) -> KVReport:
-    """Write down why sharing is refused; what was not compared counts as rescaled."""
+    """Record why sharing is refused, and count all other variants as rescaled."""
     report.message, report.rescaled = message, [source.name for source in sources[1:]]
     return report
 
 
 def _note(report: KVReport, pair: Pair, layer: int, found: LayerComparison) -> None:
-    """Write what was found in a layer into the report; layers come in order."""
+    """Add one layer's comparison to the report; called in the order of the layers."""
     for projection, agreement in found.agreements:
         report.record(projection, pair.variant.source.name, layer, agreement)
     difference = found.cache_difference or found.residual_difference

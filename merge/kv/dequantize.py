@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Read Linear weights of a compressed-tensors checkpoint as float32, with the rounding noise they carry.
+"""Read Linear weights of a compressed-tensors checkpoint as float32, with the variance of their rounding.
 
-The noise lives beside the scales because it follows from them: rounding to a grid of width ``step`` errs
-uniformly, with variance ``step^2 / 12``. An integer grid's step is the scale; a floating-point grid's is
-one unit in the last place of each value.
+Rounding to a grid of width ``step`` has a uniform error of variance ``step^2 / 12``. The step of an integer
+grid is the scale; the step of a floating-point grid is one unit in the last place of each value.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ READABLE_FORMATS = frozenset(
     {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
 )
 READABLE_STRATEGIES = frozenset({"tensor", "channel", "group", "block"})
-INTEGER_BITS = (2, 4, 8)  # other widths are packed differently by different compressed-tensors releases
+INTEGER_BITS = (2, 4, 8)  # releases of compressed-tensors differ in how they pack other widths
 FLOAT_BITS = (8,)
 FLOAT_DTYPES = {"BF16": 7, "F16": 10, "F32": 23}  # stored bits of mantissa
 E4M3_MANTISSA, E4M3_MIN_EXPONENT = 3, -6
@@ -46,13 +45,13 @@ class Dequantized:
 
 
 class _Memory(threading.local):
-    """What a thread's chunks lie in, one after the other: to get new memory takes longer than to fill it."""
+    """A thread's buffer, reused for every chunk: allocating memory takes longer than filling it."""
 
     floats = torch.empty(0, dtype=torch.float32)
 
 
 class WeightReader:
-    """Dequantises the Linear layers of one source; holds no tensors but each thread's last chunk."""
+    """Dequantises the Linears of one source; it keeps only each thread's last chunk in memory."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -71,7 +70,7 @@ class WeightReader:
     def check_linears(self) -> None:
         """Raise FlexQuantError, naming the module, for a parameter that does not fit its Linear's scheme.
 
-        Only headers are read. Schemes that are not understood are passed over.
+        Only headers are read. Linears with an unsupported scheme are skipped.
         """
         for key, ref in self.source.tensors.items():
             module, _, parameter = key.rpartition(".")
@@ -89,7 +88,7 @@ class WeightReader:
             raise self.error(module, f"{problem}; quantise it again")
 
     def weight_args(self, module: str) -> QuantizationArgs:
-        """Return how a Linear's weight is quantised; raise FlexQuantError unless it is, and readably."""
+        """Return how a Linear's weight is quantised; raise FlexQuantError for 16 bit or another scheme."""
         scheme = self.schemes.of(module)
         if scheme is None or scheme.weights is None:
             dtype = self.stored(module).dtype
@@ -116,14 +115,14 @@ class WeightReader:
         )
 
     def open(self, module: str) -> StoredLinear:
-        """Read what a Linear's rows are dequantised with; raise FlexQuantError as ``read`` does."""
+        """Read the scales and zero points of a Linear; raise FlexQuantError as ``read`` does."""
         return StoredLinear(self, module)
 
     def read(self, module: str, start: int = 0, stop: int | None = None) -> Dequantized:
-        """Return rows ``start:stop`` of a Linear's weight; only these rows are read.
+        """Return rows ``start:stop`` of a Linear's weight, and read no others.
 
-        Raises FlexQuantError, naming the scheme, for one that is not understood, and naming the module for
-        NaN or infinite weights among these rows or scales anywhere.
+        Raises FlexQuantError for an unsupported scheme, and for NaN or infinite numbers in these rows or in
+        any scale.
         """
         linear = self.open(module)
         read = linear.read([range(start, linear.shape[0] if stop is None else stop)])
@@ -134,7 +133,7 @@ class WeightReader:
         return self.stored(module).dtype not in FLOAT_DTYPES
 
     def as_floats(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return a matrix as float32, in memory that the same thread's next matrix takes."""
+        """Return a matrix as float32, in a buffer that the thread's next call overwrites."""
         if self._memory.floats.numel() < raw.numel():
             self._memory.floats = torch.empty(raw.numel(), dtype=torch.float32)
         return self._memory.floats[: raw.numel()].view(raw.shape).copy_(raw)
@@ -155,7 +154,7 @@ class WeightReader:
 
 
 class StoredLinear:
-    """One Linear: its scheme, its scales and zero points in memory, its weight on the disk."""
+    """One Linear: its scheme, scales and zero points are in memory, its weight stays on disk."""
 
     def __init__(self, reader: WeightReader, module: str) -> None:
         self._reader, self._module = reader, module
@@ -172,7 +171,7 @@ class StoredLinear:
         self._zero_point = None if self._args.type == "float" else self._load_zero_point()
 
     def read(self, rows: Sequence[range]) -> ScaledRows:
-        """Return the rows in these ranges; only they are read. They last until the thread reads others.
+        """Return the rows in these ranges, and read no others; the thread's next read overwrites them.
 
         Raises FlexQuantError, naming the module, for NaN or infinite weights among them.
         """
@@ -215,13 +214,13 @@ class StoredLinear:
         return self._equal_groups(per_group, self._args.group_size)
 
     def _equal_groups(self, per_group: torch.Tensor, width: int) -> torch.Tensor:
-        """Return a number for each group as it is, or for each column where the last group is cut short."""
+        """Return one number per group, or, if the last group is narrower, one per column."""
         if per_group.shape[1] * width == self.shape[1]:
             return per_group
         return per_group.repeat_interleave(width, dim=1)[:, : self.shape[1]]
 
     def _finite(self, weight: torch.Tensor) -> torch.Tensor:
-        # The sum is fast, and finite unless a weight is not or the weights are huge.
+        # The sum is faster to check; it is finite unless a weight is not, or the weights are huge.
         if not bool(weight.sum().isfinite()) and not bool(weight.isfinite().all()):
             raise self._not_finite()
         return weight
@@ -255,8 +254,8 @@ def _in_groups(x: torch.Tensor, per_group: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, num_bits: int, in_features: int) -> torch.Tensor:
-    """Return the integers, int8 [rows, in], that int32 numbers hold from the lowest bits to the highest."""
-    if num_bits == 4:  # eight bits become sixteen, so that a byte of each number is one integer
+    """Unpack int32 words, lowest bits first, into integers, int8 [rows, in]."""
+    if num_bits == 4:  # widen each byte to 16 bits, so that each of its two integers gets a byte
         pairs = packed.view(torch.uint8).to(torch.int16)
         pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
         return pairs.view(torch.int8).sub_(8)[:, :in_features]
@@ -265,5 +264,5 @@ def _unpack(packed: torch.Tensor, num_bits: int, in_features: int) -> torch.Tens
 
 def _ulp(values: torch.Tensor, mantissa_bits: int, min_exponent: int) -> torch.Tensor:
     """Return the distance between neighbouring floating-point numbers at each value."""
-    power = (values.view(torch.int32) & FLOAT32_EXPONENT).view(torch.float32)  # of two, at most the value
+    power = (values.view(torch.int32) & FLOAT32_EXPONENT).view(torch.float32)  # largest power of two <= value
     return power.clamp_min_(2.0**min_exponent).mul_(2.0**-mantissa_bits)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The matrices of a layer's routed experts, in two variants: read by name, since transformers fuses them."""
+"""Compare a layer's routed experts in two variants, by tensor name: transformers fuses their matrices."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from flexquant.merge.kv.sums import MatrixSums, sum_products
 from flexquant.merge.kv.variant_weights import Experts, VariantWeights
 
 DOWN_AND_UP = {"down_proj": "up_proj", "w2": "w3"}
-"""A factor of the rows of the second may be taken back by the columns of the first."""
+"""Down projection -> up projection; the columns of the first may undo a factor of the second's rows."""
 LEAST_ROWS = 96
-"""Of what reads the residual stream at least so many rows are compared: experts are many."""
+"""Least rows compared of an expert's gate or up projection; fewer than elsewhere, as experts are many."""
 
 Weights = tuple[VariantWeights, VariantWeights]
 Columns = tuple[torch.Tensor, torch.Tensor]
-"""Factors of the columns of a matrix in either variant, [in] each."""
+"""Factors of a matrix's columns in the variant and in the reference, [in] each."""
 
 
 def compare_experts(
     weights: Weights, experts: tuple[Experts, Experts], turn: int, given: Columns
 ) -> Iterator[tuple[str, tuple[str, str], Agreement]]:
-    """Yield each matrix by its name below the experts and its modules, and how it agrees.
+    """Yield for each matrix its name below the experts, its two modules, and how they agree.
 
-    ``given`` are factors of what the experts are given; ``turn`` chooses the rows.
+    ``given`` are factors of the experts' inputs; ``turn`` chooses the sample of rows.
     """
     for number, matrices in sorted(experts[1].items()):
         pairs = {name: (experts[0][number][name], module) for name, module in matrices.items()}
@@ -48,7 +48,7 @@ def compare_experts(
 def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | None) -> bool:
     """Whether two tensors [experts, out, in] or [experts, in, out] are equal but for ``factors`` [in].
 
-    Without factors, or where all of them are 1, their bytes have to be equal.
+    Without factors, or if all factors are 1, the bytes have to be equal.
     """
     if factors is None or bool(((factors - 1).abs() < ARITHMETIC).all()):
         return same_bytes(a, b)
@@ -69,7 +69,7 @@ def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | No
 def _compare_down(
     weights: Weights, modules: tuple[str, str], up: tuple[str, str] | None, turn: int, given: Columns
 ) -> Agreement:
-    """Compare what writes to the residual stream, if need be with the factors of the rows of ``up``."""
+    """Compare down projections; if they disagree, again with the gains of the rows of ``up`` undone."""
     ones = torch.ones(weights[1].reader.shape(modules[1])[1], dtype=torch.float32)
     agreement = _judge(weights, modules, turn, (ones, ones))
     if agreement.agrees or up is None:

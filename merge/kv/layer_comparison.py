@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""One layer of two variants: transformers' layer runs for both, and their matrices are compared on the way.
+"""Compare one layer of two variants: run transformers' layer for both, and compare the matrices on the way.
 
-A layer is a chain of matrices and of all else: norms, biases, rotary embedding, attention, activations. All
-else runs as transformers has it, in float32, with the parameters of either variant, and in both the matrices
-give the same answers. So what is cached and returned has to be equal but for the rounding of parameters to
-their dtype, number by number. What a matrix is given has to be equal too, but for a factor for each column:
-a fold (SmoothQuant) moves factors from what comes before into the columns. With these factors multiplied
-out, the two matrices may differ by quantisation noise only. If the rows of a matrix have factors of their
-own (a fold from up_proj into down_proj), its answers get them, provided that they cancel further on.
+Everything but the matrices (norms, biases, rotary embedding, attention, activations) runs in float32 in
+transformers' own code, with the parameters of either variant. The matrices return the same answers in both.
+So what the layer caches and returns has to be equal, number by number, up to the rounding of parameters to
+their dtype. A matrix's input has to be equal too, up to a factor for each column, since a fold (SmoothQuant)
+moves factors from the module before into the columns. After these factors are multiplied out, the two
+matrices may differ by quantisation noise only. If the rows of a matrix have factors of their own (a fold from
+up_proj into down_proj), its answers are multiplied by them, provided that they cancel further on.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ from flexquant.merge.kv.sums import MatrixSums, sum_products
 from flexquant.merge.kv.variant_weights import VariantWeights
 
 LATENT_UP = "kv_b_proj"
-"""Expands multi-head latent attention's cache. vLLM's attention layer holds it, which all variants share."""
+"""Projection that expands the latent KV cache; vLLM's attention layer, which all variants share, holds it."""
 RESCALED = 0.1
-"""A matrix is rescaled if the median factor of its inputs or rows is off by more; GPTQ moves single rows."""
+"""Deviation from 1 of the median factor of inputs or rows above which a matrix counts as rescaled.
+
+GPTQ moves single rows by more.
+"""
 OF_ANOTHER = 2.0
-"""A matrix whose error is so many times the allowed one is of another model: GPTQ reaches half of it once."""
+"""Multiple of the allowed error above which a matrix is another model's; GPTQ once reached half of it."""
 LEAST_COLUMN = 0.1
-"""A column of a matrix counts at least this share of the mean, however small its inputs were."""
+"""Least weight of a matrix's column, as a share of the mean, however small its inputs were."""
 RowsCached = dict[object, dict[str, torch.Tensor]]
 """Names and shapes of the matrices in a layer -> `rows_cached` of such a layer."""
 
 
 class LayerComparison:
-    """A layer that is compared. With a ``rotation`` of the residual stream, only up to its cache."""
+    """The comparison of one layer; with a ``rotation`` of the residual stream it stops at the KV cache."""
 
     def __init__(
         self,
@@ -61,13 +64,13 @@ class LayerComparison:
         known_rows: RowsCached,
     ) -> None:
         self.agreements: list[tuple[str, Agreement]] = []
-        """By the last part of the matrix' name, in the order in which they were compared."""
+        """(Last part of the matrix's name, how it agrees), in the order of the comparisons."""
         self.cache_difference = ""
-        """Why the variants cannot share a cache; empty when nothing was found against it."""
+        """Why the variants cannot share a cache; empty if nothing was found against it."""
         self.residual_difference = ""
-        """Why plans cannot mix the variants' layers; empty when nothing was found against it."""
+        """Why plans cannot mix the variants' layers; empty if nothing was found against it."""
         self.rescaled = rotation is not None
-        """Whether a matrix takes other inputs or gives other outputs than the reference's, after a fold."""
+        """Whether a fold or rotation gives a matrix other inputs or outputs than the reference's."""
         self._skeleton, self._layer, self._rotation, self._known_rows = skeleton, layer, rotation, known_rows
         self._weights = weights
         self._tensors = (weights[0].layer(layer), weights[1].layer(layer))
@@ -78,10 +81,10 @@ class LayerComparison:
         self._turned: set[str] = set()
         """Matrices that read the residual stream, which is rotated."""
         self._given: dict[str, torch.Tensor] = {}
-        """What the variant's matrices were given, in the reference's basis."""
+        """Inputs of the variant's matrices, rotated into the reference's basis."""
 
     def run(self) -> LayerComparison:
-        """Compare until something forbids sharing; raises FlexQuantError for what cannot be read."""
+        """Compare the layer and return self; raise FlexQuantError for a tensor that cannot be read."""
         self._compare_stored()
         if self.cache_difference:
             return self
@@ -103,7 +106,7 @@ class LayerComparison:
         return self
 
     def _compare_stored(self) -> None:
-        """Compare byte for byte what no pass reads, and what expands a latent cache."""
+        """Compare, byte for byte, tensors that no pass reads and the projection of a latent cache."""
         unread = [of.unread for of in self._tensors]
         for name in sorted(unread[0].keys() | unread[1].keys()):
             if not equal(unread[0].get(name), unread[1].get(name)):
@@ -134,7 +137,7 @@ class LayerComparison:
                     )
 
     def _compare_beside_matrices(self, steps: Mapping[str, float]) -> None:
-        """Compare what a router adds to its matrix: in both variants it gives the same answers."""
+        """Compare a router's parameters beside its matrix, which passes with equal answers do not show."""
         matrices = self._skeleton.matrices(self._layer)
         a, b = self._parameters
         for name in a:
@@ -144,7 +147,7 @@ class LayerComparison:
                 self._refuse(f"layer {self._layer} {name}, which helps to choose experts, differs")
 
     def _run_reference(self) -> tuple[LayerPass, dict[str, torch.Tensor]]:
-        """Return a pass of the reference, and which rows of its matrices reach the cache."""
+        """Run the reference's layer; return the pass, and which rows of its matrices reach the cache."""
         matrices = self._skeleton.matrices(self._layer)
         kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
         known = self._known_rows.get(kind)
@@ -159,7 +162,7 @@ class LayerComparison:
         return run_pass(self._skeleton, self._layer, parameters, self._seen, **options, **self._options)
 
     def _compare_matrix(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
-        """Compare a matrix that is given ``x`` [tokens, in]; return factors of rows that cancel, [out]."""
+        """Compare a matrix whose input is ``x`` [tokens, in]; return row factors [out] that cancel later."""
         expected = self._seen.inputs[name]
         name = name.partition(CALL)[0]
         factors = column_factors(x, expected)
@@ -183,7 +186,7 @@ class LayerComparison:
         return None
 
     def _compare_fused(self, name: str, factors: torch.Tensor) -> None:
-        """Compare tensors of all experts, in 16 bits; ``factors`` [in] are of what experts are given."""
+        """Compare 16-bit tensors that hold all experts; ``factors`` [in] are those of the experts' input."""
         a, b = (of.fused.get(name, {}) for of in self._tensors)
         for own, ref in b.items():
             given = factors if len(ref.shape) == 3 and not own.startswith("down") else None
@@ -193,7 +196,7 @@ class LayerComparison:
                 )
 
     def _compare_rows(self, name: str, columns: Columns) -> torch.Tensor | None:
-        """Compare rows of a matrix, as ``_compare_matrix`` does: those that reach the cache, and a sample."""
+        """Compare the rows that reach the cache and a sample of the others; return as ``_compare_matrix``."""
         matrices = self._skeleton.matrices(self._layer)
         out = shape_of(matrices[name])[0]
         modules = (self._tensors[0].matrices[name], self._tensors[1].matrices[name])
@@ -226,7 +229,7 @@ class LayerComparison:
         return gains
 
     def _cancelling_gains(self, name: str, rows: Sequence[range], columns: Columns) -> torch.Tensor | None:
-        """Return factors of rows, [out], that further on change nothing but columns; None without."""
+        """Return row factors [out] that change nothing later in the layer but columns; None if they do."""
         matrix = self._skeleton.matrices(self._layer)[name]
         if self._rotation is not None or not is_linear(matrix):
             return None
@@ -250,7 +253,7 @@ class LayerComparison:
         return sum_products(of_variant, reference.matrix(b, rows, columns[1]))
 
     def _note(self, name: str, modules: tuple[str, str], agreement: Agreement, *, cached: bool) -> None:
-        """Write down how a matrix agrees. What no quantising explains forbids sharing, too."""
+        """Record how a matrix agrees; a difference that no quantisation explains also forbids sharing."""
         self.agreements.append((name.rpartition(".")[2], agreement))
         if agreement.agrees:
             return
@@ -273,13 +276,13 @@ class LayerComparison:
 
 
 def _is_of_another_model(agreement: Agreement) -> bool:
-    """Whether no quantising explains how two matrices differ, or a norm was changed and its readers not."""
+    """Whether no quantisation explains the difference, or a norm was changed without its projections."""
     error = agreement.error
     return error.measured > ERROR_CAP or error.ratio > OF_ANOTHER or agreement.columns.ratio > 1
 
 
 def _ranges(rows: torch.Tensor) -> list[range]:
-    """Return the ranges of neighbouring rows in a mask, bool [rows]."""
+    """Return the ranges of consecutive rows that a mask, bool [rows], selects."""
     edges = torch.diff(
         rows.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int)
     )
@@ -288,5 +291,5 @@ def _ranges(rows: torch.Tensor) -> list[range]:
 
 
 def equal(a: TensorRef | None, b: TensorRef | None) -> bool:
-    """Whether two tensors are there and have the same dtype, shape and bytes."""
+    """Whether both tensors exist and have the same dtype, shape and bytes."""
     return a is not None and b is not None and same_bytes(a, b)

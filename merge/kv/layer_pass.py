@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""One pass of a layer: what its matrices are given, what it caches, what it returns."""
+"""Run a layer once, and record its matrices' inputs and outputs, what it caches and what it returns."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from flexquant.merge.kv.skeleton import Skeleton, answer_at_random, is_linear, r
 
 OUTPUT = "the layer's output"
 CALL = ", call "
-"""Stands between the name of a matrix and the number of a second call of it in one pass."""
+"""Separates a matrix's name from the number of a later call in the same pass."""
 
 Gains = Callable[[str, torch.Tensor], torch.Tensor | None]
-"""Called with the name of a matrix and its input [tokens, in]; may return factors of its rows, [out]."""
+"""Called with a matrix's name and input [tokens, in]; can return factors of its output features, [out]."""
 
 
 @dataclass
 class LayerPass:
-    """What was seen in a pass; all float32."""
+    """Tensors recorded in a pass."""
 
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What each matrix was given, [tokens, in], by its name, in the order of the calls."""
+    """Input of each matrix, float32 [tokens, in], by name, in the order of the calls."""
     beside: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """What the experts were given beside: which of them a token goes to, and with which weights."""
+    """Further arguments of the experts: which experts each token goes to, and their weights."""
     answers: dict[str, Any] = field(default_factory=dict)
+    """Output that each matrix was given in place of its product."""
     results: dict[str, torch.Tensor] = field(default_factory=dict)
-    """K and V as they were cached, and what the layer returned."""
+    """Cached K and V, and the layer's output, float32."""
 
 
 def run_pass(
@@ -45,9 +46,9 @@ def run_pass(
     until_cached: bool = False,
     with_gradients: bool = False,
 ) -> LayerPass:
-    """Run a layer. Its matrices answer as in the pass ``reference``, or at random.
+    """Run a layer whose matrices answer as in the pass ``reference``, or at random.
 
-    ``rotation`` [hidden, hidden] turns the hidden states. ``until_cached`` ends the pass at the cache.
+    ``rotation`` [hidden, hidden] rotates the hidden states. ``until_cached`` stops at the KV cache.
     """
     seen = LayerPass()
 
@@ -82,10 +83,10 @@ def run_pass(
 
 
 def rows_cached(seen: LayerPass) -> dict[str, torch.Tensor]:
-    """Return which rows of which matrices reach what a pass with gradients cached, bool [out], by name.
+    """Return which rows of each matrix change what a pass cached, bool [out] by name; needs gradients.
 
-    A matrix stands in the way of gradients, since its answer does not depend on its input. So what a matrix
-    is given whose answer reaches the cache counts as cached too.
+    No gradient flows through a matrix, since its answer does not depend on its input. So if a matrix's answer
+    reaches the cache, its input counts as cached too.
     """
     targets = [tensor for name, tensor in seen.results.items() if name != OUTPUT]
     cached: dict[str, torch.Tensor] = {}
@@ -116,7 +117,7 @@ def _rows_reaching(targets: list[torch.Tensor], y: torch.Tensor) -> torch.Tensor
 
 
 def cut_off(seen: LayerPass) -> LayerPass:
-    """Return what was seen in a pass without its gradients."""
+    """Return the recorded tensors, detached from their gradients."""
     return LayerPass(*(_detached(getattr(seen, of.name)) for of in fields(seen)))
 
 
@@ -125,7 +126,7 @@ def _cloned(answer: Any) -> Any:
 
 
 def _detached(found: Any) -> Any:
-    """Return tensors cut off from gradients, in tuples and mappings as they were."""
+    """Return tensors detached, in the same tuples and mappings."""
     if isinstance(found, dict):
         return {name: _detached(of) for name, of in found.items()}
     return tuple(map(_detached, found)) if isinstance(found, tuple) else found.detach()

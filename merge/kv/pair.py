@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Two variants: are their residual streams in one basis, and do their layers compute the same?"""
+"""Compare two variants: the basis of their residual streams, and layer by layer what they compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESIDUAL_ADVICE = "use plans that run all layers in one variant, or quantise bot
 
 
 class Pair:
-    """One variant against another. Layers are compared in several threads at a time."""
+    """A variant and the reference that it is compared with. Several threads compare layers at a time."""
 
     def __init__(self, variant: VariantWeights, reference: VariantWeights, skeleton: Skeleton) -> None:
         self.variant, self.reference = variant, reference
@@ -30,14 +30,14 @@ class Pair:
         self.basis: ResidualBasis
         self._rows_cached: RowsCached = {}
         self.residual_message = ""
-        """Why their layers cannot be mixed; empty when nothing was found against it."""
+        """Why their layers cannot be mixed; empty if nothing was found against it."""
 
     @property
     def mixable(self) -> bool:
         return not self.residual_message
 
     def cache_and_basis_difference(self, pool: Executor) -> str:
-        """Compare K's rotations, K and V scales and the residual stream's basis; empty for no difference."""
+        """Return the first difference in K's rotations, cache scales, modules before the layers or basis."""
         for find_difference in (rotation_difference, scale_difference):
             if difference := find_difference(self.variant.source, self.reference.source):
                 return difference
@@ -69,7 +69,7 @@ class Pair:
             return LayerComparison(self._skeleton, layer, weights, rotation, self._rows_cached).run()
         except FlexQuantError:
             raise
-        except Exception as e:  # of any model's code in transformers
+        except Exception as e:  # the code of a model in transformers can raise anything
             raise FlexQuantError(
                 f"layer {layer} of {self.names} cannot be run by transformers ({type(e).__name__}: {e}), so "
                 "its cache cannot be compared; update transformers"

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""In which basis does a checkpoint keep its residual stream? Its token embeddings tell.
+"""Find the basis of a variant's residual stream, relative to the reference's, from the token embeddings.
 
 QuaRot and SpinQuant rotate the whole stream: with the norms folded away, every vector x becomes x Q and
-the model computes the same logits. K and V stay as they were, but their matrices do not. So every token's
-embedding is compared. If hardly any token agrees, the orthogonal Q that maps one variant's embeddings to the
-other's best (Procrustes) is computed from a sample of the tokens, at least four for each number that the
-rotation of a row has (`sampling`). If Q maps the sample exactly, K and V can be compared in the reference's
-basis; one token in the sample that was trained further is then not seen.
+the model computes the same logits. K and V do not change, but their matrices do. So every token's embedding
+is compared. If at least half of the tokens differ, the orthogonal Q that best maps one variant's embeddings
+to the other's (Procrustes) is computed from a sample of at least four times as many tokens as the hidden size
+(`sampling`). If Q maps the sample up to rounding, K and V can be compared in the reference's basis. The
+sample's error is one number, so it does not show a single token that was trained further.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from flexquant.merge.kv.sampling import row_numbers
 from flexquant.merge.kv.variant_weights import VariantWeights
 
 EMBEDDING_TOLERANCE = 0.02
-"""Relative error that bfloat16 storage explains, five times over (a rotated row: 2^-8 / sqrt(3) twice)."""
+"""Allowed relative error of an embedding: five times that of bfloat16 storage (two of 2^-8 / sqrt(3))."""
 
 SMALL_TOKEN = 0.01
-"""A token's embedding counts at least this share of the typical size: those never trained are almost zero."""
+"""Least size of an embedding, as a share of the typical size; embeddings never trained are almost zero."""
 ROTATED = 0.5
-"""The embeddings are rotated, and not trained further, if at least this share of the tokens differs."""
+"""Share of differing tokens from which on a rotation is assumed, rather than further training."""
 
 CROSS_WEIGHTS = 1 << 23
-"""Numbers of embeddings multiplied at a time, 32 MiB of each variant: every product is hidden x hidden."""
+"""Numbers in a chunk of embeddings, 32 MiB per variant; each chunk costs a hidden x hidden sum."""
 
 
 @dataclass(frozen=True)
 class ResidualBasis:
-    """How the residual stream of a variant lies to the reference's: x = x_reference @ rotation."""
+    """The rotation from the reference's residual stream to a variant's: x = x_reference @ rotation."""
 
     difference: str = ""
-    """Why the token embeddings are not the same; empty when they are."""
+    """How the token embeddings differ; empty if they do not."""
     rotation: torch.Tensor | None = None
-    """[hidden, hidden] float32; None where the embeddings agree as they are, or after no rotation."""
+    """float32 [hidden, hidden]; None if the embeddings agree without a rotation, or with none at all."""
 
     @property
     def same(self) -> bool:
@@ -53,10 +53,9 @@ class ResidualBasis:
 
 
 def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Executor) -> ResidualBasis:
-    """Compare the token embeddings of two variants; they are streamed, only hidden x hidden is held.
+    """Compare the token embeddings of two variants, a chunk at a time.
 
-    The embeddings as they are are compared in a thread of ``pool`` (`workers`), their rotation is found with
-    all cores.
+    A thread of ``pool`` (`workers`) compares them without a rotation; the rotation is computed on all cores.
     """
     a, b = (of.stored(of.embeddings_name) for of in (variant, reference))
     if a.keys() == b.keys() and all(same_bytes(a[name], b[name]) for name in a):
@@ -76,7 +75,7 @@ def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Exec
     size, other, allowed = (
         float(of[sample].square().sum()) for of in (tokens.size, tokens.variant_size, tokens.allowed)
     )
-    # |A - B Q|^2 = |A|^2 + |B|^2 - 2 <B^T A, Q>, and the best Q makes the last term the nuclear norm
+    # |A - B Q|^2 = |A|^2 + |B|^2 - 2 <B^T A, Q>; for the best Q, <B^T A, Q> is the nuclear norm of B^T A.
     rotated = max(0.0, size + other - 2 * float(singular.sum(dtype=torch.float64)))
     error, bound = ((square / max(size, TINY)) ** 0.5 for square in (rotated, allowed))
     if error > bound:
@@ -92,12 +91,12 @@ def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Exec
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The embeddings a of the variant and b of the reference, by token; all float64 [tokens]."""
+    """Norms over each token's embedding, a in the variant and b in the reference; all float64 [tokens]."""
 
     apart: torch.Tensor
     """|a - b|"""
     allowed: torch.Tensor
-    """What rounding explains of it."""
+    """Largest |a - b| that rounding explains."""
     size: torch.Tensor
     """|b|"""
     variant_size: torch.Tensor
@@ -121,7 +120,7 @@ def _compare_tokens(variant: VariantWeights, reference: VariantWeights) -> _Toke
 
 
 def _cross(variant: VariantWeights, reference: VariantWeights) -> torch.Tensor:
-    """Return B^T A of the embeddings B of the reference and A of the variant, [hidden, hidden]."""
+    """Return B^T A [hidden, hidden] for a sample of the embeddings, B the reference's and A the variant's."""
     chunks = [m.embeddings(m.embedding_sample(), CROSS_WEIGHTS).chunks for m in (variant, reference)]
     cross: torch.Tensor | None = None
     for a, b in zip(*chunks, strict=True):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A model without its matrices: transformers' own code runs, and each matrix answers what it is told to.
+"""Run transformers' own model without its matrices: the caller decides what each matrix returns.
 
-The model is built from its config, without memory for weights. Its forward pass runs once, so that every
-decoder layer shows which arguments it is called with: positions, masks, a cache. From then on layers run one
-by one, with parameters that the caller gives (norms, biases, sinks ...), and the caller also decides what the
-Linears answer: they are compared as matrices, not computed with.
+The model is built from its config, without memory for weights. Its forward pass runs once to record the
+arguments of every decoder layer: positions, masks, a cache. From then on layers run one by one. The caller
+gives their parameters (norms, biases, sinks ...) and decides what the Linears return, since these are
+compared as matrices and not computed with.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from transformers.initialization import no_init_weights
 from flexquant.checkpoint.model_config import JsonObject
 
 TOKENS = 12
-"""A layer runs with so many."""
+"""Tokens that a layer runs on."""
 EXPERTS = "experts"
 """Last part of the name of the module that holds a layer's routed experts."""
 
 Answer = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...]], Any]
-"""Called with a matrix' name in its layer, module, own forward and arguments; returns its output."""
+"""Called with a matrix's name in its layer, module, own forward and arguments; returns its output."""
 
 
 class Enough(Exception):
-    """Ends a pass that was to go on until the cache is written."""
+    """Raised to end a pass once the cache is written."""
 
 
 class Written(DynamicCache):
-    """A cache that also keeps what was written into it, as it was written."""
+    """A cache that also keeps the tensors that were written into it."""
 
     def __init__(self, config: PretrainedConfig, ends_pass: bool = False) -> None:
         super().__init__(config=config)
@@ -59,12 +59,12 @@ class Written(DynamicCache):
 
 
 class Skeleton:
-    """The decoder of a model. Layers may run in several threads, each layer in one at a time."""
+    """The decoder of a model. Threads may run different layers at the same time."""
 
     def __init__(self, config: JsonObject, stands_in: bool = False) -> None:
         """Build the model of a ``config.json``; raise whatever transformers raises where it cannot."""
         self.stands_in = stands_in
-        """Whether it is another model, whose norms may do otherwise with their weights."""
+        """Whether it is another model than the sources', whose norms may use their weights differently."""
         written = {key: value for key, value in config.items() if key != "quantization_config"}
         self._config: PretrainedConfig = AutoConfig.for_model(**written).get_text_config()
         with _parameters_on_meta(), no_init_weights():
@@ -85,29 +85,29 @@ class Skeleton:
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._cache = Written(self._config)
         self.before_layers: set[str] = set()
-        """Modules outside of the layers, but for the embeddings, that run before the last layer does."""
+        """Modules outside of the layers, without the embeddings, that run before the last layer."""
         self._see_calls()
 
     def rename(self, layer: int, name: str) -> str:
-        """Return the name in transformers' layer of a parameter with this published name in it."""
+        """Return the name in transformers' layer of a parameter with this name in the checkpoint's layer."""
         if name in self._parameters[layer] or name.removesuffix(".weight") in self._matrices[layer]:
             return name
         stack = f"layers.{layer}."
         return rename_source_key(stack + name, self._conversions[0], [])[0].removeprefix(stack)
 
     def fused_experts(self, layer: int, name: str) -> tuple[str, str] | None:
-        """Return the module and parameter that a tensor of all experts becomes; None for other tensors."""
+        """Return the module and parameter that a tensor of all experts is loaded into; None for others."""
         stack = f"layers.{layer}."
         renamed, _ = rename_source_key(stack + name, *self._conversions)
         holder, _, parameter = renamed.removeprefix(stack).rpartition(".")
         return (holder, parameter) if is_experts(holder) and holder in self._matrices[layer] else None
 
     def matrices(self, layer: int) -> Mapping[str, nn.Module]:
-        """Return the Linears of a layer, and what else multiplies with a matrix, by name in the layer."""
+        """Return the Linears of a layer, and other modules with a matrix, by name in the layer."""
         return self._matrices[layer]
 
     def parameters(self, layer: int) -> Mapping[str, torch.Size]:
-        """Return the shapes of what ``run`` is given: all parameters but weights of Linears and experts."""
+        """Return the shapes of the parameters that ``run`` takes: all but weights of Linears and experts."""
         return self._parameters[layer]
 
     def run(
@@ -118,14 +118,14 @@ class Skeleton:
         hidden: torch.Tensor,
         until_cached: bool = False,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Run a layer on hidden states [1, tokens, hidden]; return what it cached and what it returned.
+        """Run a layer on hidden states [1, tokens, hidden]; return what it cached and its output.
 
-        ``until_cached`` ends the pass when the cache is written; then the layer returns nothing.
+        ``until_cached`` ends the pass once the cache is written; the output is then None.
         """
         args, kwargs = self._calls[layer]
         cache = Written(self._config, until_cached)
 
-        def own(value: Any) -> Any:  # layers write into caches and mappings for one another
+        def own(value: Any) -> Any:  # layers share caches and mappings, and write into them
             return (
                 cache if value is self._cache else copy(value) if isinstance(value, MutableMapping) else value
             )
@@ -145,18 +145,18 @@ class Skeleton:
         return cache.tensors, out if isinstance(out, torch.Tensor) else out[0]
 
     def hidden(self, layer: int) -> torch.Tensor:
-        """Return random hidden states for a layer, of size 1, the same at every call."""
+        """Return hidden states for a layer: standard normal, the same at every call."""
         return random(f"layer {layer}", (1, TOKENS, self._config.hidden_size))
 
     @cached_property
     def _conversions(self) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-        """What transformers does to published names and tensors when it loads them."""
+        """How transformers renames and converts a checkpoint's tensors when it loads them."""
         found = get_model_conversion_mapping(self._model)
         renamings = [change for change in found if isinstance(change, WeightRenaming)]
         return renamings, [change for change in found if isinstance(change, WeightConverter)]
 
     def _see_calls(self) -> None:
-        """Run the model once, with parameters of ones, and keep the arguments of every layer."""
+        """Run the model once, with parameters of ones, and record the arguments of every layer."""
 
         def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._calls.append((args, kwargs))
@@ -198,12 +198,12 @@ class Skeleton:
             if is_experts(name) and any(p.ndim == 3 for p in own.values()):
                 experts.append(name)
             elif "weight" not in own or own["weight"].ndim != 2 or "Norm" in type(module).__name__:
-                continue  # norms of several heads have a row for each
+                continue  # a norm of several heads also has two dimensions, one row for each head
             self._ask(module, name)
             yield name, module
 
     def _ask(self, module: nn.Module, name: str) -> None:
-        """Have a matrix answer what this thread's pass says, or at random."""
+        """Replace a matrix's forward: it returns what this thread's pass answers, or random numbers."""
         forward = module.forward
 
         def asked(*args: Any, **kwargs: Any) -> Any:
@@ -215,31 +215,31 @@ class Skeleton:
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module multiplies with its weight and adds its bias, and does nothing else."""
+    """Whether a module only multiplies with its weight and adds its bias."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def shape_of(matrix: nn.Module) -> tuple[int, int]:
     """Return (out, in) of a module with a matrix."""
     weight = matrix.weight
-    assert isinstance(weight, torch.Tensor)  # while a layer runs, it is no parameter
+    assert isinstance(weight, torch.Tensor)  # functional_call replaces the Parameter by a plain tensor
     rows, columns = weight.shape
     return rows, columns
 
 
 def is_experts(name: str) -> bool:
-    """Whether a module, by its name, holds a layer's routed experts."""
+    """Whether a module of this name holds a layer's routed experts."""
     return name.rpartition(".")[2] == EXPERTS
 
 
 def random(seed: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return normal numbers, float32, the same for the same seed."""
+    """Return standard normal numbers, float32; equal seeds give equal numbers."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 def answer_at_random(name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Answer for a matrix: normal numbers of the shape of its output, and its bias."""
+    """Return normal numbers in the shape of the matrix's output, plus its bias."""
     given: torch.Tensor = args[0]
     if is_linear(module):
         answer = random(name, (*given.shape[:-1], module.out_features))
@@ -264,7 +264,7 @@ def _shapes_beside(layer: nn.Module, matrices: Mapping[str, nn.Module]) -> dict[
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Give parameters no memory while a model is built; its buffers are computed as always."""
+    """Put parameters on the meta device while a model is built; buffers are computed as usual."""
     register, building = nn.Module.register_parameter, get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Sums of the products of two weights over each row and each column: all that comparing them needs.
+"""Sum the products of two weights over each row and each column; comparing them needs nothing else.
 
-A chunk is small enough to stay in a core's cache, where it is multiplied once for each product and read twice
-for its sums.
+A chunk of rows is small enough to stay in a core's cache, where each product is computed once and summed
+twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from flexquant.merge.kv.scaled_rows import ScaledMatrix, ScaledRows
 
 STORAGE_NOISE = 2.0**-8
-"""A fold that is stored in bfloat16 before quantising errs by this share of each value."""
+"""Relative rounding error of a weight that was stored in bfloat16 between folding and quantising."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,16 @@ class Sums:
     """Sums over each row, or each column, of two matrices a and b; float64 [n], n rows or columns."""
 
     aa: torch.Tensor
-    """Of a * a."""
+    """Sums of a * a."""
     ab: torch.Tensor
-    """Of a * b."""
+    """Sums of a * b."""
     bb: torch.Tensor
-    """Of b * b."""
+    """Sums of b * b."""
     bb_noise: torch.Tensor
-    """Of b * b times the variance of a - b that rounding explains: the variance of <b, noise>. Storing in
-    bfloat16 would add at most 0.003 of the gain, a tenth of the tightest bound, and is left out."""
+    """Sums of b * b * v, where v is the variance that rounding gives a - b: the variance of <b, a - b>.
+
+    Storage in bfloat16 is left out: it adds at most 0.003 to a gain's error, a tenth of the tightest bound.
+    """
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sums:
         return Sums(*(function(getattr(self, f.name)) for f in fields(self)))
@@ -39,9 +41,9 @@ class Sums:
     def gains(self) -> torch.Tensor:
         """Return the gain g of every row or column in a = g * b + noise, [n].
 
-        Least squares of a on b underestimates the gain where b is noisy, and b on a overestimates it. The
-        true one lies between, and as quantisation is to be the explanation where it can, the one nearest 1
-        is returned: exactly 1 for rows that are drowned in noise.
+        Least squares of a on b underestimates the gain if b is noisy, and least squares of b on a
+        overestimates it. The true gain lies between the two; the value nearest 1 is returned, so that
+        quantisation noise explains as much as it can. Rows with more noise than signal get exactly 1.
         """
         low = self.ab / self.bb
         high = torch.where(self.ab > 0, self.aa / self.ab, low)
@@ -54,11 +56,11 @@ class MatrixSums:
     rows: Sums
     columns: Sums
     noise: torch.Tensor
-    """Of the variance of a - b that rounding explains, over each row; float64 [rows]."""
+    """Sums over each row of the variance that rounding gives a - b; float64 [rows]."""
 
 
 def sum_products(a: ScaledMatrix, b: ScaledMatrix) -> MatrixSums:
-    """Go through two matrices of the same rows and columns, in the same chunks."""
+    """Return the sums of two matrices of equal shape, which come in equal chunks."""
     a_squares, b_squares = a.columns**2, b.columns**2
     weights = (a_squares, a.columns * b.columns, b_squares, b_squares * a_squares, b_squares * b_squares)
     row_parts, noise_parts = [], []
@@ -81,9 +83,9 @@ def sum_products(a: ScaledMatrix, b: ScaledMatrix) -> MatrixSums:
 def _sums_of_chunk(
     a: ScaledRows, b: ScaledRows, weights: tuple[torch.Tensor, ...], memory: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums over rows [5, n], and those over columns [5, in] before the weights of the columns.
+    """Return the sums over rows [5, n], and over columns [5, in], the latter without the columns' weights.
 
-    ``memory`` [2, n, in] is written to: taking it anew for each chunk costs as much as a product.
+    ``memory`` [2, n, in] is overwritten: allocating it for each chunk would cost as much as a product.
     """
     aa, ab, bb = a.rows * a.rows, a.rows * b.rows, b.rows * b.rows
     product, weighted = memory

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The tensors of one variant, by decoder layer and by what transformers' layer does with them."""
+"""Sort the tensors of one variant by decoder layer and by their use in transformers' layer, and read them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from flexquant.merge.kv.sampling import BLOCK_ROWS, row_numbers, sample_rows
 from flexquant.merge.kv.scaled_rows import ScaledMatrix, ScaledRows
 from flexquant.merge.kv.skeleton import Skeleton, is_experts, shape_of
 
-CHUNK_WEIGHTS = 1 << 18  # weights in memory at a time, per variant: 1 MiB as float32, kind to caches
+CHUNK_WEIGHTS = 1 << 18  # weights of a chunk: 1 MiB as float32, which fits into a core's cache
 CACHE_SCALE = re.compile(r"\.([kv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))$")
-"""Ends the name of a scale of the cache; `cache_layout` compares them."""
+"""End of the name of a KV-cache scale or zero point; `cache_layout` compares them."""
 STATE = re.compile(r"\.(A_log|conv1d\.weight|conv\.weight)$")
-"""Ends the name of a tensor in what carries a state from token to token."""
+"""End of the name of a tensor in a module that carries a state from token to token."""
 INDEXER = ".self_attn.indexer."
-"""In the name of a tensor of sparse attention, which has a cache of its own."""
+"""Part of the name of a tensor of sparse attention, which has a cache of its own."""
 WEIGHTS = ("weight", "weight_packed")
 EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<matrix>.+)$")
-"""A matrix of one expert, in its name in the layer."""
+"""Name of an expert's matrix in its layer."""
 Experts = dict[str, dict[str, str]]
-"""Number of each expert -> name of each of its matrices -> module in the checkpoint."""
+"""Number of an expert -> name of its matrix -> module in the checkpoint."""
 MANTISSA_BITS = {"BF16": 8, "F16": 11, "F32": 24, "F64": 53}
-"""Precision of each dtype; it counts the leading bit, which is not stored."""
+"""Bits of precision of each dtype, the implicit leading bit included."""
 
 
 @dataclass
@@ -42,15 +42,15 @@ class LayerTensors:
     """The tensors of one decoder layer."""
 
     matrices: dict[str, str] = field(default_factory=dict)
-    """What multiplies with a matrix: name in transformers' layer -> module in the checkpoint."""
+    """Matrices: name of the module in transformers' layer -> module in the checkpoint."""
     parameters: dict[str, TensorRef] = field(default_factory=dict)
-    """What else the layer computes with, by its name in transformers' layer."""
+    """Other parameters of the layer, by name in transformers' layer."""
     experts: dict[str, Experts] = field(default_factory=dict)
-    """By the name in transformers' layer of what holds them."""
+    """Experts, by the name of their module in transformers' layer."""
     fused: dict[str, dict[str, TensorRef]] = field(default_factory=dict)
-    """Tensors that hold a matrix of all experts, by module and parameter in transformers' layer."""
+    """Tensors that hold one matrix of all experts, by module and parameter in transformers' layer."""
     unread: dict[str, TensorRef] = field(default_factory=dict)
-    """What transformers' layer does not read, by published name."""
+    """Tensors that transformers' layer does not read, by name in the checkpoint."""
 
 
 class VariantWeights:
@@ -75,10 +75,10 @@ class VariantWeights:
         return self._layers[number]
 
     def load_parameters(self, layer: int) -> dict[str, torch.Tensor]:
-        """Return all that transformers' layer computes with but Linears' weights, float32.
+        """Return every parameter of transformers' layer but the Linears' weights, float32.
 
-        A parameter that the variant lacks is filled with ones. Raises FlexQuantError for a tensor of another
-        shape than the config says, and for NaN or infinite numbers.
+        A parameter that the variant lacks becomes ones. Raises FlexQuantError for a tensor whose shape does
+        not fit the config, and for NaN or infinite numbers.
         """
         tensors = self._layers[layer]
         loaded = {}
@@ -94,7 +94,7 @@ class VariantWeights:
         return loaded
 
     def rounding_steps(self, layer: int) -> dict[str, float]:
-        """Return the largest relative error of storing each parameter as it is stored, by its name."""
+        """Return the largest relative rounding error of each parameter's stored dtype, by name."""
         refs = self._layers[layer].parameters
         dtypes = {
             name: refs[name].dtype if name in refs else "BF16" for name in self._skeleton.parameters(layer)
@@ -109,7 +109,7 @@ class VariantWeights:
         row_factors: torch.Tensor | None = None,
         chunk_weights: int = CHUNK_WEIGHTS,
     ) -> ScaledMatrix:
-        """Return rows of a module's matrix times factors of its columns [in] and of all its rows [out]."""
+        """Return rows of a module's matrix, times ``columns`` [in] and the rows' ``row_factors`` [out]."""
         linear = self.reader.open(module)
 
         def chunks() -> Iterator[ScaledRows]:
@@ -136,31 +136,31 @@ class VariantWeights:
     def embeddings(
         self, rows: Sequence[range] | None = None, chunk_weights: int = CHUNK_WEIGHTS
     ) -> ScaledMatrix:
-        """Return token embeddings, [tokens, hidden]; of all tokens without ``rows``."""
+        """Return token embeddings, [tokens, hidden]; without ``rows``, those of all tokens."""
         name = self.embeddings_name
         rows = [range(self.reader.shape(name)[0])] if rows is None else rows
         return self.matrix(name, rows, chunk_weights=chunk_weights)
 
     def embedding_sample(self) -> list[range]:
-        """Return blocks of tokens, of at least four times as many as the hidden size."""
+        """Return blocks of at least four times as many tokens as the hidden size, or of all tokens."""
         tokens, hidden = self.reader.shape(self.embeddings_name)
         return sample_rows(tokens, 0, least=4 * hidden)
 
     def stored(self, module: str) -> dict[str, TensorRef]:
-        """Return the tensors of a module, by the last part of their names."""
+        """Return the tensors of a module, keyed by the last part of their names."""
         prefix = f"{module}."
         tensors = self.source.tensors
         return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
 
     def before_layers(self) -> dict[str, TensorRef]:
-        """Return the tensors outside of the layers that these compute with, but for the embeddings."""
+        """Return the tensors of modules that run before or between the layers, without the embeddings."""
         stack = f"{self._root}layers."
         outer = {n: ref for n, ref in self.source.tensors.items() if not n.startswith(stack)}
         modules = {self._root + module for module in self._skeleton.before_layers}
         return {n: ref for n, ref in outer.items() if n.rpartition(".")[0] in modules}
 
     def _sort(self, layer: int, name: str, start: int, ref: TensorRef) -> None:
-        """Put one tensor where it belongs; its name in the layer begins at ``start``."""
+        """Add one tensor to its LayerTensors; ``name[start:]`` is its name in the layer."""
         tensors, matrices = self._layers[layer], self._skeleton.matrices(layer)
         module, _, own = name.rpartition(".")
         local = name[start:]
@@ -196,7 +196,7 @@ class VariantWeights:
             tensors.unread[name] = ref
 
     def _check_complete(self, layer: int) -> None:
-        """Raise FlexQuantError if there is no tensor for one of the matrices of transformers' layer."""
+        """Raise FlexQuantError if a matrix of transformers' layer has no tensor."""
         for name in self._skeleton.matrices(layer):
             if name not in self._layers[layer].matrices and not is_experts(name):
                 raise FlexQuantError(
@@ -223,7 +223,7 @@ class VariantWeights:
 
 
 def _in_chunks(rows: Sequence[range], most: int) -> Iterator[list[range]]:
-    """Yield the rows in parts of at most ``most``, or of one block where that is more."""
+    """Yield the rows in chunks of at most ``most`` rows; a chunk may always hold one block."""
     most = max(BLOCK_ROWS, most)
     chunk: list[range] = []
     for block in rows:

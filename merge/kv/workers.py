@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Threads that compare a layer each: PyTorch lets go of Python's lock, so they use all cores."""
+"""Start threads that compare one layer each; PyTorch releases the GIL, so they use all cores."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 @contextmanager
 def workers() -> Iterator[ThreadPoolExecutor]:
-    """Give as many threads as PyTorch would use; each computes on its own core, without PyTorch's threads.
+    """Yield a pool of as many threads as PyTorch uses; inside each, PyTorch computes on one thread.
 
-    At the end what has not begun is cancelled, and PyTorch's number of threads is as before.
+    On leaving, tasks that have not begun are cancelled, and PyTorch's number of threads is restored.
     """
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
