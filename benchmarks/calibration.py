@@ -11,15 +11,14 @@
     python -m benchmarks.calibration MODEL texts docs=v/docs/w4a16 handbook=v/handbook/w4a16 \\
         self=v/self/w4a16 mix=v/mix/w4a16 "docs, INT8=v/docs/w8a8" "self, INT8=v/self/w8a8" --output FILE.json
 
-For groups of 32 the same with examples/small_model.yaml, without its scale_distillation, and other folders.
-benchmarks/recipes/int4.yaml has ways to INT4, which are compared likewise; the rotated model is from
-benchmarks/rotated.py, and the second model from benchmarks/small_model.py.
+For groups of 32, take examples/small_model.yaml without its scale_distillation, and other folders. The ways
+to INT4 of benchmarks/recipes/int4.yaml are compared likewise; benchmarks/rotated.py makes the rotated model,
+and benchmarks/small_model.py the second model.
 
-Measured on are `prose.txt`, `code.txt` and `chat.jsonl` of that folder: rows of each go through the 16-bit
-model and through every variant, in float32, with weights (and, where the variant says so, activations)
-rounded as its scheme says. The result has every row, and the table that is
-printed compares variants row by row with the first of the same scheme and groups. Runs in the quantising
-environment, and holds all models in memory at once.
+Rows of `prose.txt`, `code.txt` and `chat.jsonl` of that folder go through the 16-bit model and through every
+variant, in float32, with weights (and, in W8A8, activations) rounded as the scheme says. The result holds
+every row. The printed table compares each variant, row by row, with the first one of the same scheme and
+group size. The benchmark runs in the quantising environment, and holds all models in memory at once.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def shortened(argument: str) -> str:
 
 @torch.inference_mode()
 def log_probabilities(model: Any, row: torch.Tensor) -> torch.Tensor:
-    """Return those of what follows each token of a row [1, tokens]: [tokens - 1, vocabulary]."""
+    """Return the log-probabilities after each token of a row [1, tokens]: [tokens - 1, vocabulary]."""
     logits: torch.Tensor = model(row).logits[0, :-1].float()
     return logits.log_softmax(-1)
 
@@ -63,7 +62,7 @@ def scheme_of(folder: Path) -> str:
 
 
 def load(folder: Path, scheme: str) -> Any:
-    # Dequantised weights stand for a scheme that leaves activations alone; others run as they are.
+    # Weight-only schemes are measured with dequantised weights; the others also quantise activations.
     config = CompressedTensorsConfig(dequantize=scheme == "w4a16")
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
 
@@ -75,7 +74,7 @@ def main() -> None:
     parser.add_argument("model", help="folder of the 16-bit model")
     parser.add_argument("texts", type=Path, help="folder of calibration_texts.py")
     parser.add_argument("variants", nargs="+", metavar="NAME=FOLDER", help="what flexquant quantize wrote")
-    parser.add_argument("--rows", type=int, default=24, help="of each text (%(default)s)")
+    parser.add_argument("--rows", type=int, default=24, help="rows of each text (%(default)s)")
     parser.add_argument("--length", type=int, default=256, help="tokens in a row (%(default)s)")
     parser.add_argument("--output", type=Path, required=True, help=".json file to write")
     args = parser.parse_args()

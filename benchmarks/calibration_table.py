@@ -18,7 +18,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def calibration_table(result: dict[str, Any], of: str = "calibrated on") -> str:
-    """Return a line for each variant and text: perplexity's change, KL, and what KL differs from the first's.
+    """Return a line for each variant: for each text the change of perplexity, and KL beside the first's.
 
     The first is that of the same scheme and group size. All errors are standard errors over rows, those of
     the differences over the differences of equal rows. ``of`` is the title of the variants' names.
@@ -27,21 +27,18 @@ def calibration_table(result: dict[str, Any], of: str = "calibrated on") -> str:
     lines = []
     for variant in result["variants"]:
         first = firsts.setdefault((variant["scheme"], variant["group_size"]), variant)
+        line = [variant["name"]]
         for kind, rows in variant["rows"].items():
             pairs = zip(rows["nats"], result["reference_nats"][kind], strict=True)
             nats, nats_error = mean_and_error([a - b for a, b in pairs])
             kl, kl_error = mean_and_error(rows["kl"])
             pairs = zip(rows["kl"], first["rows"][kind]["kl"], strict=True)
             more, more_error = mean_and_error([a - b for a, b in pairs])
-            lines.append(
-                [
-                    variant["name"],
-                    kind,
-                    f"{math.expm1(nats):+.1%} ± {math.exp(nats) * nats_error:.1%}",
-                    f"{kl:.4f} ± {kl_error:.4f}",
-                    "–" if variant is first else f"{more:+.4f} ± {more_error:.4f}",
-                    f"{statistics.fmean(rows['same_top_token']):.1%}",
-                ]
-            )
-    header = [of, "measured on", "perplexity", "KL to 16 bit (nats)", "KL against the first"]
-    return markdown([*header, "same top token"], lines)
+            against = "" if variant is first else f" ({more:+.4f} ± {more_error:.4f})"
+            line += [
+                f"{math.expm1(nats):+.1%} ± {math.exp(nats) * nats_error:.1%}",
+                f"{kl:.4f} ± {kl_error:.4f}{against}",
+            ]
+        lines.append(line)
+    header = [f"{kind}: {what}" for kind in result["reference_nats"] for what in ("perplexity", "KL, nats")]
+    return markdown([of, *header], lines)

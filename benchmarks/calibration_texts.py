@@ -4,10 +4,10 @@
 
 python benchmarks/calibration_texts.py --own variants/calibration.jsonl --output .work/texts
 
-`handbook.txt` is one half of The Debian Administrator's Handbook, as in prose.py, and `mix.jsonl` that half,
-Python's documentation and what the model wrote itself (--own), a third each. Unseen are `prose.txt`, the
-Jargon File's paragraphs; `code.txt`, modules of Python's standard library; and `chat.jsonl`, the questions
-and answers of the Debian FAQ as conversations. apt fetches Debian's packages.
+`handbook.txt` is one half of The Debian Administrator's Handbook, as in prose.py. `mix.jsonl` holds that
+half, Python's documentation and what the model wrote itself (--own), a third each. No variant has seen
+`prose.txt`, the Jargon File's paragraphs; `code.txt`, modules of Python's standard library; or `chat.jsonl`,
+the questions and answers of the Debian FAQ as conversations. apt fetches Debian's packages.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ QUESTION = re.compile(r"^\d+\.\d+\. ([^?]+\?)\n\n((?:    .*\n|\n)+)", re.MULTILI
 WORDS = 40
 """Fewest words of a paragraph of the Jargon File: shorter ones are mostly lists and headings."""
 PIECE = 1000
-"""Characters of a piece of the mix."""
+"""Characters of each piece in the mix."""
 
 
 def jargon(text: str) -> str:
-    """Return the paragraphs of the Jargon File, white space squeezed."""
+    """Return the paragraphs of the Jargon File, with white space squeezed."""
     paragraphs = (" ".join(p.split()) for p in text.split("\n\n"))
     return "\n\n".join(p for p in paragraphs if len(p.split()) >= WORDS)
 
@@ -60,7 +60,7 @@ def code() -> str:
 
 
 def mix(handbook: str, own: Path) -> list[str]:
-    """Return pieces of three texts in turn, as many of each as the shortest has."""
+    """Return pieces of the three texts in turn, as many of each as the shortest text has."""
     written = [d if isinstance(d, str) else "\n\n".join(m["content"] for m in d) for d in read_documents(own)]
     texts = [handbook, "\n\n".join(map(str, read_documents(None))), "\n\n".join(written)]
     pieces = [[text[i : i + PIECE] for i in range(0, len(text), PIECE)] for text in texts]

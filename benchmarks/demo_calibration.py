@@ -31,7 +31,7 @@ PROMPT, CONTINUATION, ROWS, ANSWER = 64, 128, 16, 48
 PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 
 OUTER = [0, 1, 2, 3, 29]
-"""The layers that ``phase-batch-layer`` keeps in W8A8; here in 16 bit."""
+"""The layers that ``phase-batch-layer`` keeps in W8A8, and that this benchmark keeps in 16 bit."""
 
 Sequence = tuple[torch.Tensor, torch.Tensor]
 """The token ids of a prompt and of what follows, each [1, tokens]."""
@@ -49,14 +49,14 @@ def generate(model, tokenizer, prompts: list[str]) -> list[torch.Tensor]:
 
 
 def shortened(argument: str) -> str:
-    """Return an argument NAME=FOLDER with only the last part of an absolute folder; others as they are."""
+    """Return an argument NAME=FOLDER with only the last part of an absolute folder; keep other arguments."""
     name, equals, folder = argument.rpartition("=")
     return f"{name}={Path(folder).name}" if equals and Path(folder).is_absolute() else argument
 
 
 @torch.inference_mode()
 def score(model, reference, sequences: list[Sequence]) -> dict[str, float]:
-    """Return the perplexity of both, the KL divergence in nats, and the share of equal top tokens."""
+    """Return both models' perplexity, their KL divergence in nats, and the share of equal top tokens."""
     losses, reference_losses, divergences, agreements = [], [], [], []
     for prompt, following in sequences:
         cache = reference(prompt[:, :-1], use_cache=True).past_key_values

@@ -113,7 +113,7 @@ What is the square root of 16?
 What is ice made of?
 What is the name of our galaxy?
 """
-"""One a line."""
+"""The questions, one a line."""
 
 
 def ask(folder: Path, **options: Any) -> list[tuple[str, float]]:

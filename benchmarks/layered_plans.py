@@ -5,9 +5,10 @@
     python -m benchmarks.layered_plans MERGED --text CHOOSE.txt --unseen OTHER.txt --reference MODEL \
         --policy TUNED.yaml --layers 4 8 15 --output benchmarks/results/layered
 
-`flexquant search` chooses plans on one text, for each number of raised layers. They, the variants alone and
-as many layers at other places are measured on another text, which chose nothing: the KL divergence of decode
-to the 16-bit model. Times of passes are those of the tuned policy. Started again, it goes on.
+`flexquant search` chooses plans on one text, for each number of raised layers. On another text, which chose
+nothing, the benchmark measures the KL divergence of decode to the 16-bit model: under these plans, the
+variants alone, and plans that raise as many layers at other places. Times of passes are those of the tuned
+policy. The same command started again goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ SEARCHED = "searched"
 def choose(
     study: Study, times: PassTimes, raised: list[int], sequences: int, file: Path
 ) -> dict[Layers, str]:
-    """Return how each plan was chosen: the variants alone, and for each number of raised layers the searched
-    plan and those that no measurement chose.
+    """Return each plan with how it was chosen.
+
+    The plans are the variants alone and, for each number of raised layers, the searched plan and those that
+    no measurement chose.
     """
     plans = {all_in(variant, study.subject.num_layers): variant for variant in study.variants}
     for number in raised:
@@ -49,7 +52,7 @@ def choose(
 
 
 def measure(study: Study, plans: dict[Layers, str], times: PassTimes, sequences: int, file: Path) -> Any:
-    """Return of every plan how it was chosen, its time, and the KL divergence of every row of the text."""
+    """Return for every plan how it was chosen, its time, and the KL divergence of every row of the text."""
     with study.measuring(file, overwrite=False, progress=tell) as (_, score):
         found = []
         for layers, chosen_by in plans.items():
@@ -87,8 +90,10 @@ def main() -> None:
     add_study(parser, "sensitivity.json, unseen.json, layered.json and layered.png")
     parser.add_argument("--unseen", type=Path, required=True, metavar="FILE", help="text to measure on")
     parser.add_argument("--policy", required=True, metavar="FILE", help="what 'flexquant tune' wrote")
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 15], metavar="N", help="raised")
-    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="of a pass whose time counts")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=[4, 8, 15], metavar="N", help="layers to raise"
+    )
+    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="sequences of the timed pass")
     args = parser.parse_args()
     study = study_of(args)
     unseen = replace(study, text=args.unseen)

@@ -4,8 +4,8 @@
 
     python -m benchmarks.layers_in_use MERGED --label after --output benchmarks/results/layers-in-use.json
 
-Each plan is served by a process of its own, eagerly and with a KV cache of 1 GiB, which tells its memory
-beside the files that it has mapped. What is measured is added to the file under the label, so that two
+A process of its own serves each plan, eagerly and with a KV cache of 1 GiB, and reports its memory without
+the files that it has mapped. The benchmark adds the measurements to the file under the label, so that two
 releases can be compared.
 """
 
@@ -26,11 +26,11 @@ from flexquant.measuring.engine import engine
 
 OPTIONS = {"max_model_len": 512, "max_num_seqs": 4}
 FEW = 4
-"""Layers of the first variant in the plan between."""
+"""Number of layers that the mixed plan takes from the first variant."""
 
 
 def anonymous_mib() -> float:
-    """Return the MiB of this process that are no file's."""
+    """Return the anonymous memory of this process in MiB: the memory that no file backs."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -38,7 +38,7 @@ def anonymous_mib() -> float:
 
 
 def measure(folder: Path, use: Any) -> dict[str, Any]:
-    """Serve a model by one plan in this process; return its memory, and what is said of the weights."""
+    """Serve a model by one plan in this process; return the process's memory and the size of its weights."""
     document = {"schema": "flexquant.policy/v1", "rules": [{"use": use}]}
     with tempfile.TemporaryDirectory() as work:
         policy, trace = Path(work, "policy.json"), Path(work, "trace.jsonl")

@@ -5,12 +5,12 @@
     python -m benchmarks.load MERGED --stock MODEL --output benchmarks/results/load.json
 
 ``vllm bench serve`` sends prompts of mixed lengths, cut from the pages of this project, to a ``vllm serve``,
-as many at a time as it takes; meanwhile the policies given follow one another. Then: did a request fail; do
-FlexQuant's counters add up to the tokens that vLLM counted; does memory grow, and more than that of vLLM
-without FlexQuant, which serves ``--stock`` under the same load; and is the answer of each of a sample that of
-an engine which computes it alone, every token by the plan that is recorded for it? Batches of another size
-round otherwise, so that an answer may leave the other where two tokens are nearly as likely: the difference
-of their log-probabilities is told for every answer that does. Prefix caching is off.
+as many at a time as it takes; meanwhile the given policies follow one another. Then the benchmark asks: did a
+request fail? Do FlexQuant's counters add up to the tokens that vLLM counted? Does memory grow more than that
+of vLLM without FlexQuant, which serves ``--stock`` under the same load? Does an engine that computes a sample
+of the answers alone, each token by the recorded plan, find the same tokens? Batches of another size round
+otherwise, so an answer may differ where two tokens are nearly as likely; the result has the difference of
+their log-probabilities for every answer that does. Prefix caching is off.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ CONCURRENCY = 128
 """Requests under way, twice as many as are computed at a time."""
 MAX_LENGTH = 1024
 KV_CACHE_BYTES = 512 * 2**20
-"""For twice the tokens that are under way. Its pages count as memory only once they are used: with a large
-cache the memory would grow for a long time."""
+"""Size of the KV cache, which holds twice the tokens that are under way.
+
+Its pages count as memory only once they are used: with a larger cache the memory would grow for a long time.
+"""
 
 
 def make_prompts(number: int, seed: int) -> list[dict[str, Any]]:
-    """Return that many prompts of 4 to 120 words, each with 4 to 64 tokens to answer."""
+    """Return ``number`` prompts of 4 to 120 words, each with 4 to 64 tokens to answer."""
     words = " ".join(page.read_text("utf-8") for page in sorted(PAGES.glob("*/README.md"))).split()
     draw = random.Random(seed)
     prompts = []
@@ -61,7 +63,7 @@ def make_prompts(number: int, seed: int) -> list[dict[str, Any]]:
 
 
 def scrape(url: str) -> dict[str, float]:
-    """Return a server's counters, each the sum over its labels."""
+    """Return a server's counters, each summed over its labels."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
         lines = reply.read().decode().splitlines()
     found: dict[str, float] = {}
@@ -74,7 +76,7 @@ def scrape(url: str) -> dict[str, float]:
 def send(
     url: str, model: str, prompts: Path, number: int, result: Path, log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start ``vllm bench serve``."""
+    """Start ``vllm bench serve`` on the prompts."""
     values = {
         "backend": "openai",
         "base-url": url,
@@ -102,7 +104,7 @@ def change_policies(
 ) -> list[dict[str, Any]]:
     """Have one policy follow another while the client runs; return what each change did.
 
-    They are spread over the load by the tokens that the trace ``passes`` tells, of ``total`` to come.
+    The changes are spread evenly over the ``total`` tokens of the load, which the trace ``passes`` counts.
     """
     done: list[dict[str, Any]] = []
     tokens = 0
@@ -214,7 +216,7 @@ def plans_in(trace: Path) -> dict[str, list[str]]:
 def check_counters(counted: dict[str, float], trace: Path) -> dict[str, float]:
     """Return what FlexQuant, its trace and vLLM have counted: passes, and tokens that were computed.
 
-    vLLM counts prompts and the tokens that are answered, of which the last is never computed again.
+    vLLM counts prompt tokens and generated tokens; the last token of an answer is never computed.
     """
     passes = [json.loads(line) for line in trace.read_text("utf-8").splitlines()]
     passes = [record for record in passes if "phase" in record]
@@ -240,7 +242,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--changes", type=int, default=20, help="of the policy (%(default)s)")
+    parser.add_argument("--changes", type=int, default=20, help="changes of the policy (%(default)s)")
     parser.add_argument("--compare", type=int, default=100, help="answers to compute again (%(default)s)")
     parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="NAME|FILE")
     parser.add_argument("--seed", type=int, default=0)

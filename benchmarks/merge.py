@@ -169,7 +169,7 @@ def memory(name: str) -> int:
 
 
 def merge_once(sources: dict[str, str], output: str) -> tuple[float, int]:
-    """Return seconds (no imports) and the peak memory in bytes, above the interpreter, torch included."""
+    """Return a merge's seconds without imports, and its peak memory in bytes without the interpreter's."""
     before = memory("VmRSS")
     importlib.import_module("flexquant.merge.kv.compatibility")
     from flexquant.merge import merge_checkpoints
@@ -180,7 +180,7 @@ def merge_once(sources: dict[str, str], output: str) -> tuple[float, int]:
 
 
 def merge_without_comparing_once(sources: dict[str, str], output: str) -> float:
-    """Return the seconds of a merge that takes the variants for interchangeable, unseen."""
+    """Return the seconds of a merge that does not compare the variants."""
     compatibility = importlib.import_module("flexquant.merge.kv.compatibility")
     compatibility.check_kv_compatibility = lambda *_: compatibility.KVReport(mixable=[[*sources]])
     return merge_once(sources, output)[0]
@@ -197,7 +197,7 @@ def copy_once(sources: dict[str, str], output: str) -> tuple[float, float]:
 
 
 def verify_once(folder: str) -> float:
-    """Return seconds (no imports)."""
+    """Return the seconds of a verification, imports left out."""
     from flexquant.merge import verify_checkpoint
 
     started = time.perf_counter()
@@ -206,7 +206,7 @@ def verify_once(folder: str) -> float:
 
 
 def read_once(folder: str) -> float:
-    """Return the seconds of ``cat`` of all files."""
+    """Return the seconds that ``cat`` takes for all files."""
     started = time.perf_counter()
     files = sorted(str(path) for path in Path(folder).iterdir())
     subprocess.run(["cat", *files], stdout=subprocess.DEVNULL, check=True)
@@ -214,7 +214,7 @@ def read_once(folder: str) -> float:
 
 
 def drop_from_cache(folder: str) -> None:
-    """Have the system forget the content of files that are on the disk."""
+    """Have the system drop the content of a folder's files from the page cache."""
     for path in Path(folder).iterdir():
         with open(path, "rb") as f:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

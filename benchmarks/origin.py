@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What every result of a benchmark begins with."""
+"""The description of a run that every result of a benchmark begins with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexquant.measuring.machine import describe_command, describe_machine, desc
 
 
 def origin(module: str) -> dict[str, Any]:
-    """Return the command line of ``python -m module``, and the commit, machine and versions it ran with."""
+    """Return the command line of ``python -m module``, and its commit, machine and versions."""
     return {
         "argv": ["python", "-m", module, *describe_command()[1:]],
         "commit": git_commit(),

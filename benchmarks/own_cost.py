@@ -4,10 +4,10 @@
 
     python -m benchmarks.own_cost MERGED --output benchmarks/results/own-cost.json
 
-One engine with a policy of one variant. From pass to pass, in turns, vLLM calls FlexQuant's model, which
+One engine has a policy of one variant. In turns from pass to pass, vLLM calls either FlexQuant's model, which
 describes the pass, looks the plan up, counts and times; or the variant's own model, of vLLM's class, with
-vLLM's own metadata builders: what stock vLLM runs for that variant's checkpoint. One sequence: the shortest
-passes, on which a fixed cost weighs most.
+vLLM's own metadata builders, as stock vLLM does for that variant's checkpoint. The engine decodes one
+sequence: the shortest passes, on which a fixed cost weighs most.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flexquant.measuring.engine import engine
 
 
 def measure(folder: Path, variant: str, effort: Effort) -> dict[str, Any]:
-    """Compare an engine that serves one variant through FlexQuant with itself without it."""
+    """Compare an engine that serves one variant through FlexQuant with the same engine without FlexQuant."""
     options: dict[str, Any] = {"max_model_len": 512, "enable_prefix_caching": False}
     with engine(folder, flexquant={"policy": variant}, **options) as llm:
         (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
@@ -50,7 +50,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="merged checkpoint")
-    parser.add_argument("--variant", default="w8a8", help="served alone (default: %(default)s)")
+    parser.add_argument("--variant", default="w8a8", help="variant to serve alone (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to add to, by model")
     add_effort(parser)
     args = parser.parse_args()

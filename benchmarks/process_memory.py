@@ -14,7 +14,7 @@ import psutil
 
 SAMPLE_SECONDS = 2.0
 TITLES = {"VLLM::EngineCore": "engine_core", "VLLM::Worker": "worker"}
-"""What vLLM calls its processes, and what they are called here; the first process is the ``api_server``."""
+"""vLLM's names of its processes -> the names here; the first process is the ``api_server``."""
 
 
 class MemoryOverTime(threading.Thread):
@@ -39,7 +39,7 @@ class MemoryOverTime(threading.Thread):
         self.join()
 
     def told(self) -> dict[str, Any]:
-        """Return for every process, and for all together, MiB at first, at last and at every minute."""
+        """Return for every process, and for all together, the MiB at first, at last and at every minute."""
         seconds = np.array([moment for moment, _ in self._samples])
         found: dict[str, Any] = {"seconds": float(seconds[-1])}
         for name in sorted({name for _, resident in self._samples for name in resident}):
@@ -52,7 +52,7 @@ class MemoryOverTime(threading.Thread):
         return found
 
     def _resident(self) -> dict[str, float]:
-        """Return MiB by process, and of all together."""
+        """Return the MiB of each process, and of all together."""
         found: defaultdict[str, float] = defaultdict(float)
         for process in [self._server, *self._server.children(recursive=True)]:
             try:
@@ -66,5 +66,5 @@ class MemoryOverTime(threading.Thread):
 
 
 def each_minute(seconds: np.ndarray) -> list[int]:
-    """Return which of the moments, rising, are the first of their minute."""
+    """Return the indices of the moments, in rising order, that are the first of their minute."""
     return [int(i) for i in np.unique(seconds // 60, return_index=True)[1]]

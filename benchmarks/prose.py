@@ -22,7 +22,7 @@ NAMES = ("calibration.txt", "held-out.txt")
 
 
 class Paragraphs(HTMLParser):
-    """Collects the text of every <div class="para">, white space squeezed."""
+    """Collects the text of every <div class="para">, with white space squeezed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -5,10 +5,10 @@
     OMP_NUM_THREADS=1 python -m benchmarks.quantizing_cost MODEL benchmarks/recipes/int4.yaml TEXT \\
         imatrix distilled --samples 4 --length 256 --output FILE.json
 
-Each of these variants of the recipe is made twice by `flexquant quantize`, from random models of one and of
-two decoder layers as wide as Llama-2-7B's; the difference is what one layer more takes, and the result says
-what 32 would. TEXT is what is calibrated on, with the tokenizer of MODEL, whose vocabulary the random models
-have. Runs in the quantising environment.
+`flexquant quantize` makes each of these variants of the recipe twice, from random models of one and of two
+decoder layers as wide as Llama-2-7B's. The difference is what one layer more takes, and the result says what
+32 would take. TEXT is the calibration text; the tokenizer and the random models' vocabulary are MODEL's. The
+benchmark runs in the quantising environment.
 """
 
 from __future__ import annotations

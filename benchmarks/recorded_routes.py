@@ -14,7 +14,7 @@ from flexquant.measuring.engine import engine
 from flexquant.policy.schema import SCHEMA
 
 LIKELIEST = 10
-"""Tokens among which that of the recorded answer is looked for, where the two leave each other."""
+"""Number of likeliest tokens among which the recorded token is looked for, where two answers part."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Answer:
     prompt: str
     text: str
     tokens: int
-    """Of the text."""
+    """Number of tokens of the text."""
     passes: list[tuple[str, int]]
     """The plan of each pass that the request was in, in order, and how many of its tokens that computed."""
 
@@ -34,8 +34,8 @@ def compare_answers(
 ) -> dict[str, Any]:
     """Compute answers again, and return how many are equal.
 
-    ``plans``: by name, the variant of each layer. ``gaps`` are nats, by which at the first difference the
-    token computed here is likelier than the recorded one; null if that is not among the ten likeliest.
+    ``plans``: name -> the variant of each layer. ``gaps`` are in nats: how much likelier, at the first
+    difference, the token computed here is than the recorded one; null if that is not among the ten likeliest.
     Answers to prompts that were split between passes of different plans are left out.
     """
     gaps: list[float | None] = []
@@ -65,7 +65,7 @@ def compare_answers(
 
 
 def use(layers: Sequence[str]) -> Any:
-    """Return what a rule's ``use`` has to be for a plan."""
+    """Return the value of a rule's ``use`` that makes a plan."""
     default = layers[0]
     others = {str(i): variant for i, variant in enumerate(layers) if variant != default}
     return {"default": default, "layers": others} if others else default
@@ -78,7 +78,7 @@ def prompt_plan(answer: Answer) -> str | None:
 
 
 def first_gap(llm: Any, answer: Answer, documents: dict[str, dict[str, Any]]) -> float:
-    """Return 0 if an answer is computed again as it was, else the gap in nats, infinite if unexplained."""
+    """Return 0 if an answer is equal when computed again, else the gap in nats, infinite if unexplained."""
     from vllm import SamplingParams
 
     decodes = answer.passes[len(answer.passes) - answer.tokens + 1 :]

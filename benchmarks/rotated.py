@@ -5,9 +5,9 @@
     python -m benchmarks.rotated MODEL --output ROTATED
 
 Every variant that is quantised from ROTATED is rotated alike, so that their KV caches fit: keys and values
-are not rotated. By llm-compressor's SpinQuantModifier (R1, a random Hadamard matrix, since the plain ones
-have sizes of powers of two), but without its centering of embeddings, which changes what a model with
-RMSNorm computes. Runs in the quantising environment.
+are not rotated. llm-compressor's SpinQuantModifier rotates (R1, a random Hadamard matrix, since the plain
+ones have sizes of powers of two), without its centering of embeddings, which changes what a model with
+RMSNorm computes. The script runs in the quantising environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COPIED = ("tokenizer*", "special_tokens_map.json", "chat_template*", "generation
 
 
 class Rotation(SpinQuantModifier):
-    """Rotates, and leaves the embeddings where they are."""
+    """llm-compressor's rotation, without its centering of the embeddings."""
 
     def _center_embeddings(self, model: PreTrainedModel) -> None:
         pass
@@ -41,7 +41,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     oneshot(model=model, recipe=Rotation(rotations=["R1"], transform_type="random-hadamard"))
-    # As a plain model: llm-compressor's own saving would note the rotation as if a server had to make it.
+    # Saved as a plain model: llm-compressor's own saving would have the server apply the rotation again.
     PreTrainedModel.save_pretrained(model.to(torch.bfloat16), args.output)
     for pattern in COPIED:
         for file in args.model.glob(pattern):

@@ -6,8 +6,8 @@
         --output benchmarks/results/simulation-cpu.json
 
 For each policy ``vllm serve`` is started on the merged checkpoint, and ``vllm bench serve`` sends it the
-requests of a trace at their times (its dataset ``timed_trace``; random token ids, no early end). What is
-simulated are the requests as they were really sent: the start times and lengths that the client recorded.
+requests of a trace at their times (its dataset ``timed_trace``; random token ids, no early end). Then
+FlexQuant simulates the requests as they were sent, by the start times and lengths that the client recorded.
 Prefix caching is off. The server has to run as it did when the times were measured: eager or compiled, the
 same threads. Prints a table and, as the last line, the same as JSON.
 """
@@ -55,7 +55,7 @@ WARM_UPS = 2
 
 
 def find_trace(text: str, burstiness: float) -> list[Request]:
-    """Return a built-in trace, that of a file, or a random one for e.g. ``40x96+24@1~0.5``."""
+    """Return a built-in trace, the trace in a file, or a random one for e.g. ``40x96+24@1~0.5``."""
     if WRITTEN.fullmatch(text) is None:
         return read_trace(text)
     w = Workload.parse(text)
@@ -110,7 +110,7 @@ def sent_requests(found: dict[str, Any]) -> list[Request]:
 
 
 def compare(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
-    """Return both sides' numbers and simulated / measured."""
+    """Return both sides' numbers, and the ratio of simulated to measured."""
     return {
         "measured": {key: found[key] for key in COMPARED},
         "simulated": {key: simulated[key] for key in COMPARED},
@@ -123,7 +123,7 @@ def compare(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
 def limits_of(
     options: ServerOptions, max_num_batched_tokens: int, blocks: int | None, gpu: str | None
 ) -> Limits:
-    """Return a server's limits; ``blocks``: of its KV cache, of which vLLM keeps one for padding."""
+    """Return a server's limits; vLLM keeps one of the KV cache's ``blocks`` for padding."""
     machine = Machine(gpu, eager=options.eager)
     limits = server_limits(machine, max_num_batched_tokens, options.max_sequences)
     if blocks is None:
@@ -132,7 +132,7 @@ def limits_of(
 
 
 def measure(subject: Subject, args: argparse.Namespace, trace: list[Request]) -> list[dict[str, Any]]:
-    """Return one comparison a round for a policy, served and simulated."""
+    """Return one comparison for each round of a policy, served and simulated."""
     assert subject.policy is not None
     times, _ = find_times(args.policy, args.times)
     model = read_merged_config(args.folder)
@@ -193,7 +193,9 @@ def main() -> None:
         metavar="NAME|FILE|WORKLOAD",
         help="trace, or REQUESTSxINPUT+OUTPUT@RATE~SPREAD (default: %(default)s)",
     )
-    parser.add_argument("--burstiness", type=float, default=1.0, help="of a WORKLOAD (default: 1, Poisson)")
+    parser.add_argument(
+        "--burstiness", type=float, default=1.0, help="burstiness of a WORKLOAD (default: 1, Poisson)"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--max-num-seqs", type=int, default=64)

@@ -23,7 +23,7 @@ from flexquant.measuring.engine import engine
 from flexquant.policy.schema import SCHEMA
 
 PASSES = 16
-"""In a turn, half of them in each variant."""
+"""Decode passes in a turn, half of them in each variant."""
 TURNS = 2
 
 
@@ -34,7 +34,7 @@ def constant(variant: str) -> dict[str, Any]:
 
 def measure(folder: Path, variants: tuple[str, str], effort: Effort) -> dict[str, Any]:
     """Compare passes whose plans alternate with the same passes, one plan after the other."""
-    # A sequence ends with a turn: its prompt and first token, and then whole turns.
+    # A sequence is its prompt, its first token and then whole turns, so that it ends with a turn.
     options: dict[str, Any] = {"max_model_len": 32 * PASSES + 2, "enable_prefix_caching": False}
     with engine(folder, flexquant={"policy": variants[0]}, **options) as llm:
         (served,) = llm.apply_model(lambda model: model)

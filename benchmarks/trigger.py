@@ -34,7 +34,7 @@ TRIGGERS: dict[str, dict[str, Any]] = {
     "inverse margin from 5": {"signal": "inverse_margin", "aggregate": "max", "enter": 5.0},
 }
 RANDOM = 3
-"""Schedules that are drawn for each trigger."""
+"""Random schedules that are drawn for each trigger."""
 
 
 def policy_of(trigger: Mapping[str, Any], variants: tuple[str, str]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def policy_of(trigger: Mapping[str, Any], variants: tuple[str, str]) -> dict[str
 
 
 def evenly(raised: int, passes: int) -> str:
-    """Return a pattern of ``passes`` passes, of which ``raised`` are, evenly spaced."""
+    """Return a pattern of ``passes`` passes, ``raised`` of which are raised, evenly spaced."""
     return "".join(
         "1" if (number + 1) * raised // passes > number * raised // passes else "0"
         for number in range(passes)
@@ -60,7 +60,7 @@ def evenly(raised: int, passes: int) -> str:
 
 
 def at_random(raised: int, passes: int, seed: int) -> str:
-    """Return a pattern of ``passes`` passes, of which ``raised`` are, drawn without repetition."""
+    """Return a pattern of ``passes`` passes, ``raised`` of which are raised, drawn without repetition."""
     places = set(random.Random(seed).sample(range(passes), raised))
     return "".join("1" if number in places else "0" for number in range(passes))
 
@@ -74,7 +74,9 @@ def main() -> None:
     parser.add_argument("--reference", required=True, metavar="MODEL", help="the 16-bit model")
     parser.add_argument("--variants", nargs=2, default=("w8a8", "w4a16"), metavar=("HIGHER", "LOWER"))
     parser.add_argument("--samples", type=int, default=24, metavar="N", help="rows (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="forced in a row (%(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=64, metavar="N", help="tokens forced in a row (%(default)s)"
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")
     args = parser.parse_args()
     settings = Settings((1,), args.samples, prompt_tokens=64, tokens=args.tokens)

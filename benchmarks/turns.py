@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What does a part of FlexQuant cost? One process with and without it, in turns, in paired rounds."""
+"""What does a part of FlexQuant cost? One process runs with and without it, in turns, in paired rounds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 PASSES = 8
-"""Of decoding each way in a round."""
+"""Decode passes with, and as many without, the measured part in a round."""
 
 
 def add_effort(parser: argparse.ArgumentParser) -> None:
     """Add the options that :func:`effort_of` reads: rounds are doubled until the interval is narrow."""
-    parser.add_argument("--rounds", type=int, default=400, help="at least (%(default)s)")
-    parser.add_argument("--max-rounds", type=int, default=1600, help="at most (%(default)s)")
-    parser.add_argument("--width", type=float, default=0.005, help="of an interval, to stop (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=400, help="fewest rounds (%(default)s)")
+    parser.add_argument("--max-rounds", type=int, default=1600, help="most rounds (%(default)s)")
+    parser.add_argument("--width", type=float, default=0.005, help="interval at which to stop (%(default)s)")
 
 
 def effort_of(args: argparse.Namespace) -> Effort:
@@ -30,7 +30,7 @@ def effort_of(args: argparse.Namespace) -> Effort:
 
 
 class Decoding:
-    """Sequences of an engine in this process, decoded pass by pass; one has the shortest passes there are."""
+    """Decodes sequences of an engine in this process, pass by pass; one sequence has the shortest passes."""
 
     def __init__(self, llm: LLM, sequences: int = 1) -> None:
         self._engine = llm.llm_engine
@@ -59,10 +59,10 @@ def compare_in_turns(
 ) -> dict[str, Any]:
     """Time ``serve`` with and without what ``switch`` switches on, in rounds; return the ratio of times.
 
-    In a round each is served ``turns`` times, in turn, since a machine's speed drifts, and the times of each
-    are added up. The shorter what is served, the less of the drift lies between two that are compared, and
-    the more rounds, the fewer of them are spoilt by what disturbs the machine for a moment. Both are one
-    process's, so that no two processes differ by chance.
+    A round calls ``serve`` ``turns`` times with and as often without it, in turn, and adds up the times of
+    each. The shorter ``serve`` is, the less a machine's speed drifts between two calls that are compared; the
+    more rounds there are, the fewer of them a short disturbance spoils. One process does both, so that no two
+    processes differ by chance.
     """
     for on in (True, False):
         switch(on)

@@ -4,12 +4,13 @@
 
     python -m benchmarks.watching MERGED --output benchmarks/results/watching.json
 
-Two ratios over paired rounds, each of one process, so that no two processes differ by chance:
+The results are two ratios over paired rounds, each of one process, so that no two processes differ by chance:
 
-- ``worker``: one engine, whose passes are counted, timed, traced and followed by request, or none of that.
-- ``server``: one ``vllm serve`` that does all of that, looked at ten times as often as a status page (a
-  request in two seconds) and a Prometheus (``/metrics`` in every fifth) would, or with nobody who looks. What
-  is over 1 in that ratio, divided by ten, is what they cost: ``once`` has it, with its interval.
+- ``worker``: one engine either counts, times and traces its passes and follows requests, or does none of
+  that.
+- ``server``: one ``vllm serve`` does all of that. A status page (a request every two seconds) and a
+  Prometheus (``/metrics`` every five seconds) either ask it ten times as often as usual, or not at all. A
+  tenth of what the ratio is above 1 is what they cost: ``once`` has it, with its interval.
 
 Both answer one request at a time: the shortest passes, on which a fixed cost weighs most. Watched and
 unwatched passes of the engine, and requests to the server, take turns within a round, since a machine's
@@ -44,7 +45,7 @@ TIMES_AS_OFTEN = 10
 
 
 def measure_worker(model: Path, effort: Effort) -> dict[str, Any]:
-    """Compare an engine that writes everything down with itself when it writes nothing."""
+    """Compare an engine that counts, times and traces its passes with the same engine when it does not."""
     from flexquant.serving.pass_records import PassRecords
 
     with tempfile.TemporaryDirectory() as folder:
@@ -98,8 +99,8 @@ def watcher(root: str) -> Iterator[Callable[[bool], None]]:
 
 
 def measure_server(model: Path, effort: Effort) -> dict[str, Any]:
-    """Compare a server that is watched with itself when nobody looks."""
-    os.environ["VLLM_PLUGINS"] = "flexquant"  # without which vLLM serves no plugin's routes
+    """Compare a server that is watched with the same server when nobody looks."""
+    os.environ["VLLM_PLUGINS"] = "flexquant"  # without it vLLM serves no plugin's routes
     with tempfile.TemporaryDirectory() as folder:
         options = {"flexquant": {"trace": str(Path(folder) / "trace.jsonl"), "requests": True}}
         arguments = ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "512"]
@@ -115,7 +116,7 @@ def measure_server(model: Path, effort: Effort) -> dict[str, Any]:
                     reply.read()
 
             with watcher(url.removesuffix("/v1")) as watched:
-                # Ten times as often: an interval ten times as wide says as much of what they cost.
+                # Asked ten times as often, so an interval ten times as wide tells the cost as closely.
                 found = compare_in_turns(
                     serve, watched, replace(effort, width=TIMES_AS_OFTEN * effort.width), turns=1
                 )

@@ -26,11 +26,11 @@ from flexquant.measuring.engine import engine
 PASSES = 24
 WARM_UP = 4
 NAMED = 8
-"""Operators that are named, of each engine and number of sequences; the others are added up."""
+"""Operators that are named for each engine and number of sequences; the others are added up."""
 
 
 def profile(decoding: Decoding) -> dict[str, Any]:
-    """Return the median pass in ms, and by operator the ms that it computes itself in a pass."""
+    """Return the median time of a pass and each operator's own time in a pass, in ms."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -58,7 +58,7 @@ def measure(folder: Path, policy: str, sequences: list[int]) -> dict[str, Any]:
     options: dict[str, Any] = {"max_model_len": 512, "enable_prefix_caching": False}
     found: dict[str, Any] = {}
     for count in sequences:
-        # An engine for each: sequences that are left would be decoded along.
+        # One engine for each number: sequences that are left would be decoded along.
         with engine(folder, flexquant={"policy": policy}, **options) as llm:
             (status,) = llm.collective_rpc("flexquant_status")
             found[str(count)] = profile(Decoding(llm, count))

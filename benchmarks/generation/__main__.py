@@ -4,14 +4,15 @@
 
     python -m benchmarks.generation MERGED --reference MODEL --policies w8a8,w4a16,phase-batch --output FILE
 
-Arithmetic worked out in steps (right: the last number), instructions on the form of an answer (all checked
-exactly), and open questions with long answers, of which is told where they first differ from the 16-bit
-model's and from the first policy's. Shares have Wilson's interval; differences between policies are paired,
-since all answer the same tasks. The 16-bit model answers twice, the second time in batches of half the size:
-what changes then is rounding. A model without a chat template gets the questions as plain text.
+The tasks are arithmetic worked out in steps (right if the last number is), instructions on the form of an
+answer (all checked exactly), and open questions with long answers. For the last, the results say where an
+answer first differs from the 16-bit model's and from the first policy's. Shares have Wilson's interval;
+differences between policies are paired, since all answer the same tasks. The 16-bit model answers twice, the
+second time in batches of half the size: what changes then is rounding. A model without a chat template gets
+the questions as plain text.
 
-A decode pass holds --batch-size sequences at most: below the limit of a policy that looks at it, 32 for
-phase-batch, for W4A16 to decode.
+A decode pass holds at most --batch-size sequences. Keep it within the policy's limit (32 for phase-batch), so
+that W4A16 decodes.
 """
 
 from __future__ import annotations

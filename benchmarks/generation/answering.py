@@ -50,18 +50,18 @@ class Settings:
 
 @dataclass
 class Answers:
-    """What each answered, by kind and in the order of the tasks."""
+    """What the 16-bit model and every policy answered, by kind and in the order of the tasks."""
 
     tasks: dict[str, list[Task]]
     prompts: dict[str, list[list[int]]]
     by_policy: dict[str, dict[str, list[Answer]]] = field(default_factory=dict)
     passes: dict[str, Passes] = field(default_factory=dict)
     same_as: dict[str, str | None] = field(default_factory=dict)
-    """Policy -> the earlier one whose answers are its own."""
+    """Policy -> the earlier policy that routes alike, whose answers it shares; None if there is none."""
 
 
 def reference_again(settings: Settings) -> str:
-    """The name of the 16-bit model's second answers, in smaller batches."""
+    """Return the name of the 16-bit model's second answers, which it gives in smaller batches."""
     return f"{REFERENCE}, batches of {_smaller(settings)}"
 
 
@@ -141,7 +141,7 @@ def check_length(subject: Subject, prompts: Mapping[str, list[list[int]]], token
 
 
 def policy_that_loads(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return a policy for the start, under which an engine loads every variant of the runs' policies."""
+    """Return the policy to start with, under which an engine loads every variant of the runs' policies."""
     variants = list(dict.fromkeys(v for run in runs for plan in run.routes.plans for v in plan.variants))
     derived: dict[str, Any] = {}
     for candidate in (run.candidate for run in runs):

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Instructions on the form of an answer, which can be checked exactly, as IFEval has them (arXiv 2311.07911).
 
-Whether what an answer says is true or good is not asked.
+The checks do not ask whether an answer is true or good.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ GROUPS = ("animals", "fruits", "countries", "colours", "sports", "tools", "river
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text in small letters, without punctuation around them."""
+    """Return the words of a text in lower case, without punctuation around them."""
     return [word for part in text.casefold().split() if (word := part.strip(".,;:!?\"'()*-"))]
 
 
 def is_one_of(options: Collection[str]) -> Check:
-    """An option alone, in whatever case, with a full stop or without."""
+    """Return the check that an answer is one option alone, in any case, with or without a full stop."""
     return lambda text: text.removesuffix(".").casefold() in options
 
 
@@ -39,7 +39,7 @@ def is_exactly(expected: str) -> Check:
 
 
 def is_list_of(number: int) -> Check:
-    """So many lines, each ``- `` and an item; blank lines do not count."""
+    """Return the check that an answer is ``number`` lines of ``- `` and an item; blank lines do not count."""
 
     def check(text: str) -> bool:
         written = [line for line in text.splitlines() if line.strip()]

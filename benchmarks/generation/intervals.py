@@ -23,26 +23,26 @@ def wilson(right: int, number: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PairedShares:
-    """How often two answer the same tasks rightly."""
+    """How often two subjects get the same tasks right."""
 
     number: int
     only_first: int
-    """Tasks that the first alone gets right."""
+    """Tasks that only the first gets right."""
     only_second: int
     difference: float
-    """Share that the first gets right minus that of the second."""
+    """The share that the first gets right minus the share that the second gets right."""
     low: float
     high: float
     """The ends of the difference's interval."""
     p: float
-    """Of McNemar's exact test: how likely so uneven a split is, were both equally good."""
+    """The p-value of McNemar's exact test: the chance of so uneven a split if both are equally good."""
 
 
 def compare_paired(first: Sequence[bool], second: Sequence[bool]) -> PairedShares:
-    """Compare two on the same tasks, at least one, in the same order.
+    """Compare two lists of outcomes on the same tasks, in the same order; there is at least one task.
 
-    The interval is R. G. Newcombe's tenth (Statistics in Medicine 17, 2635-2650, 1998): Wilson's two
-    intervals, put together with the correlation of the pairs.
+    The interval is R. G. Newcombe's tenth method (Statistics in Medicine 17, 2635-2650, 1998): it combines
+    Wilson's two intervals with the correlation of the pairs.
     """
     number = len(first)
     both = sum(a and b for a, b in zip(first, second, strict=True))
@@ -79,15 +79,15 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 @dataclass(frozen=True)
 class Median:
-    """None stands for beyond all numbers: no end was seen."""
+    """A median of numbers, where None stands for a number larger than all others: no end was seen."""
 
     median: float | None
     interval: tuple[float | None, float | None] | None
-    """None: too few values for one."""
+    """The ends of the interval; None if there are too few values for one."""
 
 
 def median_of(values: Sequence[int | None]) -> Median:
-    """Return the median, and its interval by the sign test: two of the values. None is above all others."""
+    """Return the median and its sign-test interval, whose ends are two of the values. None is the largest."""
     ordered = sorted(math.inf if value is None else value for value in values)
     number = len(ordered)
     rank, tail = 0, 1 / 2**number

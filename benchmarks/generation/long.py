@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Open questions with long answers: nothing is right or wrong, but where do two answers part?"""
+"""Open questions with long answers: no answer is right or wrong, but where do two answers part?"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""From answers to the results that are written: shares, paired differences, first differences."""
+"""Turn answers into the results that are written: shares, paired differences, first differences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKED = ("arithmetic", "instructions")
 
 
 def first_difference(first: Answer, second: Answer) -> int | None:
-    """Return which token, from 1, is the first that differs, an end included; None: none does."""
+    """Return the number, from 1, of the first token that differs, the end included; None if none differs."""
     for number, (a, b) in enumerate(zip(first, second, strict=False), 1):
         if a != b:
             return number
@@ -29,8 +29,8 @@ def first_difference(first: Answer, second: Answer) -> int | None:
 def results_of(answers: Answers, tokens: dict[str, int], tokenizer: Any) -> list[dict[str, Any]]:
     """Return an entry for the 16-bit model, its second answers, and every policy, as data for JSON.
 
-    ``tokens``: kind -> most tokens of an answer. ``against`` compares with the 16-bit model and with the
-    first policy.
+    ``tokens`` is kind -> most tokens of an answer. An entry's ``against`` compares it with the 16-bit model
+    and with the first policy.
     """
     texts = {
         name: {kind: [text_of(answer, tokenizer) for answer in found] for kind, found in kinds.items()}

@@ -10,7 +10,7 @@ from benchmarks.table import markdown
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return what a reader wants first: shares that are right, differences, and where long answers part."""
+    """Return a table of the shares that are right, the differences, and where long answers part."""
     results = document["results"]
     sixteen_bit = results[0]["policy"]
     baseline = next(r["policy"] for r in results if "passes" in r)
@@ -34,7 +34,7 @@ def share(found: dict[str, Any]) -> str:
 
 
 def difference(found: dict[str, Any] | None) -> str:
-    """Points with the interval, and how many tasks each alone gets right."""
+    """Return the difference in points with its interval, and how many tasks each alone gets right."""
     if not found:
         return "–"
     points = [f"{100 * found[key]:+.0f}" for key in ("difference", "low", "high")]
@@ -42,7 +42,7 @@ def difference(found: dict[str, Any] | None) -> str:
 
 
 def parting(found: dict[str, Any] | None) -> str:
-    """The median token with its interval, and how many answers are the same."""
+    """Return the median token at which answers part, with its interval, and how many answers are equal."""
     if not found:
         return "–"
     ends = found["interval"]

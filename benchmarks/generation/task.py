@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 Check = Callable[[str], bool]
 DRAWS = 1000
-"""How often a question that is there already is drawn again."""
+"""How often a question is drawn again because it is there already."""
 
 
 @dataclass(frozen=True)
 class Task:
     family: str
-    """What sort of question it is, in the results."""
+    """The sort of question, as the results name it."""
     question: str
     check: Check | None = None
-    """Whether an answer, without white space around it, is right; None: there is no right one."""
+    """The function that says whether a stripped answer is right; None if the task has no right answer."""
     examples: tuple[tuple[str, str], ...] = ()
-    """Questions of the family with their answers, asked before."""
+    """Questions of the same family with their answers, which the prompt shows before the question."""
 
 
 Family = Callable[[random.Random], Task]
 
 
 def draw(families: Sequence[Family], count: int, seed: int) -> list[Task]:
-    """Return ``count`` tasks with different questions, of each family in turn; the same for a seed.
+    """Return ``count`` tasks with different questions, of each family in turn; the same for the same seed.
 
-    Raises FlexQuantError where a family has not so many.
+    Raises FlexQuantError where a family has too few questions.
     """
     random_numbers = random.Random(seed)
     found: dict[str, Task] = {}
@@ -76,6 +76,6 @@ def text_of(answer: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def is_right(task: Task, text: str) -> bool:
-    """Whether an answer is right; an empty one never is."""
+    """Return whether an answer is right; an empty one never is."""
     assert task.check is not None
     return bool(text) and task.check(text)

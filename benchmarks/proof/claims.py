@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What FlexQuant claims, and what the outcomes of tests and the cells of a speed run say of it."""
+"""The claims of FlexQuant, and a verdict on each from the outcomes of tests and the cells of a speed run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TESTED = {
     "test_w4a8_marlin.py": "W4A8 is what vLLM's Marlin computes with 8-bit activations",
     "test_tune.py": "`flexquant tune` finds a policy for this machine",
 }
-"""The claim that the tests of a file of tests/gpu show, by the file's name."""
+"""File name of tests/gpu -> the claim that its tests show."""
 
 
 class Verdict(NamedTuple):
@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
 
 
 def judge(outcomes: Outcomes, unfinished: Collection[str], cells: Sequence[Cell]) -> list[Verdict]:
-    """Return a verdict for every claim; ``unfinished`` are the tests for which there was no time."""
+    """Return a verdict for every claim; ``unfinished`` names the tests for which there was no time."""
     return [*_tested(outcomes, unfinished), *_measured(cells)]
 
 
@@ -91,14 +91,14 @@ def _compare(measured: Measured, wanted: Iterable[tuple[str, str]], metric: Metr
 
 
 def _no_slower(claim: str, found: Ratios) -> Verdict:
-    """For ratios of times, of which 1 is the claim."""
+    """Return the verdict on ratios of times, which the claim says are 1 at most."""
     comparisons = [c for _, c in found]
     shown, contradicted = all(c.high <= CLOSE for c in comparisons), any(c.low > CLOSE for c in comparisons)
     return _verdict(claim, found, [c.words() for c in comparisons], shown, contradicted)
 
 
 def _faster(claim: str, found: Ratios) -> Verdict:
-    """For ratios of rates."""
+    """Return the verdict on ratios of rates, which the claim says are above 1."""
     comparisons = [c for _, c in found]
     shown, contradicted = all(c.low > 1 for c in comparisons), any(c.high < 1 for c in comparisons)
     return _verdict(claim, found, [c.words("slower", "faster") for c in comparisons], shown, contradicted)

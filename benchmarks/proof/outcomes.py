@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The outcomes of tests, each written down as soon as it is known: a run that is stopped has not lost them.
+"""The outcomes of tests, each written as soon as it is known, so that a stopped run loses none.
 
 As a plugin of pytest (``-p benchmarks.proof.outcomes``) it appends one line of JSON a test to the file that
 the environment variable ``FLEXQUANT_OUTCOMES`` names, and leaves out the tests that have passed there before.
@@ -20,11 +20,11 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 LONGEST_REASON = 2000
 
 Outcomes = dict[str, dict[str, Any]]
-"""By test: ``outcome``, ``seconds`` and, unless it passed, the ``reason``."""
+"""Test -> its ``outcome``, ``seconds`` and, unless it passed, the ``reason``."""
 
 
 def read_outcomes(file: Path) -> Outcomes:
-    """Return the last outcome of every test; none if there is no file. A last line cut off is left out."""
+    """Return the last outcome of every test; none if there is no file. A last line cut off is ignored."""
     found: Outcomes = {}
     lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else []
     for line in lines[:-1]:

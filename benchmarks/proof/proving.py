@@ -29,23 +29,23 @@ TESTS = "tests.jsonl"
 DOCTOR = "doctor.txt"
 PROOF = "proof.md"
 ALONE = "tests/gpu/test_tune.py"
-"""It times engines."""
+"""The test file that runs by itself, since it times engines."""
 TESTS_SHARE, SERVING_SHARE, DOCTOR_SHARE = 0.4, 0.45, 0.1
-"""Parts of the time; the kernels have what is left."""
+"""Shares of the time for these steps; the kernels have what is left."""
 SERVING = [Workload(1, 128, 128), Workload(32, 512, 64), Workload(32, 512, 64, rate=16, spread=0.5)]
 OVERHEAD = [Workload(1, 128, 128)]
 MINIATURE = [Workload(1, 16, 4), Workload(2, 32, 4)]
 MINIATURE_TESTS = ["tests/gpu/test_tune.py", "tests/gpu/test_w4a8_marlin.py"]
 MINIATURE_KERNELS = ["--layers", "o_proj", "--tokens", "4", "--schemes", "bf16,w8a8,w4a16"]
-"""On a CPU, where a proof only shows that proving works; these tests are skipped there."""
+"""Arguments of the kernels on a CPU, where a proof only shows that proving works; these tests skip there."""
 SUBJECTS = {"w8a8": 1.0, "w4a16": 0.55, "flexquant:phase-batch": 1.55, "flexquant:w8a8": 1.0, "bf16": 2.0}
-"""What is served side by side, the most valuable first, with bytes a weight."""
+"""Subjects that are served side by side, the most valuable first -> their bytes a weight."""
 DOCTORED = "flexquant:phase-batch"
 SERVER_GIB = 2.5
-"""What a server takes beside weights and KV cache: activations, CUDA graphs, CUDA itself."""
+"""GiB that a server takes beside weights and KV cache: activations, CUDA graphs, CUDA itself."""
 
 SECONDS_TO_END = 60
-"""For a step to stop its servers."""
+"""Seconds that a step gets to stop its servers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="DIR", help="(default: benchmarks/results/MODEL-proof)"
     )
     parser.add_argument("--work", type=Path, default=Path(".work/benchmarks"), help="models and logs")
-    parser.add_argument("--minutes", type=float, default=30, help="for all of it (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=30, help="time for the proof (default: %(default)s)")
     parser.add_argument("--processes", type=int, help="test processes (default: one for every two cores)")
     parser.add_argument("--commit", help="the commit that is measured (default: git's)")
 
@@ -106,7 +106,7 @@ def run_tests(file: Path, tests: list[str], processes: int, seconds: float) -> s
 
 
 def run_doctor(model: Model, file: Path, seconds: float) -> None:
-    """Write what ``flexquant doctor`` says of the merged checkpoint, which is made if the servers did not."""
+    """Write what ``flexquant doctor`` says of the merged checkpoint; make that if the servers did not."""
     folder = model.folder(parse_subject(DOCTORED))
     print(f"doctor: {seconds:.0f} s", flush=True)
     file.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ def fitting_subjects(shape: Shape, cache: float) -> list[str]:
 
 
 def step(name: str, options: list[str], seconds: float) -> None:
-    """Run a part of the speed benchmarks, which begins no cell shortly before ``seconds`` are over."""
+    """Run a part of the speed benchmarks, which begins no cell shortly before ``seconds`` have passed."""
     print(f"{name}: {seconds:.0f} s", flush=True)
     limits = ["--time-limit", f"{0.9 * seconds:.0f}", "--start-timeout", f"{0.7 * seconds:.0f}"]
     _bounded([sys.executable, "-m", "benchmarks", "run", *options, *limits], seconds, dict(os.environ))
@@ -164,7 +164,7 @@ def step(name: str, options: list[str], seconds: float) -> None:
 def _bounded(
     command: list[str], seconds: float, environment: dict[str, str], log: Path | None = None
 ) -> None:
-    """Run a command for at most ``seconds``; then it is asked to end, and ends what it has started."""
+    """Run a command for at most ``seconds``, then ask it to end; it ends what it has started."""
     with open(log, "ab") if log else nullcontext() as file:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
         try:
@@ -181,7 +181,7 @@ def _bounded(
 
 
 def write_proof(output: Path, verdicts: list[Verdict]) -> Path:
-    """Write the report: where it was made, and a line a claim."""
+    """Write the report: where it was made, and one line for each claim."""
     header, outcomes = read_header(output), read_outcomes(output / TESTS)
     machine, versions = header["machine"], " ".join(f"{k} {v}" for k, v in header["versions"].items())
     where = f"{machine['gpu'] or 'no GPU'}, {machine['cpu']}, {machine['cores']} cores"

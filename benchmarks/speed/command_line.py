@@ -27,7 +27,7 @@ from flexquant.errors import FlexQuantError
 T = TypeVar("T")
 SCHEMES = ("bf16", "w8a8", "w4a16", "fp8", "w4a8")
 GPU_MEMORY = 0.9
-"""Part of a GPU's memory that all servers together get."""
+"""Share of a GPU's memory that all servers together get."""
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:

@@ -78,9 +78,9 @@ class Summary:
 
     workloads: list[Comparison]
     together: Comparison
-    """All rounds of all workloads."""
+    """The comparison over all rounds of all workloads."""
     again: Comparison | None
-    """The same of a second server of the best static subject; None if none was measured."""
+    """The same comparison for a second server of the best static subject; None if none was measured."""
 
     def count(self, verdict: str) -> int:
         return Counter(comparison.verdict for comparison in self.workloads)[verdict]

@@ -30,7 +30,7 @@ from flexquant.serving.cpu.choosing import has_zentorch, possible_kernels
 from flexquant.serving.linear_kernels import find_kernel, remake
 
 ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
-"""Weights of all copies of a layer together: several times the L2 of an H200 (50 MB)."""
+"""Bytes of weights that all copies of a layer have together: several times the L2 of an H200 (50 MB)."""
 MAX_COPIES = 16
 MIN_ROUNDS, MAX_ROUNDS = 5, 40
 NAME = "model.layers.0.mlp.down_proj"
@@ -72,9 +72,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 def summarise(
     seconds: list[float], weight_bytes: int, outputs: int, inputs: int, tokens: int
 ) -> dict[str, Any]:
-    """Return median and quartiles in microseconds, and GB/s and TFLOP/s of the median.
+    """Return median and quartiles in microseconds, and GB/s and TFLOP/s at the median.
 
-    Bytes are those of the weights with their scales, and 16-bit inputs and outputs once.
+    The bytes are the weights with their scales, and the 16-bit inputs and outputs once.
     """
     ordered = sorted(seconds)
     median = ordered[len(ordered) // 2]
@@ -173,7 +173,7 @@ def take_kernel(layer: Any, name: str) -> None:
 
 
 def has_stock_w4a8() -> bool:
-    """Whether vLLM makes W4A8 of W4A16 on this CPU."""
+    """Return whether vLLM makes W4A8 of W4A16 on this CPU."""
     return has_zentorch() or torch.cpu._is_amx_tile_supported()
 
 

@@ -26,9 +26,9 @@ class Model:
     name: str
     shape: Shape
     folders: dict[str, Path] | None
-    """Of a real model: variant, or ``merged`` -> folder. None: synthetic."""
+    """Variant, or ``merged`` -> folder of a real model; None for a synthetic one."""
     work: Path
-    """Where synthetic checkpoints are made."""
+    """Folder in which synthetic checkpoints are made."""
 
     def folder(self, subject: Subject) -> Path:
         """Return the checkpoint that a subject serves; make it if the model is synthetic."""

@@ -46,7 +46,7 @@ def _legend(figure: Any, axes: Any) -> None:
 
 
 def _kernels(results: dict[tuple[str, int, int], dict[int, dict[str, Any]]]) -> Any:
-    """TFLOP/s and GB/s over the number of tokens, one column a layer."""
+    """Draw TFLOP/s and GB/s over the number of tokens, one column a layer."""
     figure, axes = _figure(2, len(results), 3.6, 3)
     for column, ((layer, outputs, inputs), by_tokens) in enumerate(results.items()):
         schemes = list(dict.fromkeys(scheme for found in by_tokens.values() for scheme in found))
@@ -72,7 +72,7 @@ def _kernels(results: dict[tuple[str, int, int], dict[int, dict[str, Any]]]) -> 
 
 
 def _serving(measured: Measured) -> Any:
-    """Median over rounds, with the range, for every workload and subject; one panel a metric."""
+    """Draw the median over rounds, with the range, for every workload and subject; one panel a metric."""
     names = ["TTFT ms", "TPOT ms", "tokens/s"]
     figure, axes = _figure(len(names), 1, max(7.0, 1.3 * len(measured)), 2.6)
     subjects = list(dict.fromkeys(subject for found in measured.values() for subject in found))
@@ -92,7 +92,7 @@ def _serving(measured: Measured) -> Any:
 
 
 def _overhead(measured: Measured) -> Any:
-    """FlexQuant over static with the interval, a line at 1, for TTFT and TPOT."""
+    """Draw FlexQuant over static with the interval, and a line at 1, for TTFT and TPOT."""
     figure, axes = _figure(2, 1, max(7.0, 1.3 * len(measured)), 2.4)
     subjects = dict.fromkeys(subject for found in measured.values() for subject in found)
     compared = pairs(list(subjects), constant=True)
@@ -133,7 +133,7 @@ def _log_scale(ax: Any) -> None:
 
 
 def _offset(number: int, count: int) -> float:
-    """Spread the subjects of one workload over six tenths of its place."""
+    """Return the offset of a subject, so that those of one workload spread over six tenths of its place."""
     return 0.6 * ((number + 0.5) / count - 0.5)
 
 

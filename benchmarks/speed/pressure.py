@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Whether the machine had too little memory for its servers: then programs wait for their own pages."""
+"""Whether the machine had too little memory for its servers, so that programs waited for their own pages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 PRESSURE = Path("/proc/pressure/memory")
 STALLED = "memory_stalled_seconds"
-"""Key of a measurement's result."""
+"""Key in a measurement's result: the seconds for which all programs waited for memory."""
 TOO_LONG = 0.01
-"""Of a measurement's time."""
+"""Share of a measurement's time; one that waited for longer counts as disturbed."""
 
 
 def stalled_seconds(file: Path = PRESSURE) -> float:
     """Return for how long all programs at once have waited for memory; 0 where the system does not tell.
 
-    That is the total of the line "full" in Linux's pressure stall information.
+    The time is the total of the line "full" in Linux's pressure stall information.
     """
     if not file.is_file():
         return 0.0

@@ -139,7 +139,7 @@ def _problems(cells: Iterable[Cell]) -> Iterable[str]:
 
 
 def _origin(cells: Sequence[Cell], others: int) -> str:
-    """Say where the numbers come from, everything that occurs once."""
+    """Return where the numbers come from; what several cells share is named once."""
     machine = cells[-1]["machine"]
     commits = list(dict.fromkeys(cell["commit"] for cell in cells))
     versions = list(

@@ -33,7 +33,7 @@ Cell = dict[str, Any]
 
 
 class Results:
-    """Cells of one model in one folder."""
+    """The cells of one model in one folder."""
 
     def __init__(self, folder: Path, model: str, commit: str | None = None) -> None:
         """Open or begin a folder; raise FlexQuantError if it holds anything else."""

@@ -39,13 +39,13 @@ class Plan:
     effort: Effort
 
     def __post_init__(self) -> None:
-        """Raise FlexQuantError for an overhead that no two subjects tell."""
+        """Raise FlexQuantError for an overhead that no pair of subjects shows."""
         if OVERHEAD in self.parts:
             paired_subjects(self.subjects)
 
     @property
     def first(self) -> list[Cell]:
-        """The cells that are measured in any case, whole rounds first, so that a part of them is of use."""
+        """Return the cells that are measured in any case, by whole rounds, so that a part is of use too."""
         return [
             cell
             for number in range(self.effort.rounds)
@@ -55,9 +55,9 @@ class Plan:
         ]
 
     def added(self, measured: Callable[[str, Workload], dict[str, Rounds]]) -> Iterator[list[Cell]]:
-        """Yield the cells of one more round at a time, of the workloads that some interval is too wide of.
+        """Yield the cells of one more round at a time, for the workloads with an interval that is too wide.
 
-        ``measured(part, workload)``, asked before every round, returns the rounds of every subject so far.
+        ``measured(part, workload)`` is called before every round and returns every subject's rounds so far.
         """
         for number in range(self.effort.rounds, self.effort.max_rounds):
             wide = [
@@ -77,7 +77,7 @@ class Plan:
 
 
 def is_narrow(subjects: dict[str, Rounds], part: str, width: float) -> bool:
-    """Whether all ratios that the report shows of a workload have intervals narrower than ``width``."""
+    """Return whether the report's ratios of a workload all have intervals narrower than ``width``."""
     ratios = [
         paired_ratios(subjects[subject], subjects[static], METRICS[metric][0])
         for subject, static in pairs(list(subjects), constant=part == OVERHEAD)
@@ -87,7 +87,7 @@ def is_narrow(subjects: dict[str, Rounds], part: str, width: float) -> bool:
 
 
 def paired_subjects(subjects: Sequence[Subject]) -> list[Subject]:
-    """Return the static checkpoints that are also served as FlexQuant's constant policy, each beside it."""
+    """Return the static checkpoints that FlexQuant also serves by a constant policy, each beside it."""
     by_name = {subject.name: subject for subject in subjects}
     found = [(s, by_name[FLEXQUANT + name]) for name, s in by_name.items() if FLEXQUANT + name in by_name]
     if not found:

@@ -33,9 +33,9 @@ class ServerOptions:
     kv_cache_gib: float | None
     """Size of each KV cache, GiB; None: what is left of ``memory_share`` (GPU)."""
     memory_share: float
-    """Part of the GPU's memory for each server."""
+    """Share of the GPU's memory for each server."""
     extra: tuple[str, ...] = ()
-    """More arguments of ``vllm serve``."""
+    """Further arguments of ``vllm serve``."""
 
     def describe(self) -> dict[str, Any]:
         """Return what may change speed, for a cell's parameters."""
@@ -62,7 +62,7 @@ class ServerOptions:
         return {
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            # On a CPU, whole GiB.
+            # vLLM takes whole GiB on a CPU.
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(self.kv_cache_gib or 1))),
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),

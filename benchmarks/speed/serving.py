@@ -29,7 +29,7 @@ from benchmarks.speed.workloads import Workload
 START = "start"
 WARM_UP_TOKENS = 2
 WAKE_UP = Workload(1, 16, WARM_UP_TOKENS)
-"""Before every cell: of a server that was idle meanwhile, the system may have taken memory back."""
+"""Requests before every cell: the system may have taken memory back from a server that was idle meanwhile."""
 
 
 class ServingRun:
@@ -47,13 +47,13 @@ class ServingRun:
         start_timeout: float,
         cell_timeout: float,
     ) -> None:
-        """``deadline``: the time.monotonic() after which no cell is begun."""
+        """``deadline`` is the time.monotonic() after which no cell is begun."""
         self.model, self.results, self.options, self.logs = model, results, options, logs
         self.on_gpu, self.deadline = on_gpu, deadline
         self.start_timeout, self.cell_timeout = start_timeout, cell_timeout
         self._warm: set[tuple[str, Workload]] = set()
         self._servers: dict[str, Server] = {}
-        """By the subject's name."""
+        """Servers, keyed by the name of their subject."""
         self._left_out: set[str] = set()
         """The names of the subjects that cannot run or did not start."""
         self._described: dict[str, dict[str, Any]] = {}
@@ -82,7 +82,7 @@ class ServingRun:
         return [cell for cell in cells if self.results.find(cell.part, self._parameters(cell)) is None]
 
     def _rounds(self, plan: Plan, part: str, workload: Workload) -> dict[str, Rounds]:
-        """Return what is there of a workload, by the names of the subjects that can be measured."""
+        """Return the rounds that a workload has, by the names of the subjects that can be measured."""
         found: dict[str, Rounds] = {}
         for number in range(plan.effort.max_rounds):
             for cell in plan.cells(part, workload, number):

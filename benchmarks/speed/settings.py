@@ -25,7 +25,7 @@ class Settings:
     serving: tuple[Workload, ...]
     overhead: tuple[Workload, ...]
     effort: Effort
-    """Of serving and overhead."""
+    """Rounds of serving and overhead."""
     seconds: float
     """Time for each kernel cell."""
 
@@ -68,4 +68,4 @@ GPU = Settings(
     effort=Effort(rounds=6, max_rounds=20),
     seconds=0.3,
 )
-"""Requests of a stream arrive for 15 s."""
+"""Defaults on a GPU; the requests of a stream arrive for 15 s."""

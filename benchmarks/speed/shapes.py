@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of the 16-bit keys and values of one token, all layers together."""
+        """Return the bytes of one token's 16-bit keys and values, all layers together."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -99,4 +99,4 @@ SHAPES = {
     "llama-3.1-8b": Shape(4096, 14336, 32, heads=32, kv_heads=8, head_dim=128, vocabulary=128256),
     "llama-70b-8layers": Shape(8192, 28672, 8, heads=64, kv_heads=8, head_dim=128, vocabulary=128256),
 }
-"""By name: the sizes of Qwen2.5-0.5B and 1.5B, Llama-3.1-8B and, of 8 layers, 70B; two small ones."""
+"""Shapes, keyed by name: Qwen2.5-0.5B and 1.5B, Llama-3.1-8B, 8 layers of its 70B, and two small ones."""

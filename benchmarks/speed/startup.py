@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a started server tells: vLLM's /metrics of its KV cache, FlexQuant's log of its weights."""
+"""What a started server tells: vLLM's /metrics about its KV cache, FlexQuant's log about its weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def read_metrics(url: str) -> str:
 
 
 def kv_cache_size(metrics: str) -> dict[str, int]:
-    """Return the blocks of the KV cache, their size and the tokens in all; nothing if they are not told.
+    """Return the blocks of the KV cache, their size and the tokens in all; nothing if the server tells none.
 
-    vLLM from 0.32 on tells the tokens, as those of the most requests of the greatest length, each in whole
-    blocks. Before, they are those of all blocks.
+    From 0.32 on vLLM tells the tokens itself: as many as the most requests of the greatest length have, each
+    in whole blocks. Before, all blocks count.
     """
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:

@@ -22,14 +22,14 @@ class Subject:
 
     name: str
     variants: tuple[str, ...]
-    """One: a static checkpoint. Several: those of the merged one."""
+    """The variants that are served: one for a static checkpoint, those of the merged one for a policy."""
     policy: str | None = None
     arguments: tuple[str, ...] = ()
     cuda_arguments: tuple[str, ...] = ()
-    """Those for a GPU alone."""
+    """Arguments of ``vllm serve`` on a GPU only."""
     environment: dict[str, str] = field(default_factory=dict)
     has_stock_kernels: bool = True
-    """On a CPU, of a static checkpoint: vLLM's own choice, or FlexQuant's."""
+    """Whether a static checkpoint on a CPU takes the kernels that vLLM chooses, not those of FlexQuant."""
     needs_w4a8: bool = False
 
     @property
@@ -47,7 +47,7 @@ class Subject:
 STATIC = {
     "bf16": Subject("bf16", ("bf16",)),
     "w8a8": Subject("w8a8", ("w8a8",)),
-    # On some CPUs vLLM would make W4A8 of it.
+    # On some CPUs vLLM would serve W4A16 weights as W4A8.
     "w4a16": Subject("w4a16", ("w4a16",), environment={"VLLM_CPU_INT4_W4A8": "0"}),
     "w4a16-chosen": Subject("w4a16-chosen", ("w4a16",), has_stock_kernels=False),
     "fp8": Subject("fp8", ("fp8",)),
@@ -60,13 +60,14 @@ STATIC = {
         needs_w4a8=True,
     ),
 }
-"""By name; ``w4a16-chosen`` is W4A16 on the kernels that FlexQuant would choose on this CPU."""
+"""Static subjects, keyed by name; ``w4a16-chosen`` takes the kernels that FlexQuant would choose on a CPU."""
 
 
 def parse_subject(text: str) -> Subject:
     """Return the subject of a name: a static one, or ``flexquant:POLICY`` (built-in name or YAML file).
 
-    A static one with ``:again`` is a second server of the same, which shows how far equal servers differ.
+    A static one with ``:again`` is a second server of the same checkpoint, which shows how far equal servers
+    differ.
     """
     if (static := text.removesuffix(AGAIN)) in STATIC:
         return replace(STATIC[static], name=text)

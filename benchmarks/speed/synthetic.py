@@ -30,7 +30,7 @@ from benchmarks.speed.shapes import Shape
 Tensors = dict[str, torch.Tensor]
 
 GROUP_SIZES = (128, 64, 32)
-"""Of W4A16, the preferred one first."""
+"""Group sizes of W4A16, the preferred one first."""
 DEVIATION = 32
 """Standard deviation of the 8-bit integers: the largest of a row of thousands is then near 127."""
 PRESETS = {
@@ -42,7 +42,7 @@ SCHEMES = ("bf16", *PRESETS)
 
 
 def group_size(inputs: int) -> int:
-    """Return the weights that share a scale in W4A16: the preferred number of them that divides a row."""
+    """Return the group size of W4A16 for a row of ``inputs`` weights: the preferred one that divides it."""
     return next(size for size in GROUP_SIZES if inputs % size == 0)
 
 
@@ -69,7 +69,7 @@ def linear_tensors(scheme: str, outputs: int, inputs: int, name: str) -> Tensors
     The weights depend on ``name`` and the shape only, so all schemes have the same up to rounding.
     """
     integers = random_normal(name, outputs, inputs).mul_(DEVIATION).round_().clamp_(-127, 127)
-    # A power of two times the other, so that both are exact in bf16.
+    # W4A16's scale is 16 times this one, so that both are exact in bf16.
     scale = torch.tensor(1 / (DEVIATION * inputs**0.5)).bfloat16().float().item()
     if scheme == "w4a16":
         upper = (integers / 16).round_().clamp_(-8, 7).to(torch.int8).cpu()

@@ -65,7 +65,7 @@ METRICS: dict[str, tuple[Metric, str]] = {
     "ITL p99 ms": (lambda r: r["p99_itl_ms"], ".1f"),
     "tokens/s": (lambda r: r["output_throughput"], ".1f"),
 }
-"""Of the requests of a round: medians, the 99th percentile, and generated tokens over the duration."""
+"""Metrics of a round's requests, with formats: medians, the 99th percentile, and output tokens a second."""
 
 
 def latency_table(measured: Measured) -> str:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A child process that answers requests: what it measures cannot harm, or be slowed by, the parent.
+"""A child process that answers requests: what it measures can neither harm the parent nor be slowed by it.
 
 Requests and replies are lines of JSON. Replies have a pipe of their own, named by the child's first argument:
 whatever a library prints, at import too, goes to a log.

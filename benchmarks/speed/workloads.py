@@ -42,7 +42,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """The workload in short: requests x prompt + answer, @ requests a second, ~ spread of the lengths."""
+        """Return the workload as text: requests x prompt + answer @ requests a second ~ spread of length."""
         rate = "" if self.rate is None else f"@{self.rate:g}"
         return f"{self.requests}x{self.input}+{self.output}{rate}" + (
             f"~{self.spread:g}" if self.spread else ""
@@ -50,7 +50,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Most tokens of one request, prompt and answer."""
+        """Return the most tokens of one request, prompt and answer."""
         return int((self.input + self.output) * (1 + self.spread)) + 1
 
     def describe(self) -> dict[str, Any]:
