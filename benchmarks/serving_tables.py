@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""For readme_tables: what is told of live servers, and of whole answers."""
+"""README tables and sentences about live servers, and about whole answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def own_cost() -> str:
-    """What FlexQuant adds to a decode pass of each model, in percent with the interval."""
+    """Return what FlexQuant adds to a decode pass of each model, in percent with the interval."""
     rows = [
         [model, f"{found['pass_ms']:.1f}", *(_percent(found[end]) for end in ("ratio", "low", "high"))]
         for model, found in read("own-cost.json").items()
@@ -31,7 +31,7 @@ def own_cost() -> str:
 
 
 def watching() -> str:
-    """What a pass and a server cost more when they are watched, in percent with the intervals."""
+    """Return how much longer a pass and a request take when watched, in percent with the intervals."""
     found = read("watching.json")
     watched = {"the worker's own counts, times, trace and plans by request": found["worker"]}
     watched["an open page and a Prometheus"] = found["server"]["once"]
@@ -45,7 +45,7 @@ PROCESSES = {"api_server": "API server", "engine_core": "engine core", "worker":
 
 
 def memory() -> str:
-    """MiB of each process of a server under load, and of stock vLLM's beside it, with their last slopes."""
+    """Return the MiB of each process of a server under load, and of stock vLLM's, with their last slopes."""
     found = read("load.json")
     servers = {"FlexQuant": found["memory"], "stock vLLM, 16 bit": found["memory_of_stock_vllm"]}
     rows = []
@@ -61,7 +61,7 @@ def memory() -> str:
 
 
 def loaded() -> str:
-    """What became of the requests under load, of the counts, and of the answers."""
+    """Return what became of the requests under load, of the counts, and of the answers."""
     found = read("load.json")
     requests, counted, answers = found["requests"], found["counters"], found["answers"]
     parted = ""
@@ -78,7 +78,7 @@ def loaded() -> str:
 
 
 def switching() -> str:
-    """What passes cost more whose plans alternate, than the same passes one plan after the other."""
+    """Return how much longer passes take with alternating plans than with one plan after the other."""
     found = read("switching.json")
     more, low, high = (_percent(found[end]) for end in ("ratio", "low", "high"))
     return (
@@ -88,7 +88,7 @@ def switching() -> str:
 
 
 def starting() -> str:
-    """Seconds until a server answers, and how fast it then decodes, eager and compiled."""
+    """Return the seconds until a server answers, and how fast it then decodes, eager and compiled."""
     rows = [
         [server, one["start"], f"{one['seconds']:.0f}", f"{one['token_ms']:.1f}"]
         for server, starts in read("starting.json")["starts"].items()
@@ -98,7 +98,7 @@ def starting() -> str:
 
 
 def layers_in_use() -> str:
-    """MiB of a process that serves a plan, and those of the weights in it, before and after."""
+    """Return the MiB of a process that serves a plan, and of the weights in it, before and after."""
     runs = read("layers-in-use.json")
     rows = [
         [plan, label, f"{found['process_mib']:.0f}", *(f"{found['weights_mib'].get(v, 0):.0f}" for v in HELD)]
@@ -114,7 +114,7 @@ def _percent(ratio: float) -> str:
 
 
 def disaggregated() -> str:
-    """MiB of weights in each server, by variant, for both policies of the decode server."""
+    """Return the MiB of weights in each server, by variant, for both policies of the decode server."""
     rows = []
     for policy in ("w4a16", "phase-batch"):
         found = read(f"disaggregated-{policy}.json")
@@ -125,7 +125,7 @@ def disaggregated() -> str:
 
 
 def generation() -> str:
-    """What whole answers lose under each policy, and with what it was measured."""
+    """Return what whole answers lose under each policy, and what was asked to measure it."""
     found = read("generation.json")
     settings = found["settings"]
     tasks, tokens = settings["tasks"], settings["tokens"]
@@ -141,11 +141,11 @@ PARTS = {
     "lm_head, in 16 bit": ("linear_unary", "addmm", "aten::mm", "aten::linear"),
     "attention and KV cache": ("attention", "kv_cache"),
 }
-"""What occurs in the names of the operators of each part of a pass."""
+"""Part of a pass -> what occurs in the names of its operators."""
 
 
 def operators() -> str:
-    """Of the 1.5 B shape, by policy and number of sequences: what takes how many ms of a decode pass."""
+    """Return how many ms each part of a decode pass takes at the 1.5 B shape, by policy and sequences."""
     (found,) = read("where-time-goes.json").values()
     rows = []
     for policy, measured in found["policies"].items():
