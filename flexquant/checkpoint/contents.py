@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range
 from flexquant.checkpoint.logical import logical_shapes
-from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
+from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, Variant
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.module_names import is_in, layer_number
+from flexquant.checkpoint.module_names import EXPERTS, HEAD, is_in, layer_number
 from flexquant.checkpoint.output import format_bytes
 from flexquant.checkpoint.safetensors_io import TensorRef
 
@@ -63,7 +63,8 @@ def make_report(merged: MergedConfig, num_layers: int, tensors: Mapping[str, Ten
     variants = {}
     for name, variant in merged.variants.items():
         own = _with_prefix(tensors, variant.prefix)
-        parameters = sum(math.prod(shape) for shape in logical_shapes({**shared, **own}).values())
+        loaded = _without_copies({**shared, **own}, [variant])
+        parameters = sum(math.prod(shape) for shape in logical_shapes(loaded).values())
         variants[name] = VariantReport(
             describe_scheme(variant.quantization_config),
             _nbytes(own),
@@ -92,17 +93,22 @@ def bytes_in_use(
 ) -> BytesByRange:
     """Return the stored bytes of what a policy loads: of each variant these decoder ``layers``.
 
-    ``sources``: of variants that are derived the one that they are from, whose bytes they have.
+    ``sources``: of variants that are derived the one that they are from, whose bytes they have. Where that
+    one is loaded too, they have packed linears of their own and the rest in common with it.
     """
-    prefixes = {name: merged.variants[sources.get(name, name)].prefix for name in layers}
+    stored = {name: merged.variants[sources.get(name, name)] for name in layers}
     found: BytesByRange = {}
-    for name, prefix in (prefixes | {SHARED: SHARED_PREFIX}).items():
-        of_layers: Counter[int | None] = Counter()
-        for key, ref in _with_prefix(tensors, prefix).items():
-            if name == SHARED or is_in(key, layers[name]):
-                of_layers[layer_number(key)] += ref.nbytes
-        found[name] = by_range(of_layers)
-    return found
+    for name, variant in stored.items():
+        own = _without_copies(_with_prefix(tensors, variant.prefix), [variant])
+        of_source = layers.get(sources.get(name, ""))
+        found[name] = _by_range(
+            (key, ref)
+            for key, ref in own.items()
+            if is_in(key, layers[name])
+            and (of_source is None or not is_in(key, of_source) or _is_packed_linear(key, own))
+        )
+    shared = _without_copies(_with_prefix(tensors, SHARED_PREFIX), stored.values())
+    return found | {SHARED: _by_range(shared.items())}
 
 
 def describe_scheme(quantization_config: JsonObject) -> str:
@@ -176,6 +182,24 @@ def _describe(arguments: JsonObject | None, what: str) -> str:
 
 def _with_prefix(tensors: Mapping[str, TensorRef], prefix: str) -> dict[str, TensorRef]:
     return {key.removeprefix(prefix): ref for key, ref in tensors.items() if key.startswith(prefix)}
+
+
+def _without_copies(tensors: Mapping[str, TensorRef], variants: Iterable[Variant]) -> dict[str, TensorRef]:
+    """Leave out the embedding where it is stored once more as an lm_head that none of the variants loads."""
+    no_head = all(variant.own_head is False for variant in variants)
+    return {key: ref for key, ref in tensors.items() if not (no_head and HEAD.search(key))}
+
+
+def _is_packed_linear(key: str, tensors: Mapping[str, TensorRef]) -> bool:
+    """Whether a tensor belongs to a linear layer of packed weights, those of experts left out."""
+    return f"{key.rpartition('.')[0]}.weight_packed" in tensors and not EXPERTS.match(key)
+
+
+def _by_range(tensors: Iterable[tuple[str, TensorRef]]) -> dict[str, int]:
+    of_layers: Counter[int | None] = Counter()
+    for key, ref in tensors:
+        of_layers[layer_number(key)] += ref.nbytes
+    return by_range(of_layers)
 
 
 def _nbytes(tensors: Mapping[str, TensorRef]) -> int:

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,8 +16,9 @@ from flexquant.checkpoint.layer_ranges import by_range, describe_bytes, describe
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.cli import main
 from flexquant.merge import merge_checkpoints
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import StateDict, make_checkpoint
 from tests.policies import rules
+from tests.tied_heads import make_tied
 
 
 def test_neighbours_are_one_range():
@@ -82,3 +85,60 @@ def test_inspect_says_why_the_default_policy_loads_nothing(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "merged")]) == 0
     assert "loaded under the default policy: nothing, since " in (out := capsys.readouterr().out)
     assert "names the variant 'w8a8', but the checkpoint has fp8" in out
+
+
+def inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["inspect", str(folder), "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize("heads", [("copy", None), ("copy", "copy")])
+def test_a_copy_of_the_embedding_is_stored_and_not_loaded(heads, tmp_path, capsys):
+    found = []
+    for copies in (heads, (None, None)):
+        folder = tmp_path / str(copies)
+        sources = {
+            name: make_tied(folder / name, name, head)
+            for name, head in zip(("w8a8", "w4a16"), copies, strict=True)
+        }
+        merge_checkpoints(sources, folder / "merged")
+        found.append(inspect(folder / "merged", capsys))
+    with_copy, without = found
+    assert with_copy["total_bytes"] > without["total_bytes"]
+    assert with_copy["loaded"] == without["loaded"]
+    assert with_copy["bytes_16bit"] == without["bytes_16bit"]
+    counts = [{name: v["parameters"] for name, v in report["variants"].items()} for report in found]
+    assert counts[0] == counts[1]
+
+
+def test_a_derived_variant_counts_what_its_source_does_not_hold_for_it(tmp_path, capsys):
+    """Of a layer and a norm that both take, only the INT4 linears are held twice."""
+
+    def rescale(state: StateDict) -> StateDict:
+        for name in state:
+            if "post_attention_layernorm" in name or name == "model.norm.weight":
+                state[name] = state[name] / 2
+            elif "gate_proj" in name or "up_proj" in name or "lm_head" in name:
+                state[name] = state[name] * 2
+        return state
+
+    sources = {
+        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
+        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=rescale),
+    }
+    use = rules('- {when: {phase: decode}, use: {default: w4a16, layers: {"1": w4a8}}}', "- use: w4a8")
+    policy = {**yaml.safe_load(use), "derive": {"w4a8": {"from": "w4a16", "activations": "int8"}}}
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
+    merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "policy.yaml"))
+    loaded = inspect(tmp_path / "merged", capsys)["loaded"]
+    sizes: dict[tuple[int | None, bool], int] = {}
+    for shard in (tmp_path / "merged").glob("*.safetensors"):
+        for key, tensor in load_file(shard).items():
+            prefix, _, name = key.partition(".")
+            if prefix == "w4a16":
+                part = layer_number(name), "_proj." in name
+                sizes[part] = sizes.get(part, 0) + tensor.nbytes
+    assert all(sizes[part] for part in ((0, False), (0, True), (1, False), (None, False)))
+    assert loaded["w4a16"] == {"0": sizes[0, False] + sizes[0, True], "": sizes[None, False]}
+    assert loaded["w4a8"] == {"0-1": sizes[0, True] + sizes[1, True] + sizes[1, False]}

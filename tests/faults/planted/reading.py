@@ -39,4 +39,22 @@ READING = (
         "8 * _nbytes(own) /",
         ("tests/unit/test_mixing.py::test_bits_per_parameter_count_what_variants_share",),
     ),
+    Fault(
+        "copy-of-the-embedding-counts",
+        "An lm_head that is stored and never loaded counts among what is loaded.",
+        "flexquant/checkpoint/contents.py",
+        "not (no_head and HEAD.search(key))",
+        "True",
+        ("tests/unit/test_layer_ranges.py::test_a_copy_of_the_embedding_is_stored_and_not_loaded",),
+    ),
+    Fault(
+        "derived-norms-count-twice",
+        "What a derived variant has in common with its source counts for both.",
+        "flexquant/checkpoint/contents.py",
+        "of_source is None or not is_in(key, of_source) or _is_packed_linear(key, own)",
+        "True",
+        (
+            "tests/unit/test_layer_ranges.py::test_a_derived_variant_counts_what_its_source_does_not_hold_for_it",
+        ),
+    ),
 )

@@ -61,7 +61,7 @@ WRITING = (
     ),
     Fault(
         "failed-swap-looks-finished",
-        "A swap that cannot be undone leaves what a finished one does, so that the old checkpoint is deleted.",
+        "A swap that cannot be undone looks like a finished one, so that the old checkpoint is deleted.",
         "flexquant/checkpoint/output.py",
         "                if not _old(target).exists():",
         "                if True:",
