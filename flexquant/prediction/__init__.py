@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The cost model: how fast a merged checkpoint's variants run on a device, worked out instead of measured.
+"""Predict with a cost model how fast a merged checkpoint's variants run on a device.
 
-Needs neither the device nor vLLM. What it rests on stands in :mod:`flexquant.prediction.roofline`; what is
-known of each device, and from where, in ``devices/*.yaml``.
+Predicting needs neither the device nor vLLM. :mod:`flexquant.prediction.roofline` has the model and its
+assumptions; ``devices/*.yaml`` have the figures of each device, with their sources.
 """
 
 from flexquant.prediction.predicting import predict_pass_times

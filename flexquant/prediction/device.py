@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Devices: a YAML document (schema ``flexquant.device/v1``) read into bandwidths, rates and overheads.
+"""Read a device file, a YAML document of schema ``flexquant.device/v1``: bandwidths, rates and overheads.
 
     memory_gib: 80
     memory_gb_per_s: 3350
     tflops: {bf16: 989.4, int8: 1978.9, fp8: 1978.9}    # data sheet, dense
     processors: 132                                     # streaming multiprocessors; left out for CPUs
-    call_us: 25                                         # of a linear by itself: launch, ramp-up, tail
-    call_in_pass_us: 8                                  # in a pass, launches hidden by CUDA graphs
-    attention_tflops: 500                               # of prompts; by default that of the bf16 kernel
+    call_us: 25                                         # overhead of a single call: launch, ramp-up, tail
+    call_in_pass_us: 8                                  # overhead in a pass: CUDA graphs hide launches
+    attention_tflops: 500                               # in prefill; default: the bf16 kernel's rate
     kernels:                                            # by scheme
       w8a8: {efficiency: 0.6, bandwidth: 0.9, tiles: {64: 64x64, 128: 64x128, 256: 128x128}}
       w4a16: {efficiency: 0.387, bandwidth: 0.83}
 
 ``efficiency`` and ``bandwidth`` are the fractions of the data sheet's rate and bandwidth that a kernel
-reaches; a measured device gives ``tflops`` and ``gb_per_s`` instead. ``tiles``, for kernels without split-K:
-up to so many tokens, output tiles of rows x columns; the last entry holds beyond.
+reaches; a measured device gives ``tflops`` and ``gb_per_s`` instead. ``tiles`` is for kernels without
+split-K: it maps a largest number of tokens to output tiles of rows x columns; the last entry also holds for
+more tokens.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from flexquant.errors import FlexQuantError
 SCHEMA = "flexquant.device/v1"
 PACKAGE = "flexquant.prediction.devices"
 RATES = {"bf16": "bf16", "w8a8": "int8", "fp8": "fp8", "w4a16": "bf16", "w8a16": "bf16", "w4a8": "int8"}
-"""By scheme, the type of the numbers that its kernel multiplies: a key of ``tflops``.
+"""Scheme -> type of the numbers that its kernel multiplies, a key of ``tflops``.
 
-Where w8a16 (8-bit weights, 16-bit activations) has no kernel of its own it takes that of w4a16, as in vLLM.
+If a device gives no kernel for w8a16 (8-bit weights, 16-bit activations), w4a16's is used, as in vLLM.
 """
 
-# The smallest and the largest number that a device file may give.
+# Smallest and largest values that a device file may give.
 BANDWIDTH = (1, 100_000)  # GB/s
 RATE = (0.001, 100_000)  # TFLOPS
 MEMORY = (0.1, 10_000)  # GiB
 FRACTION = (0.01, 1)
 OVERHEAD = (0, 1_000_000)  # microseconds
 CACHE = 20
-"""How many times faster than from the device's memory a kernel may read weights that stay in caches."""
+"""Largest ratio of a kernel's bandwidth, for weights that stay in caches, to the memory's bandwidth."""
 TILE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a kernel computes at a time of its output, ``rows`` x ``columns``, up to ``tokens`` tokens."""
+    """The part of the output that a kernel computes at a time, if a pass has up to ``tokens`` tokens."""
 
     tokens: int
     rows: int
@@ -63,20 +64,20 @@ class Kernel:
     """How fast a linear of one scheme runs."""
 
     flops_per_s: float
-    """Operations a second, a multiplication and an addition being two."""
+    """Operations a second; a multiplication and an addition count as two."""
     bytes_per_s: float
-    """Bytes of weights, activations and outputs that it moves a second."""
+    """Bytes of weights, activations and outputs that the kernel moves a second."""
     call_seconds: float
-    """What a call by itself takes on top: launch, ramp-up, tail."""
+    """Overhead of a single call: launch, ramp-up, tail."""
     call_in_pass_seconds: float
-    """What a call takes on top among the others of a forward pass."""
+    """Overhead of a call among the others of a forward pass."""
     tiles: tuple[Tile, ...]
-    """Ascending in tokens; empty: the work is spread evenly over the processors (split-K, stream-K)."""
+    """Tiles, ascending in tokens; empty for kernels that spread work evenly (split-K, stream-K)."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a device file says, in bytes and seconds."""
+    """Contents of a device file, in bytes and seconds."""
 
     name: str
     """The name or path by which it was loaded."""
@@ -88,21 +89,21 @@ class Device:
     tflops: Mapping[str, float]
     """The data sheet's dense rates in TFLOPS, by the operands' type: bf16; int8 and fp8 if it has them."""
     processors: int
-    """How many streaming multiprocessors it has; 1: a CPU."""
+    """Number of streaming multiprocessors; 1 for a CPU."""
     layer_seconds: float
-    """What a decoder layer of any size takes beside its linears, e.g. for norms and to call the attention."""
+    """Time of a decoder layer of any size beside its linears, e.g. for norms and to call the attention."""
     pass_seconds: float
-    """What a forward pass of any size takes beside its layers: scheduling and sampling."""
+    """Time of a forward pass of any size beside its layers, for scheduling and sampling."""
     reserve_bytes: float
-    """Memory that is left free for activations, CUDA graphs and the runtime."""
+    """Memory reserved for activations, CUDA graphs and the runtime."""
     attention_flops_per_s: float
-    """Operations a second of the attention to the tokens of a prompt."""
+    """Operations a second of attention in prefill."""
     kernels: Mapping[str, Kernel]
-    """The kernel of each scheme that the device can run; bf16 is always one."""
+    """Scheme -> kernel, for the schemes that the device can run; bf16 is always one of them."""
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it has multiprocessors: files of CPUs leave out ``processors``."""
+        """Whether the device has multiprocessors; device files of CPUs leave out ``processors``."""
         return self.processors > 1
 
     def kernel(self, scheme: str) -> Kernel:
@@ -119,22 +120,23 @@ class Device:
 
 
 def builtin_devices() -> list[str]:
-    """Names of the devices that come with FlexQuant, sorted."""
+    """Return the sorted names of the devices that come with FlexQuant."""
     return builtin_names(PACKAGE)
 
 
 def load_device(name_or_path: str) -> Device:
-    """Load a built-in device by name, or a device file.
+    """Load a built-in device by name, or a device file by path.
 
-    What is a path :func:`~flexquant.documents.named_files.read_named` tells. Raises :class:`FlexQuantError`
-    for an unknown name, an unreadable file, and a missing or absurd number, with its file, line and key.
+    :func:`~flexquant.documents.named_files.read_named` tells names from paths. Raises
+    :class:`FlexQuantError` for an unknown name, an unreadable file, and a missing or absurd number, with its
+    file, line and key.
     """
     content, source = read_named(name_or_path, PACKAGE, "device")
     return parse_device(content, source, name_or_path)
 
 
 def parse_device(content: bytes, source: str, name: str) -> Device:
-    """Validate a device's YAML; ``source`` opens the message of the FlexQuantError for a bad one."""
+    """Validate a device's YAML; ``source`` opens the message of the FlexQuantError for a bad document."""
     return _validate(from_yaml(content, source, "device", ("schema", "memory_gb_per_s")), name)
 
 

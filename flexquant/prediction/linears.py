@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The linear layers of one variant, counted as vLLM calls them: q, k and v in one, gate and up in one."""
+"""Count the linear layers of one variant as vLLM calls them: q, k and v fused, gate and up fused."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from flexquant.errors import FlexQuantError
 
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 SCHEMES = {("int", 8, "int", 8): "w8a8", ("float", 8, "float", 8): "fp8", ("int", 4, "int", 8): "w4a8"}
-"""By type and bits of the weights, then of the activations."""
+"""(Type and bits of the weights, type and bits of the activations) -> scheme."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One call of a linear; ``experts`` equal ones where a router chooses."""
+    """One call of a linear, or of the equal linears of all ``experts`` among which a router chooses."""
 
     outputs: int
     inputs: int
     weight_bytes: float
-    """Stored, scales included, of one expert."""
+    """Stored bytes of one expert's weight, scales included."""
     scheme: str
     """A key of :data:`flexquant.prediction.device.RATES`."""
     experts: int = 1
@@ -38,14 +38,17 @@ class Linear:
     """Experts that each token goes through."""
 
     def share(self, devices: int) -> Linear:
-        """Return one device's part under tensor parallelism, taken to split the outputs."""
+        """Return one device's part under tensor parallelism, as if the outputs were always split."""
         return replace(
             self, outputs=max(1, self.outputs // devices), weight_bytes=self.weight_bytes / devices
         )
 
 
 class LinearReader:
-    """One variant's tensors, by original key, and its quantisation section; ``source`` is for messages."""
+    """Reads the linears from one variant's ``tensors`` (by original key) and its ``quantization_config``.
+
+    ``source`` names the variant in messages.
+    """
 
     def __init__(
         self, tensors: Mapping[str, TensorRef], quantization_config: Mapping[str, Any], source: str
@@ -60,14 +63,14 @@ class LinearReader:
                 self._weights[module].append(ref.nbytes)
 
     def decoder_linears(self, active_experts: int) -> Counter[Linear]:
-        """Return the linears of all decoder layers, and how often each occurs."""
+        """Return how often each linear occurs in the decoder layers."""
         modules = [m for m in self._weights if decoder_layer(m) and len(self._shape(m)) == 2]
         if not modules:
             raise FlexQuantError(
                 f"{self._source} has no linear weights in decoder layers, which the cost model is about; "
                 "give a merged checkpoint of a decoder-only language model"
             )
-        calls: dict[str, Linear] = {}  # by name after fusing, expert's number included
+        calls: dict[str, Linear] = {}  # keyed by name after fusing, the expert's number included
         for module in modules:
             name, linear = fused_name(module), self._read(module)
             if (part := calls.get(name)) is not None:
@@ -87,7 +90,7 @@ class LinearReader:
         )
 
     def head(self, vocabulary: int, hidden: int) -> Linear:
-        """Return lm_head; one tied to the embedding reads that, in 16 bits."""
+        """Return lm_head; a tied one reads the embedding, in 16 bits."""
         if "lm_head" in self._weights:
             return self._read("lm_head")
         return Linear(vocabulary, hidden, 2 * vocabulary * hidden, "bf16")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What the cost model knows of a merged checkpoint: its linears, KV cache and bytes, without any weight."""
+"""Read what the cost model needs of a merged checkpoint (linears, KV cache, bytes), without its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.prediction.linears import Linear, LinearReader
 
 KV_BYTES = 2
-"""Of one number in the KV cache, which vLLM keeps in 16 bits unless told otherwise."""
+"""Bytes of one number in the KV cache: 16 bits, vLLM's default."""
 DERIVED = "w4a8"
 
 
@@ -26,17 +26,17 @@ class ModelShape:
     num_layers: int
     kv_bytes_per_token: float
     attention_flops: float
-    """Of one query token with one key token, in all layers: scores and weighted sum."""
+    """Operations for one query token and one key token in all layers: scores and weighted sum."""
     linears: Mapping[str, Mapping[Linear, int]]
-    """By variant: how often a pass calls each linear of the decoder layers."""
+    """Variant -> linear of the decoder layers -> calls in a pass."""
     head: Linear
     """lm_head."""
     own_bytes: Mapping[str, float]
-    """By variant: tensors that no other variant has."""
+    """Variant -> bytes of the tensors that no other variant has."""
     shared_bytes: float
     tensor_parallel_size: int
     has_sliding_window: bool
-    """Whether some layers attend to the latest tokens only; they are counted as if they attended to all."""
+    """Whether some layers attend to the latest tokens only; they are counted as full attention."""
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -44,21 +44,21 @@ class ModelShape:
 
     @property
     def resident_bytes(self) -> float:
-        """All variants' weights; tensors stored once count once."""
+        """Bytes of all variants' weights; shared tensors count once."""
         return self.bytes_of(self.variants)
 
     def bytes_of(self, variants: Iterable[str]) -> float:
-        """Weights when only these are loaded."""
+        """Return the bytes of the weights if only these variants are loaded."""
         return self.shared_bytes + sum(self.own_bytes[variant] for variant in variants)
 
 
 def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8: bool = False) -> ModelShape:
     """Read config.json and the safetensors headers of the merged checkpoint in ``folder``.
 
-    ``w4a8`` adds the variant that a policy can derive from one with INT4 weights, for which vLLM's kernel
-    keeps a copy of them. Sliding windows are counted as full attention. Raises FlexQuantError for a foreign
-    checkpoint, a scheme that the model does not know, latent attention, and attention heads that
-    ``tensor_parallel_size`` does not divide.
+    ``w4a8`` adds the variant that a policy can derive from INT4 weights; vLLM's kernel keeps a second copy of
+    these. Sliding windows are counted as full attention. Raises FlexQuantError for a folder that is no merged
+    checkpoint, an unknown scheme, latent attention, and attention heads that ``tensor_parallel_size`` does
+    not divide.
     """
     checkpoint = MergedCheckpoint.open(folder)
     config = text_config(checkpoint.config)
@@ -120,7 +120,7 @@ def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8:
 
 
 def _has_sliding_window(config: Mapping[str, Any]) -> bool:
-    """Tell as transformers does: by ``layer_types``, else ``sliding_window`` unless it is switched off."""
+    """Return as transformers does: by ``layer_types``, else by ``sliding_window`` unless it is off."""
     if layer_types := config.get("layer_types"):
         return "sliding_attention" in layer_types
     return bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a device makes of a merged checkpoint: pass times, the fastest variant by size, requests that fit."""
+"""Predict for a merged checkpoint on a device: pass times, the fastest variant by size, requests that fit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flexquant.prediction.model_shape import ModelShape, read_model_shape
 from flexquant.prediction.roofline import Cost, attention_cost, pass_cost
 
 Errors = Mapping[str, Mapping[str, Mapping[int, float]]]
-"""By phase, variant and size."""
+"""Phase -> variant -> size -> predicted / measured - 1."""
 
 PHASES = ("decode", "prefill")
 DECODE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PREFILL_SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
 MAX_SIZE = 4096
-"""Sequences or tokens up to which the fastest variant is sought."""
+"""Largest pass, in sequences or tokens, for which the fastest variant is determined."""
 UTILIZATION = 0.9
 """Share of the memory that vLLM takes by default."""
 CONTEXT = 1152
-"""Tokens of a sequence in the KV cache, by default: half way through 256 after a prompt of 1024."""
+"""Default tokens of a sequence in the KV cache: half way through an answer of 256 to a prompt of 1024."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Winner:
 
 @dataclass(frozen=True)
 class HardwareRow:
-    """One variant's line of the hardware table: a decode pass with as many requests as fit."""
+    """One variant's row of the hardware table, for a decode pass of as many requests as fit."""
 
     rate_tflops: float
-    """What its kernel reaches."""
+    """Rate that the kernel reaches."""
     requests_alone: int
-    """Requests that would fit if the other variants were not there."""
+    """Requests that fit if no other variant is loaded."""
     tokens_per_s: float
     compute_seconds: float
     memory_seconds: float
@@ -61,8 +61,8 @@ def predict_pass_times(
 ) -> PassTimes:
     """Return predicted times of whole forward passes of a merged checkpoint's variants.
 
-    ``device``: a name, the path of a device file, or one that is loaded. ``w4a8`` adds the derived variant.
-    A prediction has no interval: low, median and high are one. Raises :class:`FlexQuantError` as
+    ``device`` is a name, the path of a device file, or a loaded device. ``w4a8`` adds the derived variant.
+    A prediction has no interval: low, median and high are equal. Raises :class:`FlexQuantError` as
     :func:`flexquant.prediction.device.load_device` and
     :func:`flexquant.prediction.model_shape.read_model_shape` do, and for a scheme that the device lacks.
     """
@@ -77,7 +77,7 @@ def pass_times(
     decode_sizes: tuple[int, ...] = DECODE_SIZES,
     prefill_sizes: tuple[int, ...] = PREFILL_SIZES,
 ) -> PassTimes:
-    """Return the times of passes of these sizes, each sequence with ``context`` tokens in the KV cache."""
+    """Return the times of passes of these sizes; decode has ``context`` tokens a sequence in the KV cache."""
 
     def curves(phase: str, sizes: tuple[int, ...]) -> dict[str, Curve]:
         return {
@@ -100,7 +100,7 @@ def pass_times(
 def fastest(
     model: ModelShape, phase: str, context: int, device: Device, max_size: int = MAX_SIZE
 ) -> list[Winner]:
-    """Return the fastest variant by size, from 1 to ``max_size``; each next one starts at a crossover."""
+    """Return the fastest variants for sizes 1 to ``max_size``, in order; each starts at a crossover."""
     winners: list[Winner] = []
     for size in range(1, max_size + 1):
         times = {v: pass_cost(model, v, phase, size, context, device).seconds for v in model.variants}
@@ -135,9 +135,9 @@ def kv_cache_tokens(
 ) -> int:
     """Return how many tokens the KV cache holds.
 
-    ``utilization``: the share of the memory that vLLM may take. ``variants``: those that are loaded, by
-    default all. Raises :class:`FlexQuantError`, with the numbers, unless the model fits with a request of
-    ``tokens`` tokens.
+    ``utilization`` is the share of the memory that vLLM may take, ``variants`` are the loaded variants (None:
+    all). Raises :class:`FlexQuantError`, with the numbers, unless the model and one request of ``tokens``
+    tokens fit.
     """
     variants = model.variants if variants is None else variants
     weights = model.bytes_of(variants)
@@ -158,7 +158,7 @@ def kv_cache_tokens(
 def hardware_table(
     model: ModelShape, device: Device, context: int, tokens: int, utilization: float
 ) -> dict[str, HardwareRow]:
-    """Return one row a variant, for requests of ``tokens`` tokens; raises as :func:`max_requests` does."""
+    """Return one row per variant, for requests of ``tokens`` tokens; raises as :func:`max_requests` does."""
     requests = max_requests(model, device, tokens, utilization)
     rows = {}
     for variant in model.variants:
@@ -175,7 +175,7 @@ def hardware_table(
 
 
 def main_scheme(model: ModelShape, variant: str) -> str:
-    """Return the scheme in which most of a variant's weights are."""
+    """Return the scheme of most of a variant's weights."""
     sizes: Counter[str] = Counter()
     for linear, count in model.linears[variant].items():
         sizes[linear.scheme] += count * linear.experts * linear.inputs * linear.outputs
@@ -183,9 +183,9 @@ def main_scheme(model: ModelShape, variant: str) -> str:
 
 
 def errors(model: ModelShape, device: Device, measured: PassTimes) -> Errors:
-    """Return predicted / measured - 1 by phase, variant and size, for every size that was measured.
+    """Return predicted / measured - 1 for every measured size.
 
-    Raises :class:`FlexQuantError` when the measurement and the model have no variant in common.
+    Raises :class:`FlexQuantError` if the measurement and the model have no variant in common.
     """
     variants = [variant for variant in measured.variants if variant in model.variants]
     if not variants:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A prediction as tables for a terminal and as JSON."""
+"""Format a prediction as tables for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ EITHER = "either"
 class Report:
     device: str
     tensor_parallel_size: int
-    """Devices; memory, weights and KV cache are those of each."""
+    """Number of devices; memory, weights and KV cache are those of one device."""
     memory_gib: float
     memory_gb_per_s: float
     tokens: tuple[int, int]
-    """Of a request: prompt and output."""
+    """(Prompt, output) tokens of a request."""
     max_requests: int
     weights_gib: float
     kv_kib_per_token: float
     hardware: Mapping[str, HardwareRow]
-    """By variant."""
+    """Variant -> its row of the hardware table."""
     times: PassTimes
     fastest: Mapping[str, list[Winner]]
-    """By phase; decode up to the requests that fit."""
+    """Phase -> fastest variants by size; decode ends at the number of requests that fit."""
     has_sliding_window: bool
     measured: str | None
-    """Which measurement the prediction is compared with, and where it was made."""
+    """Name and origin of the measurement that the prediction is compared with; None without one."""
     errors: Errors | None
-    """Predicted / measured - 1; None without a measurement."""
+    """Errors of the predicted times; None without a measurement."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "times": self.times.to_data()}
@@ -66,9 +66,9 @@ def make_report(
     utilization: float,
     measured: tuple[PassTimes, str] | None = None,
 ) -> Report:
-    """Predict for requests of these lengths; ``measured``: times and the policy that carries them.
+    """Predict for requests of these lengths; ``measured`` are times to compare with, and their policy's name.
 
-    Raises FlexQuantError for a model that does not fit, and times of other variants.
+    Raises FlexQuantError for a model that does not fit, and for times of other variants.
     """
     tokens = input_tokens + output_tokens
     context = input_tokens + output_tokens // 2
@@ -93,7 +93,7 @@ def make_report(
 
 
 def describe_origin(origin: Mapping[str, Any]) -> str:
-    """Return where times come from: the GPU or CPU and how many share the model, or a predicted device."""
+    """Return where times come from: the measured machine and its tensor-parallel size, or the device."""
     if "machine" not in origin and "device" in origin:
         return f"predicted for {origin['device']}"
     arguments = origin.get("engine_arguments")
@@ -145,15 +145,15 @@ def format_report(report: Report) -> str:
 
 
 def collapse(winners: Sequence[Winner], variants: int = 2) -> list[Winner]:
-    """Merge what lies between the first and the last of four or more winners of two variants in turn.
+    """Merge the middle of runs in which two variants win alternately at least four times.
 
-    There tiles decide, which the times of both fill differently. The merged one is named ``either``, or both
-    if the model has more ``variants``.
+    In such a run the winner depends on how full the last tiles are. The merged winner is named ``either``, or
+    after both variants if the model has more than two ``variants``.
     """
     spans = []
     i = 0
     while i < len(winners):
-        end = i + 1  # of the winners from i on that take turns
+        end = i + 1  # end of the alternating winners that begin at i
         while end < len(winners) and (end < i + 2 or winners[end].variant == winners[end - 2].variant):
             end += 1
         spans.append(winners[i])

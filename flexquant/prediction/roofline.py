@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The time of one linear, and of a whole forward pass, from bytes, operations and overheads.
+"""Predict the time of one linear, and of a whole forward pass, from bytes, operations and overheads.
 
-A linear of N outputs and K inputs, M tokens:
+A linear with N outputs and K inputs takes for M tokens
 
     time = call + bytes / bandwidth + operations / rate
 
@@ -10,27 +10,27 @@ A linear of N outputs and K inputs, M tokens:
 2 M N K, except for kernels with tiles: these cover M x N with whole tiles, and the tiles run in whole waves
 over the processors ("tile and wave quantization", NVIDIA's Matrix Multiplication Background User's Guide), so
 33 tokens in tiles of 64 rows cost as much as 64, and 64 tiles on 132 processors as much as 132. Marlin, which
-runs W4A16, spreads its work evenly. The parts are added, without overlap: GEMMs of tens of microseconds
-hardly reach any.
+runs W4A16, spreads its work evenly. The three parts are added, because GEMMs of tens of microseconds hardly
+overlap them.
 
-Where the numbers come from (rates and bandwidths are the data sheets'; published figures have N = K = 8192):
+Sources of the numbers (rates and bandwidths are the data sheets'; published figures have N = K = 8192):
 
     calibrated, for each     ``call_us`` on W4A16's gain at M = 1; W4A16's ``efficiency`` on its loss at
     architecture             M = 8192; on Hopper W4A16's ``bandwidth`` on the gain with larger matrices
-    assumed, for all GPUs    W8A8 reaches 0.6 of the rate and 0.9 of the bandwidth; ``call_in_pass_us``, which
-                             takes the place of ``call_us`` in a pass and is the same for all variants
+    assumed, for all GPUs    W8A8 reaches 0.6 of the rate and 0.9 of the bandwidth; ``call_in_pass_us``
+                             replaces ``call_us`` in a pass and is the same for all variants
     predicted                the crossovers, all five within the published brackets
 
-How far that holds. The crossovers stay within the brackets with anything from 0.55 to 0.75 for the 0.6 when
-W4A16's calibrated efficiency moves along in proportion, which keeps its published loss; with W8A8's alone
-changed, from 0.55 to 0.65.
+Sensitivity. The crossovers stay within the brackets if W8A8 reaches 0.55 to 0.75 of the rate and W4A16's
+calibrated efficiency changes in proportion, which keeps its published loss; if W8A8's share alone changes,
+from 0.55 to 0.65.
 
-But the form (a sum rather than a maximum) and the tiles were settled with the published crossovers in view.
-W8A8 is read as FP8 on all GPUs that have it: with INT8 kernels, whose tiles on Hopper have 64 rows at least,
-only H100 and the A100 class hold. The published figures of W4A16 are Marlin's; on Hopper vLLM prefers
-Machete, which uses wgmma and is expected to lose less at many tokens: not calibrated, nothing is published.
-The published GEMMs were launched one by one, so nothing published shows ``call_in_pass_us``; being the same
-for all variants it moves no crossover.
+Limits. The form (a sum rather than a maximum) and the tiles were chosen with the published crossovers in
+view. W8A8 is taken as FP8 on all GPUs that have FP8: with INT8 kernels, whose tiles on Hopper have at least
+64 rows, the crossovers hold for the H100 and the A100 class only. The published figures of W4A16 are
+Marlin's; on Hopper vLLM prefers Machete, which uses wgmma and is expected to lose less at many tokens. It is
+not calibrated, as no figures are published. The published GEMMs were launched one by one, so they do not show
+``call_in_pass_us``; as it is the same for all variants, it moves no crossover.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ QUANTISED_ACTIVATIONS = ("w8a8", "fp8", "w4a8")
 
 @dataclass(frozen=True)
 class Cost:
-    """Parts of a time, in seconds."""
+    """Parts of a predicted time, in seconds."""
 
     memory: float = 0.0
     compute: float = 0.0
@@ -65,10 +65,10 @@ class Cost:
 
 
 def linear_cost(linear: Linear, tokens: int, device: Device, in_pass: bool = False) -> Cost:
-    """Return the cost of one call with activations [tokens, inputs]; of all experts together, for experts.
+    """Return the cost of one call with activations [tokens, inputs], or of all experts together.
 
-    Tokens are taken to choose their experts evenly and independently. ``in_pass``: other calls come before
-    and after it.
+    The model assumes that tokens choose their experts evenly and independently. ``in_pass`` tells whether
+    other calls come before and after this one.
     """
     kernel = device.kernel(linear.scheme)
     rows = tokens * linear.active_experts
@@ -81,7 +81,7 @@ def linear_cost(linear: Linear, tokens: int, device: Device, in_pass: bool = Fal
 
 
 def quantisation_cost(linear: Linear, tokens: int, device: Device) -> Cost:
-    """Return the cost of rounding the 16-bit activations [tokens, inputs] to 8 bit, where the scheme does."""
+    """Return the cost of quantising 16-bit activations [tokens, inputs] to 8 bit, if the scheme does so."""
     if linear.scheme not in QUANTISED_ACTIVATIONS:
         return Cost()
     return Cost(memory=3 * tokens * linear.inputs / device.kernel("bf16").bytes_per_s)
@@ -90,8 +90,8 @@ def quantisation_cost(linear: Linear, tokens: int, device: Device) -> Cost:
 def pass_cost(model: ModelShape, variant: str, phase: str, size: int, context: int, device: Device) -> Cost:
     """Return the cost of a forward pass on one device.
 
-    decode: ``size`` sequences of one new token and ``context`` tokens in the KV cache. prefill: one prompt of
-    ``size`` tokens, KV cache empty. Communication between devices is left out.
+    A decode pass has ``size`` sequences, each with one new token and ``context`` tokens in the KV cache. A
+    prefill pass has one prompt of ``size`` tokens and an empty KV cache. Communication is left out.
     """
     sequences = size if phase == "decode" else 1
     cost = linear_cost(model.head, sequences, device, in_pass=True)
@@ -113,10 +113,10 @@ def attention_cost(model: ModelShape, cached_tokens: int, device: Device) -> Cos
 
 
 def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -> float:
-    """Return for how many elements of its output [rows, outputs] a kernel takes time, padding included.
+    """Return how many elements of its output [rows, outputs] a kernel computes, padding included.
 
     A kernel with tiles computes whole tiles for each of the ``experts`` experts in use. Its last wave takes
-    as long as if every processor had a tile in it.
+    as long as if every processor had a tile.
     """
     tiles = device.kernel(linear.scheme).tiles
     if not tiles:
