@@ -51,7 +51,7 @@ def evaluate(lm_eval: str, url: str, args: argparse.Namespace) -> dict:
     if args.include_path:
         command += ["--include_path", args.include_path]
     with tempfile.TemporaryDirectory() as folder:
-        # Its own table goes unseen, its progress and its errors do not.
+        # lm_eval's own table is not shown; its progress and its errors are.
         done = subprocess.run([*command, "--output_path", folder], stdout=subprocess.DEVNULL)
         written = list(Path(folder).rglob("results_*.json"))
         if done.returncode or not written:

@@ -41,10 +41,10 @@ Of 91 such questions asked, these are among the fifteen whose first twelve token
 ahead of the next likely one (benchmarks/results/demo-questions.json), so that rounding seldom turns them.
 """
 SIDE_BY_SIDE = 4
-"""Requests at a time: a question begins when another is answered, and its prefill meets their decoding."""
+"""Requests at a time: a question begins when another one is answered, so its prefill meets decode passes."""
 ANSWER_TOKENS = 48
 SYMBOLS = "#.+o*x"
-"""One for each plan, in the order of their first pass; the last one for all that follow."""
+"""Symbols of the plans, in the order of their first pass; the last one stands for all that follow."""
 PHASES = {"prefill": "p", "mixed": "m", "decode": "d"}
 WIDTH = 96
 

@@ -63,7 +63,7 @@ LATENT = {
         },
     ),
 }
-"""Multi-head latent attention."""
+"""Configurations with multi-head latent attention."""
 LINEAR = re.compile(r"\.layers\..*(_proj|_proj_with_mqa|\.w[123])\.weight$")
 ROUTERS = "re:.*\\.(shared_expert_)?gate$"
 LATENT_UP = "re:.*kv_b_proj$"
@@ -111,7 +111,7 @@ def is_mixture(config: PretrainedConfig) -> bool:
 
 
 def saved_tensors(model: PreTrainedModel) -> StateDict:
-    """Return the tensors as they are published: transformers fuses those of experts when it loads them."""
+    """Return the tensors as they are published: transformers fuses experts' tensors when it loads them."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")
@@ -124,7 +124,7 @@ def is_quantised(name: str, ignored: Sequence[str]) -> bool:
 
 
 def quantise_int8(name: str, weight: torch.Tensor) -> StateDict:
-    """Per-output-channel symmetric INT8: weight int8 [out, in], weight_scale bf16 [out, 1]."""
+    """Quantise to symmetric INT8 per output channel: weight int8 [out, in], weight_scale bf16 [out, 1]."""
     w = weight.float()
     scale = (w.abs().amax(dim=1, keepdim=True) / 127).to(torch.bfloat16)
     q = torch.clamp(torch.round(w / scale.float()), -128, 127).to(torch.int8)
@@ -132,14 +132,14 @@ def quantise_int8(name: str, weight: torch.Tensor) -> StateDict:
 
 
 def quantise_fp8(name: str, weight: torch.Tensor) -> StateDict:
-    """Per-output-channel FP8: weight float8_e4m3fn [out, in], weight_scale bf16 [out, 1]."""
+    """Quantise to FP8 per output channel: weight float8_e4m3fn [out, in], weight_scale bf16 [out, 1]."""
     w = weight.float()
     scale = (w.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max).to(torch.bfloat16)
     return {name: (w / scale.float()).to(torch.float8_e4m3fn), name + "_scale": scale}
 
 
 def quantise_int4(name: str, weight: torch.Tensor, group_size: int) -> StateDict:
-    """Symmetric INT4 in groups along the input: packed int32 [out, in/8], scale bf16 [out, in/group]."""
+    """Quantise to symmetric INT4 in input groups: packed int32 [out, in/8], scale bf16 [out, in/group]."""
     out_features, in_features = weight.shape
     w = weight.float().view(out_features, in_features // group_size, group_size)
     scale = (w.abs().amax(dim=2, keepdim=True) / 7.5).to(torch.bfloat16)
@@ -152,7 +152,7 @@ def quantise_int4(name: str, weight: torch.Tensor, group_size: int) -> StateDict
 
 
 def byte_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
-    """One token a byte, so that any text can be fed to a random model."""
+    """Return a tokenizer with one token a byte, so that any text can be fed to a random model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate(alphabet)} | {"<s>": 256, "</s>": 257}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -180,7 +180,7 @@ def save_shards(state: StateDict, folder: Path, num_shards: int) -> None:
 
 
 def fold_final_norm(state: StateDict) -> StateDict:
-    """Move the final norm's weight into the lm_head: the same model with another norm and another head."""
+    """Move the final norm's weight into the lm_head: the model stays the same with another norm and head."""
     head, norm = state["lm_head.weight"].float(), state["model.norm.weight"].float()
     folded = {"lm_head.weight": head * norm, "model.norm.weight": torch.ones_like(norm)}
     return state | {name: tensor.to(torch.bfloat16) for name, tensor in folded.items()}
@@ -201,10 +201,9 @@ def make_checkpoint(
 ) -> Path:
     """Write a checkpoint folder and return it.
 
-    ``ignore``: regular expressions after ``re:`` of linears that stay in 16 bit, e.g. :data:`EXPERTS`.
-
-    Variants of one model share ``seed``. ``scheme`` None writes the plain 16-bit model. ``transform`` edits
-    the 16-bit state dict before it is quantised (a SmoothQuant fold, a rotation ...).
+    Variants of one model share ``seed``. ``scheme`` None writes the plain 16-bit model. ``ignore`` names
+    linears that stay in 16 bit, as regular expressions after ``re:``, e.g. :data:`EXPERTS`. ``transform``
+    edits the 16-bit state dict before it is quantised (a SmoothQuant fold, a rotation ...).
     """
     config = base_config(architecture, num_layers, **config_overrides)
     state, class_name = random_state_dict(config, seed)
@@ -230,9 +229,9 @@ def write_checkpoint(
     group_size: int = 64,
     num_shards: int = 1,
 ) -> Path:
-    """Write the checkpoint of a state dict, of which ``quantised`` are the weights that get the scheme.
+    """Write the checkpoint of a state dict; ``quantised`` names the weights that get the scheme.
 
-    ``ignore`` names in its config the linears that do not.
+    ``ignore`` is the list of linears that the config says are not quantised.
     """
     folder.mkdir(parents=True)
     quantise = {

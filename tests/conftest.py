@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Cores for tests side by side; and the engines and programs that a session started, said at its end."""
+"""Gives tests side by side their own cores, and counts the engines and programs that a session started."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pytest
 
 from tests.cores import take_cores
 
-# Engines and servers of tests share cores: one whose threads spin while they wait takes them from the others.
+# Engines and servers of tests share cores: a thread that spins while it waits takes a core from others.
 # OpenMP reads this where torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 STARTS = pytest.StashKey[Counter[str]]()
-"""By kind: engines in this process, and programs."""
+"""How many were started, keyed by kind: engines in this process, and programs."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     starts = config.stash[STARTS] = Counter()
     worker = getattr(config, "workerinput", None)
     if worker is None and config.getoption("numprocesses", None):
-        return  # the workers run the tests
+        return  # pytest-xdist's workers run the tests
     if worker is not None:
         take_cores(int(worker["workerid"].removeprefix("gw")), worker["workercount"])
 

@@ -8,6 +8,6 @@ import os
 
 
 def take_cores(number: int, processes: int) -> None:
-    """Keep this process, one of several beside each other, and what it starts to its share of the cores."""
+    """Keep this process, one of several side by side, and what it starts to its share of the cores."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[number::processes] or cores)

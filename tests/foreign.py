@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""INT4 checkpoints in the formats of GPTQ and AWQ, made of one in the format of compressed-tensors."""
+"""Writes INT4 checkpoints in the formats of GPTQ and AWQ, from one in the format of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 StateDict = dict[str, torch.Tensor]
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where AWQ's GEMM format has each of eight columns in a word."""
+"""Each of eight columns -> its place in a word of AWQ's GEMM format."""
 
 
 def packed(values: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
-    """Eight unsigned 4-bit values along the last dimension to one int32 word."""
+    """Pack eight unsigned 4-bit values along the last dimension into one int32 word."""
     groups = values.long().unflatten(-1, (-1, 8))
     places = torch.tensor(order or range(8)) * 4
     words = (groups << places).sum(-1)
@@ -27,7 +27,7 @@ def packed(values: torch.Tensor, order: list[int] | None = None) -> torch.Tensor
 
 
 def unpacked(state: StateDict, module: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unsigned values [out, in], zero points [out, in / group] and scales of a linear."""
+    """Return the unsigned values [out, in], zero points [out, in / group] and scales of a linear."""
     shape = torch.Size(state[f"{module}.weight_shape"].tolist())
     values = unpack_from_int32(state[f"{module}.weight_packed"], 4, shape) + 8
     scales = state[f"{module}.weight_scale"]

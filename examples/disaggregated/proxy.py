@@ -33,7 +33,7 @@ FOR_DECODING_ELSEWHERE = {
 }
 """The ``kv_transfer_params`` of a request whose tokens another server will generate."""
 OF_THE_ANSWER = ("min_tokens", "max_completion_tokens", "stream_options", "n", "best_of")
-"""Fields of a request that a single token has no use for."""
+"""Fields of a request that the one token from the prefill server has no use for."""
 KEPT_HEADERS = ("authorization", "content-type", "traceparent")
 TIMEOUT = httpx.Timeout(3600.0, connect=10.0)
 
@@ -45,7 +45,7 @@ def prompt_alone(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_app(prefill: str, decode: str) -> FastAPI:
-    """Return the proxy of two servers, given by their URLs without ``/v1``."""
+    """Return the proxy in front of two servers, given by their URLs without ``/v1``."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -116,8 +116,8 @@ def main() -> None:
     )
     parser.add_argument("--prefill", required=True, help="URL of the server that computes prompts")
     parser.add_argument("--decode", required=True, help="URL of the server that generates")
-    parser.add_argument("--host", default="127.0.0.1", help="to listen at (%(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="to listen at (%(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen at (%(default)s)")
     args = parser.parse_args()
     app = make_app(args.prefill.rstrip("/"), args.decode.rstrip("/"))
     uvicorn.run(app, host=args.host, port=args.port, log_level="warning")

@@ -36,11 +36,11 @@ HERE = Path(__file__).parent
 BLOCK = 32
 """Tokens in a block of the KV cache; the same on both sides."""
 ONE_SERVER = {"phase-batch": "phase-batch", "w4a16": str(HERE / "prompts-in-w8a8.yaml")}
-"""By policy of the decode server: the policy by which one server alone takes the same routes."""
+"""Policy of the decode server -> the policy by which one server alone takes the same routes."""
 PROMPT_TOKENS = {"ExampleConnector": 2 * BLOCK + 8, "NixlConnector": 2 * BLOCK + 1}
-"""By connector: a length of prompts, of which the decode server fetches two blocks and computes the rest.
+"""Connector -> a length of prompts, of which the decode server fetches two blocks and computes the rest.
 
-ExampleConnector leaves it 2 to 33 tokens, in whole blocks; NIXL leaves it one.
+With ExampleConnector it computes 2 to 33 tokens, since blocks are fetched whole; with NIXL one token.
 """
 ARGUMENTS = ("--enforce-eager", "--max-model-len", "1024", "--block-size", str(BLOCK))
 PROMPTS = (
@@ -57,13 +57,13 @@ PROMPTS = (
     "land at its mouth, which people call a delta. Its arms divide again and again, and the sea takes back "
     "in a storm what the river brought in a year. The best known examples of such land are",
 )
-"""Each is longer than it is asked, by any tokenizer that people use."""
+"""Prompts, each of more tokens than are taken of it, by any tokenizer that people use."""
 TOKENS = 32
 PROXY_SECONDS = 60
 
 
 class Servers(NamedTuple):
-    """URLs without ``/v1``."""
+    """The servers' URLs without ``/v1``."""
 
     proxy: str
     prefill: str
@@ -75,7 +75,7 @@ def disaggregated(model: Path, decode_policy: str, connector: str, folder: Path)
     """Serve ``model`` in two servers behind the proxy; logs and the KV cache's files go to ``folder``."""
     kv_folder = folder / "kv"
     kv_folder.mkdir()
-    # ExampleConnector counts on what it has saved itself, so no other cache of prompts beside it.
+    # ExampleConnector counts on what it saved itself, so no other cache of prompts may stand beside it.
     arguments = [*ARGUMENTS, "--no-enable-prefix-caching", "--kv-transfer-config"]
     halves = halves_of_the_cores()
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def wait_until_healthy(url: str) -> None:
 
 
 def halves_of_the_cores() -> tuple[str, str]:
-    """The cores of this process in two parts, as vLLM takes them to bind its threads to."""
+    """Return this process's cores in two halves, in the form that vLLM binds its threads by."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
     return ",".join(map(str, cores[:half])), ",".join(map(str, cores[half:] or cores))
@@ -146,7 +146,7 @@ def tokenize(url: str, text: str) -> list[int]:
 
 
 def answer(url: str, prompt: list[int], tokens: int = TOKENS) -> tuple[list[int], str]:
-    """Return the tokens of the likeliest answer, and its text."""
+    """Return the tokens of the greedy answer, and its text."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     completion = client.completions.create(
         model="merged",
@@ -182,7 +182,7 @@ def run(model: Path, decode_policy: str, connector: str, folder: Path) -> dict[s
         fetched = fetched_tokens(servers.decode)
         memory = {"prefill": weights_in_mib(servers.prefill), "decode": weights_in_mib(servers.decode)}
     with one_server(model, decode_policy, folder) as url:
-        # First as the prefill server is asked; what is then in whole blocks is not computed again.
+        # Asked first as the prefill server is; what then fills whole blocks is not computed again.
         for prompt in prompts:
             answer(url, prompt, tokens=1)
         alone = [answer(url, prompt) for prompt in prompts]
@@ -208,7 +208,7 @@ def main() -> None:
         "--decode-policy",
         choices=ONE_SERVER,
         default="phase-batch",
-        help="of the decode server (%(default)s)",
+        help="policy of the decode server (%(default)s)",
     )
     parser.add_argument(
         "--connector", choices=PROMPT_TOKENS, default="ExampleConnector", help="vLLM's (%(default)s)"

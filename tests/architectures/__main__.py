@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Every text architecture of the installed vLLM through the chain, and the page that tells what came of it.
+"""Take every text architecture of the installed vLLM through the chain, and write the page of the outcomes.
 
     python -m tests.architectures [ARCHITECTURE ...] [--work FOLDER]
 
@@ -65,7 +65,7 @@ def try_one(architecture: str, work: Path) -> dict[str, Any]:
 
 
 def with_log(path: Path, architecture: str, checkpoints: Path, output: Path) -> None:
-    """In a process of its own: try an architecture, with all that is printed in a file."""
+    """Try an architecture in a process of its own, and write all that it prints to a file."""
     with open(path, "wb") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())

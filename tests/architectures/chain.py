@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""One architecture from a random model to its answers: made, quantised, merged, served, compared."""
+"""Takes one architecture from a random model to its answers: made, quantised, merged, served, compared."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
 VARIANTS = ("w8a8", "w4a16")
 SECONDS = 180
-"""That one architecture gets."""
+"""Seconds that one architecture gets."""
 LONGEST = 400
-"""Characters of a reason."""
+"""Longest reason, in characters."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Outcome:
 
     architecture: str
     model_type: str | None
-    """Of transformers, that it was made of."""
+    """The model type of transformers that the model was made of."""
     features: list[str]
     outcome: str
     reason: str
 
 
 class Ended(Exception):
-    """A step that the chain does not get beyond: the outcome, and the reason."""
+    """Raised by a step that the chain does not get beyond; holds the outcome, and the reason."""
 
 
 def step(outcome: str, what: Callable[[], Any], place: str = "") -> Any:
@@ -131,7 +131,7 @@ def try_architecture(architecture: str, work: Path, output: Path) -> None:
     """Write to ``output``, a JSON file, what came of an architecture; its checkpoints go to ``work``."""
     from vllm.model_executor.models import registry
 
-    # Which features a model class has vLLM asks in a process of its own: this one is there for one class too.
+    # vLLM inspects a model class in a process of its own; this process has one class alone, so ask it here.
     registry._run_in_subprocess = lambda ask: ask()
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(SECONDS)

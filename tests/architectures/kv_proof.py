@@ -43,7 +43,7 @@ RESULTS = Path(__file__).parent / "kv_proof.json"
 PAGE = ROOT / "merge" / "KV_PROOF.md"
 FIRST_LAYER = ".layers.0."
 APART = ("mlp", "experts", "feed_forward", "block_sparse_moe", "shared_mlp")
-"""Parts of the names of what belongs to MLP and experts."""
+"""Parts of the names of parameters that belong to MLP and experts."""
 VECTOR_CHANGE = 0.1
 """Standard deviation of what is added to each number of a vector; the weights of norms are about 1."""
 STATED = 0.02
@@ -54,7 +54,7 @@ WITH_NORMS = {
     "PhiForCausalLM": {"qk_layernorm": True},
     "StableLmForCausalLM": {"qk_layernorm": True},
 }
-"""Fields that some published models of an architecture have, and the others not."""
+"""Architecture -> fields that some of its published models have, and others do not."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Cell:
     change: float
     """The largest change of K or V of a layer, as a share of its norm."""
     verdict: str
-    """``merged``, ``not mixed`` or ``refused``."""
+    """One of ``merged``, ``not mixed`` and ``refused``."""
     reason: str
 
     @property
@@ -108,7 +108,7 @@ def _made_of(architecture: str) -> tuple[str, dict[str, Any]]:
 
 
 def caches(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return K and V of every layer, from the same tokens."""
+    """Return K and V of every layer, each model asked with the same tokens."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=torch.arange(24)[None] * 7 % 250, past_key_values=cache, use_cache=True)
@@ -137,7 +137,7 @@ def judge(work: Path, model: PreTrainedModel, quantised: set[str], left_out: lis
 
 
 def fold(model: PreTrainedModel) -> int:
-    """Move factors of every norm into all that reads it, where answers stay; return how many were moved."""
+    """Move factors of every norm into all that reads it, where answers stay the same; return their number."""
     answers, folded = logits(model), 0
     for layer in decoder_layers(model):
         for norm, readers in norms_and_readers(model, layer):
@@ -177,7 +177,7 @@ def norms_and_readers(model: PreTrainedModel, layer: nn.Module) -> list[tuple[nn
             kept.append(args[0])
             reading.setdefault(args[0].data_ptr(), []).append(module)
 
-    kept: list[torch.Tensor] = []  # so that no memory is given to two tensors
+    kept: list[torch.Tensor] = []  # keeps tensors alive, so that no two get the same memory
     hooks = [m.register_forward_hook(lambda _, __, out: kept.append(out)) for m in layer.modules()]
     for module in layer.modules():
         own = dict(module.named_parameters(recurse=False))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Small random models of vLLM's text architectures, as transformers has them."""
+"""Makes small random models of vLLM's text architectures, from transformers' classes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ SMALL: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-"""For the fields that a configuration has. Dimensions are multiples of 64, as INT4 in groups of 64 needs."""
+"""Values of a configuration's fields. Dimensions are multiples of 64, for INT4 in groups of 64."""
 OF_ONE: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32},
@@ -130,7 +130,7 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
 }
-"""What one model type needs beside that."""
+"""Model type -> further fields that it needs."""
 LIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "MiMoForCausalLM": ("qwen2", {}),
     "MiMoV2ForCausalLM": ("mimo_v2_flash", {}),
@@ -144,7 +144,7 @@ LIKE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "TeleFLMForCausalLM": ("llama", {"use_mup": True, "mup_scale_factor": 2.0, "output_mult": 1.0}),
 }
-"""Names that transformers lacks: the model type whose tensors vLLM's class loads, and fields of its own."""
+"""Architectures that transformers lacks -> a model type whose tensors vLLM's class loads, and its fields."""
 ROUTERS = "re:.*\\.(gate|router)$"
 IN_16_BIT = re.compile(r"(^|\.)(gate|router|shared_expert_gate|kv_b_proj)$")
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
@@ -187,15 +187,16 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def in_layer(name: str) -> str:
-    """Return a module's name below its decoder layer; above it may have another in published checkpoints."""
+    """Return a module's name below its decoder layer; published checkpoints may differ above it."""
     return LAYER.split(name)[-1]
 
 
 def split(model: PreTrainedModel) -> tuple[StateDict, set[str], list[str]]:
-    """Return a model's tensors as they are published, those to quantise, and the linears that are not.
+    """Return a model's tensors as they are published, the names to quantise, and the linears that are not.
 
-    Linears of the decoder layers are quantised. In 16 bit stay the others, routers, what INT4 in groups of 64
-    cannot hold, and what vLLM has no kernel for on every CPU: experts, and latent attention's ``kv_b_proj``.
+    The linears of the decoder layers are quantised. The others stay in 16 bit, and so do routers, what INT4
+    in groups of 64 cannot hold, and what vLLM has no kernel for on every CPU: experts, and latent attention's
+    ``kv_b_proj``.
     """
     state = saved_tensors(model)
     linears = {in_layer(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What can come of an architecture, where it is kept, and the page that tells it."""
+"""The possible outcomes of an architecture, the file that keeps them, and the page that shows them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A fault: a small breakage of the product, with the fastest tests that should see it."""
+"""A fault: a small breakage of the product, with the fastest tests that should notice it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Fault:
-    """One text in one file replaced by another, so that the product runs on but does something else."""
+    """One text in one file, replaced by another so that the product still runs but does something else."""
 
     name: str
     breaks: str
-    """What is wrong then, in one sentence."""
+    """What is wrong once the fault is planted, in one sentence."""
     file: str
-    """Relative to the repository's root."""
+    """Path of the broken file, relative to the repository's root."""
     old: str
-    """Text that the file holds exactly once."""
+    """The text that is replaced; the file holds it exactly once."""
     new: str
     tests: tuple[str, ...]
-    """pytest's node ids, of which at least one has to fail."""
+    """pytest's node ids; at least one of these tests has to fail."""
     environment: str = "serve"
-    """The virtual environment that the tests run in, ``serve`` or ``quantize``; ``interpreter`` is ``serve``
-    with Triton's interpreter, for vLLM's V2 runner."""
+    """The environment that the tests run in: ``serve``, ``quantize`` or ``interpreter``.
+
+    ``interpreter`` is ``serve`` with Triton's interpreter, for vLLM's V2 runner.
+    """
 
     @property
     def room(self) -> str:
-        """The room of flexquant/README.md that the broken file lies in."""
+        """Return the room of flexquant/README.md in which the broken file lies."""
         folder, inside, *_ = Path(self.file).with_suffix("").parts
         return {"merge": "merge", "policies": "policy"}.get(folder, inside)
 

@@ -109,7 +109,7 @@ def python_of(environment: str) -> str:
 
 
 def check_imports(copy: Path, environment: str) -> None:
-    """Raise RuntimeError unless Python imports the copy, in whatever folder it is started."""
+    """Raise RuntimeError unless Python imports the copy, whatever folder it starts in."""
     packages = ["flexquant", "flexquant.merge", "flexquant.policies"]
     found = subprocess.run(
         [python_of(environment), "-c", WHERE, *packages],
@@ -183,7 +183,7 @@ def baseline(environment: str, faults: Sequence[Fault]) -> str:
 
 
 def try_fault(fault: Fault) -> Outcome:
-    """Plant a fault into a copy and run its tests."""
+    """Plant a fault into a copy of the source and run its tests."""
     copy = fresh_copy(fault.name)
     try:
         fault.plant(copy)
@@ -194,7 +194,7 @@ def try_fault(fault: Fault) -> Outcome:
         shutil.rmtree(copy)
     if done.status == 0:
         return Outcome(fault.name, "GREEN", "no test sees it", "", done.seconds)
-    # 1: tests failed. Anything else says that pytest did not get so far as to run them.
+    # Exit status 1 says that tests failed; any other says that pytest did not get so far as to run them.
     if done.status != 1 or not done.failed:
         problem = f"pytest exits with {done.status}; see {copy.with_suffix('.log')}"
         return Outcome(fault.name, "ERROR", "", problem, done.seconds)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""All faults."""
+"""The list of all faults."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The table of faults fits the source, and a broken copy is what its tests import."""
+"""The table of faults fits the source, and the tests of a broken copy import that copy."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ TARGETS = {
 
 
 def run_part(target: str, executions: int, seed: int, folder: Path) -> dict[str, float]:
-    """Run one part in ``folder``, which keeps what it finds; returns libFuzzer's own final numbers."""
+    """Run one part in ``folder``, which keeps what it finds; return libFuzzer's own final numbers."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.fuzz.run", target, "--runs", str(executions)]
     command += ["--seed", str(seed), "--keep", str(folder)]
@@ -65,7 +65,7 @@ def read_record() -> dict[str, Any]:
 
 
 def add_to_record(target: str, part: dict[str, float]) -> None:
-    """Executions and seconds are sums over all parts, memory and branches the highest of them."""
+    """Add a part to the record: executions and seconds are summed, memory and branches keep their maximum."""
     document = read_record()
     so_far = document["targets"].setdefault(target, dict.fromkeys(part, 0) | {"parts": 0})
     for name, value in part.items():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A small checkpoint folder out of one document: its JSON files, and dtypes and shapes of its tensors."""
+"""Makes a small checkpoint folder from one document: its JSON files, and dtypes and shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexquant.checkpoint.folder import SINGLE_FILE
 from flexquant.checkpoint.safetensors_io import DTYPES
 
 MOST_BYTES = 1 << 16
-"""Of a tensor; one that says it has more gets none."""
+"""Most bytes of a tensor; one that claims to have more gets none."""
 
 
 def write_folder(folder: Path, document: Any) -> None:
@@ -41,7 +41,7 @@ def _safetensors(tensors: dict[str, Any]) -> bytes:
 
 
 def _content(name: str, tensor: Any) -> bytes:
-    """Return its ``values``, whole numbers, or numbers of moderate size that only its name decides."""
+    """Return a tensor's ``values``, if it has any, or moderate numbers that follow from its name."""
     try:
         width = DTYPES[tensor["dtype"]][0] // 8
         if "values" in tensor:
@@ -51,7 +51,7 @@ def _content(name: str, tensor: Any) -> bytes:
             return b""
         content = bytearray(random.Random(name).randbytes(count * width))
         if tensor["dtype"].startswith(("F", "BF")):
-            content[width - 1 :: width] = b"\x3c" * count  # sign and exponent
+            content[width - 1 :: width] = b"\x3c" * count  # sets sign and exponent
         return bytes(content)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError, ZeroDivisionError):
         return b""

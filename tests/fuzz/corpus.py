@@ -20,7 +20,7 @@ def sound(target: str) -> list[bytes]:
 
 
 def found() -> dict[str, bytes]:
-    """Return by TARGET/NAME the inputs that long runs have found."""
+    """Return the inputs that long runs have found, keyed by TARGET/NAME."""
     if not FOUND.exists():
         return {}
     with zipfile.ZipFile(FOUND) as archive:
@@ -33,7 +33,7 @@ def corpus(target: str) -> list[bytes]:
 
 
 def keep(target: str, folder: Path) -> None:
-    """Put what ``folder`` holds beside the sound inputs into the archive, in place of the target's before."""
+    """Replace the target's inputs in the archive by those in ``folder`` that are not among the sound ones."""
     ours = {name: data for name, data in found().items() if not name.startswith(f"{target}/")}
     known = set(sound(target))
     for path in folder.iterdir():

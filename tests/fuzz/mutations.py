@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Documents that are nearly right: a sound one with some values exchanged, taken away or put elsewhere.
+"""Makes documents that are nearly right: a sound one with some values exchanged, removed or moved.
 
-Random bytes hardly ever get past a parser; what reads the values behind it sees these.
+Random bytes hardly ever get past a parser; these documents reach the code that reads the values behind it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ODD: tuple[Any, ...] = (
     ),
 )
 STRUCTURED_HEADER = "safetensors_header"
-"""A target whose document comes behind its length, and before data."""
+"""A target whose document stands between its length and the data."""
 
 
 def read(target: str, data: bytes) -> Any:
@@ -51,7 +51,7 @@ def write(target: str, document: Any, seed: random.Random) -> bytes:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value in a document but the whole."""
+    """Yield the path of every value in a document except the whole document."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
@@ -87,7 +87,7 @@ def mutate(document: Any, seed: random.Random) -> Any:
 
 
 def mutated(target: str, data: bytes, number: int) -> bytes | None:
-    """Return an input's document with changes, drawn by ``number``; None if it holds none."""
+    """Return an input whose document was changed as ``number`` draws; None if the input holds none."""
     seed = random.Random(number)
     try:
         return write(target, mutate(read(target, data), seed), seed)

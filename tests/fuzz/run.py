@@ -38,17 +38,17 @@ def main() -> None:
         "--keep", type=Path, help="folder for what reaches new code (default: nothing is kept)"
     )
     args = parser.parse_args()
-    # libFuzzer leaves the process itself, so that without --keep too a folder is left.
+    # libFuzzer ends the process itself, so a folder without --keep stays behind.
     kept = args.keep or Path(tempfile.mkdtemp(prefix="flexquant-corpus-"))
     kept.mkdir(parents=True, exist_ok=True)
     for data in corpus(args.target):
         (kept / hashlib.sha1(data).hexdigest()).write_bytes(data)
     target = TARGETS[args.target]
-    with instrumented:  # some import what they need when they are called
+    with instrumented:  # some targets import what they need when they are called
         try_out(target, corpus(args.target)[0])
 
     def mutate(data: bytes, longest: int, seed: int) -> bytes:
-        """Change a document's values as often as its bytes."""
+        """Change a document's values half of the time, and its bytes otherwise."""
         changed = mutated(args.target, data, seed) if seed % 2 else None
         return atheris.Mutate(data, longest) if changed is None or len(changed) > longest else changed
 

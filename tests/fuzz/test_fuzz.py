@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Nothing but FlexQuantError comes of files that are wrong, within bounds of time and memory.
+"""Wrong files raise FlexQuantError and nothing else, within bounds of time and memory.
 
 Changed documents are made from the sound ones; campaign.py does the same for hours (campaign.json).
 """
@@ -69,12 +69,12 @@ def test_a_short_run_guided_by_coverage_finds_nothing(target: str, tmp_path: Pat
     done = programs.run(
         command, timeout=300, environment={**programs.newcomers_environment(), "TMPDIR": str(tmp_path)}
     )
-    finished = re.search(r"Done (\d+) runs", done.stderr)  # more where the corpus has more inputs
+    finished = re.search(r"Done (\d+) runs", done.stderr)  # more if the corpus has more inputs
     assert finished and int(finished[1]) >= RUNS
 
 
 def test_a_document_of_many_values_takes_little_memory() -> None:
-    """In a process with a limit that the document, written out, would exceed by far."""
+    """The test runs in a process whose limit the document, written out, would exceed by far."""
     code = """
 import resource
 from tests.fuzz.targets import yaml_document, try_out

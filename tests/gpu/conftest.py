@@ -37,13 +37,13 @@ from tests.integration.conftest import count_engines  # noqa: E402, F401 - a fix
 ON_GPU = torch.cuda.is_available()
 SIZES = [1, 2, 4, 8, 16, 24, 32, 64]
 SEQUENCES = 20
-"""Between two sizes: a decode pass of 17 to 20 sequences is padded beyond the largest FULL decode graph."""
+"""Sequences between two sizes: decode passes of 17 to 20 are padded beyond the largest FULL decode graph."""
 KV_CACHE_BYTES = 1 << 30
 RUNNERS = {"V1": "0", "V2": "1"}
 PARTS = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY")
 """Graph modes of which FULL_AND_PIECEWISE, or an eager engine, runs everything."""
 FOR_TEST_FULL = {"V1": PARTS, "V2": (*PARTS, "FULL")}
-"""By runner. V2's is slow in Triton's interpreter, and FULL is no mode that vLLM chooses by itself."""
+"""Runner -> the modes that wait for test-full: V2 is slow, and vLLM chooses no FULL by itself."""
 RUNNERS_HERE = list(RUNNERS) if ON_GPU else ["V2" if interpreter.IS_CHOSEN else "V1"]
 
 
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def graphs() -> Iterator[None]:
-    """CUDA graphs, in software where there is no GPU."""
+    """Provide CUDA graphs, in software where there is no GPU."""
     if ON_GPU:
         yield
         return
@@ -72,7 +72,7 @@ def graphs() -> Iterator[None]:
 
     provide_cpu_kernels()
     with pytest.MonkeyPatch.context() as patch:
-        # What is compiled for recording is not to be found by others, nor the other way round.
+        # Code compiled for recording and other code must not find each other in the cache.
         patch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
         software_graphs.install(patch)
         yield
@@ -82,7 +82,7 @@ def graphs() -> Iterator[None]:
 def graph_engine(
     folder: Path, runner: str, mode: str | None, policy: str | None = None, **options: Any
 ) -> Iterator[Any]:
-    """An engine in this process; ``mode``: CUDA graph mode, compiled by vLLM; None: eager.
+    """Yield an engine in this process; ``mode`` is the CUDA graph mode, compiled by vLLM, or None for eager.
 
     ``policy`` is for merged checkpoints.
     """
@@ -117,7 +117,7 @@ def flip_mlp(state: StateDict) -> StateDict:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``w8a8``, ``w4a16`` and ``fp8`` of one random model, ``merged``, and ``apart``.
+    """Return a folder with ``w8a8``, ``w4a16`` and ``fp8`` of one random model, ``merged``, and ``apart``.
 
     ``apart`` merges ``w8a8`` with ``flipped``, a W4A16 variant that answers quite differently.
     """

@@ -15,7 +15,7 @@ IS_CHOSEN = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Driver:
-    """As Triton's own driver for CPUs says of itself: never active unless chosen."""
+    """Says what Triton's own driver for CPUs says: it is never active unless chosen."""
 
     @staticmethod
     def is_active() -> bool:

@@ -45,11 +45,11 @@ DEVICE_READS = {
 
 
 class SoftwareGraph:
-    """Stands for ``torch.cuda.CUDAGraph``."""
+    """Stands in for ``torch.cuda.CUDAGraph``."""
 
     capturing: ClassVar[SoftwareGraph | None] = None
     replays: ClassVar[list[SoftwareGraph]] = []
-    """Every replay, in order."""
+    """Every graph that was replayed, in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.operators: list[Operator] = []
@@ -78,14 +78,14 @@ class Recorder(TorchDispatchMode):
 
 
 def share_memory(outputs: Any, inputs: Any) -> bool:
-    """Whether views see what is repeated into their bases: ``to`` and ``reshape`` may have copied."""
+    """Return whether views see what is repeated into their bases: ``to`` and ``reshape`` may have copied."""
     bases = {t.untyped_storage().data_ptr() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)}
     return all(t.untyped_storage().data_ptr() in bases for t in tree_leaves(outputs))
 
 
 @contextmanager
 def capture(graph: SoftwareGraph, *_: Any, **__: Any) -> Iterator[None]:
-    """Stands for ``torch.cuda.graph``."""
+    """Stand in for ``torch.cuda.graph``."""
     assert SoftwareGraph.capturing is None, "captures cannot be nested"
     SoftwareGraph.capturing = graph
     try:
@@ -119,7 +119,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
 
 def _keep_compilation(patch: pytest.MonkeyPatch) -> None:
-    """The CPU platform knows no graphs, and changes what they need of the configuration."""
+    """Keep the compile settings that the CPU platform, which knows no graphs, would replace."""
     check = CpuPlatform.check_and_update_config.__func__
 
     def checked(cls: type[CpuPlatform], vllm_config: VllmConfig) -> None:
@@ -134,7 +134,7 @@ def _keep_compilation(patch: pytest.MonkeyPatch) -> None:
 
 
 def _wrap_the_model(patch: pytest.MonkeyPatch) -> None:
-    """As GPUModelRunner.load_model does for FULL graphs, and CPUModelRunner does not."""
+    """Wrap the model for FULL graphs, as GPUModelRunner.load_model does and CPUModelRunner does not."""
     load, get = CPUModelRunner.load_model, CPUModelRunner.get_model
 
     def load_model(self: CPUModelRunner, *args: Any, **options: Any) -> None:
@@ -151,7 +151,7 @@ def _wrap_the_model(patch: pytest.MonkeyPatch) -> None:
 
 
 def _capture_at_start(patch: pytest.MonkeyPatch) -> None:
-    """As gpu_worker.Worker.compile_or_warm_up_model does, and CPUWorker does not."""
+    """Capture at the start, as gpu_worker.Worker.compile_or_warm_up_model does and CPUWorker does not."""
     warm_up = CPUWorker.compile_or_warm_up_model
 
     def compile_or_warm_up_model(self: CPUWorker) -> Any:
@@ -179,7 +179,7 @@ def warm_up_v2(worker: CPUWorker) -> None:
 
 
 def _keep_the_context(patch: pytest.MonkeyPatch) -> None:
-    """The V2 runner replays FULL graphs outside of any forward context, in which a CPU's attention looks.
+    """Give FULL replays of the V2 runner a forward context, which a CPU's attention looks into.
 
     A GPU's kernels find what they need in the buffers that were captured.
     """

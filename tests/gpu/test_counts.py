@@ -18,14 +18,14 @@ from tests.integration.conftest import answers
 
 STEPS = 12
 BLOCK, BLOCKS = 32, 10
-"""Nine blocks beside vLLM's own; the six requests below end with thirteen, of which they share one."""
+"""Nine blocks beside vLLM's own; the six requests below need thirteen at their end, one of them shared."""
 SHARED = "The same words at the beginning of every prompt. "
 PROMPTS = [SHARED + letter * 9 for letter in "abcdef"]
 LONG = "A prompt of more tokens than one pass may have, which takes several of them. " * 2
 
 
 def counted(metric: str) -> Counter[tuple[str, str]]:
-    """By plan and phase, of all engines of this process."""
+    """Return a metric's values by plan and phase, over all engines of this process."""
     found: Counter[tuple[str, str]] = Counter()
     for family in REGISTRY.collect():
         for sample in family.samples if family.name == metric else []:
@@ -36,7 +36,7 @@ def counted(metric: str) -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize("mode", [None, "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints, tmp_path):
-    """With chunked prefill, prefix caching and preemption, each of which has to happen."""
+    """Chunked prefill, prefix caching and preemption each have to happen."""
     (tmp_path / "p.yaml").write_text(BY_BATCH)
     trace = tmp_path / "trace.jsonl"
     scheduled: list[tuple[int, int]] = []

@@ -19,7 +19,7 @@ def generate(folder, runner, mode, policy=None):
         return [answers(llm, batch, max_tokens=24, ignore_eos=True) for batch in BATCHES]
 
 
-# Without a GPU one variant is enough for every day: what a graph holds is not the kernels' business.
+# Without a GPU one variant is enough for ``make test``: the kernels do not change what a graph holds.
 OTHERS = [pytest.param(name, marks=[] if ON_GPU else pytest.mark.full) for name in ("w4a16", "fp8")]
 
 

@@ -32,7 +32,7 @@ def decode_plans(passes: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.skipif(ON_GPU, reason="CUDA's graphs do not tell what is in them")
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_every_replay_is_of_the_plan_of_its_moment(runner, checkpoints, tmp_path):
-    """After prompts, and by a pattern that another policy has."""
+    """The moments follow prompts, and then the pattern of another policy."""
     (tmp_path / "p.yaml").write_text(FLOOR)
     trace = tmp_path / "trace.jsonl"
     options: dict[str, Any] = {"flexquant": {"trace": str(trace)}}

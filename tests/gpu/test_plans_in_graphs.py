@@ -46,17 +46,17 @@ rules:
   - use: w8a8
 """
 FAR = 0.5
-"""Nats between the two variants' logprobs, at least; the same plan compiled is nearer to itself eager."""
+"""Least nats between the two variants' logprobs; a compiled plan is nearer to the same plan run eagerly."""
 
 
 def second_steps(llm) -> list[dict[int, float]]:
-    """For every batch size: the logprobs of the first sequence's second token, from one decode pass."""
+    """Return, for every batch size, the first sequence's logprobs of the second token, in one decode pass."""
     batches = [[f"{i} prompt" for i in range(n)] for n in range(1, SEQUENCES + 1)]
     return [answers(llm, b, max_tokens=2, ignore_eos=True, logprobs=20)[0][1][1] for b in batches]
 
 
 def distance(a: dict[int, float], b: dict[int, float]) -> float:
-    """The largest difference in logprob over the tokens that both list; far apart if there are none."""
+    """Return the largest difference in logprob over the tokens that both list; infinity if there are none."""
     return max((abs(a[token] - b[token]) for token in a.keys() & b.keys()), default=float("inf"))
 
 
@@ -65,7 +65,7 @@ def parameter_addresses(model) -> list[int]:
 
 
 def sizes_of_pieces(model) -> dict[str, list[int]]:
-    """For every plan, the sizes for which its first piece holds a captured graph."""
+    """Return, for every plan, the sizes for which its first piece holds a captured graph."""
     return {
         plan: sorted(
             descriptor.num_tokens
@@ -86,7 +86,7 @@ def expected_sizes(model) -> dict[str, list[int]]:
 
 
 def unwrap(function):
-    """For the V1 runner, which wraps the model for FULL graphs."""
+    """Unwrap the model for ``function``: the V1 runner wraps it for FULL graphs."""
     return lambda model: function(model.unwrap() if hasattr(model, "unwrap") else model)
 
 

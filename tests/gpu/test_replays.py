@@ -26,7 +26,7 @@ TOKENS = 6
 
 
 def own_weights(model: Any) -> dict[int, str]:
-    """By address, the variant of every weight that one variant alone has."""
+    """Return the variant of every weight that only one variant has, keyed by the weight's address."""
     owners: dict[int, set[str]] = {}
     for name, variant in model.variants.items():
         for weight in variant.parameters():
@@ -36,7 +36,7 @@ def own_weights(model: Any) -> dict[int, str]:
 
 
 def variants_in(graph: Any, owners: dict[int, str]) -> set[str]:
-    """The variants whose weights the operators of a graph read."""
+    """Return the variants whose weights the operators of a graph read."""
     tensors = (
         t for operator in graph.operators for t in tree_leaves(operator[1:3]) if isinstance(t, torch.Tensor)
     )
@@ -73,9 +73,9 @@ class Step(NamedTuple):
     """What vLLM's engine did in a step."""
 
     replayed: list[set[str]]
-    """For every graph, the variants whose weights are in it."""
+    """The variants whose weights each replayed graph holds."""
     calls: int
-    """Of the model."""
+    """Calls of the model's forward."""
 
 
 def watch_steps(llm: Any) -> list[Step]:
@@ -100,12 +100,12 @@ def watch_steps(llm: Any) -> list[Step]:
 
 
 def traced(trace: Path) -> list[dict[str, Any]]:
-    """The passes in a trace, without what it says of policies."""
+    """Return the passes in a trace, without what it says of policies."""
     return [record for line in trace.read_text().splitlines() if "phase" in (record := json.loads(line))]
 
 
 def check_steps(mode: str, passes: list[dict[str, Any]], steps: list[Step]) -> None:
-    """What every step replayed is the plan that the trace names, in the graphs that the mode has for it."""
+    """Assert that every step replayed the plan that the trace names, in the graphs that its mode has."""
     steps = [step for step in steps if step.replayed or step.calls]  # one is left when all have ended
     assert len(passes) == len(steps)
     for forward_pass, (found, called) in zip(passes, steps, strict=True):
@@ -133,7 +133,7 @@ def count_calls(llm: Any) -> Counter[str]:
 
 
 def expects_full(mode: str, forward_pass: dict[str, Any]) -> bool:
-    """Whether vLLM replays a whole pass in this mode."""
+    """Return whether vLLM replays a whole pass in this mode."""
     return expects_graph(mode, forward_pass) and (
         mode == "FULL" or (mode != "PIECEWISE" and forward_pass["phase"] == "decode")
     )

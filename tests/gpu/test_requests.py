@@ -14,7 +14,7 @@ from tests.gpu.test_policy_change import add, step
 
 
 def tokens(llm: Any, request: str) -> list[int]:
-    """How many tokens the engine tells of a request, in full; nothing if it does not know the request."""
+    """Return the tokens that the engine reports for a request; nothing if it does not know the request."""
     (found,) = llm.collective_rpc("flexquant_requests", args=(request,))
     assert not any("incomplete" in told for told in found)
     return [sum(run["tokens"] for run in told["plans"]) for told in found]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Engines for the tests: vLLM in this process, on a CPU if there is no GPU, eager.
+"""Starts engines for the tests: vLLM in this process, on a CPU if there is no GPU, eager.
 
 An engine takes seconds to load, so one is asked for all policies that a test compares: by ``generate``, which
 keeps the answers for the session and not the engine, or with ``take_policy``.
@@ -30,12 +30,12 @@ from tests.conftest import STARTS
 if TYPE_CHECKING:
     from vllm import LLM
 
-# Before a test module imports vLLM, which reads them.
+# Set before a test module imports vLLM, which reads these variables.
 in_process.prepare_environment()
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Static checkpoints are W4A16 then, also where vLLM would make W4A8 of them, and merged ones run on the same
-# kernel as they do: elsewhere than in test_cpu_precisions.py no kernel is chosen by its speed.
+# With this, static checkpoints are W4A16 even where vLLM would make W4A8 of them, and merged ones run on the
+# same kernel: only test_cpu_precisions.py chooses kernels by their speed.
 os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
 if "avx512f" in Path("/proc/cpuinfo").read_text():
     os.environ.setdefault("VLLM_DISABLED_KERNELS", "TorchCPUInt4LinearKernel")
@@ -62,7 +62,7 @@ def count_engines(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @contextmanager
 def engine(folder: Path | str, policy: str | None = None, **options: Any) -> Iterator[LLM]:
-    """An in-process engine on ``folder``, freed on leaving; ``policy`` is for merged checkpoints."""
+    """Yield an in-process engine on ``folder``, freed on leaving; ``policy`` is for merged checkpoints."""
     flexquant = options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
     from flexquant.serving.cpu.kernels import provide_cpu_kernels
 
@@ -77,9 +77,9 @@ Answers = list[tuple[list[int], list[dict[int, float]]]]
 
 
 def answers(llm: LLM, prompts: list[Any], adapters: list[Any] | None = None, **sampling: Any) -> Answers:
-    """Greedy answers: for every prompt the token ids, and at every step the top logprobs by token id.
+    """Return greedy answers: for every prompt the token ids, and at every step the top logprobs by token id.
 
-    ``adapters``: the LoRA request of every prompt, None for a prompt without.
+    ``adapters`` has the LoRA request of every prompt, or None for a prompt without one.
     """
     from vllm import SamplingParams
 
@@ -95,14 +95,15 @@ def answers(llm: LLM, prompts: list[Any], adapters: list[Any] | None = None, **s
 
 
 def read_policy(policy: str) -> Policy:
-    """``policy``: a built-in one, a file, or the text of one."""
+    """Return a built-in policy, one in a file, or one given as text."""
     return parse_policy(yaml.safe_load(policy), "test") if "\n" in policy else load_policy(policy)
 
 
 def every_plan_of(policies: list[str]) -> str:
-    """The text of a policy under which an engine holds all plans of ``policies``.
+    """Return the text of a policy under which an engine holds all plans of ``policies``.
 
-    Each plan gets the passes of one token count, so an engine holds as many as a pass has tokens at most.
+    Each plan gets the passes of one token count, so an engine holds at most as many plans as a pass has
+    tokens.
     """
     documents = [read_policy(policy).document for policy in policies]
     uses: list[Any] = []
@@ -116,9 +117,9 @@ def every_plan_of(policies: list[str]) -> str:
 
 
 def take_policy(llm: LLM, policy: str, empty_cache: bool = True) -> None:
-    """Have an eager engine route by another policy, all of whose plans it holds.
+    """Have an eager engine, which holds all of the policy's plans, route by the policy.
 
-    ``empty_cache``: forget the prefixes in the KV cache, which the policy before has written.
+    ``empty_cache`` drops the prefixes in the KV cache, which the policy before has written.
     """
 
     def swap(model: Any) -> None:
@@ -133,12 +134,12 @@ def take_policy(llm: LLM, policy: str, empty_cache: bool = True) -> None:
 
 
 class Served(NamedTuple):
-    """What is left of a policy on an engine."""
+    """What an engine answered under one policy."""
 
     answers: list[Answers]
-    """By batch."""
+    """The answers to each batch."""
     passes: list[dict[str, Any]]
-    """Its part of the trace; empty for stock vLLM."""
+    """The policy's part of the trace; empty for stock vLLM."""
 
 
 _kept: dict[str, list[Served]] = {}
@@ -151,10 +152,10 @@ def generate(
     sampling: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[Served]:
-    """What each policy answers to ``batches``, one after another, from one engine; kept for the session.
+    """Return what one engine answers to ``batches`` under each policy; kept for the session.
 
-    ``policies`` are built-in ones, files or texts; None: stock vLLM on a variant's own folder, whose answers
-    are a list of one. ``sampling`` is for :func:`answers`, and ``options`` are the engine's.
+    ``policies`` are built-in ones, files or texts; None means stock vLLM on a variant's own folder, whose
+    answers are a list of one. ``sampling`` is for :func:`answers`, and ``options`` are the engine's.
     """
     documents = policies and [read_policy(policy).document for policy in policies]
     asked = [str(folder), documents, batches, sampling, options]
@@ -189,9 +190,9 @@ def _generate(
 
 
 def bytes_of_int4_group() -> int:
-    """What this CPU's W4A16 kernel keeps for every group of weights, beside the four bits of each.
+    """Return the bytes that this CPU's W4A16 kernel keeps for a group of weights, beside their 4 bits each.
 
-    vLLM's: a 16-bit scale. PyTorch's, where vLLM has none: a scale and a zero in 16 bit.
+    vLLM's kernel keeps a 16-bit scale; PyTorch's, where vLLM has none, a scale and a zero in 16 bit.
     """
     import torch
 
@@ -208,19 +209,19 @@ def made(path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def real_model() -> Path:
-    """SmolLM2-135M-Instruct in 16 bit."""
+    """Return the folder of SmolLM2-135M-Instruct in 16 bit."""
     return made(WORK / NAME)
 
 
 @pytest.fixture(scope="session")
 def real_variants() -> dict[str, Path]:
-    """Its variants, as ``flexquant quantize`` wrote them."""
+    """Return the folders of its variants, as ``flexquant quantize`` wrote them."""
     return {name: made(WORK / "variants" / NAME / name) for name in ("w8a8", "w4a16")}
 
 
 @pytest.fixture(scope="session")
 def real_merged() -> Path:
-    """Its variants, merged by ``flexquant merge``."""
+    """Return the folder of its variants merged by ``flexquant merge``."""
     return made(WORK / "merged" / NAME)
 
 

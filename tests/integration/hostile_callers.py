@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Bytes that nobody means well with, sent to FlexQuant's routes over a socket, and the answers."""
+"""Sends FlexQuant's routes, over a socket, bytes that no friendly client sends, and reads the answers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 PATIENCE = 300.0
-"""Seconds after which a server that does not answer hangs."""
+"""Seconds after which a server that does not answer counts as hung."""
 POLICY = b'{"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}]}'
 ENDLESS = 1 << 26
-"""Bytes that are sent where a server reads on."""
+"""Bytes that are sent to a server that keeps on reading."""
 
 
 class Answer(NamedTuple):
     status: int
     body: Any
-    """What its JSON holds; None if it is none."""
+    """The decoded JSON; None if the answer is no JSON."""
 
 
 class Caller:
-    """Calls a server at ``url``, a connection each."""
+    """Calls a server at ``url``, with a new connection each time."""
 
     def __init__(self, url: str, key: str, admin: str) -> None:
         self._address = (urllib.parse.urlsplit(url).hostname, urllib.parse.urlsplit(url).port)
@@ -45,7 +45,7 @@ class Caller:
             return self._answer(connection)
 
     def post_endlessly(self, *headers: bytes) -> tuple[Answer, int]:
-        """Post in chunks until the server answers or closes: the answer, and how many bytes went out."""
+        """Post in chunks until the server answers or closes; return the answer and the bytes sent."""
         sent = 0
         headers = (*headers, b"Transfer-Encoding: chunked")
         with self._sent(b"POST", b"/flexquant/policy", headers) as connection:
@@ -65,7 +65,7 @@ class Caller:
             yield
 
     def answers_while_it_reads(self, body: bytes) -> int:
-        """Post what is slow to read; how often the server says meanwhile that it is healthy."""
+        """Post a body that is slow to read; return how often the server says meanwhile that it is healthy."""
         with ThreadPoolExecutor(1) as pool:
             slow = pool.submit(self.post, body)
             answered = 0

@@ -31,9 +31,9 @@ from tests.policies import LAYERED_DECODE
 KEY = "a key"
 ADMIN = "an administrator's key"
 LONG = 1900
-"""Tokens of an answer that goes on until its client goes away."""
+"""Tokens of an answer that continues until its client goes away."""
 TRACE = bytes(range(16))
-"""The trace that callers have begun."""
+"""The id of the trace that the callers have begun."""
 BOMB = "\n".join(
     ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
@@ -45,30 +45,30 @@ Metrics = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Changed(NamedTuple):
-    """What came of policies that were posted, in order."""
+    """What came of the policies that were posted, in order."""
 
     codes: dict[str, int]
-    """HTTP status codes of those that have to be refused."""
+    """HTTP status codes of the policies that have to be refused."""
     refused: str
-    """What ``flexquant policy apply`` said of one of them."""
+    """What ``flexquant policy apply`` printed for one of them."""
     after_refusals: dict[str, Any]
-    """The status after these and a dry run."""
+    """The status after the refusals and a dry run."""
     dry_run: dict[str, Any]
     taken: dict[str, Any]
-    """What the server said of one that it took, while it answered."""
+    """What the server said of a policy that it took while it answered."""
     answers: list[int]
-    """Tokens that had come of the answers that it was giving meanwhile, when their clients went away."""
+    """Tokens of each answer under way that had come by then, when its client went away."""
     status: dict[str, Any]
     metrics: list[Metrics]
     passes: list[dict[str, Any]]
-    """Of the trace, what it says of the policy included."""
+    """The lines of the trace, what they say of the policy included."""
 
 
 class Served(NamedTuple):
     metrics: list[Metrics]
-    """Of several requests: by sample and labels."""
+    """One scrape of the metrics for each of several requests."""
     status: dict[str, Any]
-    """From /flexquant, with the key."""
+    """What /flexquant says, with the key."""
     refused: list[int]
     """HTTP status codes without the key, and with others."""
     header: dict[str, Any]
@@ -77,18 +77,18 @@ class Served(NamedTuple):
     answered: list[tuple[int, Any]]
     """What /flexquant/requests says of a response to two prompts, of one with two answers, and of none."""
     traffic: Traffic
-    """All that the server has had, before the last change too."""
+    """All traffic that the server has had, before the last change too."""
     all_passes: list[dict[str, Any]]
     proposal: Path
     spans: list[tuple[list[Span], list[Span]]]
-    """By prompt of these responses: vLLM's spans of the answers, and FlexQuant's."""
+    """For each prompt of these responses: vLLM's spans of the answers, and FlexQuant's."""
 
 
 @contextmanager
 def plugin_routes() -> Iterator[None]:
-    """Servers that start here have the routes of vLLM's plugins of this name.
+    """Give servers that start here the routes of FlexQuant's plugin, whatever they inherit.
 
-    Whatever they inherit: another engine of the process that starts them has its own metrics.
+    Another engine of the process that starts them has metrics of its own.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, "/nowhere")
@@ -123,7 +123,7 @@ def ask(url: str, authorization: str | None, body: bytes | None = None) -> tuple
 
 @contextmanager
 def traced() -> Iterator[None]:
-    """Servers that start here export their spans over HTTP, and soon."""
+    """Have servers that start here export their spans over HTTP, and soon."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
@@ -133,7 +133,7 @@ def traced() -> Iterator[None]:
 def ask_all(
     url: str, merged: Path, trace: Path, collector: Collector, policies: Path, scrapes: int
 ) -> Served:
-    """Ask a server for completions, and what it tells of them, before and after its policy changes."""
+    """Ask a server for completions and for its records, before and after its policy changes."""
     client = OpenAI(base_url=url, api_key=KEY)
 
     def complete(number: int) -> None:
@@ -256,7 +256,7 @@ def lines(trace: Path) -> int:
 
 
 def wait(reached: Callable[[], bool], under_way: list[Future[None]]) -> None:
-    """Wait for something that answers bring about which go on until they are told to end."""
+    """Wait for what the answers ``under_way`` bring about, which go on until they are told to end."""
     while not reached():
         assert not any(future.done() for future in under_way)
         time.sleep(0.01)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""How far apart the answers of two engines are."""
+"""Compares the answers of two engines by their logprobs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tests.integration.conftest import Answers
 
 EVERY = slice(None)
 TIE = 0.1
-"""Nats between two tokens, either of which a 16-bit engine may choose if it adds up in another order."""
+"""Nats between two tokens, either of which a 16-bit engine may choose if it sums in another order."""
 
 
 def distance(one: Answers, other: Answers, steps: slice = EVERY) -> float:
-    """Mean difference in nats of the logprobs that both list, at those ``steps`` that follow equal tokens."""
+    """Return the mean difference in nats of the logprobs that both list, at ``steps`` after equal tokens."""
     differences: list[float] = []
     for (ids, found), (other_ids, other_found) in zip(one, other, strict=True):
         for i in range(min(len(ids), len(other_ids)))[steps]:
@@ -23,9 +23,9 @@ def distance(one: Answers, other: Answers, steps: slice = EVERY) -> float:
 
 
 def assert_equal_but_for_ties(found: Answers, expected: Answers) -> None:
-    """Assert that greedy answers are the same, half of them whole, the others up to a tie of ``expected``.
+    """Assert that greedy answers agree: half of them wholly, the others up to a tie of ``expected``.
 
-    For engines that give the same passes other shapes: kernels of some CPUs then add up in another order.
+    It is for engines that give the same passes other shapes: some CPUs' kernels then sum in another order.
     """
     whole = 0
     for (ids, _), (others, logprobs) in zip(found, expected, strict=True):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A collector of OpenTelemetry's traces, over HTTP: what a process exports to it, decoded."""
+"""A collector of OpenTelemetry's traces over HTTP, which decodes what a process exports to it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 PATIENCE = 120
-"""Seconds that spans may take to come."""
+"""Seconds that spans may take to arrive."""
 
 
 class Span(NamedTuple):
     name: str
     trace: bytes
     own: bytes
-    """Its id."""
+    """The span's own id."""
     parent: bytes
     start: int
     end: int
@@ -45,7 +45,7 @@ class Collector:
                 self.spans += [_decoded(span) for span in scope.spans]
 
     def wait_for(self, number: int, wanted: Callable[[Span], bool]) -> list[Span]:
-        """Return the spans that are wanted, once there are so many."""
+        """Return the spans that are wanted, once there are ``number`` of them."""
         deadline = time.monotonic() + PATIENCE
         while len(found := [span for span in list(self.spans) if wanted(span)]) < number:
             assert time.monotonic() < deadline, f"{len(found)} spans instead of {number}, of {self.spans}"
@@ -55,7 +55,7 @@ class Collector:
 
 @contextmanager
 def otlp_collector() -> Iterator[Collector]:
-    """A collector that listens at 127.0.0.1."""
+    """Yield a collector that listens at 127.0.0.1."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

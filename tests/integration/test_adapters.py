@@ -58,7 +58,7 @@ def make_adapter(folder: Path, seed: int, modules: tuple[str, ...] = tuple(SIZES
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What vLLM takes for each prompt: two adapters, of which the second has attention alone, and none."""
+    """Return vLLM's adapter of each prompt: two adapters, the second for attention alone, and none."""
     from vllm.lora.request import LoRARequest
 
     folder = tmp_path_factory.mktemp("adapters")
@@ -69,7 +69,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in 16 bit and its variants, merged in pairs."""
+    """Return a folder with a model in 16 bit and its variants, merged in pairs."""
     folder = tmp_path_factory.mktemp("model")
     for scheme in (None, "w8a8", "fp8", "w4a16"):
         make_checkpoint(folder / (scheme or "16-bit"), scheme=scheme, num_layers=LAYERS)
@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def served(folder: Path, policies: list[str], adapters: list[Any] | None, work: Path) -> list[Any]:
-    """What each policy answers with the adapters, and the last one without."""
+    """Return what each policy answers with the adapters, and what the last one answers without them."""
     (union := work / "union.yaml").write_text(every_plan_of(policies))
     found = []
     with engine(folder, str(union), **OPTIONS) as llm:
@@ -106,14 +106,14 @@ def test_every_variant_with_adapters_is_stock_vllm(folder: Path, adapters: list[
 
 
 def test_w8a8_and_a_change_of_plans(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
-    """Where stock vLLM has no adapters on this kernel: near to the 16-bit model with the same adapters."""
+    """Stock vLLM has no adapters on this kernel: the 16-bit model with the same adapters has to be near."""
     w8a8, phase, without = served(folder / "w8a8-w4a16", ["w8a8", "phase"], adapters, tmp_path)
     expected = stock(folder / "16-bit", adapters)
     assert distance(w8a8, expected) < distance(phase, expected) < distance(without[:2], expected[:2]) / 2
 
 
 def test_layers_of_two_variants_with_adapters(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
-    """Where neither has all layers, adapters find each in the variant that has it."""
+    """No variant has all layers: adapters have to find each layer in the variant that has it."""
     apart = rules('- use: {default: fp8, layers: {"0": w4a16}}')
     (tmp_path / "apart.yaml").write_text(apart)
     expected, *_ = served(folder / "fp8-w4a16", [apart, "w4a16", rules("- use: fp8")], adapters, tmp_path)
@@ -153,7 +153,7 @@ def test_a_smoothed_variant_is_refused(smooth: Any, tmp_path: Path) -> None:
                 pass
 
     assert_refused("LoRA for variants whose layers take scaled inputs .*w4a16 against w8a8")
-    if smooth is smooth_norm:  # which is seen in the norms too, where merging has told nothing
+    if smooth is smooth_norm:  # the norms show the smoothing too, where merging has recorded nothing
         path = tmp_path / "merged" / "config.json"
         config = json.loads(path.read_text())
         del config["quantization_config"]["rescaled"]

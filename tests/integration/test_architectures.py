@@ -28,15 +28,15 @@ rules:
 
 SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
-# Of these, vLLM's oldest supported release is asked too.
+# The tests ask vLLM's oldest supported release about these architectures too.
 ON_OLDEST = ("llama", "gemma3")
 
 
 @pytest.fixture
 def vaultgemma_as_it_was() -> Iterator[None]:
-    """vLLM serves VaultGemma through transformers and turns the class itself into one that vLLM has to build.
+    """Undo what serving VaultGemma does: vLLM turns transformers' class into one that only vLLM can build.
 
-    Tests that make checkpoints of it in this process, without an engine, need it as it was.
+    Tests that make checkpoints of it in this process, without an engine, need the class as it was.
     """
     vault = import_module("transformers.models.vaultgemma.modeling_vaultgemma").VaultGemmaModel
     bases, members = vault.__bases__, dict(vars(vault))

@@ -21,10 +21,10 @@ OPTIONS = {"enable_prefix_caching": True, "max_num_batched_tokens": 128, "max_nu
 
 @pytest.fixture(scope="module")
 def asked(real_merged, tmp_path_factory):
-    """Answers to the second prompt, and their passes, by what the cache held before.
+    """Return the answers to the second prompt, and their passes, by what the cache held before.
 
-    ``nothing``, the prefix as ``phase`` writes it (``own``), or as ``w4a16`` does (``other``, and ``apart``,
-    where the request has a salt of its own).
+    The cache held ``nothing``; the prefix as ``phase`` writes it (``own``); or as ``w4a16`` does (``other``,
+    and ``apart``, where the request has a salt of its own).
     """
     folder = tmp_path_factory.mktemp("caching")
     union, trace = folder / "union.yaml", folder / "trace.jsonl"

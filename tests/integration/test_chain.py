@@ -27,12 +27,12 @@ SETTINGS = Settings(batch_sizes=(4,), samples=8, prompt_tokens=32, tokens=16)
 
 
 RECIPES = {"qwen2": "default", "qwen3_moe": "experts-in-16-bit"}
-"""Not every CPU has kernels for quantised experts."""
+"""Architecture -> recipe; not every CPU has kernels for quantised experts."""
 
 
 @pytest.fixture(scope="module", params=RECIPES)
 def chain(request, tmp_path_factory) -> dict[str, Path]:
-    """A small Qwen2, with biases on q, k and v, or a mixture, and what `flexquant build` made of it."""
+    """Return what `flexquant build` made of a small Qwen2, with biases on q, k and v, or of a mixture."""
     if not QUANTIZE.exists():
         pytest.fail("the quantising environment is missing: run the tests with 'make test', which makes it")
     folder = tmp_path_factory.mktemp(request.param)
@@ -77,7 +77,7 @@ def test_evaluated(chain, tmp_path):
 
 
 def test_tuned(chain, tmp_path):
-    """With more rounds while the machine is too noisy; the samples are kept from run to run."""
+    """`flexquant tune` runs again with more rounds while the machine is too noisy; it keeps the samples."""
     command = [sys.executable, "-m", "flexquant", "tune", chain["merged"], "--quick"]
     command += ["--max-batch", "2", "--max-tokens", "64", "--output", tmp_path / "tuned.yaml", "--rounds"]
     for rounds in (3, 9, 27):

@@ -24,13 +24,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 DAY = 86_400
 JUMPS = ("+0d", "-400d", "+400d", "-30d")
-"""Of the clock from what it is, one after the other."""
+"""Jumps of the clock from the true time, one after the other."""
 TOKENS = 200
 
 
 class Asked(NamedTuple):
     jumps: list[float]
-    """In days, as the server's own replies tell the time."""
+    """The jumps in days, as the server's own replies tell the time."""
     answers: list[list[int]]
     passes: float
     timed: float

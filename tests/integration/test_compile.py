@@ -68,7 +68,7 @@ PLAN = {
 }
 PLANS = set(PLAN.values())
 TAGS = {"flexquant-w4a16", "flexquant-w8a8", "flexquant-w8a8_w4a16_1_"}
-"""Of the folders below which vLLM keeps what it compiled for a plan, without the digest at their end."""
+"""Names of the folders in which vLLM keeps what it compiled for a plan, without the digest at their end."""
 TOKENS = 8
 SECOND = slice(1, 2)
 """The first step of decode, which reads what prefill has written."""
@@ -76,10 +76,10 @@ SIZES = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 
 
 class Run(NamedTuple):
-    """What is left of an engine."""
+    """What is left of an engine that has ended."""
 
     answers: dict[int, Answers]
-    """By the number of prompts side by side."""
+    """The answers, keyed by the number of prompts side by side."""
     before_kv_cache: dict[str, int]
     """What vLLM's compilation counter counted until the KV cache was sized."""
     after_kv_cache: dict[str, int]
@@ -88,7 +88,7 @@ class Run(NamedTuple):
 
 @contextmanager
 def as_on_a_gpu():
-    """Have vLLM's own compile backend, which the CPU platform takes out of each config while it is built."""
+    """Keep vLLM's own compile backend, which the CPU platform takes out of each config."""
     from vllm import EngineArgs
     from vllm.config import CompilationMode
 
@@ -113,7 +113,7 @@ def as_on_a_gpu():
 
 
 def counts() -> dict[str, int]:
-    """What vLLM has compiled in this process, and what Inductor has, by whether it found the code on disk."""
+    """Return what vLLM has compiled in this process, and how often Inductor found its code on disk or not."""
     from torch._dynamo.utils import counters
     from vllm.compilation.counter import compilation_counter
 
@@ -123,7 +123,7 @@ def counts() -> dict[str, int]:
 
 @contextmanager
 def counting():
-    """Yield two dictionaries: what vLLM has compiled when it sizes the KV cache, and afterwards."""
+    """Yield two dictionaries: what vLLM compiles until it sizes the KV cache, and what afterwards."""
     from vllm.v1.engine import core
 
     size_kv_cache = core.get_kv_cache_configs
@@ -142,7 +142,7 @@ def counting():
 
 
 def answers_by_number(llm: Any) -> dict[int, Answers]:
-    """Answers to the first 1, 2, 3 and 4 prompts, these side by side."""
+    """Return the answers to the first 1, 2, 3 and 4 prompts, these side by side."""
     return {n: answers(llm, PROMPTS[:n], max_tokens=TOKENS, ignore_eos=True) for n in (1, 2, 3, 4)}
 
 
@@ -175,7 +175,7 @@ def run(
 
 
 def folders_with(file: str, cache: Path) -> set[str]:
-    """Names of the folders in which vLLM's backend keeps such a file, one a model tag, without the digest."""
+    """Return the names of the folders, one a model tag, in which vLLM's backend keeps such a file."""
     return {
         path.parent.name.rpartition("-")[0] for path in cache.glob(f"torch_compile_cache/*/rank_0_0/*/{file}")
     }
@@ -203,9 +203,9 @@ class Compiled(NamedTuple):
     w4a16: Run
     layered: Run
     routes: list[dict[str, Any]]
-    """The trace of ``several``."""
+    """The trace of the engine ``several``."""
     cache: Path
-    """The cache that ``several`` left."""
+    """The cache that the engine ``several`` left."""
     start_several_again: Callable[[], Run]
 
 
@@ -240,14 +240,14 @@ def test_a_layered_plan_among_others_equals_the_same_plan_alone(compiled):
 
 
 def test_the_plans_themselves_differ(compiled):
-    """Otherwise the tests above would show nothing."""
+    """If they were equal, the tests above would show nothing."""
     w8a8, w4a16, layered = (plan.answers[1] for plan in (compiled.w8a8, compiled.w4a16, compiled.layered))
     assert w8a8 != w4a16 and w8a8 != layered and w4a16 != layered
 
 
 @pytest.fixture(scope="module")
 def eager(folder, policies, tmp_path_factory):
-    """The answers of ``several`` without compiling."""
+    """Return the answers of ``several`` without compiling."""
     return run(folder / "merged", tmp_path_factory.mktemp("eager"), policies["several"], enforce_eager=True)
 
 
@@ -260,7 +260,7 @@ def test_a_plan_that_takes_over_reads_the_kv_cache_of_the_one_before(compiled, e
 
 def test_every_plan_is_compiled_before_the_kv_cache_is_sized_and_none_later(compiled):
     assert compiled.several.before_kv_cache["num_aot_compiles"] == len(PLANS)
-    # Inductor may compile small functions of vLLM's own later, which its counters tell, and vLLM's do not.
+    # Inductor may compile small functions of vLLM's own later; its counters show these, vLLM's do not.
     later = {name: n for name, n in compiled.several.after_kv_cache.items() if not name.startswith("fxgraph")}
     assert not any(later.values()), later
 
@@ -327,7 +327,7 @@ def test_a_checkpoint_merged_again_with_another_scheme_runs_none_of_the_old_code
 
 @pytest.fixture(scope="module")
 def on_a_cpu(folder, policies, tmp_path_factory):
-    """``several`` twice under DYNAMO_TRACE_ONCE, the default on a CPU; the trace of the first start."""
+    """Return two runs of ``several`` under DYNAMO_TRACE_ONCE, a CPU's default, and the first run's trace."""
     cache = tmp_path_factory.mktemp("DYNAMO_TRACE_ONCE")
     cold, warm = (
         run(

@@ -78,7 +78,7 @@ def test_on_a_cpu_plans_share_no_code_and_the_next_start_finds_theirs(
     find_compiled_code_again()
 
     def start() -> tuple[int, int]:
-        """Run two plans in turn, at two sizes; how often Inductor found their code, and how often not."""
+        """Run two plans in turn at two sizes; count how often Inductor found their code and how often not."""
         before = dict(counters["inductor"])
         model, config = compiled_model()
         plans: list[Any] = []

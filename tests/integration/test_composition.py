@@ -37,7 +37,7 @@ def folder(tiny_merged: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
-    """What ``phase`` answers to the prompts, with nothing else asked of vLLM."""
+    """Return what ``phase`` answers to the prompts, with nothing else asked of vLLM."""
     (served,) = generate(folder / "merged", ["phase"], PROMPTS, sampling=SAMPLING, **OPTIONS)
     assert {(p["phase"] == "decode", p["plan"]) for p in served.passes} == {(False, "w8a8"), (True, "w4a16")}
     return served
@@ -68,7 +68,7 @@ def test_beam_search(folder: Path) -> None:
 
 
 def test_structured_output_and_prompt_embeddings(folder: Path, alone: Any, tmp_path: Path) -> None:
-    """Both in one engine: an answer that has to match, and a prompt that comes as its embeddings."""
+    """One engine does both: an answer has to match a form, and a prompt comes as its embeddings."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -95,7 +95,7 @@ def _tensor(ids: list[int]) -> Any:
 
 
 def test_long_context(tmp_path: Path) -> None:
-    """A prompt of 32,768 tokens: every variant is stock vLLM, and reads what the other wrote."""
+    """The prompt has 32,768 tokens: every variant is stock vLLM, and reads what the other wrote."""
     sources = {
         scheme: make_checkpoint(tmp_path / scheme, scheme=scheme, max_position_embeddings=LONG + 64)
         for scheme in VARIANTS
@@ -152,7 +152,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 
 def test_every_route_gives_the_same_answer(server: str) -> None:
-    """Completions, chat, OpenAI's responses and Anthropic's messages."""
+    """The routes are completions, chat, OpenAI's responses and Anthropic's messages."""
     client = OpenAI(base_url=server, api_key="none")
     question, greedy = "What is the capital of Peru?", {"temperature": 0}
     expected = (

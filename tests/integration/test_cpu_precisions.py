@@ -29,7 +29,7 @@ ZENTORCH = programs.ROOT / ".venv" / "zen"
 HIDDEN, INTERMEDIATE, GROUP = 512, 1024, 64
 LAYER = "model.layers.0.mlp.down_proj"
 OUTLIER, OTHERS = 300.0, 0.5
-"""The largest input and the scale of the others, which INT8 rounds to zero beside it."""
+"""The largest input, and the scale of the others, which INT8 rounds to zero beside it."""
 POLICY = """
 schema: flexquant.policy/v1
 derive:
@@ -65,9 +65,9 @@ class Served(NamedTuple):
     """What an engine says of a layer in three variants."""
 
     outputs: dict[str, torch.Tensor]
-    """By variant, [tokens, out] in fp64."""
+    """Variant -> outputs [tokens, out] in fp64."""
     kernels: dict[str, list[str]]
-    """By variant, names of classes."""
+    """Variant -> class names of its kernels."""
     with_zentorch: bool
 
 
@@ -91,13 +91,13 @@ def has_zentorch() -> bool:
 
 @pytest.fixture(scope="module", params=["without zentorch", "with zentorch"])
 def served(request, checkpoints) -> Served:
-    """An engine of its own process: what vLLM finds installed decides about its platform."""
+    """Return what an engine in a process of its own says: vLLM's platform depends on what is installed."""
     environment = programs.newcomers_environment()
     environment |= {"VLLM_CACHE_ROOT": str(checkpoints / "cache"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if request.param == "with zentorch":
         if not has_zentorch():
             pytest.skip("AMD's zentorch is for Zen 4 and later; 'make test' installs it there")
-        # Of vLLM's W4A16 kernels, the one that would be W4A8.
+        # Without these two of vLLM's W4A16 kernels, the one that computes W4A8 is left.
         environment["VLLM_DISABLED_KERNELS"] = "TorchCPUInt4LinearKernel,CPUWNA16LinearKernel"
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(ZENTORCH), environment.get("PYTHONPATH")])
@@ -113,7 +113,7 @@ def served(request, checkpoints) -> Served:
 
 @pytest.fixture(scope="module")
 def weight(checkpoints) -> torch.Tensor:
-    """The INT4 weights, dequantised [out, in]."""
+    """Return the INT4 weights, dequantised [out, in]."""
     tensors = load_file(checkpoints / "w4a16" / "model.safetensors")
     shape = torch.Size(tensors[f"{LAYER}.weight_shape"].tolist())
     unpacked = unpack_from_int32(tensors[f"{LAYER}.weight_packed"], 4, shape)

@@ -38,7 +38,7 @@ PATIENCE = 120
 
 @contextmanager
 def prometheus(scraped: str, folder: Path) -> Iterator[str]:
-    """A Prometheus that asks ``scraped``, host and port, every second; yields its URL."""
+    """Yield the URL of a Prometheus that asks ``scraped``, a host and port, every second."""
     (folder / "prometheus.yml").write_text(f"""
 global: {{scrape_interval: 1s}}
 scrape_configs:
@@ -56,7 +56,7 @@ scrape_configs:
 
 
 def ask(prometheus_url: str, expression: str) -> list[dict[str, Any]]:
-    """The series that a query finds now, those without a number left out."""
+    """Return the series that a query finds now, without those that have no number."""
     query = urllib.parse.urlencode({"query": expression})
     try:
         with urllib.request.urlopen(f"{prometheus_url}/api/v1/query?{query}", timeout=30) as reply:
@@ -64,12 +64,12 @@ def ask(prometheus_url: str, expression: str) -> list[dict[str, Any]]:
     except urllib.error.HTTPError as e:
         pytest.fail(f"{expression}: {e.read().decode()}")
     except urllib.error.URLError:
-        return []  # it has not started yet
+        return []  # Prometheus has not started yet
     return [found for found in series if not math.isnan(float(found["value"][1]))]
 
 
 def queries() -> dict[str, list[str]]:
-    """By panel: its queries, with Grafana's variables filled in."""
+    """Return the queries of each panel, with Grafana's variables filled in."""
     dashboard = json.loads(DASHBOARD.read_text())
     filled = {"$model_name": ".*", "$__rate_interval": "10s"}
     found = {}

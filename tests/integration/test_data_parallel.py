@@ -30,13 +30,13 @@ class Served(NamedTuple):
     metrics: Metrics
     status: dict[str, Any]
     found: list[Any]
-    """Of every request, and then of one with as many prompts, what /flexquant/requests says."""
+    """What /flexquant/requests says of every request, and then of one with as many prompts."""
     traces: list[list[dict[str, Any]]]
-    """Of each engine, its passes."""
+    """The passes of each engine."""
     policies: list[list[str]]
-    """Of each engine, those that its trace names, in order."""
+    """The policies that the trace of each engine names, in order."""
     after: Metrics
-    """When the policy had been changed."""
+    """The metrics after the policy was changed."""
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_both_take_another_policy(served: Served) -> None:
 
 
 def test_engines_agree_however_many_post_at_once(tiny_merged: Any) -> None:
-    """To two API servers, each of which tells both engines."""
+    """The posts go to two API servers, each of which tells both engines."""
     arguments = ["--enforce-eager", "--max-model-len", "256", "--api-key", KEY, "--api-server-count", "2"]
     arguments += ["--data-parallel-size", "2", "--additional-config", '{"flexquant": {"policy": "phase"}}']
     outcomes: list[str | None] = []

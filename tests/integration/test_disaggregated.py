@@ -61,7 +61,7 @@ def test_two_servers_give_the_tokens_of_one(
 
 @pytest.fixture(scope="module")
 def server(tiny_merged: Callable[..., Path]) -> Iterator[str]:
-    """One that takes both parts, without a connector: what a proxy does with answers is the same."""
+    """Yield one server that takes both parts, without a connector: a proxy treats its answers alike."""
     merged = tiny_merged() / "merged"
     with vllm_serve(
         merged, "--enforce-eager", "--max-model-len", "256", "--served-model-name", "tiny"

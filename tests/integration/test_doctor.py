@@ -35,7 +35,7 @@ LARGE = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
-"""SmolLM2-135M's sizes, but for the number of layers."""
+"""SmolLM2-135M's sizes, apart from the number of layers."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def merged(tiny_merged) -> Path:
 
 
 def findings(folder: Path, *arguments: str) -> dict[str, list[Finding]]:
-    """By subject."""
+    """Return what the doctor finds, keyed by subject."""
     found: dict[str, list[Finding]] = {}
     for finding in examine(str(folder), [*LENGTH, *arguments]):
         found.setdefault(finding.subject, []).append(finding)
@@ -52,7 +52,7 @@ def findings(folder: Path, *arguments: str) -> dict[str, list[Finding]]:
 
 
 def kernels_of(model: Any) -> dict[str, set[tuple[str, int, int, str]]]:
-    """By variant: name, inputs, outputs and kernel of every linear layer, as served."""
+    """Return the name, inputs, outputs and kernel of every linear layer of each variant, as served."""
     return {
         name: {
             (
@@ -86,7 +86,7 @@ def test_kernels_backend_and_kv_cache_are_those_of_the_engine(merged):
     assert told == served
     if current_platform.is_cpu():
         assert found["attention"][0].details["backends"] == ["CPU_ATTN"]
-        # A GPU needs memory for activations and graphs, too.
+        # A GPU needs memory for activations and graphs too.
         assert found["memory"][0].details["tokens"] // block_size == blocks
     assert found["memory"][0].level == "ok"
     assert "refused" not in found
@@ -115,7 +115,7 @@ def test_weights_are_those_of_the_checkpoint(merged):
 
 @pytest.mark.engine
 def test_weights_are_those_of_the_servers_log(tmp_path, caplog):
-    """Of a tied model with a large vocabulary: four layers of one variant, and two of another."""
+    """The model is tied and has a large vocabulary, four layers of one variant, and two of another."""
     made = {name: make_checkpoint(tmp_path / name, scheme=name, **LARGE) for name in ("w8a8", "w4a16")}
     merge_checkpoints(made, tmp_path / "merged")
     (tmp_path / "policy.yaml").write_text(rules('- use: {default: w8a8, layers: {"4-5": w4a16}}'))
@@ -129,7 +129,7 @@ def test_weights_are_those_of_the_servers_log(tmp_path, caplog):
             pass
     finally:
         logger.removeHandler(caplog.handler)
-    # Once more where another test has had vLLM's records handed on to pytest.
+    # The record comes twice where another test has had vLLM's records handed on to pytest.
     (announced,) = {r.getMessage() for r in caplog.records if " of 16-bit" in r.getMessage()}
     foretold, logged = mebibytes(weights.text), mebibytes(announced)
     assert list(foretold) == list(logged) == ["w8a8 layers 0-3", "w4a16 layers 4-5", "shared"]
@@ -137,7 +137,7 @@ def test_weights_are_those_of_the_servers_log(tmp_path, caplog):
 
 
 def mebibytes(text: str) -> dict[str, float]:
-    """By variant and layers."""
+    """Return the MiB in a text, keyed by variant and layers."""
     found = re.findall(r"(\w+(?: layers [\d-]+)?): ([\d.]+) MiB", text)
     return {name: float(size) for name, size in found}
 

@@ -36,13 +36,13 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A 16-bit model, from whose weights ``tiny_merged`` has its variants."""
+    """Return a 16-bit model, from whose weights ``tiny_merged`` has its variants."""
     return make_checkpoint(tmp_path_factory.mktemp("model") / "model", scheme=None, num_layers=4)
 
 
 @pytest.fixture(scope="module")
 def evaluation(tiny_merged, model, text, tmp_path_factory) -> tuple[dict, Path]:
-    """``quality.json`` and the output folder of the command on a tiny model."""
+    """Return ``quality.json`` and the output folder of the command on a tiny model."""
     output = tmp_path_factory.mktemp("output")
     (output / "threshold.yaml").write_text(THRESHOLD)
     (output / "questions.txt").write_text("Who are you?\nWhat is two and two?\nWhy?\nWhere is Rome?\nHow?\n")
@@ -59,7 +59,7 @@ def results(document: dict) -> dict[tuple[str, int], dict]:
 
 
 def prompt_nll(llm, row: list[int]) -> list[float]:
-    """The negative log-likelihoods of all tokens of a row but the first, by one prefill of the whole row."""
+    """Return the negative log-likelihoods of a row's tokens but the first, from one prefill of the row."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
@@ -68,7 +68,7 @@ def prompt_nll(llm, row: list[int]) -> list[float]:
 
 
 def test_forced_decoding_scores_as_a_prefill_of_the_same_tokens(model, text, tmp_path):
-    """With rows of different lengths, more than fit into a batch: rows end, move up and begin meanwhile."""
+    """Rows have different lengths and do not all fit into a batch: rows end, move up and begin meanwhile."""
     from transformers import AutoTokenizer
     from vllm import SamplingParams
 
@@ -92,7 +92,7 @@ def test_forced_decoding_scores_as_a_prefill_of_the_same_tokens(model, text, tmp
     assert [list(output.outputs[0].token_ids) for output in outputs] == [row[PROMPT:] for row in rows]
     for file, nll in zip(files, expected, strict=True):
         assert np.load(file)["nll"] == pytest.approx(nll, abs=1e-3)
-    assert np.ptp(np.concatenate(expected)) > 1  # rows and positions could be told apart
+    assert np.ptp(np.concatenate(expected)) > 1  # rows and positions can be told apart
 
 
 def test_a_model_does_not_diverge_from_itself(model, text, tmp_path):
@@ -197,7 +197,7 @@ def test_qwen2_with_variants_of_other_names_without_a_reference(tiny_merged, tex
 
 
 def test_decode_passes_of_several_plans_are_counted_and_none_deviates(tiny_merged, text, tmp_path):
-    """Under a floor, and under a schedule in place of a trigger, which goes on from batch to batch."""
+    """Batches run under a floor, and under a schedule in a trigger's place, which goes on between batches."""
     (tmp_path / "floor.yaml").write_text(FLOOR)
     (tmp_path / "schedule.yaml").write_text(scheduled("1000"))
     settings = Settings(batch_sizes=(4,), samples=8, prompt_tokens=PROMPT, tokens=8)

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.engine
 
 EXAMPLES = programs.ROOT / "examples"
 PROMPTS = ["The capital of France is", "The largest planet of the solar system is"]
-"""Those of 02_offline.py."""
+"""The prompts of 02_offline.py."""
 QUESTION = "Name three rivers in Europe."
-"""That of 03_serve.py."""
+"""The question of 03_serve.py."""
 
 
 def run(example: str, *args: object) -> str:
@@ -33,7 +33,7 @@ def run(example: str, *args: object) -> str:
 
 @pytest.fixture(scope="module")
 def beginnings(real_merged) -> dict[str, tuple[str, ...]]:
-    """By prompt: the five likeliest first tokens of an answer, as an engine of this process finds them.
+    """Return each prompt's five likeliest first tokens of an answer, as an engine of this process finds them.
 
     Which of them is first may depend on the batch and on the number of threads, where two are close.
     """

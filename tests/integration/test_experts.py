@@ -57,7 +57,7 @@ with engine.engine(sys.argv[1], max_model_len=128, enforce_eager=True, flexquant
 
 @pytest.fixture(scope="module")
 def mixture(tiny_merged):
-    """A function: architecture -> folder with w8a8, w4a16 and merged; experts in 16 bit, or quantised too."""
+    """Return a function: architecture -> folder of w8a8, w4a16 and merged, experts in 16 bit or quantised."""
 
     def make(architecture: str, in_16_bit: bool = True) -> Path:
         return tiny_merged(architecture, 2, (EXPERTS,) if in_16_bit else ())

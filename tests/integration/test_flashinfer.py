@@ -19,7 +19,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch, tmp_path) -> VllmConfig:
-    """vLLM's configuration, and a platform that says of itself what a B200 does.
+    """Return vLLM's configuration, on a platform that says of itself what a B200 does.
 
     There FlashInfer's kernels come compiled (``VLLM_HAS_FLASHINFER_CUBIN``, which vLLM reads once), and take
     what the builder makes as it is. On Hopper it would compile a kernel first, for which a GPU is needed.

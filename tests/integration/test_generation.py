@@ -40,7 +40,7 @@ def arguments(tiny_merged: Callable[..., Path], tmp_path_factory: pytest.TempPat
 def run(
     arguments: list[str], pytestconfig: pytest.Config
 ) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
-    """The document, the answers, and how many engines it took."""
+    """Run the benchmark; return its document, its answers, and how many engines it started."""
     before = pytestconfig.stash[STARTS]["engines"]
     assert main(arguments) == 0
     folder = Path(arguments[arguments.index("--output") + 1]).parent

@@ -42,7 +42,7 @@ from tests.policies import FLOOR
 SIZES = [1, 2, 4, 8, 16, 24, 32, 40]
 BUDGET = 48
 SEQUENCES = 20
-"""Between two sizes: a decode pass of 17 to 20 sequences is padded beyond the largest FULL decode graph."""
+"""Sequences between two sizes: decode passes of 17 to 20 are padded beyond the largest FULL decode graph."""
 
 POLICY = """
 schema: flexquant.policy/v1
@@ -69,11 +69,11 @@ class PossiblePass(NamedTuple):
     tokens: int
     sequences: int
     uniform: bool
-    """Whether the runner takes it for a decode pass: a fresh prompt of one token is none for V2."""
+    """Whether the runner takes it for a decode pass; V2 does not take a fresh prompt of one token for one."""
 
 
 def possible_passes(runner: str, budget: int = BUDGET, speculated: int = 0) -> Iterator[PossiblePass]:
-    """``speculated``: the most draft tokens of a decoding sequence, which may have fewer."""
+    """Yield the possible passes; ``speculated`` is the most draft tokens of a decoding sequence."""
     one = 1 + speculated
     for n in range(1, SEQUENCES + 1):
         yield PossiblePass("decode", n * one, n, True)
@@ -113,7 +113,7 @@ def dispatcher(runner: str, config):
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """vLLM's process groups, of this process alone; its V2 manager asks them for its rank."""
+    """Set up vLLM's process groups, of this process alone; its V2 manager asks them for its rank."""
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('ranks')}/store", 0, "gloo")
         initialize_model_parallel()
@@ -153,7 +153,7 @@ def configured(one_rank, tiny_merged, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def graph_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The V2 manager asks the platform for a memory pool, which a CPU has not; nothing is put into it."""
+    """Stand in for the memory pool that the V2 manager asks for and a CPU lacks; nothing is put into it."""
     monkeypatch.setattr(type(current_platform), "_global_graph_pool", (0, 0), raising=False)
 
 
@@ -179,7 +179,7 @@ def test_no_graph_is_missing_and_the_plan_is_the_policys(runner, mode, configure
             assert size == p.tokens
 
     assert replayed <= graphs
-    # V1 never replays a decode plan in pieces where it has a FULL graph of the size. All else is used.
+    # V1 never replays a decode plan in pieces where it has a FULL graph of the size. All others are used.
     unused = {graph for graph in graphs - replayed if (CUDAGraphMode.FULL, *graph[1:]) not in graphs}
     assert not unused
     if runner == "V2":
@@ -261,7 +261,7 @@ def test_sizes_that_vllm_rounds_up_for_speculation_are_in_the_table(configured):
 
 
 class Entries(dict):
-    """A wrapper's graphs by size, that counts how often it is asked."""
+    """A wrapper's graphs, keyed by size, which count how often they are asked."""
 
     asked = 0
 
@@ -279,7 +279,7 @@ class Plan(torch.nn.Module):
 
 @pytest.fixture
 def captured(configured, monkeypatch):
-    """A plan of 30 pieces, the last with a graph for 8 tokens, after vLLM has ended capturing."""
+    """Return a plan of 30 pieces, the last with a graph for 8 tokens, after vLLM has ended capturing."""
     config, _ = configured(POLICY, "PIECEWISE")
     graphs = PlanGraphs(has_full=False)
     with graphs.compiling("plan"):
@@ -290,7 +290,7 @@ def captured(configured, monkeypatch):
     pieces[-1].concrete_cudagraph_entries[size] = CUDAGraphEntry(size)
     monkeypatch.setattr(monitor, "cudagraph_capturing_enabled", False)
     yield graphs
-    assert pieces  # vLLM holds them weakly
+    assert pieces  # keeps the pieces alive: vLLM holds them weakly
 
 
 def replay_one(graphs: PlanGraphs, tokens: int) -> CUDAGraphMode:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Nobody gets past FlexQuant's routes, breaks them or keeps others waiting: by hand, and by Schemathesis.
+"""Hostile callers, by hand and by Schemathesis, cannot break FlexQuant's routes or keep others waiting.
 
 A real server, with a key of vLLM's and one of the administrator's.
 """
@@ -75,7 +75,7 @@ def url(tiny_merged: Any, log: Path) -> Iterator[str]:
 
 @pytest.fixture
 def caller(url: str, log: Path) -> Iterator[Caller]:
-    """Whatever it does, the server serves the same policy afterwards, and has failed at nothing."""
+    """Yield a caller; whatever it does, the server then serves the same policy, and has failed at nothing."""
     caller = Caller(url, KEY, ADMIN)
     yield caller
     status = caller.get(b"/flexquant", b"Authorization: " + caller.key)
@@ -140,7 +140,7 @@ def test_other_methods_and_paths_are_not_there(caller: Caller) -> None:
 @pytest.mark.full
 @pytest.mark.skipif(not shutil.which("schemathesis"), reason="`make test-full` installs Schemathesis")
 def test_schemathesis_finds_nothing_that_the_openapi_schema_does_not_say(url: str, tmp_path: Path) -> None:
-    """Last, since it changes the policy. What is no policy (422) the schema tells in part alone."""
+    """The test comes last: it changes the policy. The schema says only in part what is refused (422)."""
     (tmp_path / "schemathesis.toml").write_text(
         f"""[auth.openapi]
 "vLLM's key" = {{ bearer = "{KEY}" }}

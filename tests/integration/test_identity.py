@@ -28,7 +28,7 @@ BATCHES = ([QUESTIONS[0]], [LONG], BATCH)
 
 @pytest.fixture(scope="module")
 def served(real_merged):
-    """What the constant policies answer and the passes they take, by variant."""
+    """Return what the constant policies answer and the passes they take, keyed by variant."""
     variants = ["w8a8", "w4a16"]
     return dict(zip(variants, generate(real_merged, variants, *BATCHES, **CHUNK), strict=True))
 
@@ -48,5 +48,5 @@ def test_prompts_came_in_chunks_and_side_by_side(served):
 
 
 def test_the_variants_themselves_differ(served):
-    """Otherwise the first test would show nothing."""
+    """If they were equal, the first test would show nothing."""
     assert served["w8a8"].answers != served["w4a16"].answers

@@ -152,7 +152,7 @@ def test_the_span_of_a_request_has_a_child_that_tells_the_plans(served: Served) 
 
 
 def runs_of(requests: list[Any]) -> dict[str, int]:
-    """What the attributes of a span say of requests, of which /flexquant/requests has told."""
+    """Return the attributes of a span for requests, as /flexquant/requests reported them."""
     tokens: Counter[str] = Counter()
     for run in (run for request in requests for run in request["plans"]):
         tokens[f"flexquant.plan.{run['plan']}.tokens"] += run["tokens"]

@@ -39,7 +39,7 @@ LIMIT = 4
 
 
 def make_tasks(folder: Path) -> None:
-    """A task of each kind of request: choose a sentence's end, write it, and score running text."""
+    """Write a task for each kind of request: choose a sentence's end, write it, and score running text."""
 
     def task(name: str, rows: list[dict], **config: object) -> None:
         data = folder / f"{name}.json"
@@ -103,12 +103,12 @@ def test_tasks_under_two_policies(real_merged, tmp_path):
     for policy in measured.values():
         samples = {task: n["effective"] for task, n in policy["n-samples"].items()}
         assert samples == dict.fromkeys(tasks, LIMIT)
-        # The end stands three times in the prompt, the others do not: whatever the weights were calibrated
-        # on, the choice is plain. A wrong word among those that are written may happen.
+        # The end stands three times in the prompt, the other words do not, so the choice is plain whatever
+        # text the weights were calibrated on. A wrong word among those that are written may happen.
         assert policy["results"]["choose_the_end"]["acc,none"] == 1
         assert 0.5 <= policy["results"]["write_the_end"]["exact_match,none"] <= 1
-    # Text is scored in prefill passes, W8A8 under `phase`, so the two policies do not read the same weights;
-    # that W8A8 reads better is asked of more text, in test_quality.
+    # Text is scored in prefill passes, which are W8A8 under `phase`, so the two policies read different
+    # weights. test_quality asks of more text that W8A8 predicts it better.
     perplexity = {p: run["results"]["running_text"]["word_perplexity,none"] for p, run in measured.items()}
     assert all(1 < value < 1000 for value in perplexity.values())
     assert perplexity["phase"] != perplexity["w4a16"]

@@ -35,12 +35,12 @@ def merged(tiny_merged: Any) -> Path:
 
 
 def expected_plan(since_prompt: int) -> str:
-    """The table of ``FLOOR``, written down by hand."""
+    """Return the plan that ``FLOOR`` gives, written down by hand."""
     return "w8a8" if since_prompt <= 3 else "w4a16"
 
 
 def states(passes: list[dict[str, Any]]) -> str:
-    """Which decode passes were unsure, as a pattern."""
+    """Return which decode passes were unsure, as a pattern."""
     return "".join("01"[p["unsure"]] for p in passes if p["phase"] == "decode")
 
 
@@ -86,7 +86,7 @@ class Stepped:
 
 @pytest.fixture
 def floored(merged, tmp_path):
-    """An engine under ``FLOOR``, step by step."""
+    """Yield an engine under ``FLOOR`` that takes one step at a time."""
     (tmp_path / "floor.yaml").write_text(FLOOR)
     trace = tmp_path / "trace.jsonl"
     with engine(merged, str(tmp_path / "floor.yaml"), flexquant={"trace": str(trace)}) as llm:
@@ -145,7 +145,7 @@ def test_status_requests_and_policy_changes_tell_of_moments(floored):
     ]
     stepped.step()
     decode = [p for p in stepped.passes if p["phase"] == "decode"]
-    # To a policy that is taken, the change is what a prompt is.
+    # To the policy that was taken, its change counts as a prompt.
     assert [p["since_prompt"] for p in decode] == [1, 2, 3, 4, 5, 1, 2, 3, 4]
     assert [p["plan"] for p in decode[5:]] == ["w8a8", "w8a8", "w4a16", "w4a16"]
 
@@ -164,11 +164,11 @@ def test_status_requests_and_policy_changes_tell_of_moments(floored):
 
 NEVER = triggered(enter=1e9)
 FULL = {**EXACT, "logprobs": -1}
-"""With the log-probabilities of all tokens."""
+"""Sampling that returns the log-probabilities of all tokens."""
 
 
 def entropies(found: Any) -> list[float]:
-    """The mean entropy of each step, from answers with the log-probabilities of all tokens, in nats."""
+    """Return the mean entropy of each step in nats, from answers with the log-probabilities of all tokens."""
     per_sequence = [
         [-sum(math.exp(log_p) * log_p for log_p in step.values() if log_p > -math.inf) for step in steps]
         for _, steps in found
@@ -178,7 +178,7 @@ def entropies(found: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def served(merged) -> dict[str, Any]:
-    """Answers and passes by policy: without unsure passes, with some, and those again by their pattern."""
+    """Return answers and passes of policies without unsure passes, with some, and with these by a pattern."""
     options = {"max_logprobs": -1}
     (never,) = generate(merged, [NEVER], PROMPTS, sampling=FULL, **options)
     middle = median(entropies(never.answers[0])[1:])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The command line, building, the doctor, and what measurements are told with."""
+"""Faults in the command line, building, the doctor, and how measurements are reported."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""CUDA graphs, and policies that change while a server runs."""
+"""Faults in CUDA graphs, and in changes of the policy while a server runs."""
 
 from __future__ import annotations
 

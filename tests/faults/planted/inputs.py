@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Files of others, damaged or odd: what is read of them is checked first."""
+"""Faults in checking other people's files, damaged or odd, before anything uses them."""
 
 from __future__ import annotations
 

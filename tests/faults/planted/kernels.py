@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Kernels chosen on a CPU."""
+"""Faults in the choice of kernels on a CPU."""
 
 from __future__ import annotations
 

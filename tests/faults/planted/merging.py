@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Merging, converting, and what is written."""
+"""Faults in merging and converting, and in what they write."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a policy document means."""
+"""Faults in what a policy document means."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Predicting and simulating."""
+"""Faults in predicting and simulating."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Quantising: recipes and calibration."""
+"""Faults in quantising: recipes and calibration."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a server writes down of its passes and requests, and who may change its policy."""
+"""Faults in what a server records of its passes and requests, and in who may change its policy."""
 
 from __future__ import annotations
 

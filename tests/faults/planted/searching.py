@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Searching for layered plans, what they rest on, and what evaluations say of plans."""
+"""Faults in the search for layered plans, in what it rests on, and in evaluations of plans."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Tuning, on engines of its own and by a live server's traffic."""
+"""Faults in tuning, on engines of its own and by a live server's traffic."""
 
 from __future__ import annotations
 

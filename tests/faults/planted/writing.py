@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What is written: all or nothing, on the disk, and readable by others."""
+"""Faults in writing: all or nothing, on the disk, and readable by others."""
 
 from __future__ import annotations
 
