@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Random traces, the same for the same seed; ``python -m flexquant.simulation.arrivals`` writes ours."""
+"""Make random traces, equal for equal seeds; run as a module, this file writes the built-in traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from flexquant.simulation.trace import SUFFIX, Request, write_trace
 
 BUILTIN = {"steady": 1.0, "bursty": 0.05}
-"""The burstiness of the built-in traces: all else is the same in them, the requests' lengths included."""
+"""Built-in trace -> burstiness. The traces are otherwise the same, lengths of requests included."""
 
 
 def make_trace(
@@ -19,8 +19,8 @@ def make_trace(
 ) -> list[Request]:
     """Return requests whose arrivals are a gamma process of ``rate`` requests a second.
 
-    A ``burstiness`` of 1 is a Poisson process, less is more bursty; and the gaps are scaled so that their
-    mean is 1 / ``rate``: both as in ``vllm bench serve``. Lengths are uniform between (1 - spread) and
+    As in ``vllm bench serve``, a ``burstiness`` of 1 gives a Poisson process, a smaller one a more bursty
+    process, and gaps are scaled to a mean of 1 / ``rate``. Lengths are uniform between (1 - spread) and
     (1 + spread) times ``input`` and ``output`` tokens.
     """
     lengths, gaps = random.Random(seed), random.Random(seed + 1)
@@ -34,7 +34,7 @@ def make_trace(
 
 
 def make_builtin(name: str) -> list[Request]:
-    """Return a built-in trace: 160 requests, 4 a second, of 512 + 128 tokens give or take half."""
+    """Return a built-in trace: 160 requests, 4 a second, of 512 + 128 tokens, each plus or minus half."""
     return make_trace(160, 4.0, BUILTIN[name], 512, 128, 0.5, seed=7)
 
 

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""How long a pass of several sequences takes, from the times of simple ones.
+"""Estimate how long a pass of several sequences takes from the measured times of simple passes.
 
-Measured (:mod:`flexquant.policy.pass_times`) are decode passes in which every sequence has C tokens in the KV
-cache, and prefill passes of one prompt with an empty KV cache. Everything but attention depends on the number
-of tokens in the pass alone, and is the same in a pass that holds something else. Attention is corrected for,
-with c the tokens of a sequence that the KV cache held before the pass, and q its tokens in it:
+The measured passes (:mod:`flexquant.policy.pass_times`) are decode passes in which every sequence has C
+tokens in the KV cache, and prefill passes of one prompt with an empty KV cache. Everything but attention
+depends on the number of tokens in the pass only. Attention is corrected for: c is the number of a sequence's
+tokens in the KV cache before the pass, q the number of its tokens in the pass.
 
-    decode of s sequences    decode(s) + k * (sum of c - s * C)                      k: one more KV token
+    decode of s sequences    decode(s) + k * (sum of c - s * C)
     n tokens otherwise       prefill(n) + k * (sum of c over the sequences with q = 1)
                                         + p * (sum of q * c + q^2 / 2 over the others - n^2 / 2)
 
-Decode attention is bound by reading the KV cache, hence k, which was measured. Prefill attention is bound by
-arithmetic on pairs of a query and a key: one prompt of n tokens has n^2 / 2 pairs, prompts that share a pass
-have fewer, and later chunks of a long one more. The time p of a pair is the curvature of the prefill curve:
-that of a + b n + p n^2 / 2, fitted to the times of the larger sizes, where arithmetic bounds all else too.
-It lies between 0 and k: a pair in decode costs no less, since there each key is read for one query. (No such
-bound where k is 0, which is what remains of a k smaller than its noise.)
+Decode attention is bound by reading the KV cache; k, the time of one more token in it, was measured. Prefill
+attention is bound by arithmetic on pairs of a query and a key: one prompt of n tokens has n^2 / 2 pairs,
+several prompts in one pass have fewer, and later chunks of a long prompt have more. The time p of a pair is
+the second derivative of a + b n + p n^2 / 2, fitted to the prefill times of the larger sizes, where
+arithmetic bounds everything else too. p lies between 0 and k, since decode reads each key for one query only.
+This upper bound does not apply if k is 0, because k is then smaller than its noise.
 
-A pass that is padded to the size of a CUDA graph has more tokens than its sequences: s and n are the padded
-ones, while padding has no context and no pairs.
+A pass that is padded to the size of a CUDA graph has more tokens than its sequences: s and n count the
+padding, which has no context and no pairs.
 
-Corrections never make a pass quicker than a part of it alone: one decoding sequence without any context, or
-the longest chunk as a prompt of its own.
+A pass never takes less than a part of it would alone: one decoding sequence without context, or the longest
+chunk as a prompt of its own.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from flexquant.policy.routes import Plan
 from flexquant.simulation.scheduler import Batch
 
 FIT_RANGE = 16
-"""The curvature is fitted to the sizes from the largest down to this part of it."""
+"""The curvature is fitted to the sizes of at least 1 / FIT_RANGE of the largest."""
 FIT_SIZES = 4
-"""With fewer sizes than this the three terms cannot be told apart, and a pair is taken to cost nothing."""
+"""Least number of sizes that determine the three terms; with fewer, a pair is taken to cost nothing."""
 
 
 class PassCost:
     """Times of passes of any kind, in seconds."""
 
     def __init__(self, times: PassTimes) -> None:
-        """Raise FlexQuantError for times whose contexts cost more than the passes themselves."""
+        """Raise FlexQuantError for times in which the context alone costs more than the whole pass."""
         self.times = times
         curvature = sum(_curvature(curve) for curve in times.prefill.values()) / len(times.prefill)
         self.pair_seconds = max(0.0, curvature)
@@ -62,9 +62,9 @@ class PassCost:
                 )
 
     def seconds(self, plan: Plan, phase: str, batch: Batch, padded: int) -> float:
-        """Return the time of a pass of ``padded`` tokens, those of the batch and padding.
+        """Return the time of a pass of ``padded`` tokens, the batch's tokens and padding together.
 
-        ``phase`` as :func:`flexquant.simulation.replaying.phase_of` tells.
+        ``phase`` is what :func:`flexquant.simulation.replaying.phase_of` returns.
         """
         context_seconds = self.times.context_seconds
         if phase == "decode":

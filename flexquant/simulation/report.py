@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""From what happened to a trace to the numbers of ``vllm bench serve``, under its names, and their table.
+"""Summarise a replay in the metrics of ``vllm bench serve``, under its names, and format them as a table.
 
-Definitions (``vllm/benchmarks/serve.py``): TTFT, arrival to first token. TPOT, of a request with more than
-one token: from the first to the last, divided by the tokens after the first. ITL: between two consecutive
-tokens. Throughput: over the time from the first arrival to the last token, here called makespan.
+Definitions (``vllm/benchmarks/serve.py``): TTFT is the time from arrival to the first token. TPOT is the time
+from the first to the last token, divided by the number of tokens after the first; requests with one token
+have none. ITL is the time between two consecutive tokens. Throughput is taken over the makespan, the time
+from the first arrival to the last token.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ COLUMNS = {
     "request_throughput": ("", "requests/s"),
     "makespan_s": ("makespan", "s"),
 }
-"""The table's columns, with their two lines of heading; the numbers that are compared."""
+"""Metric -> its two lines of heading in the table; these metrics are compared."""
 
 
 def summarise(replay: Replay) -> dict[str, Any]:
-    """Return the numbers of a replay as JSON-able data; None for what no request has.
+    """Return the metrics of a replay as JSON-able data; None for a metric that no request has.
 
-    ``passes`` counts them and their share of all passes' time by phase and plan, ``time_per_plan`` has the
-    shares by plan, and ``busy`` is the passes' share of the makespan.
+    ``passes`` holds, by phase and plan, the number of passes and their share of all passes' time.
+    ``time_per_plan`` holds the shares by plan. ``busy`` is the passes' share of the makespan.
     """
     served = replay.sequences
     start = min(s.request.arrival for s in served)
@@ -73,7 +74,7 @@ def summarise(replay: Replay) -> dict[str, Any]:
 
 
 def compare(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Return, by policy, each of :data:`COLUMNS` divided by the first policy's."""
+    """Return, by policy, each metric of :data:`COLUMNS` divided by the first policy's."""
     first = next(iter(results.values()))
     return {
         name: {key: None if result[key] is None else result[key] / first[key] for key in COLUMNS}
@@ -82,7 +83,7 @@ def compare(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, flo
 
 
 def format_table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the numbers, their ratios to the first policy's, and where each policy's time went."""
+    """Return the metrics, their ratios to the first policy's, and each policy's time per plan, as tables."""
     names = list(results)
     rows = [
         ["", *(top for top, _ in COLUMNS.values())],

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What vLLM puts into the next forward pass: continuous batching with chunked prefill.
+"""Model what vLLM puts into the next forward pass: continuous batching with chunked prefill.
 
-After ``vllm/v1/core/sched/scheduler.py`` of vLLM 0.32, ``Scheduler.schedule``. A pass has a budget of tokens.
-Running sequences come first, in the order in which they were admitted: one token each in generation, a chunk
-of what is left of a prompt. Then waiting ones are admitted, first come, first served, while the budget, the
-number of sequences and the KV cache allow: the cache must have room for a whole prompt, though blocks are
-taken chunk by chunk. When blocks run out, the sequence admitted last loses its own and returns to the head of
-the queue, where its prompt and what it has generated become its prompt, and no other is admitted in that pass
-either. The pass that computes the last token of a prompt also yields the first token of the answer.
+This follows ``Scheduler.schedule`` in ``vllm/v1/core/sched/scheduler.py`` of vLLM 0.32. A pass has a budget
+of tokens. Running sequences come first, in the order of their admission: one token for a sequence in
+generation, a chunk of the rest of its prompt for another. Then waiting sequences are admitted, first come,
+first served, while the budget, the number of sequences and the KV cache allow it. The cache must have room
+for the whole prompt, though blocks are allocated chunk by chunk. If blocks run out, the sequence admitted
+last is preempted: it frees its blocks and returns to the head of the queue, with its generated tokens added
+to its prompt, and no sequence is admitted in that pass. The pass that computes the last token of a prompt
+also yields the first token of the answer.
 
 With asynchronous scheduling (``async_scheduler.py``), vLLM's default on GPUs, pass n + 1 is scheduled while
 pass n runs: a request that arrives during pass n joins pass n + 2 rather than n + 1, and a sequence that pass
-n finishes holds its place and its blocks when pass n + 1 is scheduled.
+n finishes still holds its place and its blocks when pass n + 1 is scheduled.
 
-Not modelled: prefix caching, speculative decoding, priorities.
+Prefix caching, speculative decoding and priorities are not modelled.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from flexquant.simulation.trace import Request
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a pass and the sequences in flight, named as vLLM's arguments are."""
+    """Limits of a pass and of the running sequences, named like vLLM's arguments."""
 
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
@@ -39,7 +40,7 @@ class Limits:
     block_size: int = 16
     """Tokens of a block."""
     capture_sizes: tuple[int, ...] = ()
-    """Tokens of the CUDA graphs, ascending; none on a CPU and in eager mode."""
+    """Tokens of the CUDA graphs, ascending; empty on a CPU and in eager mode."""
     async_scheduling: bool = False
 
     def __post_init__(self) -> None:
@@ -59,12 +60,12 @@ class Limits:
 
     @property
     def blocks(self) -> float:
-        """Blocks of the KV cache, a whole number or infinity."""
+        """Number of blocks of the KV cache; infinity without a limit."""
         return math.inf if self.kv_cache_tokens is None else self.kv_cache_tokens // self.block_size
 
     @property
     def passes_in_flight(self) -> int:
-        """Passes scheduled before the first of them must have ended."""
+        """Most passes that are scheduled and have not ended."""
         return 2 if self.async_scheduling else 1
 
     @property
@@ -73,15 +74,15 @@ class Limits:
         return self.padded(self.max_num_seqs)
 
     def padded(self, tokens: int) -> int:
-        """Return the tokens of the smallest CUDA graph that holds a pass; without one it is not padded."""
+        """Return the tokens of the smallest CUDA graph that holds a pass; ``tokens`` if there is none."""
         return next((size for size in self.capture_sizes if size >= tokens), tokens)
 
     def check_fits(self, request: Request, number: int) -> None:
         """Raise FlexQuantError for a request that the KV cache cannot hold even alone.
 
-        ``number``: the request's place in the trace, from 1. The last token is never computed.
+        ``number`` is the request's place in the trace, from 1.
         """
-        tokens = request.input + request.output - 1
+        tokens = request.input + request.output - 1  # the last token is sampled, but never computed
         if math.ceil(tokens / self.block_size) > self.blocks:
             raise FlexQuantError(
                 f"request {number} of the trace needs {tokens} tokens of KV cache, but it has "
@@ -95,17 +96,17 @@ class Sequence:
 
     request: Request
     length: int = field(init=False)
-    """Tokens so far: the prompt's, and those generated."""
+    """Tokens of the prompt and tokens generated so far, together."""
     computed: int = 0
-    """Tokens in the KV cache, when the passes in flight have ended."""
+    """Tokens in the KV cache once the passes in flight have ended."""
     pending: int = 0
     """Tokens that the passes in flight will yield."""
     blocks: int = 0
     preemptions: int = 0
     first_token: float = math.nan
-    """When it got its first token, seconds on the trace's clock."""
+    """Time of the first token, in seconds on the trace's clock."""
     last_token: float = math.nan
-    """When it got its latest one."""
+    """Time of the latest token, in seconds on the trace's clock."""
 
     def __post_init__(self) -> None:
         self.length = self.request.input
@@ -121,19 +122,19 @@ class Chunk(NamedTuple):
     sequence: Sequence
     tokens: int
     context: int
-    """Its tokens that the KV cache holds before."""
+    """The sequence's tokens in the KV cache before the pass."""
     yields: bool
-    """Whether a token of the answer comes of it."""
+    """Whether the pass yields a token of the answer."""
 
 
 Batch = list[Chunk]
 
 
 class Scheduler:
-    """Sequences that wait and run.
+    """The waiting and the running sequences.
 
-    Every pass that :meth:`schedule` returns has to be completed, in order, the first of them before more than
-    ``limits.passes_in_flight`` are open.
+    The caller completes every pass that :meth:`schedule` returns, in order, and never has more than
+    ``limits.passes_in_flight`` passes open.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -143,7 +144,7 @@ class Scheduler:
         self.free_blocks = limits.blocks
 
     def schedule(self) -> Batch:
-        """Return the next pass, empty if all that is left are tokens on the way, or nothing."""
+        """Return the next pass; empty if there is nothing to compute, or only passes in flight to await."""
         size = self.limits.block_size
         budget = self.limits.max_num_batched_tokens
         batch: Batch = []
@@ -152,7 +153,7 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
             if sequence.generated + sequence.pending == sequence.request.output:
-                index += 1  # its last token is on the way
+                index += 1  # a pass in flight yields its last token
                 continue
             tokens = min(sequence.length + sequence.pending - sequence.computed, budget)
             needed = -(-(sequence.computed + tokens) // size) - sequence.blocks
@@ -175,7 +176,7 @@ class Scheduler:
         return batch
 
     def complete(self, batch: Batch) -> list[Sequence]:
-        """Account for a pass that has run; return the sequences to which it gave a token."""
+        """Account for a pass that has run; return the sequences that got a token."""
         yielded = [chunk.sequence for chunk in batch if chunk.yields]
         finished = False
         for sequence in yielded:
@@ -184,7 +185,7 @@ class Scheduler:
             if sequence.generated == sequence.request.output:
                 finished = True
                 self._release(sequence)
-                if sequence.computed == 0:  # preempted meanwhile
+                if sequence.computed == 0:  # preempted since the pass was scheduled
                     self.waiting.remove(sequence)
         if finished:
             self.running = [s for s in self.running if s.generated < s.request.output]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What ``vllm serve`` chooses by itself, by machine: ``EngineArgs`` and ``VllmConfig`` of vLLM 0.32."""
+"""Compute the limits that ``vllm serve`` chooses by itself (``EngineArgs``, ``VllmConfig`` of vLLM 0.32)."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from flexquant.prediction.device import Device
 
 BLACKWELL = re.compile(r"\bG?B[123]00\b", re.IGNORECASE)
-"""Names of data-centre GPUs of compute capability 10, for which vLLM captures larger graphs."""
+"""Matches names of data-centre GPUs of compute capability 10, for which vLLM captures larger graphs."""
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a server runs on."""
+    """The machine that a server runs on."""
 
     gpu: str | None = None
-    """Its name; None: a CPU."""
+    """Name of the GPU; None for a CPU."""
     gpu_memory_bytes: float = 0.0
-    """Of each; 0: unknown."""
+    """Memory of each GPU; 0 if unknown."""
     devices: int = 1
-    """That share the model (tensor parallelism)."""
+    """Number of devices that share the model (tensor parallelism)."""
     eager: bool = False
-    """Without CUDA graphs."""
+    """Whether the server runs without CUDA graphs."""
 
     @property
     def largest_graph(self) -> int:
-        """Most tokens of a CUDA graph."""
+        """Most tokens of a CUDA graph; 0 without graphs."""
         if self.gpu is None or self.eager:
             return 0
         return 1024 if BLACKWELL.search(self.gpu) else 512
@@ -48,7 +48,7 @@ class Machine:
 
     @classmethod
     def of_times(cls, times: PassTimes) -> Machine:
-        """The one on which ``flexquant tune`` measured; times of unknown origin are taken for a CPU's."""
+        """Return the machine on which ``flexquant tune`` measured; a CPU if the times do not name it."""
         machine, engine = times.origin.get("machine"), times.origin.get("engine_arguments")
         engine = engine if isinstance(engine, Mapping) else {}
         devices = engine.get("tensor_parallel_size")
@@ -69,7 +69,7 @@ def server_limits(
     capture_sizes: tuple[int, ...] | None = None,
     async_scheduling: bool | None = None,
 ) -> Limits:
-    """Return a server's limits: what is given, and vLLM's choice for what is None (but the KV cache)."""
+    """Return a server's limits: the given ones, and vLLM's choice for None; the KV cache stays None."""
     on_gpu = machine.gpu is not None
     default_tokens, default_sequences = _batch_defaults(machine)
     tokens = max_num_batched_tokens or default_tokens

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The times that a simulation runs on, and whether they say enough for a policy."""
+"""Find the times that a simulation uses, and check that they cover a policy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ADVICE = "measure them with 'flexquant tune', or name a tuned policy with --time
 def find_times(
     policies: Sequence[str], given: str | None = None, stored: Mapping[str, Any] | None = None
 ) -> tuple[PassTimes, str]:
-    """Return measured times and the policy that carries them.
+    """Return measured times, and the policy that carries them.
 
-    That is ``given`` if any, else the first of the named ``policies`` with times, else the ``stored`` one of
-    a checkpoint. Raises FlexQuantError if there are none.
+    The policy is ``given`` if it is not None, else the first of ``policies`` with times, else a checkpoint's
+    ``stored`` policy. Raises FlexQuantError if none has times.
     """
     if given is None:
         for name in policies:
@@ -49,10 +49,10 @@ def check_times(name: str, policy: Policy, times: PassTimes) -> None:
 def route_table(
     policy: Policy, times: PassTimes, limits: Limits, model: tuple[MergedConfig, int] | None = None
 ) -> RouteTable:
-    """Return the table that serving builds for a policy, with a model's config and number of layers.
+    """Return the table that serving builds for a policy; ``model`` is a merged config and number of layers.
 
-    Without a model any variant with times is taken to be in the checkpoint, and layers cannot be told
-    apart: a policy that names some raises FlexQuantError.
+    Without a model, the checkpoint is assumed to hold every variant that has times, and a policy that names
+    layers raises FlexQuantError.
     """
     variants: Collection[str]
     mixable: Collection[Collection[str]] | None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Request traces: JSONL files with one request a line, in the order of arrival.
+"""Read and write request traces: JSONL files with one request a line, in the order of arrival.
 
     {"arrival": 0.25, "input": 512, "output": 128}
 
-``arrival`` is in seconds from any origin, ``input`` and ``output`` are the tokens of the prompt and of the
-answer, which never ends earlier.
+``arrival`` is in seconds from any origin. ``input`` and ``output`` are the numbers of tokens of the prompt
+and of the answer; an answer never ends earlier.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Request(NamedTuple):
     """One request of a trace."""
 
     arrival: float
-    """Seconds."""
+    """Arrival in seconds, from any origin."""
     input: int
     """Tokens of the prompt."""
     output: int
@@ -37,10 +37,10 @@ class Request(NamedTuple):
 
 
 def read_trace(name_or_path: str) -> list[Request]:
-    """Read a built-in trace by name, or a JSONL file; blank lines are skipped.
+    """Read a built-in trace by name, or a JSONL file by path; blank lines are skipped.
 
-    Raises FlexQuantError, with file and line, for a line that is not such a request, arrivals that go back
-    in time, and a trace without requests.
+    Raises FlexQuantError, with file and line, for a line that is no request, an arrival before the one above
+    it, and a trace without requests.
     """
     content, source = read_named(name_or_path, PACKAGE, "trace", (SUFFIX,))
     try:
