@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""For readme_tables: what layered plans, and a trigger, win back of the lowest precision's loss in decode."""
+"""README tables of how much of the lowest precision's decode loss layered plans and a trigger win back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ FILE = "layered/layered.json"
 def won_back(kl: Any, lowest: Any, highest: Any) -> tuple[float, float, float]:
     """Return the share of the KL divergence between two variants that a plan wins back, and its interval.
 
-    The three are nats a token by row, of the same rows; the interval holds 95 % of rows drawn anew.
+    The arguments are KL divergences in nats a token, each over the same rows. The interval is a 95 %
+    bootstrap interval over rows.
     """
     won, gap = np.subtract(lowest, kl), np.subtract(lowest, highest)
     draws = np.random.default_rng(0).integers(len(won), size=(RESAMPLES, len(won)))
@@ -27,32 +28,33 @@ def won_back(kl: Any, lowest: Any, highest: Any) -> tuple[float, float, float]:
 
 
 def layered() -> str:
-    """By raised layers and how they were chosen: time, KL divergence, and what is won back."""
+    """By how the layers were chosen and how many are raised: KL divergence, and what is won back."""
     document = read(FILE)
     highest, lowest = (
-        next(plan["kl"] for plan in document["plans"] if plan["chosen_by"] == variant)
+        next(plan for plan in document["plans"] if plan["chosen_by"] == variant)
         for variant in (document["variants"][0], document["variants"][-1])
     )
-    rows = []
+    cells: dict[str, dict[str, str]] = {}
+    times: dict[str, dict[str, None]] = {}
     for plan in document["plans"]:
         chosen_by, _, raised = plan["chosen_by"].partition(", ")
-        is_variant = not raised
-        share, low, high = won_back(plan["kl"], lowest, highest)
-        rows.append(
-            [
-                f"all in {chosen_by}" if is_variant else raised,
-                "" if is_variant else chosen_by,
-                f"{plan['ms']:.1f}",
-                str(estimate(plan["kl"])),
-                "" if is_variant else f"{share:.0%} ({low:.0%} to {high:.0%})",
-            ]
-        )
-    header = ["layers raised", "chosen by", "decode pass, ms", "KL to 16 bit (nats)", "of the gap won back"]
-    return markdown(header, rows)
+        if raised:
+            share, low, high = won_back(plan["kl"], lowest["kl"], highest["kl"])
+            cells.setdefault(chosen_by, {})[raised] = (
+                f"{estimate(plan['kl'])}: {share:.0%} ({low:.0%} to {high:.0%})"
+            )
+            times.setdefault(raised, {})[f"{plan['ms']:.1f}"] = None
+    header = [f"{raised} layers, {' to '.join(ms)} ms" for raised, ms in times.items()]
+    rows = [[chosen_by, *(found[raised] for raised in times)] for chosen_by, found in cells.items()]
+    ends = "; ".join(
+        f"all layers in {plan['chosen_by']}: {estimate(plan['kl'])} nats, {plan['ms']:.1f} ms"
+        for plan in (lowest, highest)
+    )
+    return f"{markdown(['chosen by', *header], rows)}\n\nFor comparison, {ends}."
 
 
 def trigger() -> str:
-    """By trigger: the passes that it raised, its KL divergence, and that of as many evenly or at random."""
+    """Return a row for each trigger: passes raised, KL divergence, and that of even and random schedules."""
     document = read("trigger.json")
     quality = document["quality"]
 

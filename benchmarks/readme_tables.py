@@ -33,8 +33,8 @@ from benchmarks.serving_tables import (
 from benchmarks.table import markdown
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("benchmarks", "examples/disaggregated", "merge", "flexquant/evaluation", "flexquant/quantization")
-PAGES = [ROOT / "benchmarks/CPU.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
+ELSEWHERE = (ROOT / "examples/disaggregated/README.md", ROOT / "merge/README.md")
+PAGES = [*sorted((ROOT / "benchmarks").glob("*.md")), *ELSEWHERE]
 BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 METHODS = {
@@ -67,12 +67,12 @@ def policies() -> str:
 
 
 def demo_policies() -> str:
-    """The same of the checkpoint that `make demo` builds."""
+    """Return the table of policies for the checkpoint that `make demo` builds."""
     return policies_of("quality-demo/quality.json")
 
 
 def demo_policies_untrained() -> str:
-    """The same without the training of scales."""
+    """Return the same table for a checkpoint whose scales were not trained."""
     return policies_of("quality-demo-untrained/quality.json")
 
 
@@ -98,7 +98,7 @@ def policies_of(file: str) -> str:
 
 
 def same_policy(result: dict[str, Any]) -> bool:
-    """Whether a row only repeats the same policy at another batch size."""
+    """Return whether a row only repeats the same policy at another batch size."""
     return (result.get("same_as") or {}).get("policy") == result["policy"]
 
 
@@ -114,22 +114,22 @@ def methods() -> str:
 
 
 def calibration() -> str:
-    """What variants lose that were calibrated on different texts, the model's own among them."""
+    """Return what variants lose that were calibrated on different texts, the model's own among them."""
     return calibration_table(read("calibration.json"))
 
 
 def calibration_self() -> str:
-    """The same of `--calibration self`, beside Python's documentation alone."""
+    """Return what variants lose with `--calibration self`, beside Python's documentation alone."""
     return calibration_table(read("calibration-self.json"))
 
 
 def int4_smollm2() -> str:
-    """Ways to W4A16 in groups of 32, of SmolLM2-135M-Instruct."""
+    """Return what the ways to W4A16 in groups of 32 lose on SmolLM2-135M-Instruct."""
     return calibration_table(read("int4-smollm2.json"), "how")
 
 
 def int4_qwen3() -> str:
-    """The same of the small Qwen3 of benchmarks/small_model.py."""
+    """Return what the ways to W4A16 lose on the small Qwen3 of benchmarks/small_model.py."""
     return calibration_table(read("int4-qwen3.json"), "how")
 
 
@@ -172,12 +172,12 @@ def merging_memory() -> str:
     return (
         f"Merging {found['input_bytes'] / 1e9:.1f} GB took at most "
         f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory, PyTorch included "
-        "([measured](../benchmarks/README.md#merging)); a larger model takes no more."
+        "([measured](../benchmarks/SERVER.md#merging)); a larger model takes no more."
     )
 
 
 def simulated() -> str:
-    """Means over the rounds of a real server, and of the simulation of the requests that it got."""
+    """Return the means over the rounds of a real server, and of the simulation of its requests."""
     rows = []
     for policy, rounds in read("simulation-cpu.json")["results"].items():
         row = [f"`{policy}`"]

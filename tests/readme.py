@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The commands and documents that the README pages show, for the tests that run them."""
+"""The commands and documents that the pages show, for the tests that run them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    ROOT / folder / "README.md"
-    for folder in (
-        "",
-        "merge",
-        "policies",
-        "flexquant/quantization",
-        "flexquant/evaluation",
-        "flexquant/tuning",
-        "benchmarks",
+    ROOT / page
+    for page in (
+        "README.md",
+        "merge/README.md",
+        "policies/README.md",
+        "policies/MOMENTS.md",
+        "flexquant/quantization/README.md",
+        "flexquant/evaluation/README.md",
+        "flexquant/tuning/README.md",
+        "benchmarks/README.md",
     )
 ]
 """In an order in which their commands find what earlier ones wrote."""

@@ -29,6 +29,7 @@ from benchmarks.speed.tables import (
     summary_table,
 )
 from benchmarks.speed.workloads import Workload
+from benchmarks.speed_tables import over_statics
 from flexquant.measuring.comparison import EQUAL, HIGHER, compare
 
 # kernels
@@ -225,6 +226,20 @@ def test_the_best_static_variant_is_told_beside_its_second_server():
     (row,) = rows(best_static_table({Workload(1, 16, 8): subjects}))[2:]
     half = ["`w4a16`", "1.300 (1.182 – 1.430), 30 % slower", "1.100 (1.100 – 1.100)"]
     assert row == ["1x16+8", "`flexquant:mine`", *half, *half]
+
+
+def test_runs_are_summed_up_by_the_static_subject_by_hand():
+    times = {16: (80,) * 5, 32: (90, 100, 125, 100, 100), 64: (110,) * 5, 128: (100, 100)}
+    measured = {
+        Workload(1, length, 8): {
+            "w8a8": {n: {**rounds, "output_throughput": 4.0} for n, rounds in server(*[100] * 5).items()},
+            "flexquant:mine": {n: {**r, "output_throughput": 8.0} for n, r in server(*milliseconds).items()},
+        }
+        for length, milliseconds in times.items()
+    }
+    latency = "0.80 – 1.10: 1 faster, 1 slower, 1 equal within 25 %, 1 with too few rounds"
+    faster = "2.00 – 2.00: 3 faster, 1 with too few rounds"
+    assert over_statics(measured) == [["`w8a8`", "4", latency, latency, faster]]
 
 
 def test_all_rounds_together_tell_what_single_comparisons_cannot():
