@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""`flexquant search`: which layers of decoding stay in which precision, under a budget of quality or time.
+"""`flexquant search`: choose a precision for each layer in decode, under a budget of quality, time or layers.
 
-chain      plans in which one layer after another is raised to a higher precision
-budget     what a plan may cost, and the best of the measured ones that keeps to it
-searching  one run: layer by layer, whole plans, the choice
-report     the measured plans as a table and a plot, and the policy
+chain      proposes plans by raising one layer after another to a higher precision
+budget     limits what a plan may cost, and chooses the best measured plan within the limit
+searching  runs a search: measures layers alone and whole plans, and chooses
+limiting   changes a tuned policy where a variant loses too much
+report     writes the measured plans as a table and a plot, and the policy
 """

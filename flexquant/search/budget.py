@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a search may spend: KL divergence, decode time or layers; and the best plan that keeps to it."""
+"""Define a search's budget (KL divergence, decode time or layers), and choose the best plan within it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexquant.sensitivity.plans import Layers, describe
 
 @dataclass(frozen=True)
 class Measured:
-    """A whole plan: its mean KL divergence to the reference, nats a token, and a decode pass in seconds."""
+    """A plan, its mean KL divergence to the reference in nats a token, and its decode pass in seconds."""
 
     layers: Layers
     kl: float
@@ -22,14 +22,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Budget:
-    """One of the three is given. Raises :class:`UsageError` for what no plan can keep to."""
+    """A limit for plans. Raises :class:`UsageError` unless exactly one field is given, and is at least 0."""
 
     max_kl: float | None = None
-    """Most KL divergence, in nats a token: the fastest plan that loses no more."""
+    """Largest KL divergence, in nats a token; the fastest plan within it is chosen."""
     max_slowdown: float | None = None
-    """Most time above the fastest variant's, as a share of it: the best plan that takes no more."""
+    """Largest slowdown against the fastest variant (0.1 = 10 %); the plan of least KL divergence is chosen."""
     layers: int | None = None
-    """Layers that are not in the lowest precision, exactly: the best plan that has so many."""
+    """Exact number of layers above the lowest precision; the plan of least KL divergence is chosen."""
 
     def __post_init__(self) -> None:
         given = [value for value in (self.max_kl, self.max_slowdown, self.layers) if value is not None]
@@ -52,16 +52,16 @@ class Budget:
             )
 
     def allows(self, raised: int, slowdown: float) -> bool:
-        """Whether a plan keeps to what is known before its quality is measured.
+        """Whether a plan is within the limits on layers and time, which are known without measuring.
 
-        ``raised``: its layers that are not in the lowest precision; ``slowdown``: as ``max_slowdown``.
+        ``raised`` is the number of its layers above the lowest precision, ``slowdown`` as ``max_slowdown``.
         """
         if self.layers is not None:
             return raised == self.layers
         return self.max_slowdown is None or slowdown <= self.max_slowdown
 
     def choose(self, plans: Sequence[Measured]) -> Measured:
-        """Return the best of the plans that keep to the budget; raise FlexQuantError naming the nearest."""
+        """Return the best plan within the budget; raise FlexQuantError, naming the nearest, if none is."""
         if self.max_kl is None:
             return min(plans, key=lambda plan: (plan.kl, plan.seconds))
         kept = [plan for plan in plans if plan.kl <= self.max_kl]
@@ -76,7 +76,7 @@ class Budget:
 
 
 def front(plans: Sequence[Measured]) -> list[Measured]:
-    """Return the plans to which no other is both faster and better, the fastest first."""
+    """Return the Pareto front, the fastest plan first: plans to which no other is both faster and better."""
     found: list[Measured] = []
     for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.kl)):
         if not found or plan.kl < found[-1].kl:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Plans from the lowest precision to the highest, each of which raises one more layer than the one before.
+"""Propose plans from the lowest precision to the highest, each with one layer raised beyond the plan before.
 
-What several layers win together is not the sum of what each wins alone, so that these plans are proposals:
+The gain of several layers together is not the sum of their gains alone, so these plans are proposals:
 :mod:`flexquant.search.searching` measures them whole.
 """
 
@@ -20,11 +20,11 @@ def greedy_chain(
 ) -> list[Layers]:
     """Return plans from all layers in the last variant of ``seconds`` to all in the first.
 
-    Each raises the layer whose next variant wins most for its time. ``costs(layer, variant)`` is the KL
-    divergence that the layer alone costs in that variant, with all others in the first. (What it wins with
-    all others in the last tells less: that holds what its error and all of theirs add to each other, which
-    is another sum in every other plan, and on every other text.) ``seconds`` is the time of a decode pass
-    with all layers in a variant, by variant, the most precise first.
+    Each step raises the layer, and to the variant, that gains most for its time. ``costs(layer, variant)`` is
+    the KL divergence that the layer costs in that variant while all others are in the first variant. (The
+    gain while all others are in the last variant tells less: it includes the interaction of all layers'
+    errors, which differs from plan to plan and from text to text.) ``seconds`` maps each variant, the most
+    precise first, to the time of a decode pass with all layers in it.
     """
     variants = list(seconds)
     plan = all_in(variants[-1], num_layers)
@@ -34,7 +34,7 @@ def greedy_chain(
         before = plan[layer]
         won = costs(layer, before) - (0.0 if variant == variants[0] else costs(layer, variant))
         longer = (seconds[variant] - seconds[before]) / num_layers
-        # Steps that win come before those that lose, whatever a step that saves time loses.
+        # Any step that gains comes before any step that loses, even if the latter saves time.
         return won > 0, won / longer if longer > 0 else math.copysign(math.inf, won)
 
     while any(variant != variants[0] for variant in plan):
@@ -50,7 +50,7 @@ def greedy_chain(
 
 
 def beside(chain: Sequence[Layers], plan: Layers, steps: int) -> Iterator[Layers]:
-    """Yield plans that take each of the next ``steps`` of a chain in place of the last step to ``plan``."""
+    """Yield ``plan`` with its last step replaced by each of the ``steps`` steps that follow in the chain."""
     place = chain.index(plan)
     base = chain[max(0, place - 1)]
     for before, after in pairwise(chain[place : place + steps + 1]):

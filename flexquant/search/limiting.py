@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A tuned policy that loses no more than it may: speed from the tuning, quality from a search of plans."""
+"""Limit the quality loss of a tuned policy: the tuning gives speed, a search of plans gives quality."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def limit_loss(
     overwrite: bool,
     progress: Callable[[str], None],
 ) -> Tuned:
-    """Return what was tuned, with another plan where a variant loses more than ``most`` nats a token.
+    """Return the tuned policy with other plans in the rules whose variant loses more than ``most``.
 
-    A loss is the KL divergence of decode to the study's reference. A decode rule whose variant loses more
-    takes the fastest plan that does not, layers of several variants included, and any other rule the most
-    precise variant. What is measured is kept in ``file``, as :class:`Search` does. Raises FlexQuantError
-    where no plan loses so little.
+    A loss is the KL divergence of decode to the study's reference, in nats a token. A decode rule whose
+    variant loses more takes the fastest plan that does not, which can mix layers of several variants; any
+    other such rule takes the most precise variant. :class:`Search` keeps its measurements in ``file``. Raises
+    FlexQuantError if no plan loses so little.
     """
     found = Search(study, tuned.times, Budget(max_kl=most)).run(file, overwrite=overwrite, progress=progress)
     number, kl = study.subject.num_layers, found.document["kl"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""One search: measure layer by layer, propose plans, measure these whole, choose."""
+"""Run a search: measure each layer alone, propose plans, measure these whole, and choose one."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from flexquant.sensitivity.report import costs
 
 RANDOM_PLANS = 3
 LAST = 3
-"""Of the proposed plans that keep to a budget, those that raise most; more is not always better."""
+"""Proposed plans to measure, those that raise most within the budget; raising more is not always better."""
 BESIDE = 2
-"""Of the layers that are raised next, those that are tried in place of the last that was."""
+"""Number of following steps that are tried in place of a plan's last step."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has measured, and chosen."""
+    """Result of a search."""
 
     document: dict[str, Any]
-    """That of the study, with every plan that has been measured."""
+    """The study's document, with every measured plan."""
     chosen: Measured
     searched: list[Measured]
-    """Each variant alone, each layer alone out of the highest, and the plans that these proposed."""
+    """The variants alone, the plans with one layer below the highest precision, and the proposed plans."""
     others: dict[str, Measured]
-    """By what they are, plans with as many layers raised that no measurement chose, if asked for."""
+    """Baselines for `--compare`, by name (`first`, `random 1`): they raise as many layers, at other places."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """Looks for the best plan of decode passes under a budget."""
+    """A search for the best plan for decode passes under a budget."""
 
     study: Study
     times: PassTimes
-    """Of every variant, measured by `flexquant tune` or predicted."""
+    """Times of every variant, measured by `flexquant tune` or predicted."""
     budget: Budget
     sequences: int = 1
-    """Of the decode pass whose time counts."""
+    """Sequences in the decode pass whose time counts."""
     compare: bool = False
-    """Whether to measure plans beside the chosen one that no measurement chose."""
+    """Whether to measure baselines beside the chosen plan."""
 
     def __post_init__(self) -> None:
         self.budget.check_layers(self.study.subject.num_layers)
@@ -62,7 +62,7 @@ class Search:
             )
 
     def run(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> Found:
-        """Measure what ``file`` does not hold yet, and choose; raise FlexQuantError if no plan will do."""
+        """Measure what ``file`` lacks, and choose a plan; raise FlexQuantError if the budget allows none."""
         number = self.study.subject.num_layers
         seconds = {variant: self._seconds(all_in(variant, number)) for variant in self.study.variants}
         with self.study.measuring(file, overwrite=overwrite, progress=progress) as (document, measure):
@@ -96,7 +96,7 @@ class Search:
         return self.budget.allows(self._raised(plan), self._seconds(plan) / fastest - 1)
 
     def _raised(self, plan: Layers) -> int:
-        """Return how many layers are not in the lowest precision."""
+        """Return the number of layers above the lowest precision."""
         *_, lowest = self.study.variants
         return sum(variant != lowest for variant in plan)
 
@@ -104,7 +104,7 @@ class Search:
         return self.times.seconds(plan, "decode", self.sequences)
 
     def _bisect(self, chain: list[Layers], measure: Measure) -> list[Layers]:
-        """Return the plans of the chain beside the first that keeps to the budget's KL divergence."""
+        """Return the chain's first plan within the budget's KL divergence, and its two neighbours."""
         assert self.budget.max_kl is not None
         first, last = 0, len(chain) - 1
         while first < last:
@@ -116,7 +116,7 @@ class Search:
         return chain[max(0, first - 1) : first + 2]
 
     def _others(self, layers: Layers) -> list[tuple[str, Layers]]:
-        """Return plans that raise as many layers as ``layers`` does, by what they are."""
+        """Return baselines, (name, plan): they raise as many layers as ``layers``, at other places."""
         number, (highest, *_, lowest) = len(layers), self.study.variants
         count = self._raised(layers)
         places = {

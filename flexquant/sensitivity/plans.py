@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Plans as the variants of their layers, and how results and policies write them."""
+"""Represent plans as the variants of their layers, and write them for results and policies."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def with_layer(layers: Layers, layer: int, variant: str) -> Layers:
 
 
 def describe(layers: Layers) -> str:
-    """Return e.g. ``w8a8 0-3, w4a16 4-29``: each plan has one such text, and each text one plan."""
+    """Return e.g. ``w8a8 0-3, w4a16 4-29``; different plans have different texts."""
     return ", ".join(f"{variant} {_range(first, last)}" for variant, first, last in _runs(layers))
 
 
 def rule_use(layers: Layers) -> Any:
-    """Return what a policy's rule gives as ``use`` for the plan."""
+    """Return the value of ``use`` in a policy's rule for the plan."""
     ((default, number),) = Counter(layers).most_common(1)
     if number == len(layers):
         return default
@@ -41,7 +41,7 @@ def rule_use(layers: Layers) -> Any:
 
 
 def _runs(layers: Layers) -> list[tuple[str, int, int]]:
-    """Return the runs of one variant: its name, first and last layer."""
+    """Return the runs of consecutive layers in one variant: (variant, first layer, last layer)."""
     runs = []
     for variant, group in groupby(enumerate(layers), key=lambda pair: pair[1]):
         numbers = [number for number, _ in group]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a layer costs and wins: differences of KL divergence between plans, with intervals over the rows.
+"""Report what each layer costs and gains: differences of KL divergence between plans, with intervals.
 
-All plans were scored on the same rows, so that their differences are taken row by row. Intervals hold 95 %
-of the means of rows drawn anew with replacement (B. Efron, R. Tibshirani, An Introduction to the Bootstrap,
-13), seeded.
+All plans are scored on the same rows, so differences are taken row by row. Intervals are 95 % bootstrap
+percentile intervals over the rows, with a fixed seed (B. Efron, R. Tibshirani, An Introduction to the
+Bootstrap, chapter 13).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over rows, in nats a token, and the ends of its interval; with one row they are infinite."""
+    """A mean over rows, in nats a token, and the ends of its interval, which are infinite for one row."""
 
     mean: float
     low: float
@@ -34,7 +34,7 @@ class Estimate:
 
 
 def estimate(rows: Any) -> Estimate:
-    """Return the mean of ``rows``, numbers by row, with its interval."""
+    """Return the mean of one number per row, with its interval."""
     values = np.asarray(rows, dtype=np.float64)
     if len(values) < 2:
         return Estimate(float(values.mean()), -np.inf, np.inf)
@@ -44,13 +44,13 @@ def estimate(rows: Any) -> Estimate:
 
 
 def costs(document: dict[str, Any], layer: int, variant: str) -> Estimate:
-    """Return what the KL divergence grows by when this layer alone leaves the highest precision."""
+    """Return the increase of KL divergence if only this layer leaves the highest precision."""
     base = all_in(document["variants"][0], document["layers"])
     return estimate(_kl(document, with_layer(base, layer, variant)) - _kl(document, base))
 
 
 def wins(document: dict[str, Any], layer: int, variant: str) -> Estimate:
-    """Return what the KL divergence shrinks by when this layer alone leaves the lowest precision."""
+    """Return the decrease of KL divergence if only this layer leaves the lowest precision."""
     base = all_in(document["variants"][-1], document["layers"])
     return estimate(_kl(document, base) - _kl(document, with_layer(base, layer, variant)))
 
@@ -60,7 +60,7 @@ def _kl(document: dict[str, Any], layers: Layers) -> np.ndarray:
 
 
 def format_table(document: dict[str, Any]) -> str:
-    """Return a Markdown table of the layers, those first that win most in the highest precision."""
+    """Return a Markdown table of the layers; those that gain most in the highest precision come first."""
     variants, number = document["variants"], document["layers"]
     of = document["reference"] or f"{variants[0]} itself"
     alone = ", ".join(f"{v} {estimate(_kl(document, all_in(v, number)))}" for v in variants)
@@ -78,7 +78,7 @@ def format_table(document: dict[str, Any]) -> str:
 
 
 def _effects(document: dict[str, Any]) -> list[tuple[str, list[Estimate]]]:
-    """Return what is told of every layer, with its title; last what it wins in the highest precision."""
+    """Return columns, (title, estimate of each layer); the last is the gain in the highest precision."""
     variants, layers = document["variants"], range(document["layers"])
     highest, lowest = variants[0], variants[-1]
     return [
@@ -94,7 +94,7 @@ def _effects(document: dict[str, Any]) -> list[tuple[str, list[Estimate]]]:
 
 
 def save_plot(document: dict[str, Any], file: Path) -> None:
-    """Draw what every layer costs and wins, as a PNG; raises FlexQuantError without matplotlib."""
+    """Draw each layer's cost and gain as a PNG; raise FlexQuantError without matplotlib."""
     figure_of, canvas_of = matplotlib()
     figure = figure_of(figsize=(9, 4.5), layout="constrained")
     canvas = canvas_of(figure)
