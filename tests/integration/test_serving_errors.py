@@ -16,7 +16,7 @@ from flexquant.measuring.server import ServerError, vllm_serve
 from flexquant.serving.trace import trace_file
 from tests.checkpoints import EXPERTS
 from tests.integration.conftest import engine
-from tests.policies import TRIGGERED, scheduled
+from tests.policies import TRIGGERED, rules, scheduled
 
 pytestmark = pytest.mark.oldest
 
@@ -144,6 +144,25 @@ def test_a_signal_needs_one_row_of_logits_for_each_sequence_on_all_ranks(merged,
     configure(merged, **options, **flexquant(policy=str(schedule)))
 
 
+@pytest.mark.parametrize(
+    ("rescaled", "named"),
+    [
+        (["w4a16"], r"\(w4a16 against third; "),
+        (["w4a16", "third"], r"\(third, w4a16; .* does not know whether .* fit each other"),
+    ],
+)
+def test_adapters_for_variants_that_merging_compared_with_one_that_is_not_served(
+    merged, tmp_path, rescaled, named
+):
+    variants = json.loads((merged / "config.json").read_text())["quantization_config"]["variants"]
+    variants["third"] = variants["w4a16"]
+    folder = edited(merged, tmp_path, variants=variants, mixable=[list(variants)], rescaled=rescaled)
+    (tmp_path / "policy.yaml").write_text(rules("- when: {phase: decode}", "  use: w4a16", "- use: third"))
+    message = refusal(folder, enable_lora=True, **flexquant(policy=str(tmp_path / "policy.yaml")))
+    assert re.search(named, message)
+    assert "w8a8" not in message
+
+
 def test_replicas_that_run_expert_layers_together_need_one_plan(tiny_merged):
     mixture = tiny_merged("qwen3_moe", 2, (EXPERTS,)) / "merged"
     assert "data parallelism" in refusal(mixture, data_parallel_size=2, **flexquant(policy="phase"))
@@ -151,7 +170,7 @@ def test_replicas_that_run_expert_layers_together_need_one_plan(tiny_merged):
 
 
 def test_prompt_embeddings_where_each_variant_has_its_own_embedding(merged, tmp_path):
-    """What turns ids into embeddings does not know which variant will run them."""
+    """The component that embeds ids does not know which variant will run the embeddings."""
     folder = edited(merged, tmp_path, shared_modules=["lm_head", "model.norm"])
     assert "--enable-prompt-embeds" in refusal(folder, enable_prompt_embeds=True, **flexquant(policy="phase"))
     configure(folder, enable_prompt_embeds=True, **flexquant(policy="w8a8"))
@@ -164,6 +183,13 @@ def test_a_shared_module_that_vllm_does_not_build(merged, tmp_path):
     message = "'model.embedding'.*LlamaForCausalLM.*flexquant split"
     with pytest.raises(FlexQuantError, match=message), engine(folder, "phase", max_model_len=256):
         pass
+
+
+def test_a_shared_module_in_a_layer_that_the_model_does_not_have(merged, tmp_path):
+    folder = edited(merged, tmp_path, shared_modules=["lm_head", "model.layers.99.mlp.experts"])
+    message = refusal(folder, **flexquant(policy="phase"))
+    assert "'model.layers.99.mlp.experts'" in message
+    assert "4 decoder layers" in message and "merge it again" in message
 
 
 def test_every_worker_writes_a_trace_of_its_own(merged):

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What vLLM can be asked for and a merged checkpoint under a policy cannot have, by topic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfig
+from flexquant.checkpoint.model_config import reads_more_than_text
+from flexquant.policy.routes import RouteTable
+from flexquant.policy.trigger import SignalTrigger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3")
+DRAFTS_FROM_TARGET = ("eagle", "eagle3")
+"""Methods whose draft models may take embedding and lm_head from the model that they draft for."""
+
+
+def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    """Yield what is asked for and not supported, each with what to do instead."""
+    topics = (_of_model, _of_vision, _of_adapters, _of_ranks, _of_speculation, _of_memory, _of_graphs)
+    return chain.from_iterable(topic(vllm_config, merged, routes) for topic in topics)
+
+
+def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    from torch.nn import ModuleDict
+
+    model = vllm_config.model_config
+    if any(hasattr(ModuleDict, name) for name in merged.variants):
+        yield (
+            f"variants named like an attribute of torch.nn.ModuleDict, among {', '.join(merged.variants)} "
+            "(merge them under other names)"
+        )
+    if reads_more_than_text(model.hf_config.to_dict()) and not model.is_multimodal_model:
+        yield (
+            f"{merged.base_architecture}, which reads more than text (of such models it serves "
+            f"{', '.join(VISION_ARCHITECTURES)}; serve one variant's own checkpoint)"
+        )
+    if model.runner_type != "generate":
+        yield f"the '{model.runner_type}' runner (use --runner generate)"
+    if model.enable_prompt_embeds and not has_one_embedding(merged, routes):
+        yield "prompt embeddings for variants with different embeddings (drop --enable-prompt-embeds)"
+
+
+def _of_vision(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    model = vllm_config.model_config
+    if model.multimodal_config is not None and model.multimodal_config.mm_encoder_only:
+        yield "a server that only reads images (drop --mm-encoder-only)"
+    if not model.is_multimodal_model:
+        return
+    if not has_one_embedding(merged, routes):
+        yield (
+            "a vision model whose variants have different embeddings, which vLLM asks for before the plan of "
+            "a pass is known (leave the embedding out of quantising in every variant)"
+        )
+    if vllm_config.speculative_config is not None:
+        yield "speculative decoding for vision models (drop --speculative-config)"
+    if vllm_config.lora_config is not None:
+        yield "LoRA for vision models (drop --enable-lora)"
+
+
+def _of_adapters(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    sources = {routes.source(variant) for plan in routes.plans for variant in plan.variants}
+    rescaled, as_first = sorted(sources & set(merged.rescaled)), sorted(sources - set(merged.rescaled))
+    if vllm_config.lora_config is None or len(sources) == 1 or not rescaled:
+        return
+    why = "SmoothQuant, AWQ and rotations do so"
+    advice = (
+        "(quantise without smoothing, by recipe 'fp8', 'rtn', or one of your own, or merge the adapter into "
+        "the 16-bit model before it is quantised)"
+    )
+    if as_first:
+        yield (
+            "LoRA for variants whose layers take scaled inputs beside others that take them as they are "
+            f"({', '.join(rescaled)} against {', '.join(as_first)}; {why}): an adapter does not fit both "
+            f"{advice}"
+        )
+    else:
+        yield (
+            f"LoRA for several variants whose layers take scaled inputs ({', '.join(rescaled)}; {why}): it "
+            f"does not know whether what fits one of them would fit each other {advice}"
+        )
+
+
+def _of_ranks(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    parallel = vllm_config.parallel_config
+    if parallel.use_ubatching:
+        yield "microbatches (drop --enable-dbo and --ubatch-size)"
+    if parallel.prefill_context_parallel_size > 1:
+        yield "prefill context parallelism, whose ranks see unlike passes (use --tensor-parallel-size)"
+    if parallel.enable_eplb:
+        yield "moving experts among ranks (drop --enable-eplb): vLLM would move those of one variant"
+    if vllm_config.model_config.is_moe and parallel.data_parallel_size > 1 and len(routes.plans) > 1:
+        yield (
+            "data parallelism for a mixture-of-experts model, whose replicas run expert layers together, "
+            "under a policy with several plans (use --tensor-parallel-size, or several servers)"
+        )
+    if isinstance(routes.trigger, SignalTrigger) and parallel.pipeline_parallel_size > 1:
+        yield (
+            "pipeline parallelism under a policy whose trigger has a signal, which the last ranks alone "
+            "compute (use --tensor-parallel-size)"
+        )
+
+
+def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    if vllm_config.speculative_config is None:
+        return
+    method = vllm_config.speculative_config.method
+    if method not in SPECULATIVE_METHODS:
+        yield (
+            f"speculative method '{method}' (use {', '.join(SPECULATIVE_METHODS)} or none): others read "
+            "their draft model from the target's checkpoint, or states that few target classes have"
+        )
+    has_one_of_each = has_one_head(merged, routes) and has_one_embedding(merged, routes)
+    if method in DRAFTS_FROM_TARGET and not has_one_of_each:
+        yield (
+            f"speculative method '{method}' for variants with different embeddings or lm_heads, of which the "
+            "draft model shares one (use 'draft_model' or 'ngram')"
+        )
+    if isinstance(routes.trigger, SignalTrigger):
+        yield (
+            "speculative decoding under a policy whose trigger has a signal, for which each sequence needs "
+            "one row of logits in a pass (drop --speculative-config)"
+        )
+
+
+def _of_memory(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    offload = vllm_config.offload_config
+    if offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0:
+        yield "prefetching offload, which takes one model (use --cpu-offload-gb)"
+
+
+def _of_graphs(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    from flexquant.serving.vllm_api import is_breakable_cudagraph_enabled
+
+    compilation = vllm_config.compilation_config
+    graphs = compilation.cudagraph_mode or CUDAGraphMode.NONE
+    several_plans_a_size = not routes.ignores_phase()
+    if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
+        yield "compilation mode STOCK_TORCH_COMPILE, which would freeze one route (use VLLM_COMPILE or NONE)"
+    if graphs == CUDAGraphMode.FULL and several_plans_a_size:
+        yield (
+            "cudagraph_mode FULL, which replays one graph a size for all phases, under a policy that tells "
+            "phases apart (use FULL_AND_PIECEWISE)"
+        )
+    if is_breakable_cudagraph_enabled() and graphs.has_piecewise_cudagraphs() and several_plans_a_size:
+        yield (
+            "breakable CUDA graphs, which replay one graph a size for all phases, under a policy that tells "
+            "phases apart (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"
+        )
+    if graphs.has_full_cudagraphs() and not has_one_head(merged, routes):
+        yield f"cudagraph_mode {graphs.name} for variants with different lm_heads (use PIECEWISE)"
+    if graphs.has_full_cudagraphs() and routes.has_moments:
+        yield (
+            f"cudagraph_mode {graphs.name}, which replays one graph for all decode passes of a size, under a "
+            "policy that asks for since_prompt or unsure (use PIECEWISE)"
+        )
+
+
+def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:
+    """Whether all plans end in the same lm_head; a derived variant has its own if that may be quantised."""
+    last = {plan.layers[-1] for plan in routes.plans}
+    if len(last) == 1:
+        return True
+    sources = {routes.source(variant) for variant in last}
+    if len(sources) > 1 and "lm_head" not in merged.shared_modules:
+        return False
+    configs = [merged.variants[source].quantization_config for source in sources]
+    is_16_bit = all(any("lm_head" in name for name in config.get("ignore") or ()) for config in configs)
+    return is_16_bit or not last & routes.derived.keys()
+
+
+def has_one_embedding(merged: MergedConfig, routes: RouteTable) -> bool:
+    """Whether all plans begin with the same embedding."""
+    sources = {routes.source(plan.layers[-1]) for plan in routes.plans}
+    return len(sources) == 1 or any(module.endswith("embed_tokens") for module in merged.shared_modules)
