@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Evaluate a merged checkpoint: check all inputs, measure run by run, and gather one JSON-able document."""
+"""Evaluate a merged checkpoint: check the inputs, measure run by run, and return one JSON-able document."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "flexquant.evaluation/v1"
 REFERENCE = "16-bit reference"
-"""Its name in results, which no variant can have."""
+"""Name of the reference in results; no variant can have it."""
 REFERENCE_BYTES = BytesPerWeight(2.0, 2.0)
 
 
@@ -62,14 +62,14 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure policies of a merged checkpoint on a text file; return a JSON-able document.
 
-    ``reference`` is the folder or Hugging Face id of the 16-bit model; without it there is perplexity only.
-    ``policies`` are variants, built-in policies, policy files and ``stored``; None: every variant and the
-    checkpoint's default. ``questions`` are answered with a reference only; None: those that come with
-    FlexQuant, empty: none. ``progress`` receives a line before each engine starts.
+    ``reference`` is the folder or Hugging Face id of the 16-bit model; without it only perplexity is
+    measured. ``policies`` are variants, built-in policies, policy files and ``stored``; None: every variant
+    and the checkpoint's default. ``questions`` are answered only if there is a reference; None: the questions
+    that come with FlexQuant, empty: none. ``progress`` gets a line before each engine starts.
 
-    The document's ``results`` hold one entry for each policy and batch size, the reference's first; its
-    ``quality`` is that of :class:`flexquant.evaluation.scores.Quality`. Raises FlexQuantError for a
-    checkpoint, text, reference or policy that cannot be evaluated, before anything is measured.
+    The document's ``results`` hold one entry for each policy and batch size, the reference's first; an
+    entry's ``quality`` has the fields of :class:`flexquant.evaluation.scores.Quality`. Raises FlexQuantError
+    for a checkpoint, text, reference or policy that cannot be evaluated, before anything is measured.
     """
     settings = settings or Settings()
     prepare_environment()
@@ -109,7 +109,7 @@ def evaluate(
 
 
 def _label(model: str | Path | None) -> str | None:
-    """Return a folder's name, or the model's id."""
+    """Return a folder's name, or a model's id as it is."""
     if model is None:
         return None
     return folder_label(Path(model)) if Path(model).is_dir() else str(model)
@@ -117,7 +117,7 @@ def _label(model: str | Path | None) -> str | None:
 
 @dataclass
 class _Evaluation:
-    """Measures runs, and keeps what the results need: ``(policy, batch size)`` -> what was found."""
+    """Measures runs, and keeps their results by ``(policy, batch size)``."""
 
     subject: Subject
     reference: str | Path | None
@@ -136,7 +136,7 @@ class _Evaluation:
     answers: dict[str, list[Answer]] = field(default_factory=dict)
 
     def measure(self, runs: list[Run]) -> None:
-        """Measure the runs of one batch size, after the reference's at that size."""
+        """Measure the reference and then the runs at one batch size."""
         self.runs += runs
         to_measure = [run for run in runs if run.needs_engine]
         if not to_measure:
@@ -161,7 +161,7 @@ class _Evaluation:
     def _measure_reference(
         self, reference: str | Path, run: Run, options: dict[str, Any], stored: Path
     ) -> Scores:
-        """Serve the 16-bit model with stock vLLM; keep its log-probabilities of every step in ``stored``."""
+        """Run the 16-bit model in stock vLLM; store its log-probabilities of every step in ``stored``."""
         check_free_space(stored, 4 * len(self.rows) * self.settings.tokens * self.subject.vocab_size)
         batch_size = run.batch_size
         self.progress(f"{REFERENCE}, batch size {batch_size}")
@@ -182,7 +182,7 @@ class _Evaluation:
     def _measure_policy(
         self, run: Run, options: dict[str, Any], folder: Path, stored: Path | None, reference: Scores | None
     ) -> None:
-        """Serve the merged checkpoint under the run's policy; score it, and let it answer."""
+        """Run the merged checkpoint under the run's policy; score it and have it answer the questions."""
         name, batch_size = run.candidate.name, run.batch_size
         self.progress(f"{name}, batch size {batch_size}")
         folder.mkdir()
@@ -203,7 +203,7 @@ class _Evaluation:
         return greedy_answers(llm, self.prompts, batch_size, self.settings.answer_tokens)
 
     def results(self, candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
-        """One entry for each batch size of the reference, then for each policy and batch size."""
+        """Return one entry per batch size for the reference, then one per policy and batch size."""
         weights = LayerBytes(self.subject.checkpoint)
         reference = [
             {

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A vLLM logits processor that forces a request's continuation, and scores every step before doing so.
+"""A vLLM logits processor that scores every step of a request, and forces its next token.
 
-vLLM samples after each pass: with the logits of the pass that a policy's plan has just computed over the
-shared KV cache. At that point the processor takes the raw logits of a request, scores them, and leaves only
-the token that the text goes on with. So a prompt is prefilled and its continuation decoded exactly as when
-served, while every policy sees the same tokens.
+After each pass vLLM samples from the logits that the policy's plan has computed over the shared KV cache. At
+that point the processor takes the raw logits of a request, scores them, and leaves only the text's next token
+possible. So prompts are prefilled and continuations decoded exactly as in serving, while every policy sees
+the same tokens.
 
-What it is to do comes with the request (``SamplingParams.extra_args["flexquant_evaluation"]``, the fields
-of :class:`ForcedRow`), and the scores go to a file, so that it works in whatever process the worker runs.
-It is vLLM's interface of the V1 model runner (``vllm/v1/sample/logits_processor/interface.py``).
+The request carries its instructions (``SamplingParams.extra_args["flexquant_evaluation"]``, the fields of
+:class:`ForcedRow`), and the scores go to a file, so the worker can run in any process. The interface is that
+of vLLM's V1 model runner (``vllm/v1/sample/logits_processor/interface.py``).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ EXTRA_ARGS_KEY = "flexquant_evaluation"
 
 
 class ForcedDecoding(AdapterLogitsProcessor):
-    """Gives each request that asks for it a :class:`ForcedRow`; other requests are left alone.
+    """Gives each request that asks for it a :class:`ForcedRow`; other requests do not change.
 
-    The adapter follows the batch: it calls a request's object with the request's own row of logits.
+    vLLM's adapter follows the batch: it calls a request's ForcedRow with the request's own row of logits.
     """
 
     def is_argmax_invariant(self) -> bool:
@@ -43,11 +43,11 @@ class ForcedDecoding(AdapterLogitsProcessor):
 
 
 class ForcedRow:
-    """The continuation of one row: scored and forced token by token, written when it is complete.
+    """Scores and forces the continuation of one row token by token; writes the scores when it is complete.
 
     ``scores`` is the ``.npz`` file to write: ``nll`` [tokens] in nats and, with ``compare_with``, ``kl``
-    [tokens] in nats and ``same_top`` [tokens]. ``store_in`` is the ``.npy`` file to write the
-    log-probabilities [tokens, vocabulary] fp32 into, ``compare_with`` one so written by the reference.
+    [tokens] in nats and ``same_top`` [tokens]. ``store_in`` is the ``.npy`` file for the log-probabilities,
+    fp32 [tokens, vocabulary]; ``compare_with`` is such a file that the reference has written.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ForcedRow:
             reference = torch.from_numpy(np.array(self._reference[position])).to(log_probs.device)
             step["kl"] = kl_divergence(reference, log_probs)
             step["same_top"] = same_top_token(reference, log_probs)
-        # By position, since a request that was preempted or prefilled in chunks is seen there again.
+        # Store by position: a request that was preempted or prefilled in chunks reaches a position again.
         self._steps[position] = step
         if self._store_in is not None:
             self._store(position, log_probs, self._store_in)

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Measure a policy on an engine, one batch at a time: scores of forced continuations, and greedy answers.
 
-Of each row of text the prompt is prefilled and the continuation forced, and the scores of its tokens are read
-back. Answers are compared with those of the reference, token by token.
+Each row of text has a prompt, which is prefilled, and a continuation, which is forced; the scores of the
+forced tokens are read back. Answers are compared with the reference's, token by token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROCESSOR = "flexquant.evaluation.forced_decoding:ForcedDecoding"
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of every forced token, each array [rows, tokens]; position 0 comes from the prefill pass."""
+    """Scores of every forced token, each array [rows, tokens]; the prefill pass predicts position 0."""
 
     nll: np.ndarray
     """Negative log-likelihood of the text's token, in nats."""
@@ -40,14 +40,15 @@ class Scores:
 def engine_options(
     batch_size: int, prompt_tokens: int, max_model_len: int, batch_tokens: int | None = None
 ) -> dict[str, Any]:
-    """vLLM options under which every batch is prefilled in one pass and decoded at its full size.
+    """Return vLLM options under which every batch is prefilled in one pass and decoded at its full size.
 
-    ``batch_tokens`` is the most that the prompts of one batch have, if not ``batch_size * prompt_tokens``.
+    ``batch_tokens`` is the largest number of prompt tokens in a batch, if it is more than
+    ``batch_size * prompt_tokens``.
     """
     from vllm.platforms import current_platform
 
     most = max(batch_size * prompt_tokens, batch_tokens or 0)
-    # Replays of full CUDA graphs pass the trace by, by which the passes are checked.
+    # The trace, with which the passes are checked, does not see replays of full CUDA graphs.
     graphs = {} if current_platform.is_cpu() else {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
     return {
         **graphs,
@@ -55,7 +56,7 @@ def engine_options(
         "max_num_batched_tokens": max(most, max_model_len),
         "max_model_len": max_model_len,
         "enable_prefix_caching": False,
-        "async_scheduling": False,  # the processor counts the tokens that have been generated
+        "async_scheduling": False,  # ForcedDecoding counts the generated tokens, which must be up to date
         "logits_processors": [PROCESSOR],
         "use_tqdm_on_load": False,
     }
@@ -73,8 +74,8 @@ def decode_forced(
 ) -> Scores:
     """Prefill the first ``prompt_tokens`` ids of each row and force the others; return their scores.
 
-    ``llm`` was made with :func:`engine_options`. Scores pass through files in ``folder``. ``store_in`` is a
-    folder for the log-probabilities of a reference, ``compare_with`` one that was filled so.
+    ``llm`` was made with :func:`engine_options`. ``folder`` is for files of scores. ``store_in`` is a folder
+    to write log-probabilities into, ``compare_with`` a folder that the reference has filled so.
     """
     from vllm import SamplingParams
 
@@ -122,16 +123,16 @@ def _read_scores(files: list[Path]) -> Scores:
 
 
 Answer = list[int]
-"""Token ids, the end-of-text token included if the answer ended with it."""
+"""Token ids of an answer, the end-of-text token included if it ended with one."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far greedy answers follow the reference's."""
+    """How far greedy answers agree with the reference's."""
 
     questions: int
     identical: int
-    """Answers equal to the reference's, token by token."""
+    """Number of answers equal to the reference's, token by token."""
     matched: float
     """Mean share of the reference's answer before the first difference, 0 to 1."""
 

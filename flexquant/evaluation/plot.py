@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A plot of each policy's quality over the bytes that one decode pass reads per weight."""
+"""Plot each policy's quality over the bytes that one decode pass reads per weight."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flexquant.errors import FlexQuantError
 def save_plot(document: dict[str, Any], files: list[Path]) -> None:
     """Draw mean KL (log scale; perplexity without a reference) over decode bytes per weight into ``files``.
 
-    Runs with the same numbers are one point with all their names. Raises FlexQuantError without matplotlib,
-    and for a file that cannot be written or whose ending matplotlib does not know.
+    Runs with equal numbers share one point, labelled with all their names. Raises FlexQuantError without
+    matplotlib, and for a file that cannot be written or whose suffix matplotlib does not know.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -51,7 +51,7 @@ def save_plot(document: dict[str, Any], files: list[Path]) -> None:
 
 
 def _points(document: dict[str, Any], has_kl: bool) -> dict[tuple[float, float, float | None], str]:
-    """Return (bytes per weight, quality, its error) -> the names of the runs there."""
+    """Return the plot's points: (bytes per weight, quality, error of the quality) -> names of the runs."""
     names: dict[tuple[float, float, float | None], dict[str, list[int]]] = {}
     results = [r for r in document["results"] if "decode_plan" in r]
     for result in results:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The results of an evaluation as a table, for terminals and Markdown, and as JSON; and the files of both."""
+"""Format the results of an evaluation as a Markdown table and as JSON, and write both to files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 
 
 def format_table(document: dict[str, Any]) -> str:
-    """Return the results as a Markdown table that is also aligned, with what a reader has to know below."""
+    """Return the results as an aligned Markdown table, followed by notes on how they were measured."""
     columns = [(title, [cell(r) for r in document["results"]]) for title, cell in COLUMNS]
     columns = [(title, cells) for title, cells in columns if any(cell != "-" for cell in cells)]
     widths = [max(map(len, [title, *cells])) for title, cells in columns]
@@ -47,10 +47,10 @@ def format_table(document: dict[str, Any]) -> str:
 
 @contextmanager
 def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
-    """Make a folder, parents included, and try to write into it; called before measuring takes hours.
+    """Make a folder with its parents and check that it is writable, before measuring takes hours.
 
-    A folder made here is removed again when the block fails and leaves it empty. Raises FlexQuantError, which
-    names the command line's ``option``, for a folder that cannot be made or written into.
+    If the block fails, a folder that was made here and is still empty is removed. Raises FlexQuantError,
+    which names the command line's ``option``, for a folder that cannot be made or written into.
     """
     folder = Path(folder)
     is_new = not folder.exists()
@@ -72,8 +72,8 @@ def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
 def write_results(document: dict[str, Any], folder: str | Path) -> list[Path]:
     """Write ``quality.json`` and ``quality.md`` into ``folder``, made if need be; return their paths.
 
-    Files of those names are replaced when the new ones are complete. Raises FlexQuantError where they cannot
-    be written; the numbers are then in a temporary file, which the message names, if one can be written.
+    Existing files are replaced once the new ones are complete. Raises FlexQuantError if a file cannot be
+    written; the results are then kept in a temporary file, if possible, which the message names.
     """
     folder = Path(folder)
     numbers = json.dumps(document, indent=2) + "\n"
@@ -90,7 +90,7 @@ def write_results(document: dict[str, Any], folder: str | Path) -> list[Path]:
 
 
 def _keep_aside(numbers: str) -> str:
-    """Write the numbers into a temporary file, and return in words where they are to be found."""
+    """Write the numbers into a temporary file; return a phrase that says where they are."""
     with ExitStack() as undo:
         try:
             descriptor, name = mkstemp(prefix="quality-", suffix=".json")

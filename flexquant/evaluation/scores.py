@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""From logits to the scores of a token, and from the scores of all tokens to the numbers of a policy."""
+"""Compute the scores of a token from logits, and the quality of a policy from the scores of all tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flexquant.evaluation.measure import Scores
 
 
 def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities [vocabulary] in nats and fp32 of logits [vocabulary] of any dtype."""
+    """Return the log-probabilities, fp32 [vocabulary] in nats, of logits [vocabulary] of any dtype."""
     return logits.float().log_softmax(dim=-1)
 
 
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return KL(reference || other) in nats, a scalar, of two log-probability vectors [vocabulary].
 
-    A token that the reference rules out (-inf) adds nothing, whatever the other says.
+    A token that the reference rules out (-inf) adds nothing.
     """
     terms = reference.exp() * (reference - other)
     return torch.where(reference == -torch.inf, 0.0, terms).sum()
@@ -34,7 +34,7 @@ def same_top_token(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor
 
 @dataclass(frozen=True)
 class Quality:
-    """Numbers over all forced tokens, in nats; None: not defined without a reference, or from one row.
+    """Statistics over all forced tokens; None if they need a reference, or, for errors, a second row.
 
     Tokens of one row depend on each other, so standard errors are taken over the rows' means.
     """
@@ -50,19 +50,19 @@ class Quality:
     log_perplexity_difference_error: float | None
     """Standard error of that difference, in nats."""
     mean_kl: float | None
-    """Mean over all tokens of KL(reference || policy) between the distributions of the token, in nats."""
+    """Mean over all tokens of KL(reference || policy), in nats."""
     mean_kl_error: float | None
     """Standard error of that mean, in nats."""
     p99_kl: float | None
-    """The KL divergence, in nats, that 99 of 100 tokens stay below."""
+    """99th percentile of the tokens' KL divergences, in nats."""
     first_token_kl: float | None
     """Mean KL divergence, in nats, of the first token of each row, which the prefill pass predicts."""
     top1_agreement: float | None
-    """Share of the tokens at which policy and reference have the same likeliest token."""
+    """Share of the tokens for which policy and reference have the same likeliest token."""
 
 
 def summarise(scores: Scores, reference: Scores | None = None) -> Quality:
-    """Summarise the scores of a policy; ``reference`` are those of the reference on the same rows."""
+    """Summarise a policy's scores; ``reference`` are the reference's scores on the same rows."""
     log_perplexity = float(scores.nll.astype(np.float64).mean())
     difference = None if reference is None else scores.nll.astype(np.float64) - reference.nll
     kl = None if scores.kl is None else scores.kl.astype(np.float64)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The settings of an evaluation: rows of text, tokens of a row, batch sizes, tokens of an answer."""
+"""Define the settings of an evaluation: rows of text, tokens of a row, batch sizes, tokens of an answer."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from flexquant.errors import UsageError
 
 @dataclass(frozen=True)
 class Settings:
-    """What an evaluation measures. Raises :class:`UsageError` for values that cannot be measured."""
+    """Settings of an evaluation. Raises :class:`UsageError` for values that cannot be measured."""
 
     batch_sizes: tuple[int, ...] = (8, 48)
-    """How many sequences a decode pass has: one number for each run, sorted, each once."""
+    """Sequences in a decode pass, one number for each run, sorted and distinct."""
     samples: int = 48
-    """How many rows of text are measured; a multiple of every batch size, so that each pass is full."""
+    """Rows of text; a multiple of every batch size, so that each batch is full."""
     prompt_tokens: int = 256
-    """How many tokens of a row are prefilled."""
+    """Tokens of a row that are prefilled."""
     tokens: int = 64
-    """How many tokens of a row are forced after the prompt, and scored."""
+    """Tokens of a row that are forced after the prompt, and scored."""
     seed: int = 0
-    """Seed of the random numbers by which rows are drawn from the text."""
+    """Seed for drawing rows from the text."""
     answer_tokens: int = 64
-    """How many tokens an answer to a question may have."""
+    """Largest number of tokens in an answer."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "prompt_tokens", "tokens", "answer_tokens"):

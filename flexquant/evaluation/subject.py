@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The merged checkpoint under evaluation, and whether a model can be its reference."""
+"""Open the merged checkpoint under evaluation, and check that a model can be its reference."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """A merged checkpoint with what an evaluation has to know of its model."""
+    """A merged checkpoint, with the properties of its model that an evaluation needs."""
 
     checkpoint: MergedCheckpoint
     num_layers: int
     vocab_size: int
     max_length: int | None
-    """Most tokens of a sequence, the config's ``max_position_embeddings``; None: the config has none."""
+    """Most tokens of a sequence: the config's ``max_position_embeddings``, or None if it has none."""
     tokenizer: PreTrainedTokenizerBase
 
     @property
@@ -46,7 +46,7 @@ class Subject:
         )
 
     def check_length(self, tokens: int, what: str) -> None:
-        """Raise FlexQuantError when ``tokens`` are more than a sequence of the model may have."""
+        """Raise FlexQuantError if a sequence of the model cannot have so many ``tokens``."""
         if self.max_length is not None and tokens > self.max_length:
             raise FlexQuantError(
                 f"{what} take {tokens} tokens, but the model's max_position_embeddings is {self.max_length}; "
@@ -54,9 +54,9 @@ class Subject:
             )
 
     def check_reference(self, model: str | Path) -> None:
-        """Raise FlexQuantError unless ``model`` is a 16-bit model with this checkpoint's tokens.
+        """Raise FlexQuantError unless ``model`` is a 16-bit model with this checkpoint's tokenizer.
 
-        KL divergence compares token by token: with another vocabulary it would mean nothing.
+        KL divergence is meaningless between different vocabularies.
         """
         from transformers import AutoConfig
 

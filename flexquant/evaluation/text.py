@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The input of an evaluation: rows of a text as token ids, and questions in the model's chat template."""
+"""Read the input of an evaluation: rows of a text as token ids, and questions in the chat template."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def question_prompts(questions: list[str], tokenizer: PreTrainedTokenizerBase) -
 
 
 def chat_prompt(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a conversation that the model is to go on with, in the chat template."""
+    """Return the token ids of a conversation in the chat template, with the prompt for an answer."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Bytes per weight of the decoder layers: what a policy keeps in memory, and what a decode pass reads.
+"""Count bytes per weight of the decoder layers: what a policy keeps in memory, and what a decode pass reads.
 
-Counted as stored, from the checkpoint's safetensors headers, scales and norms included: the same on every
-machine, while a kernel may hold somewhat more (:mod:`flexquant.serving.weight_memory`). Embedding and
-lm_head, which the policies share, are left out. The 16-bit model has 2.0. A derived variant counts as its
-source does, once more when both are held, since their kernels want different layouts.
+The bytes are those stored in the checkpoint, scales and norms included, as its safetensors headers give them.
+They are the same on every machine, while a kernel may hold somewhat more
+(:mod:`flexquant.serving.weight_memory`). Embedding and lm_head, which the policies share, are left out. The
+16-bit model has 2.0. A derived variant counts like its source, and both count if both are loaded, since their
+kernels need different layouts.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from flexquant.policy.routes import Plan, RouteTable
 @dataclass(frozen=True)
 class BytesPerWeight:
     resident: float
-    """Held: of every variant the decoder layers that plans take, tensors stored once counted once."""
+    """Bytes per weight in memory: the layers that plans take from variants, shared tensors counted once."""
     decode: float
-    """Read by one decode pass: the layers of its plan; of several plans the mean over the passes."""
+    """Bytes per weight that a decode pass reads: the layers of its plan, or the mean over several plans."""
 
 
 class LayerBytes:
-    """The decoder layers of a merged checkpoint, in bytes."""
+    """Stored bytes of a merged checkpoint's decoder layers."""
 
     def __init__(self, checkpoint: MergedCheckpoint) -> None:
         self.weights = 0
-        """Weights of the decoder layers, as the 16-bit model counts them."""
+        """Number of weights in the 16-bit model's decoder layers."""
         self._tensors = {key: ref.nbytes for key, ref in checkpoint.tensors.items()}
         self._layers: dict[str, dict[int, list[str]]] = {}
         for name in checkpoint.merged.variants:
@@ -48,9 +49,9 @@ class LayerBytes:
             self.weights = max(self.weights, weights)
 
     def per_weight(self, routes: RouteTable, decode: Mapping[Plan, int]) -> BytesPerWeight:
-        """Return what a policy with this table holds, and what a decode pass reads.
+        """Return the bytes per weight of a policy with this route table.
 
-        ``decode``: how many passes take each plan.
+        ``decode`` maps each plan to the number of decode passes that take it.
         """
         sources = {name: name for name in self._layers}
         sources |= {name: derivation.source for name, derivation in routes.derived.items()}

@@ -27,9 +27,9 @@ class Budget:
     max_kl: float | None = None
     """Largest KL divergence, in nats a token; the fastest plan within it is chosen."""
     max_slowdown: float | None = None
-    """Largest slowdown against the fastest variant (0.1 = 10 %); the plan of least KL divergence is chosen."""
+    """Largest slowdown against the fastest variant (0.1 = 10 %); the plan with the least KL is chosen."""
     layers: int | None = None
-    """Exact number of layers above the lowest precision; the plan of least KL divergence is chosen."""
+    """Exact number of layers above the lowest precision; the plan with the least KL is chosen."""
 
     def __post_init__(self) -> None:
         given = [value for value in (self.max_kl, self.max_slowdown, self.layers) if value is not None]

@@ -36,7 +36,7 @@ class Found:
     searched: list[Measured]
     """The variants alone, the plans with one layer below the highest precision, and the proposed plans."""
     others: dict[str, Measured]
-    """Baselines for `--compare`, by name (`first`, `random 1`): they raise as many layers, at other places."""
+    """Baselines for `--compare`, by name (`first`, `random 1`): they raise as many layers, elsewhere."""
 
 
 @dataclass(frozen=True)
