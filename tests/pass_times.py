@@ -14,12 +14,12 @@ from flexquant.simulation.scheduler import Limits
 from flexquant.simulation.times import route_table
 from flexquant.simulation.trace import Request
 
-# Decode: 10 ms a sequence; prefill: 1 ms a token, of one prompt or of many; context for nothing.
+# A decode pass takes 10 ms a sequence, prefill 1 ms a token, of one prompt or many; context costs nothing.
 LINEAR = {"w8a8": ({1: 0.010}, {1: 0.001})}
 # W8A8 is quick in prefill, W4A16 in decode.
 CROSSED = {"w8a8": ({1: 0.010}, {1: 0.001}), "w4a16": ({1: 0.004}, {1: 0.003})}
 CPU_LIMITS = (2048, 128, None, 128, (), False)
-"""Limits of 'vllm serve' on a CPU."""
+"""Limits of ``vllm serve`` on a CPU."""
 
 
 def make_times(
@@ -27,7 +27,7 @@ def make_times(
     context: int = 1,
     context_seconds: float = 0.0,
 ) -> PassTimes:
-    """Pass times without spread; ``curves``: by variant, the seconds of decode and of prefill by size."""
+    """Return pass times without spread; ``curves``: variant -> seconds of decode and of prefill by size."""
     decode, prefill = (
         {
             name: {size: Time(seconds, seconds, seconds) for size, seconds in pair[side].items()}
@@ -47,7 +47,7 @@ def run_trace(
 
 
 def passes(result: Replay) -> list[tuple[float, float, str, int, int]]:
-    """(start ms, ms, phase, tokens, sequences) of every pass."""
+    """Return (start ms, ms, phase, tokens, sequences) of every pass."""
     return [
         (round(1e3 * p.start, 6), round(1e3 * p.seconds, 6), p.phase, p.tokens, p.sequences)
         for p in result.passes

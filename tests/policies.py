@@ -50,16 +50,16 @@ rules:
 
 
 def triggered(**settings: float) -> str:
-    """``TRIGGERED`` with other settings, a dwell of one pass if it is not given."""
+    """Return ``TRIGGERED`` with other settings; the dwell is one pass if it is not given."""
     given = ", ".join(f"{key}: {value!r}" for key, value in {"dwell": 1, **settings}.items())
     return re.sub("enter: .*}", f"{given}}}", TRIGGERED)
 
 
 def scheduled(pattern: str) -> str:
-    """``TRIGGERED`` by a pattern."""
+    """Return ``TRIGGERED`` with a schedule in the trigger's place."""
     return re.sub("trigger: .*", f'trigger: {{schedule: "{pattern}"}}', TRIGGERED)
 
 
 def rules(*lines: str) -> str:
-    """A policy whose rules start in line 3."""
+    """Return a policy whose rules start in line 3."""
     return "\n".join(["schema: flexquant.policy/v1", "rules:", *(f"  {line}" for line in lines), ""])

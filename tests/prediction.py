@@ -30,13 +30,13 @@ kernels:
 
 
 def square(scheme: str, outputs: int = 8192, inputs: int = 8192) -> Linear:
-    """A GEMM of the published tables; INT4 in groups of 128 with 16-bit scales."""
+    """Return a GEMM of the published tables; INT4 has groups of 128 with 16-bit scales."""
     width = {"bf16": 2, "w8a8": 1, "fp8": 1, "w4a16": 0.5 + 2 / 128}[scheme]
     return Linear(outputs, inputs, width * outputs * inputs, scheme)
 
 
 def run_predict(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, dict[str, Any]]:
-    """The text and the JSON that the command prints."""
+    """Return the text and the JSON that the command prints."""
     assert cli.main(["predict", *argv, "--json"]) == 0
     text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n")
     return text, json.loads(last)

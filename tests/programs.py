@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Programs that tests start: in an environment of their choice, bounded in time, shown where they fail."""
+"""Starts programs for tests, in a chosen environment and bounded in time, and shows what failed ones said."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 30
-"""Seconds that a program which has been interrupted gets to end."""
+"""Seconds that an interrupted program gets to end."""
 SHOWN = 3000
-"""Characters of each stream that a failure shows, the last ones."""
+"""Characters of the end of each stream that a failure shows."""
 
 
 def newcomers_environment() -> dict[str, str]:
-    """This process's environment without what the tests set for their own engines.
+    """Return this process's environment without what the tests set for their own engines.
 
-    All but the KV cache's size: by default a CPU's is half of the memory, and takes seconds to fill.
+    The KV cache's size stays: a CPU's default is half of the memory, and takes seconds to fill.
     """
     ours = ("VLLM_", "OMP_", "HF_HUB_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
@@ -75,15 +75,15 @@ def run(
 
 
 def with_small_files(command: Sequence[object], most: int) -> list[object]:
-    """The same command where no file can grow beyond ``most`` bytes, a multiple of 512.
+    """Return the command such that no file can grow beyond ``most`` bytes, a multiple of 512.
 
-    So the system refuses what does not fit, to any user, with EFBIG in the place of a full disk's ENOSPC.
+    The system then refuses what does not fit, to any user, with EFBIG instead of a full disk's ENOSPC.
     """
     return ["sh", "-c", f'ulimit -f {most // 512} && exec "$@"', "sh", *command]
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie that waits for its parent."""
+    """Return whether a process exists and is no zombie that waits for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -91,7 +91,7 @@ def is_running(pid: int) -> bool:
 
 
 def session(leader: int) -> list[int]:
-    """The processes of a session that run, zombies left out; ``leader`` is the one that began it."""
+    """Return the running processes, zombies left out, of the session that ``leader`` began."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -21,7 +21,7 @@ PAGES = [
         "benchmarks/README.md",
     )
 ]
-"""In an order in which their commands find what earlier ones wrote."""
+"""Pages in an order in which their commands find what earlier ones wrote."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -31,11 +31,11 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    """Every command line of the ``bash`` blocks, each once, comments left out and broken lines joined."""
+    """Return each command line of the ``bash`` blocks once, without comments and with broken lines joined."""
     lines = [line.strip() for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
     return list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
 
 
 def documents(schema: str) -> list[str]:
-    """The pages' YAML documents of a schema, in order."""
+    """Return the pages' YAML documents of a schema, in order."""
     return [block for block in blocks("yaml") if f"schema: {schema}\n" in block]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Small random vision-language models, quantised by rounding to nearest, and images to ask them about.
+"""Makes small random vision-language models, quantised by rounding to nearest, and images to ask about.
 
-Idefics3: vLLM serves it without torchvision, which a CPU's vLLM comes without, and which most other vision
-models need.
+The models are Idefics3: vLLM serves it without torchvision, which a CPU's vLLM comes without, and which most
+other vision models need.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ARCHITECTURE = "Idefics3ForConditionalGeneration"
 PIXELS, PATCH, SCALE = 56, 14, 2
 IMAGE_TOKENS = (PIXELS // PATCH // SCALE) ** 2
 SPECIAL = ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>")
-"""Tokens 258 and on, behind those of bytes, begin and end."""
+"""Special tokens, with the ids from 258 on: behind those of bytes, of the beginning and of the end."""
 TOWERS = ("re:.*vision_model.*", "re:.*connector.*")
-"""What stands beside the language model, as it is left out of quantising."""
+"""The parts beside the language model, in the form in which quantising leaves them out."""
 CHAT = (
     "{% for message in messages %}{% for part in message.content %}"
     "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endfor %}"

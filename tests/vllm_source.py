@@ -25,7 +25,7 @@ class Problem:
     """A name that this vLLM does not have as the tables say."""
 
     name: str
-    """Its module, and the entry without its parameters."""
+    """The module, and the entry without its parameters."""
     kind: Literal["missing", "moved", "changed"]
     what: str
 
@@ -42,9 +42,9 @@ class Module:
         self.tree = ast.parse(file.read_text(encoding="utf-8"))
         self.definitions: dict[str, ast.stmt] = {}
         self.imports: dict[str, tuple[str, str]] = {}
-        """Module and name there, by the name here."""
+        """Name here -> the module, and the name there."""
         self.stars: list[str] = []
-        """Modules of which everything is imported."""
+        """Modules from which everything is imported."""
         for statement in _statements(self.tree.body):
             if isinstance(statement, ast.ImportFrom):
                 origin = self._absolute(statement)
@@ -63,7 +63,7 @@ class Module:
 
     @functools.cached_property
     def mentioned(self) -> set[str]:
-        """Names, strings, and attributes (``a.b.c``, ``b.c`` and ``c``) that occur in the code."""
+        """Return the names, strings, and attributes (``a.b.c``, ``b.c`` and ``c``) that occur in the code."""
         found: set[str] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -191,7 +191,7 @@ def parameters(node: ast.AST, bound: bool) -> str | None:
 
 
 def is_bound(node: ast.AST, path: str) -> bool:
-    """Whether a function's first parameter is its object or class."""
+    """Return whether a function's first parameter is its object or class."""
     return "." in path and isinstance(node, Function) and "staticmethod" not in _decorators(node)
 
 

@@ -38,7 +38,7 @@ BACKENDS = [
     "ROCM_AITER_UNIFIED_ATTN",
     "CPU_ATTN",
 ]
-"""Those whose builders need nothing that only their device has."""
+"""Attention backends whose builders need nothing that only their device has."""
 
 
 def starts_of(query_lengths: list[int]) -> torch.Tensor:
@@ -54,7 +54,7 @@ def starts_of(query_lengths: list[int]) -> torch.Tensor:
         ([2, 64, 3], 1, "prefill"),
         ([1, 7], 1, "mixed"),
         ([7, 5, 1], 1, "mixed"),
-        # With three speculated tokens, of which a sequence may have fewer.
+        # Three tokens are speculated; a sequence may have fewer.
         ([4, 4], 4, "decode"),
         ([4, 2], 4, "decode"),
         ([5, 64], 4, "prefill"),
@@ -71,7 +71,7 @@ def test_phases(query_lengths: list[int], tokens_per_sequence: int, phase: str, 
 
 
 def make_vllm_config(folder: Path) -> VllmConfig:
-    """vLLM's configuration of a small model, of which ``folder`` gets no more than the config.json."""
+    """Return vLLM's configuration of a small model; ``folder`` gets only its config.json."""
     (folder / "config.json").write_text(json.dumps(SHAPES["tiny"].config()))
     cache = CacheConfig(block_size=16)
     cache.num_gpu_blocks = 64
@@ -107,7 +107,7 @@ class Observed:
                 layer.impl = implement() if implement else layer.impl
             self.observer.observe(layers)
             backends = {layers[name].get_attn_backend() for name in NAMES}
-            (self.backend,) = backends  # else vLLM would build the metadata twice
+            (self.backend,) = backends  # otherwise vLLM would build the metadata twice
             spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
             builder = self.backend.get_builder_cls()
             self.builder = builder(spec, NAMES, vllm_config, torch.device("cpu"))
@@ -115,9 +115,9 @@ class Observed:
     def step(
         self, query_lengths: list[int], capture: bool = False, prefilling: list[bool] | None = None
     ) -> ForwardContext:
-        """Build the metadata of a step, each of whose sequences has 20 tokens already.
+        """Build the metadata of a step, in which each sequence has 20 tokens already.
 
-        ``prefilling``: whose tokens are a prompt's; None: of those with more than one.
+        ``prefilling`` says whose tokens are a prompt's; None means the sequences with more than one.
         """
         starts, lengths = starts_of(query_lengths), torch.tensor(query_lengths, dtype=torch.int32)
         common = CommonAttentionMetadata(

@@ -32,9 +32,9 @@ class Served:
     ran: list[tuple[str, str]]
     """The modules that ran, in order: the variant's name, and the module's name in it."""
     passes: list[dict[str, Any]]
-    """The trace."""
+    """The passes in the trace."""
     registered: dict[str, Any]
-    """The layers for which vLLM has allocated a part of the KV cache, by name."""
+    """The layers for which vLLM has allocated a part of the KV cache, keyed by name."""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_all_variants_have_the_same_attention_modules_and_no_other_has_a_kv_cach
 
 
 def test_switching_between_variants_of_equal_weights_changes_nothing(tmp_path) -> None:
-    """To the last bit, since a variant goes on from the KV cache that the other one has written."""
+    """Nothing changes to the last bit: a variant goes on from the KV cache that the other one has written."""
     source = make_checkpoint(tmp_path / "source", scheme="w4a16", num_layers=LAYERS)
     merge_checkpoints({"w8a8": source, "w4a16": source}, tmp_path / "merged")
     (tmp_path / "switching.yaml").write_text(SWITCHING)

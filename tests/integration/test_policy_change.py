@@ -38,7 +38,7 @@ rules:
 
 
 UNREACHABLE = W4A8.replace("- use: w4a8", "- when: {tokens: {min: 1000000}}\n    use: w4a8\n  - use: w8a8")
-"""The variant that it derives is for passes that are larger than any."""
+"""A policy whose derived variant is for passes larger than any."""
 OTHER_SOURCE = W4A8.replace("from: w4a16", "from: other").replace("use: w4a16", "use: other")
 
 

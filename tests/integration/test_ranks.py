@@ -25,13 +25,13 @@ CASES = {
     "limits": (("phase", 128, CONFIG), "rank 1 has other routes than rank 0"),
     "checkpoint": (("phase", 64, {}), "rank 1 has other quantization_config in config.json than rank 0"),
 }
-"""What rank 1 has, and what both say."""
+"""Case -> what rank 1 has, and what both ranks say."""
 STEPS = {
     "taken": (None, ""),
     "refused": (FlexQuantError("not here"), "not here"),
     "unforeseen": (KeyError("w4a8"), "KeyError ('w4a8'), and the worker's log tells where"),
 }
-"""What rank 1 raises in a step of all ranks, and what both say."""
+"""Case -> what rank 1 raises in a step of all ranks, and what both ranks say."""
 
 
 def meet(rank: int, meeting: str, tensor_parallel: int) -> None:
@@ -45,7 +45,7 @@ def meet(rank: int, meeting: str, tensor_parallel: int) -> None:
 
 
 def on_both(told: Callable[..., dict[str, str]], tmp_path: Path, tensor_parallel: int) -> dict[str, str]:
-    """What both of two ranks say, which has to be the same."""
+    """Return what both of two ranks say, which has to be the same."""
     asked = f"file://{tmp_path}/store", tensor_parallel
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as ranks:
         first, second = (ranks.submit(told, rank, *asked) for rank in range(2))
@@ -54,7 +54,7 @@ def on_both(told: Callable[..., dict[str, str]], tmp_path: Path, tensor_parallel
 
 
 def steps(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
-    """What a process that is one rank of two says of steps that rank 1 may fail in, by case."""
+    """Return, by case, what one rank of two says of steps in which rank 1 may fail."""
     meet(rank, meeting, tensor_parallel)
 
     def step(failure: Exception | None) -> None:
@@ -71,7 +71,7 @@ def steps(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
 
 
 def refusals(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
-    """What the check says in a process that is one rank of two, by case; empty if nothing."""
+    """Return, by case, what the check says on one rank of two; empty if it says nothing."""
     meet(rank, meeting, tensor_parallel)
     said = {}
     for name, (other, _) in CASES.items():

@@ -20,9 +20,10 @@ RANKS = {"tensor_parallel_size": 2}
 
 
 def offer_cores() -> None:
-    """Let vLLM take what Ray calls GPUs for the devices of its CPU platform, which has no name for them.
+    """Have vLLM take what Ray calls GPUs for its CPU platform's devices, for which Ray has no name.
 
-    Only for that name vLLM refuses Ray on CPUs. Delete when its CPU platform has a ``ray_device_key``.
+    vLLM refuses Ray on CPUs only for lack of that name. Delete when its CPU platform has a
+    ``ray_device_key``.
     """
     from vllm.platforms.cpu import CpuPlatform
 

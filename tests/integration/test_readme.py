@@ -28,7 +28,7 @@ FEW = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, real_model, real_variants, real_merged):
-    """A folder with what the README's commands expect: what `flexquant build` made, a policy, a text."""
+    """Return a folder with what the README's commands expect: a build's output, a policy, a text."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "my-variants").mkdir()
     for name, path in real_variants.items():
@@ -51,7 +51,7 @@ def test_the_readme_shows_no_other_commands():
 
 @pytest.mark.parametrize("command", of("make"))
 def test_what_make_runs_is_there_and_understood(command):
-    """`make test` runs itself, test_examples runs what `make demo` starts; here: that it starts just that."""
+    """`make test` runs this. test_examples runs what `make demo` starts; this checks that it starts that."""
     command = [*shlex.split(command), "--dry-run", "--always-make"]
     lines = programs.run(command, timeout=120).stdout.replace("\\\n", " ").splitlines()
     assert lines
@@ -64,7 +64,7 @@ def test_what_make_runs_is_there_and_understood(command):
 
 @pytest.mark.parametrize("command", of("python"))
 def test_benchmark_commands_are_understood(command):
-    """test_benchmarks runs the smallest of them."""
+    """test_benchmarks runs the smallest of these commands."""
     program, module, name, *arguments = shlex.split(command)
     assert (program, module, name) == ("python", "-m", "benchmarks")
     make_parser("").parse_args(["run", *arguments] if arguments == ["--quick"] else arguments)
@@ -82,7 +82,7 @@ def test_flexquant_commands_in_order(folder, monkeypatch):
 
 
 def test_the_program_flexquant_is_installed():
-    """The test above enters where the program does."""
+    """The test above calls the program's entry point, but not the program."""
     assert "phase-batch" in programs.run([BIN / "flexquant", "policy", "list"], timeout=120).stdout
 
 

@@ -45,7 +45,7 @@ def when_the_front_end_has_read(change: Callable[[], Any]) -> Iterator[None]:
 
 
 def routes(policy: Path, folder: Path, tmp_path: Path, change: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The trace of two prompts side by side, its first line (what is served) included."""
+    """Return the trace of two prompts side by side, with its first line, which says what is served."""
     trace = tmp_path / "trace.jsonl"
     options = {"max_model_len": 256, "flexquant": {"trace": str(trace)}}
     with when_the_front_end_has_read(change), engine(folder, str(policy), **options) as llm:

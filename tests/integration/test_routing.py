@@ -18,14 +18,14 @@ CHUNK = 128
 
 
 def expected_plan(phase: str, sequences: int) -> str:
-    """The table of ``phase-batch``, written down by hand."""
+    """Return the plan that ``phase-batch`` gives, written down by hand."""
     if phase == "decode" and sequences <= 32:
         return "w4a16"
     return "w8a8"
 
 
 def request_lengths() -> list[tuple[int, int]]:
-    """(words of prompt, tokens to generate): short and long side by side, more than 32 at a time."""
+    """Return (words of prompt, tokens to generate): short and long side by side, more than 32 at a time."""
     return [(3 + 37 * i % 200, 8 + 5 * i % 40) for i in range(48)]
 
 

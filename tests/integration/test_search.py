@@ -71,7 +71,7 @@ def arguments(merged: Path, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def searched(arguments: list[str], folder: Path) -> dict[str, float]:
-    """The KL divergence of every plan that a search for one layer has measured."""
+    """Return the KL divergence of every plan that a search for one layer has measured."""
     assert cli.main([*arguments, "--layers", "1", "--compare"]) == 0
     return read_kl(folder)
 
@@ -139,7 +139,7 @@ def study(merged: Path, folder: Path) -> Study:
 
 
 def limited_rules(study: Study, most: float, folder: Path) -> list[dict[str, Any]]:
-    """The rules of a tuned policy that decodes up to four sequences in W4A16, where it may lose ``most``."""
+    """Return a tuned policy's rules: it decodes up to four sequences in W4A16, losing at most ``most``."""
     decode = (Range(1, 4, "w4a16", (4, 5)), Range(5, None, "w8a8", None))
     decision = Decision({"decode": decode, "prefill": (Range(1, None, "w8a8", None),)})
     times = make_times(CROSSED)

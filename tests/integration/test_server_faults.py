@@ -27,14 +27,14 @@ from tests import programs
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 PATIENCE = 300
-"""Seconds for what has to come about by itself, on however busy a machine."""
+"""Seconds for what has to come about by itself, however busy the machine is."""
 LONG = 1200
-"""Tokens of an answer that is under way for seconds."""
+"""Tokens of an answer that takes seconds."""
 NOISE = 1.0
 """Nats that the rounding of other batches may make."""
 MOST = 10_000
 SPARE = 300
-"""Descriptors that are left to the test and to the server for all else."""
+"""Descriptors that are left to the test and to the server for everything else."""
 
 
 class Killed(NamedTuple):
@@ -42,17 +42,17 @@ class Killed(NamedTuple):
     left: list[int]
     """Processes of the server that were still there when it had ended."""
     client: Exception | None
-    """What a client was told whose answer was under way."""
+    """What a client was told while its answer was under way."""
 
 
 class Faulty(NamedTuple):
     killed: Killed
-    """Of a server on the same files before."""
+    """What came of an earlier server on the same files, whose engine was killed."""
     server: VLLMServer
 
 
 def until(reached: Callable[[], bool]) -> bool:
-    """Wait; return whether it was reached."""
+    """Wait; return whether the condition was reached."""
     deadline = time.monotonic() + PATIENCE
     while not (now := reached()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -64,7 +64,7 @@ def client(server: VLLMServer) -> OpenAI:
 
 
 def stream(server: VLLMServer, prompt: int, tokens: int) -> Iterator[int]:
-    """The ids of an answer's tokens, as they come."""
+    """Yield the ids of an answer's tokens, as they come."""
     with client(server).completions.create(
         model="tiny",
         prompt=list(range(prompt, prompt + 20)),
@@ -78,7 +78,7 @@ def stream(server: VLLMServer, prompt: int, tokens: int) -> Iterator[int]:
 
 
 def metric(server: VLLMServer, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that have these labels."""
+    """Return the sum of a metric's samples that have these labels."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE) as reply:
         families = list(text_string_to_metric_families(reply.read().decode()))
     found = [s for family in families for s in family.samples if s.name == name]
@@ -108,7 +108,7 @@ def kill_the_engine(server: VLLMServer) -> Killed:
 
 @pytest.fixture(scope="module")
 def faulty(tiny_merged, tmp_path_factory) -> Iterator[Faulty]:
-    """Two servers, one after the other: the first one's engine is killed."""
+    """Yield the second of two servers, one after the other; the first one's engine was killed."""
     logs = tmp_path_factory.mktemp("logs")
     options = json.dumps({"flexquant": {"policy": "w4a16"}})
     arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "2048"]
@@ -146,9 +146,9 @@ def test_the_next_start_on_the_same_files_serves(faulty: Faulty) -> None:
 
 
 def surprise(server: VLLMServer, prompt: int, answer: list[int]) -> float:
-    """By how many nats the least likely token of an answer is less likely than the likeliest at its place.
+    """Return how much less likely an answer's least likely token is than the likeliest at its place, in nats.
 
-    As the model says in one prefill of it all. Answers of other batches are not the same bit for bit.
+    The model says so in one prefill of the whole text. Answers of other batches are not the same bit for bit.
     """
     first = list(range(prompt, prompt + 20))
     reply = client(server).completions.create(
@@ -182,7 +182,7 @@ def descriptors(pid: int) -> int:
 
 @pytest.fixture
 def connections(faulty: Faulty) -> Iterator[int]:
-    """How many the test and the server may have, with the test's limit raised to that."""
+    """Yield how many connections the test and the server may have, with the test's limit raised to that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     servers, _ = resource.prlimit(faulty.server.processes.pid, resource.RLIMIT_NOFILE)
     ours = MOST + SPARE if hard == resource.RLIM_INFINITY else min(hard, MOST + SPARE)
@@ -192,7 +192,7 @@ def connections(faulty: Faulty) -> Iterator[int]:
 
 
 def test_many_who_hold_on_without_asking_keep_nobody_out(faulty: Faulty, connections: int) -> None:
-    """Every other one has sent nothing, the rest a request without its end."""
+    """Every other connection has sent nothing, the rest a request without its end."""
     server = faulty.server
     address = urlsplit(server.url)
     before = descriptors(server.processes.pid)

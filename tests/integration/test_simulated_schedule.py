@@ -20,7 +20,7 @@ from flexquant.simulation.trace import Request
 from tests.checkpoints import make_checkpoint
 
 Schedule = list[dict[int, int]]
-"""For every pass: request -> its tokens."""
+"""For every pass: request -> the number of its tokens."""
 
 LIMITS = {
     "plain": Limits(8192, 64),
@@ -30,7 +30,7 @@ LIMITS = {
     "little of all": Limits(48, 7, kv_cache_tokens=400),
 }
 EVERY = 3
-"""Another request comes every so many passes; the first ones come together."""
+"""Passes between one request and the next; the first requests come together."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_passes_are_those_of_vllm(model: Path, name: str, async_scheduling: bool
 
 
 def test_default_limits_are_those_of_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With vLLM's own rules, told the names and memory of the shipped devices."""
+    """vLLM's own rules say so, once told the names and memory of the shipped devices."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
@@ -83,7 +83,7 @@ def test_default_limits_are_those_of_vllm(model: Path, monkeypatch: pytest.Monke
 
 
 def arriving(trace: list[Request], number: int) -> range:
-    """The requests that come before a pass."""
+    """Return the requests that come before a pass."""
     first = 0 if number == 0 else 10 + number // EVERY - 1
     last = 10 + number // EVERY if number % EVERY == 0 else first
     return range(first, min(last, len(trace)))
@@ -110,7 +110,7 @@ def simulated_schedule(trace: list[Request], limits: Limits) -> tuple[Schedule, 
 
 
 def vllm_schedule(trace: list[Request], limits: Limits, model: Path) -> Schedule:
-    """The same with vLLM's scheduler, in the order of ``EngineCore.step`` and ``step_with_batch_queue``."""
+    """Return vLLM's schedule, in the order of ``EngineCore.step`` and ``step_with_batch_queue``."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request as VllmRequest
@@ -189,7 +189,7 @@ def vllm_scheduler(limits: Limits, model: Path) -> Any:
 
 
 def vllm_capture_sizes(limits: Limits, model: Path) -> tuple[int, ...]:
-    """What vLLM computes once the CPU platform has not taken the graphs out."""
+    """Return the sizes that vLLM computes when the CPU platform does not take the graphs out."""
     from vllm.config import CUDAGraphMode
 
     config = vllm_config(limits, model)

@@ -40,7 +40,7 @@ POLICIES = {
     "w4a16": BY_PHASE.format(use="w4a16"),
     "w8a8+w4a16[1]": BY_PHASE.format(use="{default: w4a16, layers: {0: w8a8}}"),
 }
-"""By the plan of their decode passes. No rule asks for a batch size: that counts tokens, drafts included."""
+"""Policies, keyed by the plan of their decode passes. No rule names a batch size, which counts drafts too."""
 
 
 def make_head(folder: Path, architecture: str, **more: Any) -> Path:
@@ -77,7 +77,7 @@ def make_head(folder: Path, architecture: str, **more: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """vLLM's speculative_config, by method. The 16-bit model drafts well, the others at random."""
+    """Return vLLM's speculative_config of each method. The 16-bit model drafts well, the others at random."""
     folder = tmp_path_factory.mktemp("drafts")
     reads = {"eagle_aux_hidden_state_layer_ids": [0, 1], "num_aux_hidden_states": 2}
     eagle3 = make_head(folder / "eagle3", "LlamaForCausalLMEagle3", draft_vocab_size=320, **reads)
@@ -98,7 +98,7 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What is left of one policy."""
+    """What one policy answered."""
 
     answers: Answers
     passes: list[dict[str, Any]]
@@ -146,7 +146,7 @@ def run(folder: Path, speculative: dict[str, Any] | None) -> dict[str, Run]:
 
 
 def run_by_itself(folder: Path, speculative: dict[str, Any]) -> dict[str, Run]:
-    """In a process of its own: vLLM's n-gram method loads numba, after which no engine starts there again."""
+    """Run in a process of its own: vLLM's n-gram method loads numba, after which no engine starts there."""
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as process:
         return process.submit(run, folder, speculative).result(timeout=300)

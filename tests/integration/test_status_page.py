@@ -34,10 +34,10 @@ pytestmark = [
     pytest.mark.skipif(not (DRIVER and BROWSER), reason="`make test-full` fetches Chromium"),
 ]
 PATIENCE = 60
-"""Seconds that the page may take to show something; it asks every other second."""
+"""Seconds that the page may take to show something; it asks every two seconds."""
 MARKUP = "<img src=x onerror=alert(1)>.yaml"
 CONTRAST = 4.5
-"""Of text and what is behind it, at least (WCAG 2.2, AA)."""
+"""Least contrast of text and what is behind it (WCAG 2.2, AA)."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
     profile = tmp_path_factory.mktemp("profile")
-    # As root, which containers often have, Chromium's sandbox does not start.
+    # Chromium's sandbox does not start as root, which containers often run as.
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -70,7 +70,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def wait(condition: Callable[[], Any]) -> Any:
-    """Return what a condition is as soon as it is true."""
+    """Return what a condition returns as soon as that is true."""
     ends = time.monotonic() + PATIENCE
     while not (found := condition()):
         assert time.monotonic() < ends, "the page does not show it"
@@ -93,7 +93,7 @@ def ask(url: str, number: int, tokens: int = 24) -> None:
 
 @pytest.fixture(scope="module")
 def page(server: str, browser: Any) -> Any:
-    """The page, for who has given the key."""
+    """Yield the page as somebody sees it who has given the key."""
     browser.set_window_size(1100, 900)
     browser.get(server.removesuffix("/v1") + "/flexquant/ui")
     wait(lambda: "asks for its API key" in text(browser, "#state"))
@@ -161,7 +161,7 @@ def test_another_policy_is_shown_by_its_name_as_text(page: Any, server: str, tmp
 
 
 def test_moments_have_lines_of_their_own(page: Any, server: str) -> None:
-    """Decode passes by how long ago a prompt was: the line of the last pass's moment is lit."""
+    """Decode passes are grouped by how long ago a prompt was: the line of the last pass's moment is lit."""
     with plugin_routes():
         apply_policy(server, parse_policy(yaml.safe_load(FLOOR), "floor"))
     wait(lambda: text(page, ".moment small") == "since_prompt 1-3\nsince_prompt 4+")
@@ -223,7 +223,7 @@ def test_text_can_be_read_by_day_and_in_the_dark(page: Any, scheme: str) -> None
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of a CSS colour, as WCAG defines it."""
+    """Return the relative luminance of a CSS colour, as WCAG defines it."""
     parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -28,7 +28,7 @@ RANKS = {"tensor_parallel_size": 2}
     ],
 )
 def folder(request, tiny_merged):
-    """With both variants and the merged checkpoint."""
+    """Return a folder with both variants and the merged checkpoint."""
     return tiny_merged(request.param, 2, (EXPERTS,) if request.param in MIXTURES else ())
 
 

@@ -59,7 +59,7 @@ def test_a_model_that_is_tied_by_default_starts_without_the_key(tmp_path: Path) 
 
 
 def test_heads_that_were_merged_as_one_are_refused(folder: Path, tmp_path: Path) -> None:
-    """As releases did that took every head of a tied model for a copy of the embedding."""
+    """Earlier releases merged so: they took every head of a tied model for a copy of the embedding."""
     shutil.copytree(folder / "two" / "merged", tmp_path / "merged")
     path = tmp_path / "merged" / "config.json"
     config = json.loads(path.read_text())

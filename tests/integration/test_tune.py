@@ -42,13 +42,13 @@ def run(*arguments, status: int | None = 0) -> subprocess.CompletedProcess:
 class Tuned(NamedTuple):
     policy: Path
     unreachable: subprocess.CompletedProcess
-    """The run before, whose objective no policy could meet."""
+    """The earlier run, whose objective no policy could meet."""
     done: subprocess.CompletedProcess
 
 
 @pytest.fixture(scope="module")
 def tuned(real_merged, tmp_path_factory) -> Tuned:
-    """With more rounds while the machine is too noisy; the samples are kept from run to run."""
+    """Tune again with more rounds while the machine is too noisy; the samples are kept from run to run."""
     output = tmp_path_factory.mktemp("tuned") / "policy.yaml"
     for rounds in (3, 9, 27):
         arguments = ["tune", real_merged, "--output", output, *FEW, "--rounds", rounds]
@@ -98,7 +98,7 @@ def test_this_cpu_is_predicted_as_it_was_measured(real_merged, capsys):
 
 
 def served_passes(merged, policy, folder) -> list[dict]:
-    """Serve the policy to REQUESTS requests of different lengths, all at once; return the passes' trace."""
+    """Serve the policy to REQUESTS requests of different lengths, all at once; return the traced passes."""
     trace = folder / "routes.jsonl"
     additional = json.dumps({"flexquant": {"policy": str(policy), "trace": str(trace)}})
     arguments = ["--additional-config", additional, "--enforce-eager", "--max-model-len", "256"]
@@ -136,7 +136,7 @@ def test_the_routes_that_a_server_takes_are_those_of_its_table(tuned, real_merge
 
 @pytest.mark.full
 def test_a_server_takes_both_sides_of_the_committed_crossovers(real_merged, tmp_path):
-    """What was tuned here may have no crossover; the committed policy has one at about 20 sequences."""
+    """The committed policy has a crossover at about 20 sequences; the one tuned here may have none."""
     passes = served_passes(real_merged, COMMITTED, tmp_path)
     check_routes(COMMITTED, passes)
     for phases in ({"decode"}, {"prefill", "mixed"}):
@@ -145,9 +145,9 @@ def test_a_server_takes_both_sides_of_the_committed_crossovers(real_merged, tmp_
 
 @pytest.mark.full
 def test_a_stopped_run_goes_on(tiny_merged, tmp_path):
-    """The first run is stopped; a sample that it left is changed, and is what the second run writes.
+    """The first run is stopped; a sample that it left is changed, and the second run writes the changed one.
 
-    Of a single round, so that this sample is all there is of its size.
+    The runs have a single round, so that this sample is all there is of its size.
     """
     merged, output = tiny_merged() / "merged", tmp_path / "policy.yaml"
     samples = tmp_path / "policy.yaml.samples.json"
@@ -158,7 +158,7 @@ def test_a_stopped_run_goes_on(tiny_merged, tmp_path):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background jobs ignore it, and their children with them.
+        # A shell's background jobs ignore SIGINT, and so do their children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 300

@@ -49,7 +49,7 @@ def two_nodes(merged: Path, work: Path, policies: list[str]) -> Iterator[VLLMSer
 
 
 def test_machines_with_unequal_policies_do_not_serve(tiny_merged, tmp_path):
-    """Otherwise the ranks of one pass would multiply with different variants."""
+    """If they served, the ranks of one pass would multiply with different variants."""
     merged = tiny_merged(num_layers=2) / "merged"
     with pytest.raises(ServerError), two_nodes(merged, tmp_path, ["phase", "w8a8"]) as server:
         server.wait_until_healthy(START_SECONDS)

@@ -30,7 +30,7 @@ UNLIKE = {
     "SolarForCausalLM": "states of earlier layers are mixed in, in training with another share",
     "HyperCLOVAXForCausalLM": "forward() takes its last arguments by name alone",
 }
-"""What each has that Llama has not."""
+"""Architecture -> what it has that Llama has not."""
 
 
 @pytest.mark.parametrize("architecture", UNLIKE)

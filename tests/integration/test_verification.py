@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The option ``verify``: a checkpoint that is not what the merge wrote is not served. Without it, it is."""
+"""The option ``verify`` refuses a checkpoint that is not what the merge wrote; without it, vLLM serves it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_server_ends_before_it_starts_an_engine(flipped, tmp_path):
 @pytest.mark.engine
 @pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_server_verifies_once(merged, tmp_path, servers, monkeypatch):
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # it tells what it has verified
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # vLLM logs at this level what it has verified
     log = tmp_path / "log"
     arguments = ["--additional-config", json.dumps(VERIFY), "--api-server-count", str(servers)]
     with vllm_serve(merged, *arguments, "--enforce-eager", "--max-model-len", "256", log=log):

@@ -55,7 +55,7 @@ rules:
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """A merged checkpoint that holds W4A16 alone, beside its source."""
+    """Return a merged checkpoint that holds W4A16 alone, beside its source."""
     folder = tmp_path_factory.mktemp("single")
     sizes = {"hidden_size": 512, "intermediate_size": INTERMEDIATE}
     source = make_checkpoint(folder / "w4a16", scheme="w4a16", **sizes)
@@ -69,9 +69,9 @@ class SingleCopy(NamedTuple):
     x: torch.Tensor
     """Inputs [tokens, in] of W4A8's DOWN."""
     outputs: torch.Tensor
-    """Its outputs [tokens, out]."""
+    """Outputs [tokens, out] of W4A8's DOWN."""
     short: Answers
-    """To SHORT, after which a long prompt was answered too."""
+    """The answers to SHORT; a long prompt was answered after it."""
     int4_weights: int
     own_modules: set[str]
     """The kinds of W4A8's modules with parameters that are not W4A16's."""
@@ -119,7 +119,7 @@ def test_a_layer_multiplies_dequantised_int4_weights_with_int8_activations(singl
 
 
 def test_one_copy_serves_small_passes_as_w4a16_and_large_ones_as_w4a8(single, single_copy):
-    """Its weights, but for embedding and lm_head, take 4.5 bits and what W4A16 takes: groups are of 64."""
+    """All weights but embedding and lm_head take 4.5 bits and what W4A16's groups of 64 take."""
     plans = {(p["tokens"] <= 32, p["plan"]) for p in single_copy.passes}
     assert plans == {(True, "w4a16"), (False, "w4a8")}
     sizes, weights = single_copy.header["weight_bytes"], single_copy.int4_weights
@@ -135,14 +135,14 @@ def test_all_else_is_shared_with_the_source(single_copy):
 
 
 def text_logprobs(llm) -> np.ndarray:
-    """The log-probability in nats of every token of TEXT but the first."""
+    """Return the log-probability in nats of every token of TEXT but the first."""
     (output,) = llm.generate([TEXT], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     steps = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return np.array([step[token].logprob for token, step in steps])
 
 
 def test_three_variants_from_two(real_merged, tmp_path):
-    """On the real model: other activations change W4A16, but not much more than other weights do."""
+    """On the real model, other activations change W4A16, but not much more than other weights do."""
     policies = ["w8a8", "w4a16", "w4a8", "phase", "phase-batch-w4a8"]
     (tmp_path / "union.yaml").write_text(every_plan_of(policies))
     found, logprobs = {}, {}
@@ -175,7 +175,7 @@ def test_device_without_a_kernel_is_refused_before_loading(tiny_merged, tmp_path
 
 
 def test_a_layer_that_vllm_runs_without_a_kernel_is_refused():
-    """As vLLM 0.33 builds INT4 layers in its batch-invariant mode."""
+    """vLLM 0.33 builds INT4 layers so in its batch-invariant mode."""
     layer = nn.Module()
     layer.scheme = CompressedTensorsWNA16(strategy="group", num_bits=4, group_size=64)
     layer.scheme.kernel = None

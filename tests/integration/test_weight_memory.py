@@ -58,7 +58,7 @@ print(json.dumps(found | {"lm_head": lm_head(outputs, inputs)}))
 
 @pytest.fixture(scope="module")
 def large_layers() -> dict[str, tuple[int, int]]:
-    """Of large layers, by scheme: the bytes that are counted, and those by which the process grew."""
+    """Return the counted bytes, and those by which the process grew, of a large layer of each scheme."""
     if not current_platform.is_cpu():
         pytest.skip("on a GPU, kernels pack weights into parameters")
     command = [sys.executable, "-c", LARGE_LAYERS, OUTPUTS, INPUTS]
@@ -74,7 +74,7 @@ def test_counted_is_what_the_process_holds(large_layers, scheme, bits):
 
 
 def test_variants_and_what_they_share(tiny_merged, tmp_path):
-    """Four layers of 147456 weights, 1024 output channels, 2304 groups of 64 and two norms of 128."""
+    """Each of 4 layers has 147456 weights, 1024 output channels, 2304 groups of 64 and two norms of 128."""
     trace = tmp_path / "routes.jsonl"
     with engine(tiny_merged() / "merged", "phase", max_model_len=256, flexquant={"trace": str(trace)}) as llm:
         answers(llm, ["hello"], max_tokens=2)
@@ -84,6 +84,6 @@ def test_variants_and_what_they_share(tiny_merged, tmp_path):
     assert weights + 2 * channels < sizes["w8a8"] - 2 * norms <= weights + 12 * channels
     assert 0 <= sizes["w4a16"] - 2 * norms - weights / 2 - groups * bytes_of_int4_group() < 1024
     embedding_and_head, final_norm = 2 * 2 * 320 * 128, 2 * 128
-    # Once as parameters, and the head once more where kernels pack it.
+    # They are held once as parameters; kernels that pack the head hold it once more.
     assert sizes["shared"] - final_norm in (embedding_and_head, 1.5 * embedding_and_head)
     assert header["weight_bytes_in_16_bit"] == 2 * (weights + norms) + sizes["shared"]

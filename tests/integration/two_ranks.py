@@ -40,7 +40,7 @@ provide_cpu_kernels()
 
 
 class WorkerOnTwoRanks(FlexQuantWorker):
-    """Workers import the module of their extension: so those of stock vLLM get what they lack on this CPU."""
+    """A worker that gives stock vLLM what it lacks on this CPU: workers import their extension's module."""
 
     def provide_intermediate_tensors(self: WorkerBase) -> None:
         """Make what an eager V1 runner on a CPU receives from the rank before.
@@ -62,9 +62,9 @@ def run(
     flexquant: dict[str, str] | None = None,
     executor: str = "mp",
 ) -> dict[int, Answers]:
-    """Answers on several ranks, by the number of prompts side by side.
+    """Return the answers on several ranks, keyed by the number of prompts side by side.
 
-    ``ranks``: vLLM's options that ask for them; ``executor``: its name of who starts them.
+    ``ranks`` are vLLM's options that ask for them; ``executor`` is vLLM's name of what starts them.
     """
     with engine_on(folder, ranks, policy, flexquant, executor) as llm:
         return answers_by_number(llm)
@@ -78,7 +78,7 @@ def engine_on(
     flexquant: dict[str, str] | None = None,
     executor: str = "mp",
 ) -> Iterator[LLM]:
-    """An engine on several ranks; arguments as of :func:`run`."""
+    """Yield an engine on several ranks; the arguments are those of :func:`run`."""
     options: dict[str, Any] = {**SIZES, **ranks, "distributed_executor_backend": executor}
     options |= {"worker_extension_cls": f"{__name__}.{WorkerOnTwoRanks.__name__}"}
     with pytest.MonkeyPatch.context() as patch:
@@ -90,7 +90,7 @@ def engine_on(
 
 
 def check_policy_change(merged: Path, ranks: dict[str, int], work: Path) -> None:
-    """All ranks take another policy between the same two passes of requests that are under way."""
+    """Check that all ranks take another policy between the same two passes of requests under way."""
     trace = work / "trace.jsonl"
     document = load_policy("w8a8").document
     with engine_on(merged, ranks, "phase", {"trace": str(trace)}) as llm:
@@ -116,7 +116,7 @@ def check_policy_change(merged: Path, ranks: dict[str, int], work: Path) -> None
 
 
 def check_trigger(merged: Path, ranks: dict[str, int], work: Path) -> None:
-    """All ranks find the same signals, and from these the same passes unsure."""
+    """Check that all ranks find the same signals, and from these the same passes unsure."""
     trace = work / "trace.jsonl"
     (work / "never.yaml").write_text(triggered(enter=1e9))
     prompts, parameters = ["a prompt", "another one"], SamplingParams(max_tokens=12, ignore_eos=True)
@@ -146,7 +146,7 @@ class Several(NamedTuple):
 
     answers: dict[int, Answers]
     traces: list[list[dict[str, Any]]]
-    """By rank: first what is served, then every pass."""
+    """The trace of each rank: first what is served, then every pass."""
 
     def check_routes(self) -> None:
         """Assert that all ranks took the policy's plan in every pass."""
@@ -159,7 +159,7 @@ class Several(NamedTuple):
 
 
 def run_several(folder: Path, ranks: dict[str, int], work: Path, executor: str = "mp") -> Several:
-    """``folder``: merged checkpoint; ``work``: an empty folder."""
+    """Run ``SEVERAL`` on the merged checkpoint in ``folder``; ``work`` is an empty folder."""
     (work / "policy.yaml").write_text(SEVERAL)
     trace = work / "routes.jsonl"
     by_number = run(folder, ranks, str(work / "policy.yaml"), {"trace": str(trace)}, executor)

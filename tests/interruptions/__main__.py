@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Many interruptions of commands, and their record.
+"""Interrupt commands many times, and record what came of it.
 
     python -m tests.interruptions --work FOLDER COMMAND=TIMES [COMMAND=TIMES ...]
     unshare --map-root-user --mount python -m tests.interruptions --full-disk --work FOLDER COMMAND=TIMES ...
@@ -70,7 +70,7 @@ def main() -> None:
     )
     parser.add_argument("commands", nargs="+", metavar="COMMAND=TIMES", help=f"of {', '.join(COMMANDS)}")
     args = parser.parse_args()
-    # Sums of several threads may differ from run to run.
+    # With several threads, sums may differ from run to run.
     os.environ["OMP_NUM_THREADS"] = "1"
     # Engines of one command would be bound to one and the same core.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -17,7 +17,7 @@ from tests.checkpoints import make_checkpoint
 from tests.quantize.folders import digests
 
 Digests = dict[str, str]
-"""SHA-256 of files, or what else has to be equal of them, by their path."""
+"""Path of a file -> its SHA-256, or what else has to be equal of it."""
 
 FEW = ["--samples", "4", "--length", "64"]
 LARGER = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 32768, "num_layers": 2}
@@ -26,7 +26,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 
 
 def tuned(folder: Path) -> Digests:
-    """Of what ``flexquant tune`` leaves: policies by the sizes that they were measured at."""
+    """Return what ``flexquant tune`` leaves; of policies, only the sizes that they were measured at."""
     found = digests(folder)
     for name in found:
         if name.endswith(".yaml"):
@@ -44,19 +44,19 @@ def tuned(folder: Path) -> Digests:
 
 @dataclass(frozen=True)
 class Command:
-    """One command line, and how what it writes is looked at."""
+    """One command line, and how the test looks at what it writes."""
 
     make_inputs: Callable[[Path], object]
-    """Writes into a folder what the command reads."""
+    """Function that writes into a folder what the command reads."""
     arguments: Callable[[Path, Path], list[str]]
-    """Of the folder with the inputs, and of the folder to write into."""
+    """Function of the folder with the inputs and the folder to write into, which returns the arguments."""
     libraries: tuple[str, ...] = ()
-    """Imported before the command starts, and its life counts from there."""
+    """Libraries that are imported before the command starts; its time counts from there."""
     look: Callable[[Path], Digests] = digests
     prepare: Callable[[Path, Path], object] = field(default=lambda inputs, output: None)
-    """Puts into the output folder what is there before."""
+    """Function that puts into the output folder what is there before the command runs."""
     unfinished: tuple[str, ...] = ()
-    """Ends of names of files that an unfinished run may leave in sight; nobody takes them for a result."""
+    """Endings of the visible files that an unfinished run may leave; nobody takes them for a result."""
 
 
 def _sources(inputs: Path) -> dict[str, Path]:

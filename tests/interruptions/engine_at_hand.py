@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What commands with an engine import, for the process that they are forked from."""
+"""Imports what commands with an engine import, for the process that they are forked from."""
 
 import importlib
 

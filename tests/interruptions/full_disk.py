@@ -18,9 +18,9 @@ SIZE = 256 << 20
 """Bytes: more than any command that is interrupted takes."""
 BLOCK = bytes(1 << 20)
 SENTENCE = re.compile(r"^flexquant \w+: error: .*(disk|No space left)", re.MULTILINE)
-"""How a command says why it ended. The end of an engine's log may follow."""
+"""The sentence with which a command says why it ended; an engine's log may follow it."""
 OWN_MOUNTS = ["unshare", "--map-root-user", "--mount"]
-"""In front of a command of any user: it may mount, and nobody else sees what."""
+"""Command prefix by which any user may mount, unseen by everybody else."""
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from tests.interruptions.started import SECONDS, Started
 
 CHECKPOINT = "config.json"
 ATTEMPTS = 4
-"""For each interruption: a command that ended before its moment came does not count."""
+"""Attempts for each interruption: a command that ended before its moment came does not count."""
 
 Interruption = Callable[[Started], None]
-"""What happens to a command that runs; it has ended when this returns."""
+"""Function that interrupts a running command; the command has ended when it returns."""
 
 
 @dataclass
@@ -34,11 +34,11 @@ class Interrupted:
     undisturbed_seconds: float
     times: int = 0
     found: Counter[str] = field(default_factory=Counter)
-    """What the command left: names of what was whole, was old, or lay out of sight."""
+    """What the command left: names of what was whole, old, or out of sight."""
 
 
 def attempts_in(work: Path) -> Path:
-    """The folder, below ``work``, with all that the commands write."""
+    """Return the folder, below ``work``, with all that the commands write."""
     return work / "attempts"
 
 
@@ -91,7 +91,7 @@ def check_left(left: Digests, before: Digests, expected: Digests, unfinished: tu
 
 
 def _units(digests: Digests) -> set[str]:
-    """Checkpoint folders, and files outside of these."""
+    """Return the checkpoint folders, and the files outside of these."""
     marker = f"/{CHECKPOINT}"
     folders = {name.removesuffix(marker) for name in digests if name.endswith(marker)}
     outside = {name for name in digests if not any(name.startswith(f"{folder}/") for folder in folders)}
@@ -134,7 +134,7 @@ def _start(command: Command, inputs: Path, folder: Path) -> Started:
 def _interrupt(
     command: Command, inputs: Path, folder: Path, moment: float, interruption: Interruption
 ) -> bool:
-    """Whether the command still ran when its moment came."""
+    """Interrupt the command at its moment; return whether it still ran then."""
     _prepare(command, inputs, folder)
     started = _start(command, inputs, folder)
     ended = started.wait(moment) is not None

@@ -19,7 +19,7 @@ from flexquant import cli
 from tests import programs
 
 SECONDS = 900
-"""That a command gets to end, on however busy a machine."""
+"""Seconds that a command gets to end, however busy the machine is."""
 
 
 class Started:
@@ -65,7 +65,7 @@ class Started:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the command where it is meanwhile."""
+        """Stop the command for as long as the block runs."""
         self._signal(signal.SIGSTOP)
         try:
             yield
@@ -73,9 +73,10 @@ class Started:
             self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL to the process group, if the command still runs; wait until nothing of its session is left.
+        """Kill the process group, if the command still runs; wait until nothing of its session is left.
 
-        Raises AssertionError if something outlives it: what has left the group has to see the end by itself.
+        Raises AssertionError if something outlives it: a process that left the group has to notice the end
+        itself.
         """
         if self.wait(0) is None:
             self._signal(signal.SIGKILL)
@@ -86,17 +87,17 @@ class Started:
             time.sleep(0.05)
 
     def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # forked this moment, it has no group yet
+        with suppress(ProcessLookupError):  # a process forked this moment has no group yet
             os.killpg(self._pid, number)
         with suppress(ProcessLookupError):
             os.kill(self._pid, number)
 
 
 def _run(arguments: list[str], log: str, temporary: str) -> None:
-    """Body of the forked process."""
+    """Run the command in the forked process."""
     os.setsid()
     os.environ["TMPDIR"] = temporary
-    tempfile.tempdir = None  # found while importing
+    tempfile.tempdir = None  # imports have found another folder
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

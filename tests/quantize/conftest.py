@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 
-# Threads that wait for each other cost more than they save on matrices this small.
+# Matrices this small take longer to share among threads than to compute in one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def variants(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with w8a8 and w4a16; read only."""
+    """Return the folder with w8a8 and w4a16, which tests only read."""
     output = tmp_path_factory.mktemp("quantised") / "variants"
     quantize(model, output)
     return output

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Reading back what was written into a variant's folder."""
+"""Reads back what was written into a variant's folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def report(folder: Path) -> dict[str, Any]:
 
 
 def weight(folder: Path, name: str) -> torch.Tensor:
-    """The dequantised weight [out, in]."""
+    """Return the dequantised weight [out, in]."""
     tensors = load_file(folder / "model.safetensors")
     if f"{name}.weight_packed" in tensors:
         q = unpack_from_int32(tensors[f"{name}.weight_packed"], 4, tensors[f"{name}.weight_shape"])

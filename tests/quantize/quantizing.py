@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Quantising with few samples, and recipes as data."""
+"""Quantises with few samples, and holds recipes as data."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flexquant.quantization.recipe import SCHEMA, Recipe, load_recipe, parse_rec
 FEW: dict[str, Any] = {"samples": 4, "length": 64}
 
 RTN = {"QuantizationModifier": {"ignore": ["lm_head"], "scheme": "W8A8"}}
-"""A variant that takes seconds."""
+"""A variant that takes seconds to make."""
 W4A16 = {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": [128, 64, 32]}}
 
 
 def recorder(titles: list[str]) -> Stage:
-    """Return what to pass as ``stage`` to have the titles of all stages appended."""
+    """Return a function to pass as ``stage``, which appends the titles of all stages."""
 
     def stage(title: str, **unit: str) -> AbstractContextManager[None]:
         titles.append(title)

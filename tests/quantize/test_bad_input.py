@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Models, data and machines that cannot do it: refused with what was found, and with nothing left behind."""
+"""Models, data and machines that cannot work are refused with what was found, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SECONDS = 300
 
 @pytest.fixture(scope="module")
 def built(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an undisturbed build leaves: ``merged`` and ``merged-variants``."""
+    """Return what an undisturbed build leaves: ``merged`` and ``merged-variants``."""
     folder = tmp_path_factory.mktemp("built")
     assert cli.main(["build", str(model), "--output", str(folder / "merged"), *FEW]) == 0
     return folder
@@ -51,7 +51,7 @@ def test_a_log_file_gets_one_line_a_stage(model: Path, tmp_path: Path) -> None:
     stages = [line for line in lines if line.startswith("[")]
     assert [line[:6] for line in stages] == [f"[{i}/6] " for i in range(1, 7)]
     assert all(re.search(r" \.\.\. [\d.]+ s$", line) for line in stages)
-    # Beside the stages: a note on the calibration text, and the summary of the variants and the output.
+    # The other lines are a note on the calibration text, and the summary of the variants and the output.
     assert len(lines) <= 24
 
     again = run(command).splitlines()
@@ -108,7 +108,7 @@ def build(arguments: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def processes() -> multiprocessing.context.ForkServerContext:
-    """Of processes that begin with llmcompressor imported: forked from one that has done nothing else."""
+    """Return a context whose processes are forked from one that has only imported llmcompressor."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["flexquant.cli", "llmcompressor", "flexquant.quantization.oneshot"])
     return context

@@ -27,7 +27,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 
 def experts_of(folder: Path) -> set[str]:
-    """The ends of the names of a checkpoint's experts' tensors."""
+    """Return the ends of the names of a checkpoint's experts' tensors."""
     return {name.rsplit(".", 1)[-1] for name in read_tensors(folder) if EXPERTS.match(name)}
 
 

@@ -26,7 +26,7 @@ def hessian(modifier: GPTQModifier, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    """Inputs [rows, tokens, in] of one row."""
+    """Return inputs [rows, tokens, in] of one row."""
     return torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(0))
 
 

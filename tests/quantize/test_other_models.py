@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Models that benchmarks compare methods on: a rotated one, and one that is trained."""
+"""The models on which benchmarks compare methods: a rotated one, and one that is trained."""
 
 from __future__ import annotations
 

@@ -61,5 +61,5 @@ def test_the_end_token_is_left_out(loaded: tuple[Any, Any]) -> None:
 
 def test_english_is_known_and_words_come_from_the_vocabulary(loaded: tuple[Any, Any]) -> None:
     assert known_languages(*loaded)[0] is ENGLISH
-    # A vocabulary of single bytes has no words.
+    # a vocabulary of single bytes has no words
     assert vocabulary_word(loaded[1], Random(0)) == ENGLISH.openings[0]

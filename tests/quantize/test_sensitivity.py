@@ -20,7 +20,7 @@ HARD = "model.layers.1.self_attn.o_proj"
 
 
 def make_hard(state: StateDict) -> StateDict:
-    """One weight in every group so large that the others round to zero."""
+    """Make one weight in every group so large that the others round to zero."""
     state[f"{HARD}.weight"][:, ::128] *= 30
     return state
 

@@ -87,7 +87,7 @@ def amplify(state: StateDict) -> StateDict:
 
 
 def test_a_fixed_strength_is_the_one_that_scales(tmp_path: Path) -> None:
-    """The logarithm of the scales is linear in it: at 0.5 it is halfway between those at 0.2 and 0.8."""
+    """The scales' logarithm is linear in the strength: at 0.5 it lies halfway between 0.2 and 0.8."""
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=amplify)
     source = load_file(model / "model.safetensors")[f"{NORM}.weight"].float()
 
@@ -98,7 +98,7 @@ def test_a_fixed_strength_is_the_one_that_scales(tmp_path: Path) -> None:
         return (source / load_file(Path(result.folder) / "model.safetensors")[f"{NORM}.weight"]).log()
 
     low, half, high = (log_scales(alpha) for alpha in (0.2, 0.5, 0.8))
-    assert torch.allclose(half, (low + high) / 2, atol=0.02)  # of bfloat16
+    assert torch.allclose(half, (low + high) / 2, atol=0.02)  # bfloat16's rounding
     assert (high - low).abs().min() > 0.1
 
 

@@ -66,7 +66,7 @@ def test_norms_hand_their_scales_to_all_their_readers_so_that_v_stays(model: Pat
             name = f"{layer}.{norm}.weight"
             assert relative_error(w8a8[name].float(), source[name].float()) > 0.1
             for reader in readers:
-                # What the layer computes is the norm's weight times the linear's: that product stays.
+                # The layer computes the product of the norm's weight and the linear's, which smoothing keeps.
                 folded = weight(variants / "w8a8", f"{layer}.{reader}") * w8a8[name].float()
                 expected = source[f"{layer}.{reader}.weight"].float() * source[name].float()
                 assert relative_error(folded, expected) < 0.03, reader

@@ -30,7 +30,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Variants with all files of a user's: w8a8 in two shards, w4a16 in one and by other transformers."""
+    """Return variants with all files that users have: w8a8 in two shards, w4a16 by another transformers."""
     folder = tmp_path_factory.mktemp("sources")
     made = {
         "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", num_shards=2),
@@ -75,9 +75,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def container() -> list[str]:
-    """The start of a command whose rest runs like a container: with process ids and mounts of its own.
+    """Return the start of a command whose rest runs as in a container: with its own process ids and mounts.
 
-    Made without privileges, which a container's default seccomp profile refuses to what runs in it.
+    No privileges are needed to make it, but a container's default seccomp profile refuses it inside.
     """
     command = ["unshare", "--map-root-user", "--pid", "--mount", "--fork", "--kill-child"]
     try:
@@ -98,7 +98,7 @@ def only_predict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def files_of_4_kib() -> Iterator[None]:
-    """In a test no file can be larger: what does not fit is refused, as on a full disk."""
+    """Limit files to 4 KiB during a test: what does not fit is refused, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     yield

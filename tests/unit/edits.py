@@ -84,7 +84,7 @@ def rotate_head_rows(state: StateDict, name: str, rotation: torch.Tensor) -> Non
 
 
 def rotate_residual(state: StateDict) -> None:
-    """QuaRot's first rotation: norms folded away, everything that touches the residual stream turned."""
+    """Apply QuaRot's first rotation: fold the norms, and turn everything that touches the residual stream."""
     rotation = orthogonal(HIDDEN)
     state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"] @ rotation
     for layer in LAYERS:

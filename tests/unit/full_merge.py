@@ -16,7 +16,7 @@ from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 
 
 def compare_and_refuse(sources: Sequence[Source], folder: Path) -> KVReport:
-    """Compare variants; where they cannot share a cache, see that merging them into ``folder`` is refused."""
+    """Compare variants; if they cannot share a cache, assert that merging them into ``folder`` is refused."""
     found = check_kv_compatibility(sources)
     if not found.compatible:
         folder.mkdir()

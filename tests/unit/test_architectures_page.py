@@ -11,7 +11,7 @@ from tests.architectures.outcomes import FAILS, NOT_MADE, PAGE, RESULTS, ROOT, S
 
 
 def test_page_is_what_the_results_say():
-    """If it is not: run python -m tests.architectures, which goes on with those that are missing."""
+    """If it fails, run python -m tests.architectures, which tries the architectures that are missing."""
     assert PAGE.read_text(encoding="utf-8") == page(json.loads(RESULTS.read_text(encoding="utf-8")))
 
 

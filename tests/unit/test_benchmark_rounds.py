@@ -46,7 +46,7 @@ SMALL, LARGE = Workload(1, 8, 4), Workload(8, 8, 4)
 
 
 def result(milliseconds: float) -> dict[str, float]:
-    """Of a server on which everything takes that long."""
+    """Return the result of a server on which everything takes ``milliseconds``."""
     names = ("median_ttft_ms", "median_tpot_ms")
     return dict.fromkeys(names, milliseconds) | {"output_throughput": 1 / milliseconds}
 
@@ -64,9 +64,9 @@ def noisy(number: int) -> float:
 
 
 def rounds_of(effort: Effort, **times: Callable[[int], float]) -> dict[str, int]:
-    """Take the plan's cells, then those that it adds; return how many rounds of each workload there are.
+    """Take the plan's cells, then those that it adds; return how many rounds each workload has.
 
-    ``times``: by workload, FlexQuant's times by round; those of static subjects are 1.
+    ``times`` has FlexQuant's time in each round, keyed by workload; the static subjects take 1.
     """
     workloads = {"small": SMALL, "large": LARGE}
     subjects = [parse_subject(name) for name in ("w8a8", "w4a16", "flexquant:phase-batch")]
@@ -91,15 +91,15 @@ def test_a_workload_gets_more_rounds_until_its_ratios_are_narrow_or_the_most_are
     assert rounds_of(Effort(6, 12), small=steady, large=steady) == {"small": 6, "large": 6}
     assert rounds_of(Effort(6, 12), small=steady, large=noisy) == {"small": 6, "large": 12}
     assert rounds_of(Effort(6, 12, width=0.5), small=steady, large=noisy) == {"small": 6, "large": 6}
-    # Of six rounds the interval is as wide as the stall, 5 %; of seven it ends at half of that.
+    # The interval of six rounds is as wide as the stall, 5 %; that of seven ends at half of it.
     assert rounds_of(Effort(6, 12), small=stalled_once, large=steady) == {"small": 7, "large": 6}
     assert rounds_of(Effort(2, 2), small=noisy, large=noisy) == {"small": 2, "large": 2}
 
 
 def left(folder: Path, rounds: int, times: Callable[[int], float], part: str = "overhead", *more: str) -> int:
-    """Return how many cells a run without time leaves that goes on from so many rounds.
+    """Return how many cells a run without time leaves if it goes on from ``rounds`` rounds.
 
-    ``more``: subjects that have no rounds.
+    ``more`` names subjects that have no rounds.
     """
     subjects = [parse_subject(name) for name in ("w8a8", "flexquant:w8a8", *more)]
     plan = Plan({part: [SMALL]}, subjects, Effort(6, 8))

@@ -54,7 +54,7 @@ BATCH = Workload(2, 100, 50)
 def served(
     subject: str, number: int, workload: Workload = BATCH, part: str = "serving", **result: Any
 ) -> dict[str, Any]:
-    """A serving cell: the second request's prompt comes last."""
+    """Return a serving cell in which the second request's prompt comes last."""
     whole = {
         "ttfts": [0.1, 0.3],
         "tpots": [0.02, 0.01],
@@ -243,7 +243,7 @@ def test_runs_are_summed_up_by_the_static_subject_by_hand():
 
 
 def test_all_rounds_together_tell_what_single_comparisons_cannot():
-    """Of each workload one round of five is faster, by chance; of twenty rounds sixteen are slower."""
+    """One round of five is faster for each workload, by chance; of all twenty rounds sixteen are slower."""
     milliseconds = (110, 95, 110, 110, 110)
     measured = {
         Workload(1, length, 8): {"w8a8": server(*[100] * 5), "flexquant:mine": server(*milliseconds)}

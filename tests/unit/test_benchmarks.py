@@ -61,7 +61,7 @@ def test_worker_survives_errors_and_comes_back_after_a_loss(tmp_path):
 
 @pytest.fixture
 def command(capsys):
-    """``main`` by what it returns and prints on stderr; it sets a signal handler, which goes again.
+    """Return a function that runs ``main`` and returns its status and stderr; undo the handler that it sets.
 
     A run may begin no cell, so that one which is not refused starts no servers.
     """

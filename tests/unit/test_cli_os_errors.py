@@ -32,7 +32,7 @@ def merged(source: Path) -> Path:
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
-    """Run; return the one line on stderr of a command that fails with exit code 1."""
+    """Run a command that fails with exit code 1; return its one line on stderr."""
     assert cli.main([str(part) for part in argv]) == 1
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith(f"flexquant {argv[0]}: error: ")
@@ -76,7 +76,7 @@ def test_a_full_disk_behind_the_standard_output(merged):
 
 
 def test_a_full_disk_of_which_a_library_tells(tmp_path):
-    """vLLM's processes meet through a temporary file."""
+    """vLLM's processes meet through a temporary file, which the library cannot write."""
     (tmp_path / "store").symlink_to("/dev/full")
     with pytest.raises(RuntimeError) as told:
         FileStore(str(tmp_path / "store"), 1).set("key", "value")

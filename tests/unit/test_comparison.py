@@ -45,12 +45,12 @@ from flexquant.measuring.comparison import (
     ],
 )
 def test_as_many_averages_are_left_out_as_the_tables_say(rounds, outside):
-    """The critical values of the signed-rank test, 5 % two-sided: below 6 rounds there is none."""
+    """The tables hold the signed-rank test's critical values, 5 % two-sided; 5 rounds or fewer have none."""
     assert _outside(rounds) == outside
 
 
 def test_an_interval_by_hand():
-    """Powers of two: the averages of pairs of seven logarithms are 28; two are left out on either side."""
+    """Seven logarithms have 28 averages of pairs; two of these are left out on either side."""
     found = compare([2.0**n for n in (0, 1, 2, 4, 8, 16, 32)])
     # The averages in order: 0, 0.5, 1, 1, 1.5, 2, 2, 2.5, 3, 4, 4, 4.5, 5, 6, 8, 8, ..., 20, 24, 32.
     assert found == Comparison(*(pytest.approx(2.0**n) for n in (7, 1, 20)), 7)
@@ -101,12 +101,12 @@ def normal(rng: random.Random) -> float:
 
 
 def stalls(rng: random.Random) -> float:
-    """One round in ten is six times as far off."""
+    """Draw noise in which one round in ten is six times as far off."""
     return rng.gauss(0, 6 if rng.random() < 0.1 else 1)
 
 
 def heavy_tails(rng: random.Random) -> float:
-    """Student's distribution of three degrees of freedom."""
+    """Draw noise from Student's distribution of three degrees of freedom."""
     return rng.gauss(0, 1) / math.sqrt(rng.gammavariate(1.5, 2) / 3)
 
 

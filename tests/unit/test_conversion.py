@@ -116,7 +116,7 @@ def test_without_g_idx_inputs_are_in_order(w4a16: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_what_is_left_in_16_bit_is_found_in_the_tensors(method: str, w4a16: Path, tmp_path: Path) -> None:
-    """A name to leave out, as AutoAWQ has it, may be a part of other names."""
+    """A name to leave out may be a part of other names, as AutoAWQ has it."""
     settings = {"modules_to_not_convert": ["gate"]} if method == "awq" else {}
     foreign = write_foreign(w4a16, tmp_path / method, method, **settings)
     left = "model.layers.0.mlp.gate"

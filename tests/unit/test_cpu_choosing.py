@@ -77,7 +77,7 @@ def test_a_trial_times_real_kernels_and_is_made_once(cache, monkeypatch):
 
 
 def remember(cache: Path, layer: dict, **changes: object) -> Path:
-    """Put a trial into the cache, as of this machine."""
+    """Put a trial into the cache, as this machine would."""
     (key,) = [{**remembering._circumstances(), **layer}]
     file = cache / f"{remembering.digest_of(key)[:32]}.json"
     cache.mkdir(parents=True, exist_ok=True)

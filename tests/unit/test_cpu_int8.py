@@ -31,7 +31,7 @@ def test_sums_are_those_of_integers(tokens, out_features, in_features):
     x_scale = 2.0 ** torch.randint(-8, 8, (tokens, 1), generator=generator)
     scale = 2.0 ** torch.randint(-8, 8, (1, out_features), generator=generator)
     sums = x.long() @ weight.long().t()
-    assert sums.abs().max() < 2**24  # so fp32 has no excuse
+    assert sums.abs().max() < 2**24  # fp32 computes such sums exactly
     torch.testing.assert_close(
         exact_int8_linear(x, x_scale, weight, scale), sums.float() * x_scale * scale, rtol=0, atol=0
     )
@@ -56,7 +56,7 @@ def test_its_memory_serves_inside_and_outside_of_inference_mode():
             bool((out == 64).all()) for out in (inside, exact_int8_linear(x, scales[0], weight, scales[1]))
         ]
 
-    with ThreadPoolExecutor(1) as new_thread:  # it has no memory yet
+    with ThreadPoolExecutor(1) as new_thread:  # the new thread has no memory yet
         assert new_thread.submit(multiply).result() == [True, True]
 
 

@@ -29,7 +29,7 @@ def w8a8_scheme(name: str) -> str:
 
 
 def ratio(device: Device, name: str, tokens: int, outputs: int = 8192, inputs: int = 8192) -> float:
-    """Time of W8A8 over time of W4A16."""
+    """Return the time of W8A8 over the time of W4A16."""
     a, b = (
         linear_cost(square(scheme, outputs, inputs), tokens, device).seconds
         for scheme in (w8a8_scheme(name), "w4a16")
@@ -38,7 +38,7 @@ def ratio(device: Device, name: str, tokens: int, outputs: int = 8192, inputs: i
 
 
 def first_crossover(a: Linear, b: Linear, device: Device) -> int:
-    """The fewest tokens at which ``b`` is faster than ``a``."""
+    """Return the fewest tokens at which ``b`` is faster than ``a``."""
     return next(
         tokens
         for tokens in range(1, MAX_SIZE + 1)
@@ -47,7 +47,7 @@ def first_crossover(a: Linear, b: Linear, device: Device) -> int:
 
 
 def with_efficiency(device: Device, w8a8: float, alone: bool) -> Device:
-    """W8A8's (and FP8's) assumed 0.6 replaced; unless ``alone``, all kernels' moved in proportion."""
+    """Return the device with another efficiency of W8A8 and FP8, or of all kernels alike unless ``alone``."""
     kernels = {
         scheme: dataclasses.replace(kernel, flops_per_s=kernel.flops_per_s * w8a8 / 0.6)
         for scheme, kernel in device.kernels.items()
@@ -60,7 +60,7 @@ def with_efficiency(device: Device, w8a8: float, alone: bool) -> Device:
     ("efficiency", "alone"), [(0.55, False), (0.6, False), (0.75, False), (0.55, True), (0.65, True)]
 )
 def test_crossovers_fall_within_the_published_brackets(efficiency: float, alone: bool) -> None:
-    """Strictly: W4A16 wins at the lower end and loses at the upper one. Asked of 4 GPUs, met by all 5."""
+    """W4A16 wins at the lower end and loses at the upper one. The claim names 4 GPUs; all 5 meet it."""
     misses = []
     for name, (low, high) in CROSSOVERS.items():
         device = with_efficiency(load_device(name), efficiency, alone)
@@ -93,7 +93,7 @@ def test_loss_of_w4a16_at_many_tokens(name: str) -> None:
 
 
 def test_this_cpu_against_its_measurement() -> None:
-    """Every linear in benchmarks/results/smollm2-135m-cpu: median within 35 %, all within 60 %."""
+    """Each linear in benchmarks/results/smollm2-135m-cpu is within 60 %, and the median within 35 %."""
     device = load_device("cpu-2-core")
     cells = read_cells(ROOT / "benchmarks/results/smollm2-135m-cpu")
     off: dict[str, list[float]] = {}

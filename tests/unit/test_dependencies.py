@@ -22,7 +22,7 @@ EXTRAS_OF_FILES = {
     "cli/quantize.py": ["quantize"],
 }
 ENGINE_AND_PLOTS = ["gpu", "eval"]
-"""Of all other files: imported inside functions, by the commands that start engines or draw."""
+"""Extras of all other files, whose functions import them: commands that start engines or draw plots."""
 
 
 def declared(extras: list[str]) -> set[str]:

@@ -53,7 +53,7 @@ def int4_groups(w: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.T
 
 
 def check(reader: WeightReader, original: torch.Tensor, relative_error: float) -> None:
-    """The weight is close to the original, and as close as the reader says."""
+    """Assert that the weight is close to the original, and as close as the reader says."""
     read = reader.read(MODULE)
     assert read.weight.dtype == torch.float32 and read.weight.shape == original.shape
     error = (read.weight - original).square().mean().sqrt()
@@ -96,7 +96,7 @@ INT4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
 @pytest.mark.parametrize("actorder", ["group", "dynamic", True, None])
 def test_inputs_in_another_order_are_refused_when_merging_since_vllm_does_not_undo_it(tmp_path, actorder):
     tensors = packed_int4()
-    if actorder is None:  # the tensor alone tells
+    if actorder is None:  # the tensor alone says so
         tensors["weight_g_idx"] = torch.randperm(128).int() // GROUP
     reader = one_layer(tmp_path, tensors, {**INT4, "actorder": actorder}, format="pack-quantized")
     with pytest.raises(FlexQuantError, match="another order .*vLLM does not undo .*'static'.*quantise it"):

@@ -15,13 +15,13 @@ from tests import programs
 from tests.quantize.folders import digests
 
 SMALL = [4096, 65536]
-"""Bytes that a file may have: less than a tokenizer's, and less than a shard's."""
+"""Most bytes of a file: fewer than a tokenizer has, and fewer than a shard has."""
 
 
 @pytest.mark.parametrize("most", SMALL)
 @pytest.mark.parametrize("command", ["merge", "split"])
 def test_what_does_not_fit(sources, tmp_path, command, most):
-    """A merge over another checkpoint, and a split to where there was nothing."""
+    """The commands are a merge over another checkpoint, and a split to where there was nothing."""
     output = tmp_path / "output"
     if command == "merge":
         merge_checkpoints({"w8a8": sources["w8a8"]}, output)

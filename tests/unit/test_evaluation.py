@@ -39,7 +39,7 @@ SMALL = Settings(batch_sizes=(2,), samples=2, prompt_tokens=8, tokens=4)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Holds ``merged`` of two variants, the 16-bit ``model``, a ``text.txt`` and ``threshold.yaml``."""
+    """Return a folder with ``merged``, the 16-bit ``model``, a ``text.txt`` and ``threshold.yaml``."""
     folder = tmp_path_factory.mktemp("evaluation")
     make_checkpoint(folder / "model", scheme=None)
     sources = {scheme: make_checkpoint(folder / scheme, scheme=scheme) for scheme in ("w8a8", "w4a16")}
@@ -218,7 +218,7 @@ def test_two_files_of_one_name_are_refused(subject, folder, tmp_path):
 
 
 def test_bytes_per_weight_by_hand(subject, tmp_path):
-    """Two layers of 7 linears and 2 norms; hidden 128, 64 wide K and V, MLP 256; bf16 scales and norms."""
+    """Each of 2 layers has 7 linears and 2 norms; hidden 128, K and V 64, MLP 256; bf16 scales and norms."""
     linears = [(128, 128), (64, 128), (64, 128), (128, 128), (256, 128), (256, 128), (128, 256)]
     weights = sum(o * i for o, i in linears) + 2 * 128
     int8 = sum(o * i + 2 * o for o, i in linears)

@@ -24,7 +24,7 @@ W8A8, W4A16 = (Plan.from_name(name, 2) for name in ("w8a8", "w4a16"))
 
 @pytest.fixture(scope="module")
 def runs(merged: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Run]:
-    """By the name of a policy and the batch size."""
+    """Return the runs, keyed by the name of a policy and the batch size."""
     folder = tmp_path_factory.mktemp("policies")
     policies = {"floor": FLOOR, "five": FIVE, "seven": SEVEN, "triggered": TRIGGERED}
     policies |= {"small": SMALL_BATCHES, "often": OFTEN, "again": TRIGGERED}
@@ -65,7 +65,7 @@ def test_what_a_trigger_decides_is_the_same_only_under_the_same_trigger_and_batc
 
 
 def trace_of(tmp_path: Path, unsure: list[str], plans: str) -> Path:
-    """A trace of batches whose decode passes are unsure by patterns; ``plans``: 8 or 4 for each pass."""
+    """Return a trace whose decode passes are unsure by patterns; ``plans``: 8 (W8A8) or 4 for each."""
     lines: list[dict[str, object]] = [{"policy": "p"}]
     taken = iter(plans)
     for pattern in unsure:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""How the doctor writes what it has found."""
+"""The doctor's way to write what it has found."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def paired(both: int, only_first: int, only_second: int, neither: int):
 
 
 def test_wilsons_interval_solves_its_equation():
-    """Its ends are the shares from which what was found is 1.96 standard errors away."""
+    """The interval's ends are the shares from which the found share is 1.96 standard errors away."""
     for right, number in [(5, 10), (1, 7), (81, 263), (15, 148)]:
         for end in wilson(right, number):
             assert abs(right / number - end) == pytest.approx(

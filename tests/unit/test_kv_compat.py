@@ -266,7 +266,7 @@ def test_an_outlier_hides_nothing(tmp_path):
 
 @pytest.mark.parametrize(("spread", "named"), [(0.0, False), (0.01, True)])
 def test_a_routers_bias_has_to_be_equal_however_large_it_is(tmp_path, spread, named):
-    """DeepSeek-V3's biases lie around one large number, and what tells them apart chooses the experts."""
+    """DeepSeek-V3's biases lie around one large number, and their small differences choose the experts."""
     model = random_model(small_config("deepseek_v3"))
     state, quantised, left_out = split(model)
     model.config.architectures = ["DeepseekV3ForCausalLM"]
@@ -282,7 +282,7 @@ def test_a_routers_bias_has_to_be_equal_however_large_it_is(tmp_path, spread, na
 
 
 def test_parameters_may_be_rounded_to_another_dtype(tmp_path):
-    """A fold that was stored in bf16 errs in every norm, and biases may be in fp16."""
+    """A fold that is stored in bf16 errs in every norm, and biases may be in fp16."""
 
     def rounded(state: StateDict) -> None:
         for tensor in state.values():
@@ -351,7 +351,7 @@ def test_matrices_that_differ_by_more_than_noise_forbid_mixing(tmp_path, name):
 @pytest.mark.parametrize("name", [*WRITES, "self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"])
 @pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w8a8", "w8a8")])
 def test_matrices_of_another_model_are_refused(tmp_path, name, schemes):
-    """In INT8 a third of the columns is enough, which in INT4 may be noise."""
+    """In INT8 a third of the columns is enough; in INT4 so many may be noise."""
 
     def other(weight: torch.Tensor) -> torch.Tensor:
         if "w4a16" in schemes:
@@ -448,7 +448,7 @@ def test_the_third_source_is_compared_too(tmp_path):
 
 
 def test_fused_projections_are_split(tmp_path):
-    """Phi-3's layout: one qkv_proj and one gate_up_proj."""
+    """Phi-3's layout has one qkv_proj and one gate_up_proj."""
 
     def fuse(folder: Path) -> Path:
         file = folder / "model.safetensors"

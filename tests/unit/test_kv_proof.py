@@ -32,7 +32,7 @@ def test_what_changes_the_cache_is_refused_and_folded_norms_are_not(architecture
 
 
 def test_the_page_is_of_the_results_and_the_results_are_of_all_that_is_served():
-    """If not: python -m tests.architectures.kv_proof, with the names of those that are missing."""
+    """If it fails, run python -m tests.architectures.kv_proof with the names that are missing."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert PAGE.read_text(encoding="utf-8") == page(results)
     assert results["architectures"].keys() == {*served()}

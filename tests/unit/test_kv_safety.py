@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Why a module may not hand its scales on: because of the cache that variants share, or the model itself."""
+"""The reasons why a module may not hand its scales on: the cache that variants share, or the model itself."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.unit.edits import in_float32, rotate_residual
 from tests.unit.full_merge import compare_and_refuse
 
 SIZES = {128: 1, 576: 4, 1024: 8, 2048: 16, 4096: 16}
-"""hidden size -> one block in so many is compared."""
+"""Hidden size -> one block in this many is compared."""
 LARGE = 4096
 HEAD_DIM, KV_HEADS, HEADS, TOKENS = 32, 2, 4, 64
 LAYERS = 2
@@ -35,7 +35,7 @@ Edit = Callable[[StateDict], None]
 
 
 def shapes(hidden: int, kv_heads: int) -> dict[str, tuple[int, int]]:
-    """Narrow inside, so that a wide residual stream stays quick."""
+    """Return sizes that are narrow inside, so that a wide residual stream stays quick."""
     heads = max(HEADS, kv_heads)
     return {
         "self_attn.q_proj": (heads * HEAD_DIM, hidden),
@@ -65,7 +65,7 @@ def write(
     folder: Path, scheme: str, hidden: int, edit: Edit | None = None, seed: int = 0, kv_heads: int = KV_HEADS
 ) -> Source:
     state = {name: tensor.clone() for name, tensor in weights(hidden, seed, kv_heads).items()}
-    if seed:  # only the layers are another model's
+    if seed:  # only the layers are from another model
         state["model.embed_tokens.weight"] = weights(hidden, 0, kv_heads)["model.embed_tokens.weight"]
     if edit is not None:
         torch.manual_seed(7)
@@ -201,7 +201,7 @@ def test_an_output_of_another_model_is_refused(tmp_path, hidden, writer, fault):
 
 
 def many_heads(tmp_path: Path, edit: Edit) -> KVReport:
-    """Compare K and V of 4096 rows: were they sampled, one row in sixteen would be compared."""
+    """Compare K and V of 4096 rows: if they were sampled, one row in sixteen would be compared."""
     return compare(tmp_path, 128, edit, kv_heads=128)
 
 
@@ -266,7 +266,7 @@ def test_samples_are_as_large_as_said_and_together_all(count):
 
 
 def test_a_rotation_is_found_in_a_sample_of_the_tokens(tmp_path):
-    """Of 2048 tokens at 128 numbers each one block in four is looked at."""
+    """With 2048 tokens of 128 numbers, the comparison looks at one block in four."""
     folders = [
         make_checkpoint(tmp_path / scheme, scheme=scheme, vocab_size=2048, transform=transform)
         for scheme, transform in (("w8a8", None), ("w4a16", in_float32(rotate_residual)))
@@ -287,7 +287,7 @@ def test_infinite_scales_are_found_outside_of_the_sample_too(tmp_path):
 
 
 def test_pytorchs_default_dtype_changes_nothing(tmp_path):
-    """It is a process's; an engine of vLLM may leave it at 16 bit."""
+    """The default dtype belongs to the process; vLLM's engine may leave it at 16 bit."""
     sources = [write(tmp_path / scheme, scheme, 128) for scheme in ("w8a8", "w4a16")]
     expected = check_kv_compatibility(sources).to_json()
     torch.set_default_dtype(torch.bfloat16)

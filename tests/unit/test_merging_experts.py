@@ -16,7 +16,7 @@ NORM = "post_attention_layernorm.weight"
 
 
 def sources(folder, change=None, *, ignore=(), **of_the_other):
-    """W8A8 of a mixture, and W4A16 of it or, with arguments, of another."""
+    """Return W8A8 of a mixture, and W4A16 of it or, with arguments, of another one."""
     return {
         "w8a8": make_checkpoint(folder / "w8a8", "qwen3_moe", "w8a8", ignore=ignore),
         "w4a16": make_checkpoint(

@@ -22,7 +22,7 @@ PATCHES = "model.vision_model.embeddings.patch_embedding.weight"
 
 
 def sources(folder: Path, **of_the_other) -> dict[str, Path]:
-    """W8A8 of a model, and W4A16 of it or, with arguments, of another."""
+    """Return W8A8 of a model, and W4A16 of it or, with arguments, of another one."""
     return {
         "w8a8": make_vision_checkpoint(folder / "w8a8", "w8a8"),
         "w4a16": make_vision_checkpoint(folder / "w4a16", "w4a16", **of_the_other),

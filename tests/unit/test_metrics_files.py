@@ -17,7 +17,7 @@ from tests import programs
 from tests.interruptions.full_disk import OWN_MOUNTS
 
 KEYS = [f"{number} {'k' * 300}" for number in range(4000)]
-"""As of 32 layered plans of 80 layers, in all phases: they take more than FILE_BYTES."""
+"""Keys as long as those of 32 plans of 80 layers in all phases: they take more than FILE_BYTES."""
 COUNT = """
 import json, sys
 from pathlib import Path

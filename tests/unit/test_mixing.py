@@ -24,7 +24,7 @@ VARIANTS = ("w8a8", "w4a16", "spin")
 
 @pytest.fixture(scope="module")
 def odd_one_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two roundings and one with a rotated residual stream."""
+    """Return a checkpoint of two roundings and one variant with a rotated residual stream."""
     folder = tmp_path_factory.mktemp("odd")
     sources = {s: make_checkpoint(folder / s, scheme=s) for s in ("w8a8", "w4a16")}
     rotated = make_checkpoint(folder / "spin", scheme="w4a16", transform=in_float32(rotate_residual))

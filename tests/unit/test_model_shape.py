@@ -190,7 +190,7 @@ def test_latent_attention_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_device_holds_one_kv_head_at_least(merged: Path) -> None:
-    """Of 2 KV heads 4 devices hold one each, twice over."""
+    """Four devices hold two KV heads: one each, twice over."""
     assert read_model_shape(merged, 4).kv_bytes_per_token == read_model_shape(merged, 2).kv_bytes_per_token
 
 

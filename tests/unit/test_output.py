@@ -21,7 +21,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.quantization.report import REPORT_FILE
 from tests import programs
 
-# Stays in the stage until a line comes in; the process id is told first.
+# The program stays in the stage until a line comes in; it prints its process id first.
 WRITE_SLOWLY = """
 import os, sys
 from pathlib import Path
@@ -35,7 +35,7 @@ with staged_folder(output) as stage:
     sys.stdin.readline()
 """
 
-# Kills itself before the n-th operation on the folder that Python reports to its audit hooks.
+# The program kills itself before the n-th operation on the folder that Python reports to its audit hooks.
 DIE_EARLY = """
 import os, signal, sys
 from pathlib import Path
@@ -183,7 +183,7 @@ APPEARING = {
 
 
 def inventory(folder: Path) -> dict[str, tuple[int, int]]:
-    """Everything below a folder, with inode and time of writing."""
+    """Return everything below a folder, with inode and time of writing."""
     found = {path.relative_to(folder).as_posix(): path.lstat() for path in folder.rglob("*")}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in found.items()}
 
@@ -235,7 +235,7 @@ def test_what_appears_between_the_two_renames_does_not_cost_the_old_copy(tmp_pat
 
 
 def test_what_others_keep_beside_an_output_stays(tmp_path):
-    """Files and folders by the names that programs use for what is half done, or was."""
+    """The files and folders have names that programs use for what is half done, or was."""
     mine = [f"{dot}merged{end}" for dot in (".", "") for end in (".tmp", ".old", ".lock", ".new", ".bak")]
     for name in mine:
         make_folder(tmp_path / name)
@@ -276,7 +276,7 @@ def test_a_name_that_no_output_can_have_is_one_sentence(output, message, tmp_pat
 
 @pytest.fixture
 def synced(monkeypatch) -> dict[Path, tuple[int, int]]:
-    """What has been on the disk, by the path at that time: inode and time of writing."""
+    """Return what has been synced to disk, keyed by its path at that time: inode and time of writing."""
     found: dict[Path, tuple[int, int]] = {}
     fsync = os.fsync
 

@@ -16,7 +16,7 @@ from tests.pass_times import make_times
 
 
 def seconds(times: PassTimes, phase: str, *chunks: tuple[int, int], padding: int = 0) -> float:
-    """The time of a pass; ``chunks``: (tokens, context) of every sequence."""
+    """Return the time of a pass; ``chunks`` has (tokens, context) of every sequence."""
     batch = [Chunk(Sequence(Request(0, 1, 1)), tokens, context, True) for tokens, context in chunks]
     padded = sum(tokens for tokens, _ in chunks) + padding
     return PassCost(times).seconds(Plan("w8a8", ("w8a8",)), phase, batch, padded)
@@ -36,7 +36,7 @@ def test_a_decode_pass_is_never_quicker_than_one_sequence_without_context() -> N
 
 
 def test_prefill_attention_counts_pairs_of_tokens() -> None:
-    # Exactly a + b n + p n^2 / 2, with p = 4e-8.
+    # The curve is exactly a + b n + p n^2 / 2, with p = 4e-8.
     curve = {n: 1e-3 + 1e-4 * n + 2e-8 * n * n for n in (16, 64, 128, 256, 512, 1024, 2048)}
     times = make_times({"w8a8": ({1: 0.01}, curve)}, context=1, context_seconds=1e-6)
     assert PassCost(times).pair_seconds == pytest.approx(4e-8, rel=1e-6)

@@ -56,6 +56,6 @@ def test_it_changes_with_the_derivation_and_what_that_starts_from() -> None:
 
 
 def test_it_stays_the_same_whatever_else_the_policy_and_the_checkpoint_hold() -> None:
-    """So that a new threshold, or another path of the policy, compiles nothing anew."""
+    """So a new threshold, or another path of the policy, compiles nothing anew."""
     elsewhere = {"w4a8": Derivation("w4a16", "int8", "line 9")}
     assert plan_digest(W4A8, MERGED, INT8) == plan_digest(W4A8, with_group_size("w8a8"), elsewhere)

@@ -18,7 +18,7 @@ KEY = "an administrator's key"
 
 
 class Server(HTTPServer):
-    """Answers as it is told, and keeps the keys that it was given."""
+    """A server that answers as it is told, and keeps the keys that it was given."""
 
     def __init__(self, code: int, location: str = "") -> None:
         super().__init__(("127.0.0.1", 0), Handler)

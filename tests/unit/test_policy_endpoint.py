@@ -30,7 +30,7 @@ POLICY = json.dumps({"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}]
 
 
 class Engine:
-    """It routes by a policy that is its name alone."""
+    """Stands in for an engine; the policy that it routes by is only a name."""
 
     def __init__(self, between: Callable[[], None] = lambda: None) -> None:
         """``between`` is called before the engine is asked to take a policy."""
@@ -60,7 +60,7 @@ def described(name: str) -> dict[str, str]:
 
 
 class EnginesClient:
-    """vLLM's client of several engines, so far as they are asked by name."""
+    """Stands in for vLLM's client of several engines, as far as they are asked by name."""
 
     def __init__(self, engines: list[Engine]) -> None:
         self.core_engines = engines
@@ -91,7 +91,7 @@ def app(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
 
 @pytest.fixture
 def post(app: FastAPI) -> Iterator[Post]:
-    """Post a policy, called ``mine``, to a server of these engines; return status code and answer."""
+    """Yield a function that posts a policy called ``mine`` to these engines and returns code and answer."""
     with TestClient(app, raise_server_exceptions=False) as client:
 
         def ask(*engines: Engine) -> tuple[int, Any]:
@@ -152,7 +152,7 @@ def test_the_status_says_where_engines_disagree() -> None:
 
 @pytest.mark.parametrize(("key", "code"), [(KEYS[0], 404), (KEYS[1], 404), (KEYS[0] + KEYS[1], 401)])
 def test_every_key_of_vllms_is_taken(app: FastAPI, key: str, code: int) -> None:
-    """With a key, the answer is that nothing merged is served."""
+    """With a key of vLLM's the answer is that nothing merged is served."""
     app.state.flexquant_engine = EnginesClient([])
     app.state.flexquant_engine.vllm_config.model_config.quantization = None
     with TestClient(app) as client:

@@ -29,7 +29,7 @@ print(child.pid, flush=True)
 """
 
 signalled: list[tuple[int, bool]] = []
-"""Of every signal to a group since this file was imported: the group, and whether its leader had a number."""
+"""Every signal to a group since this file was imported: the group, and whether its leader still existed."""
 
 
 def watch(event: str, arguments: tuple) -> None:
@@ -67,7 +67,7 @@ def wait_for_end(group: ProcessGroup) -> int:
 
 @pytest.mark.parametrize("program, ended", [(SLEEP, False), ("pass", True)], ids=["running", "ended"])
 def test_no_signal_goes_to_a_group_whose_number_is_free_again(start, program, ended):
-    """Once a leader is reaped, its number may be that of somebody else's group."""
+    """Once a leader is reaped, its number may belong to somebody else's group."""
     group = start(program)
     if ended:
         wait_for_end(group)

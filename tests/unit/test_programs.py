@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The tests' own helper for programs: what fails is shown, and nothing outlasts its time."""
+"""The tests' own helper for programs shows what fails, and lets nothing outlast its time."""
 
 from __future__ import annotations
 

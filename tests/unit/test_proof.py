@@ -51,7 +51,7 @@ def test_a_claim_of_tests_is_shown_by_all_and_contradicted_by_one(
 
 
 def cells(part: str, workload: Any, times: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Cells in which all times of a subject, ms, are the one given for the round; its rate the inverse."""
+    """Return cells in which all of a subject's times, ms, are the round's, and its rate is the inverse."""
     return [
         {
             "part": part,

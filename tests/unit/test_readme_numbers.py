@@ -10,7 +10,7 @@ from tests import programs
 
 
 def test_readme_is_what_the_results_say():
-    """If it is not: run python -m benchmarks.readme_tables."""
+    """If it fails, run python -m benchmarks.readme_tables."""
     programs.run([sys.executable, "-m", "benchmarks.readme_tables", "--check"], timeout=120)
 
 

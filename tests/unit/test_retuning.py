@@ -34,7 +34,7 @@ def growing(seconds: float) -> dict[int, Time]:
     return {size: Time(seconds * size, seconds * size, seconds * size) for size in SIZES}
 
 
-# Measured: in decode W4A16 is faster up to 8 sequences; in prefill never.
+# Measured in decode, W4A16 is faster up to 8 sequences; in prefill it never is.
 TIMES = PassTimes(
     decode={"w8a8": constant(0.010), "w4a16": growing(0.001)},
     prefill={"w8a8": growing(0.001), "w4a16": growing(0.002)},
@@ -52,13 +52,13 @@ def retuning(cells: list[Cell], seconds: dict[tuple[str, str], float], layers: i
 def test_times_are_scaled_to_the_live_ones_by_variant_and_phase() -> None:
     found = retuning(
         [Cell("w4a16", "decode", 4, 100), Cell("w4a16", "decode", 8, 50), Cell("w8a8", "prefill", 32, 10)],
-        # As measured it would be 0.8 s and 0.32 s.
+        # By the measured times it would be 0.8 s and 0.32 s.
         {("w4a16", "decode"): 1.6, ("w8a8", "prefill"): 0.32},
     )
     ratios = found.ratios()
     assert ratios["w4a16", "decode"] == pytest.approx(2)
     assert ratios["w8a8", "prefill"] == pytest.approx(1)
-    # What did not run there is taken to be off as what did.
+    # A variant that did not run in a phase is taken to be off by as much as the one that did.
     assert ratios["w8a8", "decode"] == pytest.approx(2)
     assert ratios["w4a16", "prefill"] == pytest.approx(1)
     scaled = found.scaled()
@@ -85,7 +85,7 @@ def test_what_a_proposal_saves_is_told_of_the_passes_that_were_watched() -> None
     found = retuning(cells, {("w4a16", "decode"): 3.6})
     tuned = found.propose(Goal("latency"), "http://host")
     assert tuned.decision.variant("decode", 4) == "w4a16" and tuned.decision.variant("decode", 32) == "w8a8"
-    # As served 100 passes of 32 ms and of 4 ms; as proposed of 10 ms and of 4 ms.
+    # As served, 100 passes take 32 ms and 4 ms; as proposed, 10 ms and 4 ms.
     assert found.gain(tuned.decision, tuned.times)["decode"] == pytest.approx((3.6, 1.4))
     notes = "\n".join(tuned.notes)
     assert "It would save 61 % of the time in passes; nothing has been applied." in notes
@@ -164,7 +164,7 @@ def test_a_variant_that_the_server_has_not_loaded_needs_a_restart() -> None:
 
 @contextmanager
 def server_of(*pages: str) -> Iterator[str]:
-    """Give the URL of a server whose /metrics is another of the pages each time that it is read."""
+    """Yield the URL of a server whose /metrics shows the next of the pages each time that it is read."""
     left = [*pages]
 
     class Answers(BaseHTTPRequestHandler):

@@ -11,13 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 README = ROOT / "flexquant" / "README.md"
 EVERYBODYS = {"", "errors"}
-"""What every room may import: the version in ``flexquant/__init__.py``, and the errors."""
+"""Rooms that every room may import: ``flexquant/__init__.py`` with the version, and the errors."""
 ENTRANCES = {"", "__main__", "errors", "vllm_cpu"}
 """Files that are no room: the entry points, and the errors."""
 
 
 def documented() -> dict[str, set[str]]:
-    """Room -> the rooms that it imports, in the order of the table."""
+    """Return room -> the rooms that it imports, in the order of the table."""
     rows = re.findall(r"^\| (\w+) \| .* \|([\w, ]*)\|$", README.read_text(encoding="utf-8"), re.MULTILINE)
     return {
         room: {name.strip() for name in names.split(",") if name.strip()}
@@ -27,7 +27,7 @@ def documented() -> dict[str, set[str]]:
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package, by its dotted name without ``flexquant``."""
+    """Return every module of the package, keyed by its dotted name without ``flexquant``."""
     found = {}
     for folder, package in ((ROOT / "flexquant", ""), (ROOT / "merge", "merge.")):
         for file in folder.rglob("*.py"):
@@ -41,7 +41,7 @@ def room_of(module: str) -> str:
 
 
 def imports(file: Path) -> set[str]:
-    """Rooms of the FlexQuant modules that a file imports, anywhere in it."""
+    """Return the rooms of the FlexQuant modules that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         names = []
@@ -83,7 +83,7 @@ def test_there_is_no_circle_since_each_imports_rooms_above_it() -> None:
 
 
 def test_the_entrances_import_lazily_what_they_open() -> None:
-    """``flexquant/__init__.py`` runs in every vLLM process: nothing is imported before it is needed."""
+    """``flexquant/__init__.py`` runs in every vLLM process: it must import nothing before it is needed."""
     tree = ast.parse((ROOT / "flexquant" / "__init__.py").read_text())
     at_the_top = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
     assert not {name for name in at_the_top if name and name.startswith("flexquant")}

@@ -29,7 +29,7 @@ SURE, UNSURE = torch.tensor([[9.0, 0.0, 0.0]]), torch.tensor([[0.0, 0.0, 0.0]])
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of vLLM's process groups, which no engine has made."""
+    """Stand in for vLLM's process groups, which no engine has made."""
     group = SimpleNamespace(broadcast=lambda signal: signal)
     monkeypatch.setattr(trigger_signal, "get_tp_group", lambda: group)
 
@@ -97,7 +97,7 @@ def test_logits_may_be_of_16_bit():
 
 
 def run(moments: RunningMoments, *logits: torch.Tensor | None) -> list[Pass]:
-    """Decode passes with these logits."""
+    """Return the decode passes with these logits."""
     found = []
     for one in logits:
         found.append(begin(moments))
@@ -131,7 +131,7 @@ def test_prompts_in_between_change_nothing_of_it():
 
 
 def test_only_the_first_logits_after_a_decode_pass_are_its():
-    """Others are those of prompts whose logprobs are asked for."""
+    """The other logits are those of prompts whose logprobs are asked for."""
     moments = RunningMoments(MAX_ENTROPY)
     begin(moments)
     moments.measure(SURE, CPU)

@@ -70,7 +70,7 @@ def test_variants_saved_by_transformers_4_and_5_merge(tmp_path, architecture, op
 
 
 def plan_with(tmp_path: Path, edit: Config, **options: Any) -> None:
-    """Plan a merge of two roundings, the second saved by transformers 4 and its config edited (None: cut)."""
+    """Plan a merge of two roundings; the second is as transformers 4 saved it, with edits (None: removed)."""
     folders = [make_checkpoint(tmp_path / s, **{"scheme": s, **options}) for s in ("w8a8", "w4a16")]
     save_as_transformers_4(folders[1])
     path = folders[1] / "config.json"
@@ -99,7 +99,7 @@ def test_another_model_is_refused_though_releases_differ(tmp_path, edit, named):
 
 
 def test_null_is_not_the_default_of_a_key_that_is_absent(tmp_path):
-    """Mistral's window is 4096 tokens where its config does not say, and there is none where it says null."""
+    """Mistral's window is 4096 tokens if its config has no key for it, and there is none if it says null."""
     edit = {"sliding_window": None}
     with pytest.raises(FlexQuantError, match="sliding_window: None against 4096"):
         plan_with(tmp_path / "another", edit, architecture="mistral")

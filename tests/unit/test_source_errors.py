@@ -24,12 +24,12 @@ ABSENT = object()
 
 @pytest.fixture
 def sources(sources, tmp_path):
-    """Copies, to be broken."""
+    """Return copies of the sources, for tests to break."""
     return {name: shutil.copytree(folder, tmp_path / name) for name, folder in sources.items()}
 
 
 def fails(sources, *fragments: str) -> None:
-    """Merging is refused in one sentence with the fragments, and no output or temporary folder is left."""
+    """Assert that merging is refused in one sentence with the fragments, and leaves no output or stage."""
     output = sources["w8a8"].parent / "merged"
     before = sorted(output.parent.iterdir())
     with pytest.raises(FlexQuantError) as error:
@@ -330,7 +330,7 @@ def test_numbers_of_a_config_that_no_model_has(sources, key, value, problem):
 
 
 def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path):
-    """As the nested configs of published multimodal models leave it out."""
+    """The nested configs of published multimodal models leave these keys out."""
     made = {s: make_checkpoint(tmp_path / s, scheme=s, num_key_value_heads=4) for s in ("w8a8", "w4a16")}
     for folder in made.values():
         config = json.loads((folder / "config.json").read_text())
@@ -354,7 +354,7 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path):
     ],
 )
 def test_shapes_that_do_not_fit_are_refused_though_all_variants_have_them(tmp_path, name, shape, problem):
-    """Two copies of one variant: none differs from the other."""
+    """The variants are two copies of one, so none differs from the other."""
     source = make_checkpoint(tmp_path / "w4a16", scheme="w4a16")
 
     def reshape(tensors):

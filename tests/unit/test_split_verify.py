@@ -113,7 +113,7 @@ def test_verify_finds_a_changed_file(merged):
     ["additional_chat_templates/rag.jinja", "x.py", "model-00004-of-00004.safetensors", ".hidden", "a link"],
 )
 def test_verify_names_files_that_the_merge_did_not_write(sources, merged, name):
-    """Any kind, since what reads a folder may read any: a template, code, weights that no index lists."""
+    """A reader of a folder may read any kind of file: a template, code, weights that no index lists."""
     (merged / name).parent.mkdir(exist_ok=True)
     if name == "a link":
         (merged / name).symlink_to(merged.parent, target_is_directory=True)

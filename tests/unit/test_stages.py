@@ -43,7 +43,7 @@ def test_a_file_gets_one_line_a_stage_and_a_line_for_each_note(
 def read_all(terminal: int) -> str:
     """Return what was written to a terminal whose other end is closed, and close this one."""
     written = b""
-    with suppress(OSError):  # where it ends
+    with suppress(OSError):  # reading fails at the terminal's end
         while part := os.read(terminal, 10000):
             written += part
     os.close(terminal)

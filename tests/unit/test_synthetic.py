@@ -27,7 +27,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def dequantise(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The fp32 weights of a linear in any scheme, unpacked here by hand."""
+    """Return a linear's fp32 weights in any scheme, unpacked here by hand."""
     if (packed := tensors.get(f"{name}.weight_packed")) is not None:
         nibbles = (packed.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
         integers = (nibbles - 8).flatten(1).float()
@@ -50,12 +50,12 @@ def test_all_schemes_have_the_same_weights_up_to_rounding(checkpoints):
             assert exact.std().item() == pytest.approx(1 / math.sqrt(inputs), rel=0.05)
             torch.testing.assert_close(found["bf16"], exact, rtol=2**-8, atol=0)
             torch.testing.assert_close(found["fp8"], exact, rtol=2**-4, atol=0)
-            # A step of W4A16 is 16 of W8A8; 7 steps are the most, for 127.
+            # A step of W4A16 is 16 steps of W8A8; 127 is at most 7 steps of W4A16.
             step = tensors["w8a8"][f"{name}.weight_scale"].float()
             off = ((found["w4a16"] - exact) / step).abs()
             assert off.max() <= 15 and off[(exact / step).abs() <= 120].max() <= 8
             assert off.mean() > 1
-    # Other layers have other weights.
+    # other layers have other weights
     assert not torch.equal(*(tensors["w8a8"][f"model.layers.{n}.mlp.up_proj.weight"] for n in range(2)))
 
 

@@ -17,7 +17,7 @@ HEADER = {"policy": "phase"}
 
 
 def write(path: Path, passes: int) -> list[int]:
-    """Write a trace of so many passes, of 1, 2, ... sequences; return those of the passes that it tells."""
+    """Write a trace of passes with 1, 2, ... sequences; return the sequences of the passes in the trace."""
     trace = Trace(str(path), 1)
     trace.begin(HEADER)
     for number in range(1, passes + 1):

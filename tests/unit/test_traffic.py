@@ -45,7 +45,7 @@ def serve() -> Iterator[Serve]:
 
 
 def page(*counters: tuple[int, int, float]) -> str:
-    """The counters of one plan in decode, engine by engine: passes of 1 and of 2 sequences, and seconds."""
+    """Return one plan's decode counters of each engine: passes of 1 and of 2 sequences, and seconds."""
     size, seconds, bytes_, policy = (
         f"flexquant:{name}" for name in ("forward_size", "forward_seconds", "weight_bytes", "policy_info")
     )
@@ -69,7 +69,7 @@ def test_the_traffic_since_the_start_is_that_of_all_engines(serve: Serve) -> Non
 
 
 def test_a_variant_counts_as_loaded_with_all_layers(serve: Serve) -> None:
-    """Of the last of two pipeline stages, which has the layers from 2 on."""
+    """The page is of the last of two pipeline stages, which has the layers from 2 on."""
     told = {"w8a8": "2-3", "w4a16": "2-5", "fp8": "3-5", "shared": ""}
     weights = [
         f'flexquant:weight_bytes{{variant="{name}",layers="{layers}"}} 7' for name, layers in told.items()

@@ -99,7 +99,7 @@ def test_a_trigger_and_a_rule_that_asks_for_it_need_each_other():
 
 
 def states(signals: list[float], **settings: Any) -> str:
-    """Whether each next pass is unsure, as a pattern."""
+    """Return whether each next pass is unsure, as a pattern."""
     switch = Switch(SignalTrigger("entropy", "max", **{"enter": 2.0, "leave": 1.0, "dwell": 1, **settings}))
     found = []
     for signal in signals:

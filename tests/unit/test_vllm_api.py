@@ -26,7 +26,7 @@ NAMES_FILE = ROOT / "flexquant" / "serving" / "vllm_names.py"
 
 @pytest.fixture(scope="module")
 def source() -> Source:
-    """The installed vLLM, which is not imported."""
+    """Return the source of the installed vLLM, which is not imported."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     return Source(Path(spec.origin).parents[1])
@@ -145,7 +145,7 @@ def test_what_type_checkers_see_is_what_the_tables_say() -> None:
 
 
 def unused(tables: tuple[Names, ...]) -> list[str]:
-    """Return the entries of which FlexQuant's code does not speak."""
+    """Return the entries that FlexQuant's code does not mention."""
     code = "\n".join(file.read_text() for file in files("flexquant", "merge", "benchmarks"))
     found = []
     for entry in (entry for names in tables for entry in entries(names)):
@@ -172,7 +172,7 @@ def test_a_name_that_is_not_listed_cannot_be_imported() -> None:
 
 
 def test_a_vllm_without_a_name_is_told_with_the_supported_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shown on a module of FlexQuant's own, which lacks the name as another vLLM may."""
+    """A module of FlexQuant's own stands in for vLLM's: it lacks the name as another vLLM may."""
     monkeypatch.setattr(vllm_names, "NAMES", (Names("flexquant.errors", "", {"GoneName": ""}), *NAMES))
     with pytest.raises(
         ImportError, match=rf"'GoneName' from 'flexquant.errors'.*{CHECKED[0]} to {CHECKED[-1]}"
