@@ -2,15 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """`flexquant tune`: measure the variants on this machine, and write the policy that follows.
 
-tuning       one run, from its checked inputs to the files that it writes
-candidates   which variants are chosen among, the most precise first
-rounds       measures a grid of sizes round by round, the variants in turn (with measuring.workers)
-samples      the measured seconds, with medians and ratios; kept in a file until a run is finished
-deciding     from samples to the variant of every size, in ranges, with the crossovers between them
-objectives   what the decision optimises: latency, throughput, both in balance, or bounds on TTFT and TPOT
-memory       how many requests fit into the device's memory beside the weights of given variants
-notes        the sentences that tell what a policy rests on
-traffic      which passes a live server has, and how long they take
-retuning     the policy that follows from a live server's traffic and times that were measured before
-policy_file  the policy as commented YAML; plot draws the times
+tuning       runs the steps, from checking the inputs to writing the files candidates   finds the variants to
+choose among, the most precise first rounds       measures a grid of sizes round by round, the variants in
+turn (with measuring.workers) samples      holds the measured seconds, with medians and ratios; a file keeps
+them until a run is finished deciding     chooses the variant for every size, in ranges, with the crossovers
+between them objectives   sets what the decision optimises: latency, throughput, both in balance, or bounds on
+TTFT and TPOT memory       computes how many requests fit into the device's memory beside the weights of given
+variants notes        writes the sentences that say what a policy is based on traffic      reads how many
+passes a live server has run, and how long they took retuning     makes a policy from a live server's traffic
+and from times that were measured before policy_file  writes the policy as commented YAML; plot draws the
+times
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The variants that tuning chooses among: the checkpoint's and derived ones, the most precise first."""
+"""Find the variants that tuning chooses among, stored or derived, the most precise first."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BITS_16 = 16
 
 
 def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str, Policy]:
-    """Return for each variant the policy that runs every pass in it, the most precise variant first.
+    """Return variant -> policy that runs every pass in it, the most precise variant first.
 
-    A name is a variant of the checkpoint, or a policy that uses a single variant for everything, such as
-    the built-in ``w4a8``. None: the checkpoint's variants. Raises FlexQuantError for other names.
+    A name is a variant of the checkpoint, or a policy that uses one variant for everything, such as the
+    built-in ``w4a8``. None: the checkpoint's variants. Raises FlexQuantError for other names.
     """
     found: dict[str, Policy] = {}
     for name, policy in find_policies(names or list(merged.variants), merged.variants).items():
@@ -46,11 +46,11 @@ def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str
 def leave_out_lossy(
     policies: Mapping[str, Policy], quality: Path, most: float
 ) -> tuple[dict[str, Policy], dict[str, float]]:
-    """Return the policies whose variant loses at most ``most``, and what each variant loses.
+    """Return the policies whose variant loses at most ``most``, and the loss of every variant.
 
-    ``quality`` is the ``quality.json`` of `flexquant eval`; a loss is the mean KL divergence to 16 bit in
-    nats a token at the worst batch size, or without a reference the log-perplexity above the best variant's.
-    Raises FlexQuantError for a file without the variants, and if fewer than two are left.
+    ``quality`` is the ``quality.json`` of `flexquant eval`. A loss, taken at the worst batch size, is the
+    mean KL divergence to 16 bit in nats a token, or without a reference the log-perplexity above the best
+    variant's. Raises FlexQuantError for a file without the variants, and if fewer than two are left.
     """
     losses = _read_losses(quality)
     missing = [name for name in policies if name not in losses]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""From samples to the variant of every size, in ranges, with the crossovers between them."""
+"""Choose from samples the variant for every size, in ranges, with the crossovers between them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from flexquant.errors import FlexQuantError
 from flexquant.tuning.samples import PHASES, Samples
 
 MARGIN = 0.02
-"""A variant counts as fast as the fastest if its time is not surely longer by this share.
+"""Largest slowdown (0.02 = 2 %), by the low end of its interval, at which a variant ties with the fastest.
 
-Surely: with the whole interval of their ratio. A further range of sizes is made only if it gains this share
-too.
+It is also the least gain for which a further range of sizes is made.
 """
 CLOSE = 0.05
-"""A variant counts as fast as the fastest only if the estimate of its time is longer by at most this share.
+"""Largest slowdown (0.05 = 5 %), by its estimate, at which a variant still ties with the fastest.
 
-So noise that makes the interval wide cannot hide a larger difference.
+This keeps a wide, noisy interval from hiding a larger difference.
 """
 DOUBTFUL = 0.15
-"""A size is undecided if a variant may be as fast as the fastest there, and may be slower by this share."""
+"""A size is undecided if a variant there can be as fast as the fastest, or slower by more than this share."""
 MOST_DOUBTFUL = 1 / 3
-"""The machine is too noisy if more than this share of the sizes is undecided."""
+"""Largest share of undecided sizes; with more, the machine counts as too noisy."""
 
 
 class TooNoisyError(FlexQuantError):
-    """The times say too little; ``sizes``, by phase, are those that they do not decide."""
+    """The measured times do not decide; ``sizes`` are the undecided sizes by phase."""
 
     def __init__(self, message: str, sizes: dict[str, list[int]]) -> None:
         super().__init__(message)
@@ -38,12 +37,12 @@ class TooNoisyError(FlexQuantError):
 
 
 Cost = Callable[[str, str, int], float]
-"""phase, variant, size -> what choosing the variant costs there, as the logarithm of a ratio of times."""
+"""(phase, variant, size) -> cost of choosing the variant there, as the logarithm of a ratio of times."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The sizes from ``first`` to ``last`` (None: all larger ones), for which ``variant`` is chosen."""
+    """The sizes from ``first`` to ``last`` (None: no upper end), for which ``variant`` is chosen."""
 
     first: int
     last: int | None
@@ -54,9 +53,10 @@ class Range:
 
 @dataclass(frozen=True)
 class Decision:
-    """For each phase, ``decode`` and ``prefill``, ranges of sizes without gaps from 1."""
+    """The chosen variants."""
 
     ranges: dict[str, tuple[Range, ...]]
+    """Phase (``decode``, ``prefill``) -> ranges of sizes, without gaps from 1."""
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -67,10 +67,10 @@ class Decision:
 
 
 def fastest(samples: Samples, variants: Sequence[str]) -> Cost:
-    """Return the cost of not being the fastest of ``variants``, which begin with the most precise.
+    """Return the cost of choosing a slower one of ``variants``, which begin with the most precise.
 
-    Of those that are as fast, by MARGIN and CLOSE, the most precise costs nothing, the others
-    MARGIN.
+    Among the variants that tie with the fastest, by MARGIN and CLOSE, the most precise costs nothing and the
+    others cost MARGIN.
     """
 
     def cost(phase: str, variant: str, size: int) -> float:
@@ -86,10 +86,10 @@ def fastest(samples: Samples, variants: Sequence[str]) -> Cost:
 def decide(
     samples: Samples, variants: Sequence[str], cost: Cost, crossing: Callable[[str, str, str, int], float]
 ) -> Decision:
-    """Choose a variant for every measured size, at the least cost in all, and where ranges of them end.
+    """Choose a variant for every measured size, at the least total cost, and the ends of the ranges.
 
     ``variants`` begin with the most precise, which is preferred at equal cost. ``crossing(phase, a, b,
-    size)`` is negative where ``a`` is to be kept and positive where ``b`` is to take over.
+    size)`` is negative where ``a`` should be kept and positive where ``b`` should take over.
     """
     return Decision(
         {phase: _ranges(phase, samples.sizes(phase), variants, cost, crossing) for phase in PHASES}
@@ -97,12 +97,12 @@ def decide(
 
 
 def relative_speed(samples: Samples) -> Callable[[str, str, str, int], float]:
-    """Return the crossing of plain speed: the logarithm of the time of ``a`` over that of ``b``."""
+    """Return the crossing by speed: the logarithm of the time of ``a`` over the time of ``b``."""
     return lambda phase, a, b, size: math.log(samples.compare(a, b, phase, size).ratio)
 
 
 def wide(samples: Samples, variants: Sequence[str], phase: str, width: float) -> list[int]:
-    """Return the sizes at which the interval of some variant over the fastest is not narrower than that."""
+    """Return the sizes at which some variant's ratio to the fastest has an interval of ``width`` or more."""
     return [
         size
         for size in samples.sizes(phase)
@@ -111,9 +111,9 @@ def wide(samples: Samples, variants: Sequence[str], phase: str, width: float) ->
 
 
 def undecided(samples: Samples, variants: Sequence[str], phase: str) -> dict[int, float]:
-    """Return, of the sizes where a variant may be as fast as the fastest, by what share it may be slower.
+    """Return undecided size -> share by which a variant that can tie with the fastest can also be slower.
 
-    Only those at which it may be by more than DOUBTFUL.
+    A size is undecided if the share is more than DOUBTFUL.
     """
     shares = {
         size: max(
@@ -125,7 +125,7 @@ def undecided(samples: Samples, variants: Sequence[str], phase: str) -> dict[int
 
 
 def check_decidable(samples: Samples, variants: Sequence[str]) -> dict[str, list[int]]:
-    """Return the undecided sizes by phase; raise TooNoisyError if they are more than MOST_DOUBTFUL."""
+    """Return the undecided sizes by phase; raise TooNoisyError if their share is above MOST_DOUBTFUL."""
     doubtful = {phase: list(undecided(samples, variants, phase)) for phase in PHASES}
     count, total = (sum(map(len, d.values())) for d in (doubtful, {p: samples.sizes(p) for p in PHASES}))
     if count > MOST_DOUBTFUL * total:
@@ -160,7 +160,7 @@ def _ranges(
 
 
 def _cheapest_path(phase: str, sizes: Sequence[int], variants: Sequence[str], cost: Cost) -> list[str]:
-    """Return the variant of every size that costs least in all, a change costing MARGIN (Viterbi)."""
+    """Return the variants of all sizes with the least total cost; a change costs MARGIN (Viterbi)."""
     totals = dict.fromkeys(variants, 0.0)
     steps: list[dict[str, str]] = []
     for size in sizes:
@@ -180,6 +180,6 @@ def _cheapest_path(phase: str, sizes: Sequence[int], variants: Sequence[str], co
 
 
 def _zero(a: int, b: int, at_a: float, at_b: float) -> int:
-    """Return the last size of the range that ends between ``a`` and ``b``: where a line crosses zero."""
+    """Return the last size before the line from ``at_a`` to ``at_b``, over log size, crosses zero."""
     share = -at_a / (at_b - at_a) if at_a < 0 < at_b else 0.5
     return min(max(math.floor(a * (b / a) ** share), a), b - 1)

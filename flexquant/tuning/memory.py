@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""How the device's memory divides into weights and KV cache, by the variants that are loaded."""
+"""Compute how the devices' memory divides into weights and KV cache, by the loaded variants."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from flexquant.checkpoint.model_config import count_layers
 from flexquant.policy.rules import Policy
 
 UTILISATION = 0.9
-"""The part of a device's memory that vLLM takes by default."""
+"""Share of a device's memory that vLLM takes by default."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes that weights take, and the bytes that there are for them and the KV cache."""
+    """The devices' memory for weights and KV cache, and the bytes of the weights."""
 
     total: float
-    """Bytes of all devices together that weights and KV cache may take."""
+    """Bytes on all devices together that weights and KV cache may take."""
     shared: int
     """Bytes of the weights that are loaded with any variant."""
     own: Mapping[str, int]
-    """Bytes that each variant takes beyond those."""
+    """Variant -> bytes that it takes beyond the shared weights."""
 
     @classmethod
     def of(cls, checkpoint: MergedCheckpoint, variants: Mapping[str, Policy], devices: int) -> Memory:
-        """Read the checkpoint's headers and this machine's memory; ``variants`` as in ``find_variants``."""
+        """Read the checkpoint's headers and this machine's memory; ``find_variants`` gives ``variants``."""
         from vllm.platforms import current_platform
 
         report = make_report(checkpoint.merged, count_layers(checkpoint.config), checkpoint.tensors)
@@ -44,14 +44,14 @@ class Memory:
         )
 
     def requests(self, variants: Sequence[str], request: float) -> int:
-        """Return how many requests of ``request`` bytes of KV cache fit beside the variants."""
+        """Return how many requests, each with ``request`` bytes of KV cache, fit beside the variants."""
         left = self.total - self.shared - sum(self.own[v] for v in variants)
         return max(0, int(left / request))
 
     def utilisation(self, variant: str) -> float:
-        """Return the part of each device's memory for an engine of one variant, all of them side by side.
+        """Return the share of each device's memory for this variant's engine, with one engine per variant.
 
-        What the weights leave is divided evenly.
+        The memory that the weights leave is divided evenly.
         """
         left = self.total - sum(self.own.values()) - len(self.own) * self.shared
         share = self.own[variant] + self.shared + left / len(self.own)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a tuned policy is to be best at: latency, throughput, both in balance, or bounds on TTFT and TPOT."""
+"""Optimise a policy for latency, throughput or both in balance, or for bounds on TTFT and TPOT."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from flexquant.tuning.samples import PHASES, Samples
 
 OBJECTIVES = ("balanced", "latency", "throughput")
 WORTH_LOADING = 0.05
-"""Balanced: a variant is loaded if some size would be slower by this share without it."""
+"""Objective balanced: a variant is loaded if some size would be slower by this share without it."""
 UNMET = 10.0
-"""Cost of missing a bound, above that of any precision."""
+"""Cost of missing a bound; it exceeds the cost of any precision."""
 DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
 PHASE_OF = {"ttft": "prefill", "tpot": "decode"}
 
 
 @dataclass(frozen=True)
 class Slo:
-    """Upper bounds in seconds: of a prefill pass (``ttft``) and of a decode pass (``tpot``), or None."""
+    """Upper bounds, in seconds, on a prefill pass (``ttft``) and a decode pass (``tpot``); None: no bound."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -55,12 +55,12 @@ class Slo:
 
 @dataclass(frozen=True)
 class Goal:
-    """What the policy is to be best at: an objective of OBJECTIVES, or bounds instead."""
+    """What the policy is optimised for: an objective of OBJECTIVES, or bounds in its place."""
 
     objective: str = "balanced"
     slo: Slo | None = None
     request_tokens: int = 2048
-    """Prompt and answer of a request, for throughput: how many fit into the KV cache."""
+    """Tokens of a request, prompt and answer together; for throughput, which depends on how many fit."""
 
     def __str__(self) -> str:
         return str(self.slo) if self.slo else self.objective
@@ -71,9 +71,10 @@ def optimise(
 ) -> Decision:
     """Return the best decision for an objective of OBJECTIVES; ``variants`` begin with the most precise.
 
-    ``latency``: the fastest everywhere. ``balanced``: the same, with only variants that are WORTH_LOADING.
-    ``throughput``: the variants with the most tokens a second in decode at the largest batch that fits
-    beside them, the fewer within MARGIN; ``requests(variants)`` tells how many fit.
+    ``latency`` takes the fastest variant at every size. ``balanced`` does the same with only the variants
+    that are WORTH_LOADING. ``throughput`` takes the variants that decode most tokens a second at the largest
+    batch that fits beside them, or fewer variants within MARGIN of that; ``requests(variants)`` returns how
+    many requests fit.
     """
     if objective == "throughput":
         variants = _most_throughput(samples, variants, requests)
@@ -83,7 +84,7 @@ def optimise(
 
 
 def meet(samples: Samples, variants: Sequence[str], slo: Slo) -> Decision:
-    """Choose, at every size, the most precise variant that keeps the bound, or else the fastest.
+    """Choose for every size the most precise variant that keeps the bound, or the fastest if none does.
 
     Raises FlexQuantError for bounds that not even the smallest pass keeps.
     """
@@ -122,7 +123,7 @@ def meet(samples: Samples, variants: Sequence[str], slo: Slo) -> Decision:
 
 
 def largest_within(samples: Samples, decision: Decision, phase: str, bound: float) -> int:
-    """Return the largest measured size up to which the chosen variants keep a bound, or the smallest."""
+    """Return the largest size up to which the chosen variants keep a bound; the smallest if none does."""
     sizes = samples.sizes(phase)
     kept = sizes[0]
     for size in sizes:
@@ -137,7 +138,7 @@ def _fastest(samples: Samples, variants: Sequence[str]) -> Decision:
 
 
 def _worth_loading(samples: Samples, variants: Sequence[str]) -> list[str]:
-    """Leave out, one at a time, the variant that is missed least, while it is missed by less than that."""
+    """Drop variants one at a time, the least missed first, while dropping costs less than WORTH_LOADING."""
     kept = list(_fastest(samples, variants).variants)
     kept.sort(key=variants.index)
     while len(kept) > 1:
@@ -150,7 +151,7 @@ def _worth_loading(samples: Samples, variants: Sequence[str]) -> list[str]:
 
 
 def _loss_without(samples: Samples, variants: Sequence[str], left_out: str) -> float:
-    """Return the logarithm of how much slower the worst size is without a variant."""
+    """Return the logarithm of the slowdown, at the worst size, without a variant."""
     others = [v for v in variants if v != left_out]
     return max(
         min(math.log(samples.compare(v, left_out, phase, size).ratio) for v in others)
@@ -173,7 +174,7 @@ def _most_throughput(
 
 
 def _decode_throughput(samples: Samples, variants: Sequence[str], requests: int) -> float:
-    """Return decoded tokens a second at the largest measured batch up to ``requests``, 0 without one."""
+    """Return decoded tokens a second at the largest measured batch up to ``requests``; 0 if none fits."""
     fitting = [n for n in samples.sizes("decode") if n <= requests]
     if not fitting:
         return 0.0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Time of a pass over its size, for every variant, with the crossovers."""
+"""Plot the time of a pass over its size, for every variant, with the crossovers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexquant.tuning.deciding import Decision
 
 
 def save_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> None:
-    """Draw decode and prefill side by side, both axes logarithmic, into ``file``, as a PNG.
+    """Draw decode and prefill side by side, with logarithmic axes, into the PNG ``file``.
 
     Raises ImportError without matplotlib.
     """

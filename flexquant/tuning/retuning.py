@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""`flexquant tune --from-metrics`: the policy for the traffic that a live server has.
+"""`flexquant tune --from-metrics`: propose a policy for the traffic of a live server.
 
-What its passes would have taken in another variant is known from the times that `flexquant tune` measured.
-These are scaled, for every variant and phase, to what the server took; the policy that follows is proposed,
-with what it would have saved on the passes that were watched.
+The times that `flexquant tune` measured say how long the server's passes would have taken in another variant.
+They are scaled, for every variant and phase, to the server's own times. The proposal comes with the time that
+it would have saved on the observed passes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from flexquant.tuning.samples import PHASES, Samples
 from flexquant.tuning.traffic import Traffic
 
 WORTH_CHANGING = 0.01
-"""A proposal that saves less of the time of the passes than this share is none."""
+"""Least share of the passes' time that a proposal saves; one that saves less is not worth a change."""
 
 
 @dataclass(frozen=True)
 class Retuning:
-    """A live server's traffic, and what is known of the times of passes."""
+    """A live server's traffic, and measured times of passes."""
 
     traffic: Traffic
     times: PassTimes
-    """Those that were measured."""
+    """Times that `flexquant tune` measured."""
     candidates: Mapping[str, Policy]
-    """By variant, the policy of all passes in it; the most precise first."""
+    """Variant -> policy that runs every pass in it; the most precise variant comes first."""
     num_layers: int
 
     def __post_init__(self) -> None:
@@ -55,10 +55,10 @@ class Retuning:
         return Plan.from_name(plan, self.num_layers).layers
 
     def ratios(self) -> dict[tuple[str, str], float]:
-        """Return by variant and phase, ``decode`` or ``prefill``, live over measured times.
+        """Return (variant, ``decode`` or ``prefill``) -> live time / measured time.
 
-        The seconds of a plan are divided among its variants as the measured times have it. A variant that
-        did not run in a phase gets the ratio of all that did, and 1 where none did.
+        The seconds of a plan are divided among its variants in proportion to their measured times. A variant
+        that did not run in a phase gets the ratio of all that did, or 1 if none did.
         """
         live: dict[tuple[str, str], float] = defaultdict(float)
         measured: dict[tuple[str, str], float] = defaultdict(float)
@@ -105,7 +105,7 @@ class Retuning:
         )
 
     def propose(self, goal: Goal, url: str) -> Tuned:
-        """Return the policy for the traffic; raises FlexQuantError where ``goal`` cannot be met."""
+        """Return the policy for the traffic; raise FlexQuantError if ``goal`` cannot be met."""
         times = self.scaled()
         samples = Samples()
         for phase, curves in (("decode", times.decode), ("prefill", times.prefill)):
@@ -128,7 +128,7 @@ class Retuning:
         return Tuned(document, decision, times, self._notes(decision, times, goal, url))
 
     def gain(self, decision: Decision, times: PassTimes) -> dict[str, tuple[float, float]]:
-        """Return by phase the seconds of the watched passes, as they were served and as they would be."""
+        """Return phase -> seconds of the observed passes, (as they were served, as proposed)."""
         found: dict[str, tuple[float, float]] = {}
         for cell in self.traffic.cells:
             chosen = decision.variant("decode" if cell.phase == "decode" else "prefill", cell.size)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which sizes are measured, and in which order: rounds over a grid, the variants in turn at every size."""
+"""Measure sizes in rounds over a grid; at every size the variants take turns."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def powers_of_two(first: int, last: int) -> tuple[int, ...]:
 
 SERVED_SEQUENCES = 256
 SERVED_TOKENS = 2048
-"""vLLM's defaults on most devices: what a pass may hold, which decides what is captured in CUDA graphs."""
+"""vLLM's default limits of a pass on most devices; they decide which CUDA graphs are captured."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes of the passes that are measured, how often and for how long."""
+    """The sizes of passes to measure, how often and for how long."""
 
     decode: tuple[int, ...]
     """Sequences of the decode passes, ascending."""
@@ -36,23 +36,23 @@ class Grid:
     context: int
     """Tokens of every sequence in the KV cache when decoding begins."""
     long_context: int
-    """The same, of the passes from which the cost of a longer context is taken."""
+    """Tokens in the KV cache in the passes that measure the cost of a longer context."""
     effort: Effort
     seconds: float
-    """Seconds for each pass in each round; a pass is repeated as often as that allows."""
+    """Seconds for each size in each round, in which the pass is repeated."""
     refine: bool
-    """Whether sizes between the two on either side of a crossover are measured too."""
+    """Whether a size between the two on either side of a crossover is measured too."""
 
     def up_to(self, max_batch: int | None = None, max_tokens: int | None = None) -> Grid:
-        """Return a grid whose largest sizes are the given ones; None: as they are."""
+        """Return a grid with the given largest sizes; None leaves a largest size as it is."""
         decode = self.decode if max_batch is None else _up_to(self.decode, max_batch)
         prefill = self.prefill if max_tokens is None else _up_to(self.prefill, max_tokens)
         return replace(self, decode=decode, prefill=prefill)
 
     def fitting(self, max_length: int | None) -> Grid:
-        """Return a grid whose sequences fit a model of at most ``max_length`` tokens; None: any length.
+        """Return a grid for a model whose sequences have at most ``max_length`` tokens; None: no limit.
 
-        Raises UsageError if such a model cannot be measured.
+        Raises UsageError if ``max_length`` is too small to measure.
         """
         if max_length is None:
             return self
@@ -83,9 +83,9 @@ QUICK_GPU = Grid((1, 8, 32, 128), (16, 128, 1024, 4096), 64, 4096, Effort(6, 12)
 
 
 def between(smaller: int, larger: int) -> int | None:
-    """Return a size to measure between two, or None where there is none worth it.
+    """Return the geometric mean of two sizes, or None if they are too close for another measurement.
 
-    The middle by ratio; from 16 on a multiple of 8, as vLLM's CUDA graphs have them.
+    Above 16 it is rounded to a multiple of 8, like the sizes of vLLM's CUDA graphs.
     """
     middle = round(math.sqrt(smaller * larger))
     if middle > 16:
@@ -98,7 +98,7 @@ def _up_to(sizes: Iterable[int], most: int) -> tuple[int, ...]:
 
 
 class Timer(Protocol):
-    """A :class:`flexquant.measuring.workers.Worker`."""
+    """The part of :class:`flexquant.measuring.workers.Worker` that Rounds needs."""
 
     def call(self, method: str, *arguments: float) -> float: ...
 
@@ -115,7 +115,7 @@ class Rounds:
         save: Callable[[], None],
         progress: Callable[[int, int], None],
     ) -> None:
-        """``names``: of the variants; ``start`` is called once something is to be measured."""
+        """Prepare to measure the variants ``names``; ``start`` is called for the first measurement."""
         self._names = names
         self._start = start
         self._samples = samples
@@ -125,7 +125,7 @@ class Rounds:
         self._done = self._planned = 0
 
     def measure(self, rounds: int, decode: Sequence[int], prefill: Sequence[int]) -> None:
-        """Measure until every size has been measured in ``rounds`` rounds, by all variants."""
+        """Measure until every size has been measured in ``rounds`` rounds, with all variants."""
         sizes = {"decode": decode, "prefill": prefill}
         missing = [
             [
@@ -148,7 +148,7 @@ class Rounds:
                 self._save()
 
     def add(self, wide: Callable[[str], Sequence[int]]) -> None:
-        """Measure the sizes that ``wide(phase)`` names, asked before every round, up to the most rounds."""
+        """Add rounds, up to the limit, over the sizes that ``wide(phase)`` returns before each round."""
         for rounds in range(self._grid.effort.rounds + 1, self._grid.effort.max_rounds + 1):
             decode, prefill = wide("decode"), wide("prefill")
             if not decode and not prefill:
@@ -168,7 +168,7 @@ class Rounds:
         return self._workers[name].call("decode", size, self._grid.context, self._grid.seconds)
 
     def _context_cost(self, name: str) -> float:
-        """Return what one more token in the KV cache adds to a decode pass of one sequence, in seconds."""
+        """Return the seconds that one more token in the KV cache adds to a decode pass of one sequence."""
         grid = self._grid
         short, long = (
             self._workers[name].call("decode", 1, context, grid.seconds)

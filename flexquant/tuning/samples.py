@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What was measured, round by round: times by variant, phase and size, and their ratios within the rounds.
+"""Hold the measured times by variant, phase, size and round, and compare variants by ratios within rounds.
 
-Machines drift and stall: variants are compared by the ratios alone (flexquant.measuring.comparison).
+Machines drift and stall, so only ratios within a round count (flexquant.measuring.comparison).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PHASES = ("decode", "prefill")
 
 
 class Samples:
-    """Seconds of a pass by variant, phase and size; the n-th values of all variants are of one round."""
+    """Seconds of a pass by variant, phase and size; the n-th values of all variants are of round n."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, dict[str, dict[int, list[float]]]] = {}
         self.context_seconds: list[float] = []
-        """What one more token in the KV cache costs a pass, measured once a round."""
+        """Seconds that one more token in the KV cache adds to a pass, measured once a round."""
 
     def add(self, variant: str, phase: str, size: int, seconds: float) -> None:
         self._seconds.setdefault(variant, {}).setdefault(phase, {}).setdefault(size, []).append(seconds)
@@ -37,12 +37,12 @@ class Samples:
         return len(self._seconds.get(variant, {}).get(phase, {}).get(size, ()))
 
     def forget(self, phase: str, size: int) -> None:
-        """Drop what was measured of a pass, of all variants, so that it is measured again."""
+        """Drop all variants' samples of a size, so that it is measured again."""
         for phases in self._seconds.values():
             phases.get(phase, {}).pop(size, None)
 
     def sizes(self, phase: str) -> list[int]:
-        """Return the sizes that every variant was measured at, ascending."""
+        """Return the sizes at which every variant was measured, ascending."""
         curves = [set(phases.get(phase, ())) for phases in self._seconds.values()]
         return sorted(set.intersection(*curves)) if curves else []
 
@@ -51,17 +51,17 @@ class Samples:
         return Time(statistics.median(seconds), min(seconds), max(seconds))
 
     def compare(self, variant: str, other: str, phase: str, size: int) -> Comparison:
-        """Return the time of ``variant`` over that of ``other``, by the rounds that both have."""
+        """Compare the time of ``variant`` to that of ``other`` over the rounds that both have."""
         pairs = zip(self._seconds[variant][phase][size], self._seconds[other][phase][size], strict=False)
         return compare([a / b for a, b in pairs])
 
     def to_fastest(self, variants: Sequence[str], phase: str, size: int) -> dict[str, Comparison]:
-        """Return for each variant its time over that of the one with the smallest median."""
+        """Compare each variant's time to that of the variant with the smallest median."""
         best = min(variants, key=lambda v: self.time(v, phase, size).median)
         return {variant: self.compare(variant, best, phase, size) for variant in variants}
 
     def pass_times(self, context: int, origin: dict[str, Any]) -> PassTimes:
-        """Return the times of all passes; ``context`` and ``origin`` are those of :class:`PassTimes`."""
+        """Return the times of all passes; :class:`PassTimes` explains ``context`` and ``origin``."""
         decode, prefill = (
             {
                 variant: {size: self.time(variant, phase, size) for size in self.sizes(phase)}
@@ -73,17 +73,17 @@ class Samples:
         return PassTimes(decode, prefill, context, max(0.0, cost), origin)
 
     def save(self, file: Path, run: dict[str, Any]) -> None:
-        """Write everything to ``file``, at once; ``run`` tells what the samples are of."""
+        """Write all samples to ``file`` in one step; ``run`` describes the run that they belong to."""
         data = {"run": run, "seconds": self._seconds, "context_seconds": self.context_seconds}
         with staged_file(file) as partial:
             partial.write_text(json.dumps(data), encoding="utf-8")
 
     @classmethod
     def load(cls, file: Path, run: dict[str, Any]) -> Samples:
-        """Return what :meth:`save` wrote of the same ``run``; without a file, samples to begin with.
+        """Return the samples that :meth:`save` wrote for the same ``run``; without a file, empty samples.
 
-        Raises UsageError, which tells what differs, for the samples of another run: they may be hours of
-        measuring, which the first save would replace.
+        Raises UsageError, which says what differs, for the samples of another run: they can be hours of
+        work, and the first save would replace them.
         """
         samples = cls()
         try:

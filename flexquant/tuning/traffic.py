@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The traffic of a live server: how many passes of which size each plan ran, and how long they took."""
+"""Read the traffic of a live server: how many passes of which size each plan ran, and how long they took."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexquant.serving.metric_names import POLICY, SECONDS, SIZE, WEIGHT_BYTES
 FEWEST_PASSES = 100
 
 Counters = Mapping[tuple[str, ...], float]
-"""Values by metric, plan, phase, bucket, policy and variant, each empty where the metric has none."""
+"""(Metric, plan, phase, bucket, policy, variant, layers) -> value; a label that a metric lacks is empty."""
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,21 @@ class Cell:
     plan: str
     phase: str
     size: int
-    """Sequences of decode passes, tokens of others: the middle of a bucket."""
+    """Sequences of decode passes, tokens of others; the middle of a histogram bucket."""
     passes: float
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a server has computed while it was watched."""
+    """The passes of a server during an observation."""
 
     cells: Sequence[Cell]
     seconds: Mapping[tuple[str, str], float]
-    """By plan and phase, the time of its passes."""
+    """(Plan, phase) -> total seconds of its passes."""
     policy: str
-    """The name of the policy that routes."""
+    """Name of the server's policy."""
     variants: Sequence[str]
-    """Those that are loaded with all layers."""
+    """Variants that are loaded with all layers."""
 
     @property
     def passes(self) -> int:
@@ -51,10 +51,10 @@ class Traffic:
 
 
 def watch(url: str, seconds: float) -> Traffic:
-    """Return the traffic of the next ``seconds``; 0: that since the server's start.
+    """Return the traffic of the next ``seconds``; 0: all traffic since the server's start.
 
-    ``url`` is that of ``vllm serve``. Raises FlexQuantError where no merged checkpoint is served there, for
-    fewer than FEWEST_PASSES passes, and for a server that was started again meanwhile.
+    ``url`` is the URL of ``vllm serve``. Raises FlexQuantError if no merged checkpoint is served there, for
+    fewer than FEWEST_PASSES passes, and for a server that was restarted meanwhile.
     """
     before: Counters = {}
     if seconds:
@@ -73,7 +73,7 @@ def watch(url: str, seconds: float) -> Traffic:
 
 
 def _read_counters(url: str) -> Counters:
-    """Return the counters, in sum over the server's engines."""
+    """Return the counters, summed over the server's engines."""
     from prometheus_client.parser import text_string_to_metric_families
 
     if not url.startswith(("http://", "https://")):
@@ -96,7 +96,7 @@ def _read_counters(url: str) -> Counters:
 
 
 def _check_counted_on(after: Counters, before: Counters, url: str) -> None:
-    """Raise FlexQuantError where a counter has become less, or is gone: those of a server begin at 0."""
+    """Raise FlexQuantError if a counter has become less or is gone, which means that the server restarted."""
     for counter, value in before.items():
         if counter[0] in (f"{SIZE}_bucket", f"{SECONDS}_total") and after.get(counter, -1.0) < value:
             raise FlexQuantError(
@@ -106,7 +106,7 @@ def _check_counted_on(after: Counters, before: Counters, url: str) -> None:
 
 
 def _loaded_whole(ranges: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the variants with all decoder layers of the rank that counts; ``ranges``: theirs, ``0-3``."""
+    """Return the variants with all decoder layers of the reporting rank, from (variant, ``0-3``) pairs."""
     ends = [int(end) for _, layers in ranges if layers for end in layers.split("-")]
     whole = describe_range(range(min(ends), max(ends) + 1)) if ends else ""
     return [variant for variant, layers in ranges if layers == whole]
@@ -139,5 +139,5 @@ def _traffic(after: Counters, before: Counters) -> Traffic:
 
 
 def _middle(low: float, high: float) -> int:
-    """Return the middle of a bucket's sizes, from above ``low`` to ``high``, by ratio."""
+    """Return the geometric mean of a bucket's smallest and largest size, ``low`` + 1 and ``high``."""
     return round(low + 1 if math.isinf(high) else math.sqrt((low + 1) * high))

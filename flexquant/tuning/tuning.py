@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""One run of `flexquant tune`: check the inputs, measure the variants, decide, write the policy and plots."""
+"""Run `flexquant tune`: check the inputs, measure the variants, decide, write the policy and the plot."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Bar = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
 
 
 class Tuning:
-    """One run of `flexquant tune`, all inputs checked."""
+    """One run of `flexquant tune`."""
 
     def __init__(
         self,
@@ -58,10 +58,11 @@ class Tuning:
         enforce_eager: bool = False,
         remarks: Sequence[str] = (),
     ) -> None:
-        """``variants``: for each the policy that runs every pass in it, the most precise variant first.
+        """Check the inputs, and load the samples of an interrupted run.
 
-        ``remarks`` are put among the notes. Raises FlexQuantError for a folder that is no merged checkpoint,
-        and where the output has the samples of another run, unless it may be overwritten.
+        ``variants`` maps each variant, the most precise first, to the policy that runs every pass in it.
+        ``remarks`` are added to the notes. Raises FlexQuantError for a folder that is no merged checkpoint,
+        and for samples of another run beside the output, unless they may be overwritten.
         """
         self._checkpoint = MergedCheckpoint.open(folder)
         self._output = output
@@ -89,9 +90,9 @@ class Tuning:
         self._kernels: dict[str, list[str]] = {}
 
     def measure(self, progress: Callable[[str], None], bar: Bar) -> None:
-        """Measure all variants, or go on where a run with the same arguments stopped.
+        """Measure all variants, or resume an interrupted run with the same arguments.
 
-        Raises FlexQuantError when an engine fails, and when the machine is too noisy to decide.
+        Raises FlexQuantError if an engine fails, and if the machine is too noisy to decide.
         """
         with ExitStack() as stack:
 
@@ -123,7 +124,7 @@ class Tuning:
             raise
 
     def decide(self) -> Tuned:
-        """Return the best policy for the goal; raise FlexQuantError where there is none."""
+        """Return the best policy for the goal; raise FlexQuantError if no policy meets it."""
         if self._goal.slo is not None:
             decision = meet(self._samples, self._names, self._goal.slo)
         else:
@@ -149,7 +150,7 @@ class Tuning:
         return Tuned(document, decision, times, notes)
 
     def write(self, tuned: Tuned) -> list[Path]:
-        """Write the files, and forget the samples after: what fails here can be run again."""
+        """Write the files, then delete the samples: if writing fails, the command can be run again."""
         files = write_files(self._output, tuned, f"{self._run['model']}: time of a pass")
         self._output.samples.unlink(missing_ok=True)
         return files
@@ -170,7 +171,7 @@ class Tuning:
         self._samples.save(self._output.samples, self._run)
 
     def _beside_crossovers(self, phase: str) -> list[int]:
-        """Return the sizes between those at which the fastest variant changes."""
+        """Return a size in the middle of each pair of measured sizes between which the variant changes."""
         decision = decide(
             self._samples, self._names, fastest(self._samples, self._names), relative_speed(self._samples)
         )
