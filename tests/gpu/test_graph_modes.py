@@ -8,6 +8,7 @@ import pytest
 
 from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
 from tests.integration.conftest import answers
+from tests.policies import rules
 
 MODES = [None, "NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"]
 LONG = "a prompt of several chunks and more tokens than the largest graph holds; " * 6
@@ -33,5 +34,5 @@ def test_constant_policy_equals_the_static_checkpoint(runner, mode, variant, che
 
 def constant(folder, variant: str) -> str:
     path = folder / f"{variant}.yaml"
-    path.write_text(f"schema: flexquant.policy/v1\nrules:\n  - use: {variant}\n")
+    path.write_text(rules(f"- use: {variant}"))
     return str(path)

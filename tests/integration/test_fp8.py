@@ -11,13 +11,14 @@ import pytest
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, engine, generate, take_policy
+from tests.policies import rules
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = ["hello world, this is a prompt", "abc", "xyz"]
 SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 VARIANTS = ("fp8", "w4a16")
-FP8 = "schema: flexquant.policy/v1\nrules:\n  - use: fp8\n"
+FP8 = rules("- use: fp8")
 
 
 def test_fp8_serves_prompts_and_w4a16_small_decode_batches(tmp_path):

@@ -64,7 +64,7 @@ def test_a_good_configuration_is_accepted(merged):
 
 
 def test_policy_names_an_absent_variant(merged, tmp_path):
-    (tmp_path / "fp8.yaml").write_text("schema: flexquant.policy/v1\nrules:\n  - use: fp8\n")
+    (tmp_path / "fp8.yaml").write_text(rules("- use: fp8"))
     message = refusal(merged, **flexquant(policy=str(tmp_path / "fp8.yaml")))
     assert "'fp8'" in message and "w4a16, w8a8" in message
 

@@ -130,7 +130,7 @@ def test_ratio_tables_pair_rounds_by_hand():
     head = [["requests", "ratio", "TTFT", "TPOT", "tokens/s", "rounds"], ["---"] * 6]
     assert rows(ratio_table(measured, constant=True)) == [
         *head,
-        # Of two ratios the estimate is the geometric mean.
+        # The estimate of two ratios is their geometric mean.
         ["2x100+50", "`flexquant:w8a8` / `w8a8`", "0.995 (0.900 – 1.100), too few rounds"]
         + ["1.149 (1.100 – 1.200), too few rounds", "0.995 (0.900 – 1.100), too few rounds", "2"],
     ]
@@ -253,7 +253,7 @@ def test_all_rounds_together_tell_what_single_comparisons_cannot():
     assert [comparison.verdict for comparison in found.workloads] == [EQUAL] * 4
     assert (found.count(EQUAL), found.count(HIGHER), found.again) == (4, 0, None)
     assert (found.together.rounds, found.together.verdict) == (20, HIGHER)
-    # Of 210 means of two rounds 136 are 1.1, 64 the root of 1.1 * 0.95, 10 are 0.95; 52 are left out below.
+    # 210 pairs have 136 means of 1.1, 64 of the root of 1.1 * 0.95, 10 of 0.95; the lowest 52 are left out.
     together = "1.100 (1.022 – 1.100), 10 % slower"
     row = ["TTFT", "4", "0", "4, within 10 %", "0", "1.10 – 1.10", "0.95 – 1.10", together, "–"]
     assert rows(summary_table(measured))[2:] == [

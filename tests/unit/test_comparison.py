@@ -59,13 +59,13 @@ def test_an_interval_by_hand():
 @pytest.mark.parametrize(
     ("ratios", "low", "high", "verdict", "words"),
     [
-        # Of five rounds the interval is the smallest and the largest.
+        # The interval of five rounds is the smallest and the largest ratio.
         ([1.1, 1.1, 1.01, 1.3, 1.1], 1.01, 1.3, HIGHER, "10 % slower"),
         ([0.5, 0.5, 0.99, 0.5, 0.5], 0.5, 0.99, LOWER, "50 % faster"),
         ([0.9, 1.2, 1.1, 1.1, 1.3], 0.9, 1.3, EQUAL, "equal within 30 %"),
         ([0.98, 1.0, 1.0, 1.0, 1.011], 0.98, 1.011, EQUAL, "equal within 2.0 %"),
         ([0.9999, 1.0, 1.0, 1.0, 1.000321], 0.9999, 1.000321, EQUAL, "equal within 0.04 %"),
-        # Of nine one stall decides nothing, nor does one round that is too fast.
+        # Among nine rounds one stall decides nothing, nor does one round that is too fast.
         ([1.1] * 8 + [9.0], 1.1, (1.1 * 9) ** 0.5, HIGHER, "10 % slower"),
         ([1.1] * 8 + [0.1], (1.1 * 0.1) ** 0.5, 1.1, EQUAL, "equal within 67 %"),
         ([1.5, 1.5, 1.5, 1.5], 1.5, 1.5, UNKNOWN, "too few rounds"),

@@ -52,7 +52,7 @@ def retuning(cells: list[Cell], seconds: dict[tuple[str, str], float], layers: i
 def test_times_are_scaled_to_the_live_ones_by_variant_and_phase() -> None:
     found = retuning(
         [Cell("w4a16", "decode", 4, 100), Cell("w4a16", "decode", 8, 50), Cell("w8a8", "prefill", 32, 10)],
-        # By the measured times it would be 0.8 s and 0.32 s.
+        # The measured times would be 0.8 s and 0.32 s.
         {("w4a16", "decode"): 1.6, ("w8a8", "prefill"): 0.32},
     )
     ratios = found.ratios()
@@ -74,7 +74,7 @@ def test_a_mixed_pass_counts_with_prefill() -> None:
 
 def test_a_layered_plans_seconds_are_divided_among_its_variants() -> None:
     plan = Plan.from_layers(("w8a8", "w4a16", "w4a16", "w4a16")).name
-    # Of one pass of 4 sequences: 0.0025 s in W8A8, 0.003 s in W4A16.
+    # One pass of 4 sequences takes 0.0025 s in W8A8, 0.003 s in W4A16.
     found = retuning([Cell(plan, "decode", 4, 10)], {(plan, "decode"): 0.11})
     assert found.ratios()["w8a8", "decode"] == pytest.approx(2)
     assert found.ratios()["w4a16", "decode"] == pytest.approx(2)
