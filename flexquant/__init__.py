@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Dynamic-precision serving for LLMs on vLLM: several quantised variants of a model, one KV cache."""
+"""Serve several quantised variants of an LLM over one KV cache with vLLM, with a precision for every pass."""
 
 import logging
 import sys
@@ -9,11 +9,11 @@ __version__ = "0.1.0"
 
 
 def register() -> None:
-    """Tell vLLM about merged checkpoints; the ``vllm.general_plugins`` entry point.
+    """Register merged checkpoints with vLLM; this is the ``vllm.general_plugins`` entry point.
 
-    vLLM calls it in every one of its processes, for every model, possibly more than once. It therefore
-    imports no model code, does nothing in a process without vLLM, and never raises: a failure is logged
-    and leaves vLLM as it was.
+    vLLM calls this in each of its processes, for every model, possibly more than once. It therefore imports
+    no model code, does nothing in a process without vLLM, and never raises: a failure is logged and leaves
+    vLLM unchanged.
     """
     if "vllm" not in sys.modules:
         return

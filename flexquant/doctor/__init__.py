@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What ``vllm serve`` would make of a merged checkpoint on this machine, without loading weights."""
+"""`flexquant doctor`: check how ``vllm serve`` would run a merged checkpoint, without loading weights."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Do what ``vllm serve`` does until it loads weights, and tell what comes of it.
+"""Do what ``vllm serve`` does before it loads weights, and report the findings.
 
-The configuration is vLLM's own, made of the same arguments, and the model is FlexQuant's own class, built on
-the meta device, where tensors have shapes and no memory: so whatever refuses to serve does so here as well.
+vLLM itself makes the configuration from the same arguments, and FlexQuant's own model class is built on the
+meta device, where tensors have shapes but no memory. So anything that would refuse to serve refuses here too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
-    """Yield what is found about serving the merged checkpoint ``folder`` with these arguments of vllm serve.
+    """Yield findings about serving the merged checkpoint ``folder`` with these arguments of vllm serve.
 
-    Ends with the first problem after which nothing more can be found out.
+    The findings end with the first problem that keeps vLLM from starting.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     machine, versions = describe_machine(), describe_versions()
@@ -38,7 +38,7 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
         merged, _ = read_merged_config(Path(folder))
         yield Finding("ok", "checkpoint", f"{merged.base_architecture} as {', '.join(merged.variants)}")
         yield from _examine_with_vllm(folder, arguments)
-    except Exception as e:  # whatever stops vllm serve is what the user asks for
+    except Exception as e:  # anything that stops vllm serve is a finding
         sentence = " ".join(str(e).split()) or type(e).__name__
         kind = "" if isinstance(e, FlexQuantError) else f"{type(e).__name__}: "
         yield Finding("problem", "refused", kind + sentence[:600])
@@ -83,8 +83,8 @@ def configure(folder: str, arguments: Sequence[str]) -> VllmConfig:
 def built_without_weights(vllm_config: VllmConfig) -> Iterator[Any]:
     """Yield the model as the first rank builds it, on the meta device.
 
-    Of the other ranks vLLM's process groups get to know by their number only: nobody waits for them. What
-    vLLM keeps for the next model of the process, rotary embeddings, has no memory here and is forgotten.
+    The process groups hold this rank alone, but report the full number of ranks. vLLM caches rotary
+    embeddings for the next model in the process; those built here have no memory, and are removed.
     """
     import torch
 
@@ -135,7 +135,7 @@ def _backend(vllm_config: VllmConfig) -> Finding:
 
 
 def _graphs(vllm_config: VllmConfig, model: Any) -> Finding:
-    """How many CUDA graphs will be captured: in pieces one a size and plan, of whole passes one a size."""
+    """Count the CUDA graphs to capture: piecewise one per size and plan, of whole passes one per size."""
     compilation = vllm_config.compilation_config
     mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes or []
     if not mode or not sizes:

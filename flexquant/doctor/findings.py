@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What the doctor has found, a line each."""
+"""Represent the doctor's findings, one line each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Level = Literal["ok", "note", "problem"]
-"""``note``: it serves, but could do better, or not as one may think; ``problem``: it does not serve."""
+"""``note``: it serves, but slower than it could or not as expected; ``problem``: it does not serve."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing found."""
+    """One finding of the doctor."""
 
     level: Level
     subject: str

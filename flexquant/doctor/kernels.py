@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which of vLLM's kernels runs each shape of linear layer, and the experts, and why not a better one."""
+"""Find which of vLLM's kernels runs each shape of linear layer and the experts, and why not a better one."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Shape:
     name: str
     inputs: int
     outputs: int
-    """On one rank, as ``inputs``."""
+    """Outputs on one rank; ``inputs`` are also those of one rank."""
     kernel: str
     better: dict[str, str]
-    """By name, the kernels that vLLM prefers to this one, each with the reason why it was not taken."""
+    """Kernel that vLLM prefers to this one -> reason why vLLM did not take it."""
     layers: int = 0
 
 
 def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
-    """Yield a finding for each kernel of a variant that is built and not loaded."""
+    """Yield a finding for each kernel of a variant that is built without weights."""
     shapes: dict[tuple[str, int, int, str], Shape] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
@@ -76,7 +76,7 @@ def _find_experts_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
 
 
 def _better(kernel: Any) -> dict[str, str]:
-    """The kernels that vLLM tries before this one on this device, and why it does not take them."""
+    """Return the kernels that vLLM tries before this one on this device, and why it does not take them."""
     from vllm.platforms import current_platform
 
     for register in (_POSSIBLE_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_FP8_KERNELS):
@@ -89,7 +89,7 @@ def _better(kernel: Any) -> dict[str, str]:
 
 
 def _why_not(kernel: Any, config: Any) -> str:
-    """Why vLLM does not take a kernel; empty if it could, and the user or the policy asked for another."""
+    """Return why vLLM does not take a kernel; empty if it could, but the user or policy asked for another."""
     from vllm.platforms import current_platform
 
     if kernel.__name__ in REPLACED:

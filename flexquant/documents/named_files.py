@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Files that come with FlexQuant, used by name, and a user's own, used by path: policies, traces ..."""
+"""Read files that come with FlexQuant by name, and a user's own files by path: policies, traces ..."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ YAML = (".yaml", ".yml")
 
 
 def builtin_names(package: str, suffix: str = ".yaml") -> list[str]:
-    """Return the names of the files with a suffix in a package, sorted."""
+    """Return the sorted names of a package's files with this suffix."""
     files = importlib.resources.files(package).iterdir()
     return sorted(file.name.removesuffix(suffix) for file in files if file.name.endswith(suffix))
 
@@ -21,11 +21,11 @@ def builtin_names(package: str, suffix: str = ".yaml") -> list[str]:
 def read_named(
     name_or_path: str, package: str, kind: str, suffixes: tuple[str, ...] = YAML
 ) -> tuple[bytes, str]:
-    """Return a file's content, and what messages call it.
+    """Return a file's content, and the name that messages give it.
 
-    Anything with a ``/``, ending in one of the ``suffixes``, or naming an existing file that is not a
-    built-in's name is a path; built-in files end in the first of them. ``kind`` is what such a file is
-    called: policy, recipe. Raises FlexQuantError for an unknown name and a file that cannot be read.
+    A built-in's name is a name. Any other text is a path if it has a ``/``, ends in one of the ``suffixes``
+    or names an existing file. Built-in files end in the first suffix. ``kind`` is the kind of file, e.g.
+    policy. Raises FlexQuantError for an unknown name and a file that cannot be read.
     """
     builtins = builtin_names(package, suffixes[0])
     if name_or_path in builtins:

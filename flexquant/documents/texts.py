@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Text to calibrate or evaluate with: read from files or a dataset, and cut into rows of token ids."""
+"""Read text for calibration or evaluation from files or a dataset, and cut it into rows of token ids."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 Text = str | list[dict[str, Any]]
 """Plain text, or the messages of one conversation."""
 
-# Rows are drawn from this many times the tokens that are needed, so that a large corpus is not read whole.
+# Read this many times the tokens that are needed, and draw rows from them: a corpus can be large.
 POOL = 8
 
 SELF = "self"
-"""In the place of a name of calibration data: text of which the model writes half."""
+"""Name of the calibration data of which the model itself writes half."""
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
 
@@ -32,10 +32,10 @@ TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
 def read_documents(source: str | Path | None) -> Iterator[Text]:
     """Yield the documents of a text file, a ``.jsonl`` file, a folder of such files or a dataset id.
 
-    A text file is one document; a JSONL line or dataset record is one, from its ``messages`` or its
-    ``text``. A folder's ``.txt``, ``.md`` and ``.jsonl`` files are read in the order of their names. None
-    gives the language reference that every CPython carries (``pydoc_data.topics``), so that a first try
-    needs no download. Raises FlexQuantError for what cannot be read.
+    A text file is one document; so is the ``messages`` or ``text`` of each JSONL line or dataset record. A
+    folder's ``.txt``, ``.md`` and ``.jsonl`` files are read in the order of their names. None gives the
+    language reference that CPython ships (``pydoc_data.topics``), so that a first try needs no download.
+    Raises FlexQuantError for a source that cannot be read.
     """
     if source is None:
         return iter(_python_reference())
@@ -60,7 +60,7 @@ def draw_rows(
 
     Documents are joined with the end-of-text token; each row starts with the begin-of-text token if the
     tokenizer adds one. Equal arguments give equal rows. Raises FlexQuantError, which calls the documents
-    ``name``, when there is not enough text.
+    ``name``, if there is not enough text.
     """
     needed = tokens_needed(tokenizer, samples=samples, length=length)
     start = start_of_row(tokenizer)
@@ -86,7 +86,7 @@ def draw_rows(
 
 
 def tokens_needed(tokenizer: PreTrainedTokenizerBase, *, samples: int, length: int) -> int:
-    """Return how many tokens of text :func:`draw_rows` needs at least; raise FlexQuantError for too few."""
+    """Return the tokens of text that :func:`draw_rows` needs; raise FlexQuantError for empty samples."""
     if samples < 1 or length < 2:
         raise FlexQuantError(
             f"calibration takes at least 1 sample of 2 tokens, not {samples} of {length}; "
@@ -96,7 +96,7 @@ def tokens_needed(tokenizer: PreTrainedTokenizerBase, *, samples: int, length: i
 
 
 def document_tokens(document: Text, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
-    """Return the token ids of one document, a conversation in the model's chat template.
+    """Return the token ids of one document; a conversation is rendered with the model's chat template.
 
     Raises FlexQuantError, which calls the documents ``name``, for a conversation that cannot be rendered.
     """
@@ -111,7 +111,7 @@ def start_of_row(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def as_text(document: Text, tokenizer: PreTrainedTokenizerBase, name: str, **template: Any) -> str:
-    """Return a document's text, a conversation's by the chat template, which takes ``template``."""
+    """Return a document's text; the chat template, called with ``template``, renders a conversation."""
     if isinstance(document, str):
         return document
     if not tokenizer.chat_template:
@@ -120,7 +120,7 @@ def as_text(document: Text, tokenizer: PreTrainedTokenizerBase, name: str, **tem
         )
     try:
         return str(tokenizer.apply_chat_template(document, tokenize=False, **template))
-    except Exception as e:  # a template is a program of the model's author
+    except Exception as e:  # a template is a program by the model's author, and can raise anything
         raise FlexQuantError(f"the model's chat template refuses messages of {name} ({e})") from e
 
 
@@ -150,7 +150,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file as they are asked for."""
+    """Yield the lines of a text file lazily."""
     with _explained_text(path), path.open(encoding="utf-8") as file:
         yield from file
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Policies and recipes as plain data that still knows the file and line of each key, for messages."""
+"""Read policies, recipes and devices as plain data, with the file and line of each key for messages."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ import yaml
 from flexquant.errors import FlexQuantError
 
 MAX_VALUES = 100_000
-"""Of a document, each counted as often as aliases repeat it: a few lines of them could fill any memory."""
+"""Largest number of values in a document, aliases expanded; a few lines of them could fill any memory."""
 MAX_KEY = 200
-"""Characters of a key: those of layers and sizes are read as numbers."""
+"""Largest number of characters in a key; keys that name layers and sizes are read as numbers."""
 OLD_NUMBER = re.compile(r"[-+]?0[0-7_]+|.*:.*")
-"""A number to the base of 8 or 60, which it is in YAML 1.1 only."""
+"""Matches numbers in base 8 or 60, which only YAML 1.1 reads as such."""
 KeyPath = tuple[str | int, ...]
-"""Where a value is: keys of mappings and indices of lists, from the top."""
+"""Path of a value: the keys of mappings and indices of lists from the top."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Plain data, JSON-able once validated, with text keys; ``lines`` is empty where it came from no file."""
+    """Plain data with text keys; it is JSON-able once it is validated."""
 
     data: Any
     source: str
     kind: str
-    """What its top level is called: policy, recipe."""
+    """Name of the kind of document, e.g. policy or recipe."""
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    """Line of each key and value, from 1; empty for a document that came from no file."""
 
     def place(self, path: KeyPath) -> str:
-        """Name a place, e.g. ``policy.yaml, line 4: rules[0].when``."""
+        """Return a place for messages, e.g. ``policy.yaml, line 4: rules[0].when``."""
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
         line = f", line {self.lines[path]}" if path in self.lines else ""
         return f"{self.source}{line}: {key or f'the {self.kind}'}"
@@ -59,13 +60,13 @@ class Document:
 
 
 def show(value: Any) -> str:
-    """Return a value as messages write it: JSON, cut at 60 characters."""
+    """Return a value for messages: JSON, cut at 60 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def from_data(data: Any, source: str, kind: str) -> Document:
-    """Copy nested dicts and lists, keys as text; raise :class:`FlexQuantError` for a key that is too long."""
+    """Copy nested dicts and lists, with keys as text; raise FlexQuantError for a key that is too long."""
 
     def copy(value: Any) -> Any:
         if isinstance(value, dict):
@@ -78,7 +79,7 @@ def from_data(data: Any, source: str, kind: str) -> Document:
 def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Document:
     """Parse YAML; raise :class:`FlexQuantError` for bad syntax, duplicate keys and an empty file.
 
-    ``keys`` are what a ``kind`` of document needs, for the last of these messages.
+    ``keys`` are the keys that the message for an empty file asks for.
     """
     try:
         loader = _DatesAsText(text)
@@ -102,8 +103,10 @@ def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Docum
 
 
 class _DatesAsText(yaml.SafeLoader):
-    """Read dates as text, as JSON does, whatever else is loaded: lm-format-enforcer, which vLLM may import,
-    gives :class:`yaml.SafeLoader` itself another constructor of dates."""
+    """Loads dates as text, as JSON does.
+
+    lm-format-enforcer, which vLLM can import, changes how :class:`yaml.SafeLoader` itself constructs dates.
+    """
 
     yaml_constructors = {
         **yaml.SafeLoader.yaml_constructors,
@@ -112,9 +115,9 @@ class _DatesAsText(yaml.SafeLoader):
 
 
 def to_yaml(data: dict[str, Any], compact: bool = False) -> str:
-    """Return a document as YAML, keys in the given order, that :func:`from_yaml` reads back.
+    """Return a document as YAML that :func:`from_yaml` reads back, with keys in the given order.
 
-    ``compact``: lists and mappings that hold no others take one line.
+    ``compact`` writes lists and mappings without nested ones on one line.
     """
     style = None if compact else False
     return yaml.dump(
@@ -123,7 +126,7 @@ def to_yaml(data: dict[str, Any], compact: bool = False) -> str:
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """Write equal lists twice instead of as an anchor and an alias."""
+    """Writes an object that occurs twice in full both times, without anchors and aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -183,9 +186,9 @@ def _key(key: str, place: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as every process of a server can hand it on; raise ValueError if none could.
+    """Return a value that a server's processes can send to each other; raise ValueError for others.
 
-    JSON writes a character of more than 16 bit as two escapes, which PyYAML leaves two halves.
+    JSON writes a character above 16 bits as two escapes; PyYAML leaves two surrogates, which are joined here.
     """
     if isinstance(value, str) and not value.isascii():
         try:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""vLLM in this process, freed on leaving."""
+"""Run a vLLM engine in this process, and free its memory on leaving."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def prepare_environment() -> None:
-    """Set what vLLM and OpenMP read when they are imported, unless it is set already; call before that."""
-    # In this process a call of generate() hands over all its prompts before the first pass. An engine core
-    # in another process may begin with those that have arrived, and batches would differ from run to run.
+    """Set variables that vLLM reads on import, unless they are set; call this before importing it."""
+    # An engine core in this process gets all prompts of generate() before its first pass. One in another
+    # process can begin with the prompts that have arrived, so batches would differ from run to run.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    # On a CPU vLLM would claim nine tenths of the memory for the KV cache, in GiB here; a GPU ignores it.
+    # In GiB; by default vLLM would claim nine tenths of a CPU's memory. A GPU ignores this.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables, and leave the caller's as they were."""
+    """Set environment variables inside the block, and restore them on leaving."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -44,9 +44,9 @@ def environment(**variables: str) -> Iterator[None]:
 
 @contextmanager
 def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
-    """An engine on ``folder`` with vLLM's ``options``, eager on a CPU; its memory is free again after.
+    """Yield an engine on ``folder`` with vLLM's ``options``, eager on a CPU; free its memory on leaving.
 
-    ``flexquant`` among the options becomes ``additional_config``'s key of that name, if it is not empty.
+    The option ``flexquant``, if it is not empty, becomes the key of that name in ``additional_config``.
     """
     prepare_environment()
     import torch
@@ -57,9 +57,9 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
 
     if flexquant := options.pop("flexquant", None):
         options["additional_config"] = {"flexquant": flexquant}
-    # What the caller of an earlier engine still held when that was left is free only now.
+    # Objects that the caller of an earlier engine held until it left can be freed only now.
     gc.collect()
-    # vLLM collects garbage at every stage of its start; in what has been imported there is none to find.
+    # vLLM collects garbage at every stage of its start; imported modules have none, so skip them.
     gc.freeze()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -75,7 +75,7 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
 
 
 def take_policy(llm: LLM, name: str, document: dict[str, Any]) -> None:
-    """Route by another policy from now on; FlexQuantError where the engine cannot take it."""
+    """Change the engine's policy; raise FlexQuantError if the engine refuses it."""
     for answer in llm.collective_rpc("flexquant_change_policy", args=(name, document, False)):
         if "refused" in answer:
             raise FlexQuantError(answer["refused"])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A measurement's circumstances: the machine, the versions of the software, and the command line."""
+"""Describe how a measurement was made: machine, software versions and command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexquant.serving.cpu.machine import cpu_model
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the CPU's model, the number of cores, and the GPU's name (None without one) and memory."""
+    """Return the CPU's model, the number of cores, the GPU's name (None without a GPU) and its memory."""
     import torch
 
     found: dict[str, Any] = {"cpu": cpu_model(), "cores": os.cpu_count(), "gpu": None}
@@ -26,7 +26,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Return by name the versions of FlexQuant, Python, and of what it measures, where installed."""
+    """Return the versions of FlexQuant, Python and the installed packages that affect measurements."""
     import flexquant
 
     found = {"flexquant": flexquant.__version__, "python": platform.python_version()}
@@ -39,5 +39,5 @@ def describe_versions() -> dict[str, str]:
 
 
 def describe_command() -> list[str]:
-    """Return the command line, with only the last part of absolute paths."""
+    """Return the command line; absolute paths are shortened to their last part."""
     return [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Times of forward passes of a running engine, as they reach the process that asked for them.
+"""Time forward passes of a running engine from the process that requests them.
 
-The engine core runs in a process of its own, as under `vllm serve`: its passes follow one another as they do
-there, scheduling, sampling and the way of the tokens between the processes included. Requests come and leave
-as token ids, so tokenisation and HTTP stay out of it.
+The engine core runs in a process of its own, as under `vllm serve`, so the times include scheduling, sampling
+and sending tokens between the processes. Requests and answers are token ids, so the times exclude
+tokenisation and HTTP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_STEPS = 50
 
 
 class PassTimer:
-    """Asks an engine for passes of one kind, and leaves it idle."""
+    """Has an engine run passes of one kind, and leaves it idle."""
 
     def __init__(self, llm: LLM) -> None:
         self._engine = llm.llm_engine
@@ -33,7 +33,7 @@ class PassTimer:
     def prefill(self, tokens: int, seconds: float) -> float:
         """Return the median time, in seconds, of a pass that prefills one prompt of ``tokens`` tokens.
 
-        It is repeated for ``seconds``, at least once.
+        The pass is repeated for ``seconds``, at least once and at most MAX_STEPS times.
         """
         times: list[float] = []
         while not times or (sum(times) < seconds and len(times) < MAX_STEPS):
@@ -48,8 +48,8 @@ class PassTimer:
     def decode(self, sequences: int, context: int, seconds: float) -> float:
         """Return the mean time, in seconds, of successive passes that decode ``sequences`` sequences.
 
-        Each has ``context`` tokens in the KV cache when the first of them gets its first token. Passes are
-        counted for ``seconds``, at least MIN_STEPS, from the second in which all of them decode.
+        Each sequence has a prompt of ``context`` tokens. Passes are counted for ``seconds``, at least
+        MIN_STEPS and at most MAX_STEPS, from the second pass in which all sequences decode.
         """
         requests = [self._add(self._prompt(context)) for _ in range(sequences)]
         waiting = set(requests)
@@ -63,11 +63,11 @@ class PassTimer:
             steps += 1
         elapsed = time.perf_counter() - start
         self._engine.abort_request(requests)
-        self._engine.reset_prefix_cache()  # answered when the pass that is running has ended
+        self._engine.reset_prefix_cache()  # returns once the running pass has ended
         return elapsed / steps
 
     def _step(self) -> list[RequestOutput]:
-        """Return the outputs of the next pass that yields some."""
+        """Run the engine until a pass yields outputs, and return them."""
         while not (outputs := self._engine.step()):
             continue
         return cast("list[RequestOutput]", outputs)
@@ -76,7 +76,7 @@ class PassTimer:
         return self._random.choices(range(self._vocabulary), k=tokens)
 
     def _add(self, prompt: list[int], answer: int | None = None) -> str:
-        """Queue a prompt of token ids, to be answered with ``answer`` tokens or until it is ended."""
+        """Queue a prompt for an answer of ``answer`` tokens (None: until it is aborted); return its id."""
         from vllm import SamplingParams
 
         self._count += 1

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A program that is ended together with all that it started."""
+"""Run a program in a process group of its own, so that it can be stopped with all its children."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ POLL_SECONDS = 0.05
 
 
 class ProcessGroup:
-    """A program that runs as the leader of a process group of its own, its output in a log.
+    """A program that leads its own process group and writes its output to a log; it is thread-safe.
 
-    The program is reaped by :meth:`stop` alone. Until then the kernel gives its number to no other process,
-    so that a signal to the group cannot reach a stranger's. Threads may share an object.
+    Only :meth:`stop` reaps the program. Until then the kernel does not reuse its process ID, so a signal to
+    the group cannot reach another program.
     """
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
@@ -31,16 +31,16 @@ class ProcessGroup:
 
     @property
     def pid(self) -> int:
-        """The program's number, which is its group's and its session's."""
+        """The program's process ID, which is also the ID of its group and its session."""
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """Return the program's exit code, negative for the signal that ended it; None while it runs."""
+        """Return the program's exit code, negative if a signal ended it; None while it runs."""
         with self._lock:
             return self._exit_code()
 
     def stop(self, patience: float = 30) -> None:
-        """End the program and all that is left of its group; after ``patience`` seconds by SIGKILL."""
+        """Send SIGTERM to the group, wait up to ``patience`` seconds, and SIGKILL what is left of it."""
         with self._lock:
             if self._process.returncode is not None:
                 return
@@ -61,6 +61,6 @@ class ProcessGroup:
 
 
 def end_of_log(log: Path, lines: int) -> str:
-    """Return the last lines of a log; nothing if there is no such file."""
+    """Return the last lines of a log; an empty text if there is no such file."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     return "\n".join(text.splitlines()[-lines:])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""``vllm serve`` on this machine's loopback address: start it, wait until it answers, stop it."""
+"""Start ``vllm serve`` on the loopback address, wait until it answers, and stop it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LOG_LINES = 40
 
 
 class ServerError(FlexQuantError):
-    """A server ended or did not answer in time; the message has the end of its log."""
+    """A server exited or did not answer in time; the message holds the end of its log."""
 
 
 class VLLMServer:
-    """One ``vllm serve`` on 127.0.0.1, from its start to :meth:`stop`."""
+    """A ``vllm serve`` on 127.0.0.1 that runs until :meth:`stop`."""
 
     def __init__(
         self,
@@ -36,14 +36,13 @@ class VLLMServer:
         log: Path,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start to serve ``model`` with more ``arguments``, its output to the file ``log``.
+        """Start to serve ``model`` with further ``arguments``; the output goes to the file ``log``.
 
-        ``environment``: the server's whole environment; None: this process's, with a KV cache of 1 GiB on a
-        CPU and no usage statistics unless it says otherwise.
+        ``environment`` is the server's whole environment; None: :func:`default_environment`.
         """
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        """Without the ``/v1`` of the OpenAI API."""
+        """Base URL, without the ``/v1`` of the OpenAI API."""
         self.log = log
         command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
@@ -52,9 +51,9 @@ class VLLMServer:
         self.processes = ProcessGroup(command, log, environment)
 
     def wait_until_healthy(self, timeout: float = START_SECONDS) -> float:
-        """Return the seconds from start to first answer.
+        """Wait for the first answer, and return the seconds since the start.
 
-        Raises :class:`ServerError` if the server ends, or if ``timeout`` seconds pass from its start.
+        Raises :class:`ServerError` if the server exits or does not answer within ``timeout`` seconds.
         """
         while time.monotonic() - self._started < timeout:
             if (code := self.processes.exit_code()) is not None:
@@ -78,8 +77,9 @@ class VLLMServer:
 def vllm_serve(model: str | Path, *arguments: str, log: str | Path | None = None) -> Iterator[str]:
     """Serve ``model`` and yield the base URL of its OpenAI API; stop the server on leaving.
 
-    ``arguments`` are those of ``vllm serve``; its output goes to ``log``, or a temporary file. Raises
-    :class:`ServerError`, with the end of the log, if it ends before it answers or takes 15 minutes.
+    ``arguments`` are arguments of ``vllm serve``. Its output goes to ``log``, or to a temporary file. Raises
+    :class:`ServerError`, with the end of the log, if the server exits before it answers or needs more than
+    15 minutes.
     """
     with tempfile.TemporaryDirectory(prefix="vllm-serve-") as folder:
         server = VLLMServer(model, arguments, Path(log or Path(folder) / "log"))
@@ -91,12 +91,13 @@ def vllm_serve(model: str | Path, *arguments: str, log: str | Path | None = None
 
 
 def default_environment() -> dict[str, str]:
-    # On a CPU vLLM would claim nine tenths of the memory for the KV cache, in GiB here; a GPU ignores it.
+    """Return this process's environment; unless set, usage statistics are off and a CPU's KV cache is 1 GiB."""
+    # By default vLLM would claim nine tenths of a CPU's memory. A GPU ignores this.
     return {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on at 127.0.0.1, for now."""
+    """Return a TCP port that is free on 127.0.0.1 at the moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

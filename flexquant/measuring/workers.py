@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""One process for each variant: an engine that serves the merged checkpoint with that variant alone.
+"""Run one process for each variant, with an engine that serves the merged checkpoint in that variant alone.
 
-Each compiles, captures and chooses kernels as `vllm serve` does with the same arguments and a policy of one
-variant, and all are alive at once, so that what is measured in turn is measured under the same conditions.
+Each engine compiles, captures graphs and chooses kernels as `vllm serve` does with a policy of one variant.
+All engines are alive at once, so that they can be measured in turn under the same conditions.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from flexquant.measuring.process_group import end_of_log
 from flexquant.policy.rules import Policy
 
 START_TIMEOUT = 1800
-"""Seconds that an engine may take to start: compiling and capturing a large model takes minutes."""
+"""Largest number of seconds for an engine's start; compiling and capturing a large model takes minutes."""
 CALL_TIMEOUT = 600
-"""Seconds that one measurement may take."""
+"""Largest number of seconds for one measurement."""
 END_TIMEOUT = 30
-"""Seconds that a process may take to end by itself once it has been told to."""
+"""Seconds that a process gets to end by itself after its connection is closed."""
 LOG_LINES = 15
-"""Lines from the end of an engine's log that the message of its failure holds."""
+"""Lines from the end of an engine's log in the message of its failure."""
 FULL = 1 << 20
-"""Bytes: with less space than this for temporary files, no engine starts."""
+"""Free bytes for temporary files below which a failure is blamed on a full disk."""
 
 _processes = multiprocessing.get_context("forkserver")
 
 
 def import_ahead() -> None:
-    """Start importing vLLM for all workers, once and in the background: a large part of their start."""
+    """Start to import vLLM in the background, once for all workers; it is a large part of their start."""
     callers = dict(os.environ)
     try:
         prepare_environment()
@@ -54,12 +54,12 @@ def import_ahead() -> None:
 
 
 class Worker:
-    """A process with an engine and a :class:`~flexquant.measuring.pass_timer.PassTimer`, for its parent."""
+    """The parent's handle of a process with an engine and a PassTimer."""
 
     def __init__(self, name: str, folder: Path, policy: Policy, options: dict[str, Any], logs: Path) -> None:
         self.name = name
         self.kernels: list[str] = []
-        """The names of those that run its linear layers; known when it is ready."""
+        """Names of the kernels that run the engine's linear layers; known once it is ready."""
         self._log = logs / f"{name}.log"
         policy_file = logs / f"{name}.yaml"
         policy_file.write_text(to_yaml(policy.document), encoding="utf-8")
@@ -70,11 +70,11 @@ class Worker:
         other.close()
 
     def wait_until_ready(self) -> None:
-        """Raise FlexQuantError, with the end of the log, if the engine does not start."""
+        """Wait for the engine; raise FlexQuantError, with the end of the log, if it does not start."""
         self.kernels = self._receive(START_TIMEOUT)
 
     def call(self, method: str, *arguments: float) -> float:
-        """Return what the method returns; raise FlexQuantError if it fails or takes CALL_TIMEOUT seconds."""
+        """Call a method of PassTimer; raise FlexQuantError if it fails or takes CALL_TIMEOUT seconds."""
         try:
             self._connection.send((method, arguments))
         except OSError as e:
@@ -82,14 +82,14 @@ class Worker:
         return self._receive(CALL_TIMEOUT)
 
     def close(self) -> None:
-        """Tell the process to end by closing the connection to it; :meth:`join` waits until it has ended."""
+        """Close the connection, which makes the process end; :meth:`join` waits for it."""
         self._connection.close()
 
     def join(self) -> None:
-        """Wait END_TIMEOUT seconds for the process to end, then kill it and the processes that it started."""
+        """Wait END_TIMEOUT seconds for the process to end, then kill it and its children."""
         self._process.join(END_TIMEOUT)
         if self._process.is_alive() and self._process.pid is not None:
-            # There is no such group if the process ends at this moment, or hangs before it has made one.
+            # The group is missing if the process ends just now, or hangs before it has made one.
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
@@ -118,10 +118,10 @@ class Worker:
 def start_workers(
     policies: Mapping[str, Policy], folder: Path, options: Callable[[str], dict[str, Any]]
 ) -> Iterator[dict[str, Worker]]:
-    """Start an engine for each policy, by name, and stop them on leaving.
+    """Start an engine for each policy, yield the workers by name, and stop them on leaving.
 
     ``options`` returns vLLM's engine arguments for a name. On a GPU the engines start one after the other,
-    since each looks how much memory is left. Raises FlexQuantError if one does not start.
+    since each checks how much memory is left. Raises FlexQuantError if an engine does not start.
     """
     import_ahead()
     from vllm.platforms import current_platform
@@ -144,7 +144,7 @@ def start_workers(
 
 
 def _serve(connection: Connection, log: str, folder: str, options: dict[str, Any]) -> None:
-    """Answer calls until the parent closes the connection; body of the process."""
+    """Run the worker's process: start the engine, and answer calls until the parent closes the connection."""
     os.setpgrp()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
