@@ -91,7 +91,7 @@ def vllm_serve(model: str | Path, *arguments: str, log: str | Path | None = None
 
 
 def default_environment() -> dict[str, str]:
-    """Return this process's environment; unless set, usage statistics are off and a CPU's KV cache is 1 GiB."""
+    """Return this process's environment; by default without usage statistics, and 1 GiB of KV cache."""
     # By default vLLM would claim nine tenths of a CPU's memory. A GPU ignores this.
     return {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
 
