@@ -20,8 +20,9 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def calibration_table(result: dict[str, Any], of: str = "calibrated on") -> str:
     """Return a line for each variant: for each text the change of perplexity, and KL beside the first's.
 
-    The first is that of the same scheme and group size. All errors are standard errors over rows, those of
-    the differences over the differences of equal rows. ``of`` is the title of the variants' names.
+    The first is the first variant of the same scheme and group size. All errors are standard errors over
+    rows; that of a difference is taken over the differences between equal rows. ``of`` is the heading of the
+    variants' names.
     """
     firsts: dict[tuple[str, int | None], dict[str, Any]] = {}
     lines = []

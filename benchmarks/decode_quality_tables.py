@@ -28,7 +28,7 @@ def won_back(kl: Any, lowest: Any, highest: Any) -> tuple[float, float, float]:
 
 
 def layered() -> str:
-    """By how the layers were chosen and how many are raised: KL divergence, and what is won back."""
+    """Return KL divergence and share won back, by how layers were chosen and how many are raised."""
     document = read(FILE)
     highest, lowest = (
         next(plan for plan in document["plans"] if plan["chosen_by"] == variant)

@@ -100,7 +100,7 @@ def avx512_speed() -> str:
 
 
 def avx512_small() -> str:
-    """Medians of latencies, beside every static precision."""
+    """Return the medians of latencies, beside every static precision."""
     measured = by_workload(read_cells(RESULTS / "smollm2-135m-avx512"), "serving")
     return "\n\n".join(medians(measured, name, TUNED_SMALL) for name in LATENCIES)
 
@@ -110,7 +110,7 @@ def zen_speed() -> str:
 
 
 def zen_together() -> str:
-    """FlexQuant over static W8A8, all kinds of requests together."""
+    """Return FlexQuant over static W8A8, all kinds of requests together."""
     measured = by_workload(read_cells(SPEED_ON_ZEN), "serving")
     together = {name: summarise(measured, TUNED_ON_ZEN, METRICS[name][0]).together for name in LATENCIES}
     words = " and ".join(
@@ -122,7 +122,7 @@ def zen_together() -> str:
 
 
 def cpu_ratios() -> str:
-    """Of every run on a CPU: FlexQuant over each static subject."""
+    """Return FlexQuant over each static subject, for every run on a CPU."""
     rows = []
     for folder in RUNS_ON_CPUS:
         found = over_statics(by_workload(read_cells(RESULTS / folder), "serving"))
