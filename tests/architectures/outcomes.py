@@ -17,7 +17,7 @@ MEANINGS = {
     SERVED: "merged and served; under each variant alone the answers are those of stock vLLM",
     REFUSED: "by FlexQuant, with this message",
     STOCK_FAILS: "on a variant's own checkpoint, without FlexQuant, on this machine",
-    NOT_MADE: "no small random model came about to try it with",
+    NOT_MADE: "no small random model could be made",
     FAILS: "in FlexQuant: a mistake to mend",
 }
 
@@ -30,26 +30,35 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Architectures",
         "",
-        f"{len(found)} of the {results['text_models']} text models of vLLM {versions['vllm']}, by",
-        "`python -m tests.architectures`: where transformers can make a small random model, it is quantised",
-        "to W8A8 and W4A16, merged, served on a CPU, and compared with stock vLLM on each variant's own",
-        "checkpoint: tokens and log-probabilities are equal. Experts stay in 16 bit here: vLLM's CPU kernels",
-        "for others need AMX or zentorch. A random model has the layers of the real one, not its answers.",
+        f"`python -m tests.architectures` tried {len(found)} of the {results['text_models']} text models of",
+        f"vLLM {versions['vllm']}. Where transformers can make a small random model, it is quantised to W8A8",
+        "and W4A16, merged, served on a CPU, and compared with stock vLLM on each variant's own checkpoint:",
+        "tokens and log-probabilities are equal. Experts stay in 16 bit here, since vLLM's CPU kernels for",
+        "others need AMX or zentorch. A random model has the layers of the real one, not its answers.",
+        "`tests/architectures/results.json` has everything by architecture.",
         "",
         "| outcome | architectures | meaning |",
         "| --- | --- | --- |",
         *(f"| {name} | {counts[name]} | {meaning} |" for name, meaning in MEANINGS.items()),
         "",
         f"transformers {versions['transformers']}, torch {versions['torch']}; {results['machine']['cpu']}.",
-        "",
-        "| architecture | made of | with | outcome | reason |",
-        "| --- | --- | --- | --- | --- |",
     ]
-    order = list(MEANINGS)
-    for name, one in sorted(
-        found.items(), key=lambda item: (order.index(item[1]["outcome"]), item[0].lower())
-    ):
-        reason = one["reason"].replace("|", "\\|").replace("<", "&lt;")
-        made_of, has = one["model_type"] or "", ", ".join(one["features"])
-        lines.append(f"| {name} | {made_of} | {has} | {one['outcome']} | {reason} |")
+    for outcome in (name for name in MEANINGS if counts[name]):
+        there = {name: one for name, one in found.items() if one["outcome"] == outcome}
+        lines += ["", f"## {outcome[0].upper()}{outcome[1:]}", "", *rows(there, outcome == SERVED)]
     return "\n".join(lines) + "\n"
+
+
+def rows(found: dict[str, Any], served: bool) -> list[str]:
+    """Return a row for each served architecture, or for each reason why others are not."""
+    names = sorted(found, key=str.lower)
+    if served:
+        described = ((name, found[name]["model_type"], ", ".join(found[name]["features"])) for name in names)
+        head = ["| architecture | made of | with |", "| --- | --- | --- |"]
+        return head + [f"| {name} | {made_of} | {has} |" for name, made_of, has in described]
+    by_reason: dict[str, list[str]] = {}
+    for name in names:
+        reason = found[name]["reason"].replace("|", "\\|").replace("<", "&lt;")
+        by_reason.setdefault(reason, []).append(name)
+    head = ["| architectures | reason |", "| --- | --- |"]
+    return head + [f"| {', '.join(group)} | {reason} |" for reason, group in by_reason.items()]
