@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flexquant.checkpoint.contents import Report, describe_kv, describe_mixing
+from flexquant.checkpoint.layer_ranges import format_bytes
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.output import format_bytes
 from flexquant.checkpoint.provenance import PROVENANCE_FILE
 from flexquant.merge.origins import describe_origins
 

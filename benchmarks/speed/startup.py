@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import re
 import urllib.request
+from collections import Counter
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 CACHE = "vllm:cache_config_info"
 FLEXQUANT = re.compile(r"FlexQuant \S+: (policy .*)")
-VARIANT_SIZE = re.compile(r"(\S+) ([\d.]+) MiB")
+VARIANT_SIZE = re.compile(r"([\w-]+)(?: layers [\d-]+| outside layers)?: ([\d.]+) (bytes|KiB|MiB|GiB)")
+GIB = {"bytes": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 
 
 def read_metrics(url: str) -> str:
@@ -43,8 +45,7 @@ def announcement(log: str) -> dict[str, Any]:
     match = FLEXQUANT.search(log)
     if match is None:
         return {}
-    sizes = VARIANT_SIZE.findall(match[1].partition("; weights ")[2])
-    return {
-        "flexquant": match[1].strip(),
-        "variant_gib": {name: float(size) / 1024 for name, size in sizes},
-    }
+    sizes: Counter[str] = Counter()
+    for name, size, unit in VARIANT_SIZE.findall(match[1].partition("; weights ")[2]):
+        sizes[name] += float(size) * GIB[unit]
+    return {"flexquant": match[1].strip(), "variant_gib": dict(sizes)}

@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range
+from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range, format_bytes
 from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, Variant
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import EXPERTS, HEAD, is_in, layer_number
-from flexquant.checkpoint.output import format_bytes
 from flexquant.checkpoint.safetensors_io import TensorRef
 
 
@@ -124,7 +123,7 @@ def describe_scheme(quantization_config: JsonObject) -> str:
 
 def format_report(report: Report) -> str:
     """Return the report as text for a terminal."""
-    width = max(len("shared"), *(len(name) for name in report.variants))
+    width = max(len(SHARED), *(len(name) for name in report.variants))
     lines = [
         f"{report.base_architecture}, {report.num_layers} layers, {len(report.variants)} variant(s)",
         "",
@@ -135,7 +134,7 @@ def format_report(report: Report) -> str:
         lines.append(f"{name:{width}}  {size:>10}  {bits:>10.2f}  {v.scheme}")
     parameters = max(v.parameters for v in report.variants.values())
     lines += [
-        f"{'shared':{width}}  {format_bytes(report.shared_bytes):>10}",
+        f"{SHARED:{width}}  {format_bytes(report.shared_bytes):>10}",
         f"{'total':{width}}  {format_bytes(report.total_bytes):>10}  "
         f"{100 * report.total_bytes / max(1, report.bytes_16bit):.0f} % of the model in 16 bits "
         f"({format_bytes(report.bytes_16bit)}, {parameters:,} parameters)",

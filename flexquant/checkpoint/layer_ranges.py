@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 SHARED = "shared"
-"""In the place of a variant: what several have in common."""
+"""In the place of a variant's name, which it may not be: what several have in common."""
 BytesByRange = dict[str, dict[str, int]]
 """By variant, or SHARED, and by range of its layers, ``0-3``; what is outside of layers has no text."""
 
@@ -40,15 +40,19 @@ def by_range(nbytes: Mapping[int | None, int]) -> dict[str, int]:
     return sizes | ({"": nbytes[None]} if nbytes.get(None) else {})
 
 
-def mebibytes(nbytes: float) -> str:
-    """Return e.g. ``12.0 MiB``."""
-    return f"{nbytes / 2**20:.1f} MiB"
+def format_bytes(nbytes: float) -> str:
+    """Return e.g. ``12.0 MiB``, in the greatest unit of which there is one."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} bytes" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
 
 
-def describe_bytes(nbytes: BytesByRange, show: Callable[[float], str] = mebibytes) -> str:
+def describe_bytes(nbytes: BytesByRange) -> str:
     """Return e.g. ``w8a8 layers 0-3: 12.0 MiB, shared: 54.0 MiB``."""
     return ", ".join(
-        f"{_part(name, run, of_name)}: {show(size)}"
+        f"{_part(name, run, of_name)}: {format_bytes(size)}"
         for name, of_name in nbytes.items()
         for run, size in of_name.items()
     )

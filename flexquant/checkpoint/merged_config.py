@@ -20,6 +20,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, StrictBool, StrictStr, ValidationError
 
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json, wrong_key
+from flexquant.checkpoint.layer_ranges import SHARED
 from flexquant.checkpoint.model_config import JsonObject, count_layers
 from flexquant.errors import FlexQuantError
 
@@ -29,7 +30,7 @@ VISION_ARCHITECTURES = ("Idefics3ForConditionalGeneration",)
 """Base architectures that read images beside text, of those that are served."""
 QUANT_METHOD = "flexquant"
 SCHEMA_VERSION = 1
-SHARED_PREFIX = "shared."
+SHARED_PREFIX = f"{SHARED}."
 VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 
 
@@ -43,7 +44,7 @@ def served_architecture(base_architecture: str) -> str:
 
 def check_variant_name(name: str) -> None:
     """Raise :class:`FlexQuantError` unless ``name`` can prefix tensor keys and appear in a policy."""
-    if name == SHARED_PREFIX.rstrip(".") or not VARIANT_NAME.fullmatch(name):
+    if name == SHARED or not VARIANT_NAME.fullmatch(name):
         raise FlexQuantError(
             f"'{name}' is not a variant name: use lower-case letters, digits, '-' and '_', "
             "starting with a letter or digit, and not 'shared'"

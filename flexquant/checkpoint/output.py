@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from flexquant.checkpoint.layer_ranges import format_bytes
 from flexquant.errors import FlexQuantError
 
 AT_FDCWD = -100
@@ -133,15 +134,6 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def format_bytes(count: float) -> str:
-    """Return e.g. ``1.50 GB`` (decimal units, as disks are sold)."""
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
 
 
 def _resolved(output: Path) -> Path:

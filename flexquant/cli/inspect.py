@@ -28,7 +28,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
     from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
     from flexquant.checkpoint.model_config import count_layers
-    from flexquant.checkpoint.output import format_bytes
     from flexquant.errors import FlexQuantError
     from flexquant.policy.choose import choose_policy
     from flexquant.policy.routes import build_route_table
@@ -44,8 +43,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
         sources = {name: derivation.source for name, derivation in routes.derived.items()}
         loaded = bytes_in_use(merged, checkpoint.tensors, routes.layers, sources)
-        said = describe_bytes(loaded, format_bytes)
+        said = describe_bytes(loaded)
     except FlexQuantError as e:
-        said = f"nothing, since {e}"
+        said = f"unknown, since the policy cannot be served: {e}"
     print(f"{args.folder}: {format_report(report)}\nloaded under the default policy: {said}")
     return {**report.to_json(), "loaded": loaded}

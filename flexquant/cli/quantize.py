@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def print_variants(variants: Iterable[QuantizedVariant]) -> None:
     """Print one line per variant, and one more for what was searched."""
-    from flexquant.checkpoint.output import format_bytes
+    from flexquant.checkpoint.layer_ranges import format_bytes
 
     for v in variants:
         took = "kept from an earlier run" if v.kept else f"{v.seconds:.0f} s"

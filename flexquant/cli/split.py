@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from flexquant.checkpoint.output import format_bytes
+    from flexquant.checkpoint.layer_ranges import format_bytes
     from flexquant.merge import split_checkpoint
 
     with progress_bar("splitting") as progress:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Whether weights and KV cache fit into what is free now."""
+"""Check whether weights and KV cache fit into the memory that is free now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from flexquant.checkpoint.layer_ranges import describe_bytes
+from flexquant.checkpoint.layer_ranges import describe_bytes, format_bytes
 from flexquant.doctor.findings import Finding, Level
 from flexquant.serving.cpu.embeddings import to_be_packed
 from flexquant.serving.weight_memory import WeightMemory
@@ -18,27 +18,25 @@ from flexquant.serving.weight_memory import WeightMemory
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MIB = 2**20
-
 
 def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -> Iterator[Finding]:
-    """Yield what the weights take on one rank, and what is left for the KV cache.
+    """Yield how much memory the weights take on one rank, and how much is left for the KV cache.
 
-    Weights count as the checkpoint has them, and once more those of an lm_head that a CPU's kernels pack; a
-    kernel may lay them out a little larger. Nothing is known before a start of activations and CUDA graphs.
+    Weights count as stored in the checkpoint; an lm_head that a CPU's kernels pack counts twice. A kernel's
+    own layout can be a little larger. Memory of activations and CUDA graphs is unknown before a start.
     """
     memory = WeightMemory(variants, [m for model in variants.values() for m in to_be_packed(model)])
     sizes, by_layers = memory.nbytes(), memory.nbytes_by_range()
     weights = sum(sizes.values())
-    text = f"{weights / MIB:.1f} MiB a rank: {describe_bytes(by_layers)}"
+    text = f"{format_bytes(weights)} a rank: {describe_bytes(by_layers)}"
     yield Finding("ok", "weights", text, {"bytes": sizes, "bytes_by_layers": by_layers})
     per_token = cache_bytes_per_token(vllm_config)
     asked, free = asked_for_cache(vllm_config, weights), free_bytes()
     longest = vllm_config.model_config.max_model_len
     tokens = max(0, asked) // per_token
     text = (
-        f"{asked / MIB:.0f} MiB for the KV cache are {tokens} tokens ({per_token} bytes each), "
-        f"{tokens / longest:.1f} requests of {longest}; {free / MIB:.0f} MiB are free for it and the weights"
+        f"{format_bytes(asked)} for the KV cache are {tokens} tokens ({per_token} bytes each), "
+        f"{tokens / longest:.1f} requests of {longest}; {format_bytes(free)} are free for it and the weights"
     )
     details = {"kv_cache_bytes": asked, "bytes_per_token": per_token, "tokens": tokens, "free_bytes": free}
     level: Level = "problem" if tokens < longest or weights + asked > free else "ok"
@@ -52,14 +50,14 @@ def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -
 
 
 def cache_bytes_per_token(vllm_config: VllmConfig) -> int:
-    """Bytes that a token takes in the KV cache of all layers of one rank."""
+    """Return the bytes that a token takes in the KV cache of all layers on one rank."""
     layers: Any = vllm_config.compilation_config.static_forward_context.values()
     specs = [layer.get_kv_cache_spec(vllm_config) for layer in layers]
     return sum(spec.page_size_bytes // spec.block_size for spec in specs if spec is not None)
 
 
 def asked_for_cache(vllm_config: VllmConfig, weights: int) -> int:
-    """Bytes for the KV cache: what was asked for, else what weights leave of vLLM's share of the memory."""
+    """Return the KV cache's bytes: the requested ones, or what the weights leave of vLLM's memory share."""
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
@@ -73,7 +71,7 @@ def asked_for_cache(vllm_config: VllmConfig, weights: int) -> int:
 
 
 def free_bytes() -> int:
-    """Bytes that are free now on the GPU, else in the machine's memory."""
+    """Return the free bytes on the GPU, or in the machine's memory without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     import psutil

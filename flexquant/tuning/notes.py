@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a tuned policy rests on, in sentences for the terminal and the head of the file."""
+"""Write sentences, for the terminal and the head of the file, that say what a tuned policy is based on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from flexquant.checkpoint.output import format_bytes
+from flexquant.checkpoint.layer_ranges import format_bytes
 from flexquant.measuring.comparison import EQUAL, FEWEST_ROUNDS, percent
 from flexquant.policy.pass_times import device_name
 from flexquant.policy.times_table import UNITS
@@ -20,7 +20,7 @@ from flexquant.tuning.samples import Samples
 
 
 def origin_notes(origin: Mapping[str, Any], goal: Goal) -> list[str]:
-    """Tell where, when, with what and how often was measured."""
+    """Say where, when, with which versions and in how many rounds the times were measured."""
     return [
         f"Tuned on {origin['date']} for {goal}, on {device_name(origin)}.",
         " ".join(f"{name} {version}" for name, version in origin["versions"].items()),
@@ -32,13 +32,13 @@ def origin_notes(origin: Mapping[str, Any], goal: Goal) -> list[str]:
 
 
 def kernel_notes(kernels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Tell the kernels of each variant, where an engine has told them."""
+    """Name the kernels of each variant, if the engines have reported them."""
     told = "; ".join(f"{variant} {', '.join(names)}" for variant, names in kernels.items())
     return [f"Kernels: {told}."] if told else []
 
 
 def stand_in_notes(kernels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Warn of variants that this machine has no real kernel for."""
+    """Warn of variants that run on a stand-in, as this machine has no fast kernel for them."""
     return [
         f"{variant} runs on {name}, {STAND_INS[name]}: its times say nothing about other machines."
         for variant, names in kernels.items()
@@ -48,7 +48,7 @@ def stand_in_notes(kernels: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def crossover_notes(samples: Samples, variants: Sequence[str], decision: Decision) -> list[str]:
-    """Tell where a variant takes over from another, and which sizes are left undecided."""
+    """Say where a variant takes over from another, and which sizes are undecided."""
     notes = []
     for phase, ranges in decision.ranges.items():
         for r, following in pairwise(ranges):
@@ -67,7 +67,7 @@ def crossover_notes(samples: Samples, variants: Sequence[str], decision: Decisio
 
 
 def bound_notes(samples: Samples, decision: Decision, slo: Slo | None) -> list[str]:
-    """Tell up to which size each bound is kept, and what is nearest to it beyond."""
+    """Say up to which size each bound is kept, and how long the next size takes."""
     notes = []
     for name, phase in PHASE_OF.items():
         bound = slo.bound(phase) if slo is not None else None
@@ -85,7 +85,7 @@ def bound_notes(samples: Samples, decision: Decision, slo: Slo | None) -> list[s
 
 
 def batch_notes(samples: Samples, goal: Goal, requests: int) -> list[str]:
-    """Tell, of throughput, where more requests fit than were measured."""
+    """Say, for the objective throughput, if more requests fit into memory than were measured."""
     largest = samples.sizes("decode")[-1]
     if goal.slo is not None or goal.objective != "throughput" or requests <= largest:
         return []
@@ -96,13 +96,13 @@ def batch_notes(samples: Samples, goal: Goal, requests: int) -> list[str]:
 
 
 def _equal(samples: Samples, a: str, b: str, phase: str) -> list[str]:
-    """Return, for the sizes at which the interval of the ratio holds 1, how near to equal they are."""
+    """Return phrases for the sizes at which two variants cannot be told apart, with the bound on it."""
     found = {size: samples.compare(a, b, phase, size) for size in samples.sizes(phase)}
     return [f"{c.words()} at {size}" for size, c in found.items() if c.verdict == EQUAL]
 
 
 def unused_notes(memory: Memory, decision: Decision) -> list[str]:
-    """Tell which variants are not used, and what memory that saves."""
+    """Say which variants are not used, and how much memory that saves."""
     return [
         f"{name} is never chosen and so not loaded, which leaves {format_bytes(size)} more for the KV cache."
         for name, size in memory.own.items()

@@ -22,7 +22,7 @@ SECONDS = 600
 
 
 def fails(command: list[object], most: int) -> str:
-    """Run where files have so many bytes at most; return the sentence in which the command ends."""
+    """Run with files of at most ``most`` bytes; return the sentence in which the command ends."""
     done = programs.run(programs.with_small_files(command, most), timeout=SECONDS, status=1)
     assert "Traceback" not in done.stderr
     return done.stderr.splitlines()[-1]
@@ -48,12 +48,12 @@ def test_a_disk_without_room_is_told_before_quantising(model: Path, tmp_path: Pa
         pytest.skip("this machine does not let its users mount a disk of their own")
     command = [*FLEXQUANT, "quantize", model, "--output", tmp_path / "variants", "--recipe", "rtn"]
     done = programs.run([*mounted, *command], timeout=SECONDS, status=1)
-    assert re.search(r"needs [\d.]+ kB of free disk space, but .* has [\d.]+ kB", done.stderr)
+    assert re.search(r"needs [\d.]+ KiB of free disk space, but .* has [\d.]+ KiB", done.stderr)
     assert "quantising" not in done.stderr
 
 
 def test_a_merge_that_does_not_fit_keeps_the_variants(model: Path, variants: Path, tmp_path: Path) -> None:
-    """They are there from a run before, with files larger than now fit."""
+    """The variants are from an earlier run, with files larger than now fit."""
     output, kept = tmp_path / "merged", tmp_path / "merged-variants"
     shutil.copytree(variants, kept)
     before = digests(tmp_path)

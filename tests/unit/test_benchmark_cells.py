@@ -25,6 +25,7 @@ from benchmarks.speed.results import (
 from benchmarks.speed.startup import announcement, kv_cache_size
 from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.workloads import Workload
+from flexquant.checkpoint.layer_ranges import describe_bytes
 from flexquant.errors import FlexQuantError
 from tests.policies import THRESHOLD
 
@@ -112,7 +113,7 @@ def test_an_edited_policy_is_another_cell(tmp_path):
 
 
 def metrics(**labels: object) -> str:
-    """As vLLM exports its CacheConfig: a gauge of 1 whose labels are all the configuration's values."""
+    """Return metrics as vLLM exports its CacheConfig: a gauge of 1, with all its values as labels."""
     registry = CollectorRegistry()
     Gauge("vllm:num_requests_running", "other", registry=registry).set(0)
     gauge = Gauge("vllm:cache_config_info", "CacheConfig", labelnames=list(labels), registry=registry)
@@ -125,7 +126,7 @@ def test_kv_cache_as_vllm_tells_it():
     told = metrics(**common, kv_cache_size_tokens=117_000, engine=0)
     blocks = {"kv_cache_blocks": 920, "kv_cache_block_size": 128}
     assert kv_cache_size(told) == {**blocks, "kv_cache_tokens": 117_000}
-    # vLLM before 0.32, and where it does not know.
+    # vLLM before 0.32 tells no tokens, and a later one may not know them.
     for older in (metrics(**common), metrics(**common, kv_cache_size_tokens=None)):
         assert kv_cache_size(older) == {**blocks, "kv_cache_tokens": 920 * 128}
     for nothing in ("", metrics(block_size=128, num_gpu_blocks=None)):
@@ -133,14 +134,16 @@ def test_kv_cache_as_vllm_tells_it():
 
 
 def test_flexquants_announcement():
+    gib = 1 << 30
+    held = {"w8a8": {"0-3": 3 * gib, "6": gib, "": gib // 2}, "w4a16": {"0-3": gib}, "shared": {"": gib // 8}}
     said = (
-        "policy phase-batch; plans w8a8 (8 layers w8a8), w4a16 (8 layers w4a16); weights w8a8 24.2 MiB, "
-        "w4a16 12.4 MiB, shared 8.0 MiB, in all 80 % of 16-bit"
+        "policy phase-batch; plans w8a8 (8 layers w8a8), w4a16 (8 layers w4a16); weights "
+        f"{describe_bytes(held)}, in all 80 % of 16-bit"
     )
     log = f"(Worker pid=1) INFO a\n(Worker pid=1) INFO 11-21 [model.py:78] FlexQuant 0.1.0: {said}\nb\n"
     assert announcement(log) == {
         "flexquant": said,
-        "variant_gib": {"w8a8": 24.2 / 1024, "w4a16": 12.4 / 1024, "shared": 8 / 1024},
+        "variant_gib": {"w8a8": 4.5, "w4a16": 1.0, "shared": 0.125},
     }
     assert announcement("INFO:     Application startup complete.\n") == {}
 
@@ -207,7 +210,7 @@ def test_a_torn_last_line_is_left_out_and_its_cell_measured_again(tmp_path, caps
     (tmp_path / CELLS).write_bytes(whole + torn)
     assert read_cells(tmp_path) == [saved]
     assert "its last line was not written to the end; its cell is left out" in capsys.readouterr().out
-    # Reading changes nothing; going on with the run does.
+    # Reading changes nothing, but the next run mends the end.
     assert (tmp_path / CELLS).read_bytes() == whole + torn
     again = Results(tmp_path, "tiny", "abc")
     assert again.find("kernels", other) is None

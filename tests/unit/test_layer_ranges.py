@@ -29,10 +29,10 @@ def test_neighbours_are_one_range():
 
 def test_bytes_are_told_with_the_layers():
     found = describe_bytes(
-        {"w8a8": {"0-3": 12 << 20}, "w4a16": {"4": 1 << 19, "": 1 << 20}, "shared": {"": 0}}
+        {"w8a8": {"0-3": 12 << 20}, "w4a16": {"4": 1 << 19, "": 3 << 29}, "shared": {"": 0}}
     )
     assert found == (
-        "w8a8 layers 0-3: 12.0 MiB, w4a16 layers 4: 0.5 MiB, w4a16 outside layers: 1.0 MiB, shared: 0.0 MiB"
+        "w8a8 layers 0-3: 12.0 MiB, w4a16 layers 4: 512.0 KiB, w4a16 outside layers: 1.5 GiB, shared: 0 bytes"
     )
 
 
@@ -52,7 +52,7 @@ def test_the_decoder_layer_of_a_name(name, number):
 
 
 def test_inspect_says_what_the_default_policy_loads(tmp_path, capsys):
-    """Each variant's bytes of its layers alone; a derived variant's are those of its source."""
+    """Each variant's bytes are those of its layers alone; a derived variant's are those of its source."""
     sources = {
         name: make_checkpoint(tmp_path / name, scheme=name, num_layers=4) for name in ("w8a8", "w4a16")
     }
@@ -83,7 +83,9 @@ def test_inspect_says_why_the_default_policy_loads_nothing(tmp_path, capsys):
     config["quantization_config"]["policy"]["rules"] = [{"use": "w8a8"}]
     (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
     assert main(["inspect", str(tmp_path / "merged")]) == 0
-    assert "loaded under the default policy: nothing, since " in (out := capsys.readouterr().out)
+    assert "loaded under the default policy: unknown, since the policy cannot be served: " in (
+        out := capsys.readouterr().out
+    )
     assert "names the variant 'w8a8', but the checkpoint has fp8" in out
 
 
@@ -113,7 +115,7 @@ def test_a_copy_of_the_embedding_is_stored_and_not_loaded(heads, tmp_path, capsy
 
 
 def test_a_derived_variant_counts_what_its_source_does_not_hold_for_it(tmp_path, capsys):
-    """Of a layer and a norm that both take, only the INT4 linears are held twice."""
+    """Both take a layer and a norm, of which only the INT4 linears are held twice."""
 
     def rescale(state: StateDict) -> StateDict:
         for name in state:

@@ -109,7 +109,7 @@ def test_shards_hold_one_group_each_and_the_index_is_sorted(sources, tmp_path):
 
 
 def test_every_tensor_lies_where_a_reader_can_map_it(tmp_path):
-    """Odd sizes in an order of names that puts bytes before wide numbers, and headers of every length."""
+    """Tensors of odd sizes come before those of wide numbers, by name; headers have every length."""
     for length in range(1, 9):
         folder = tmp_path / str(length)
         folder.mkdir()
@@ -319,7 +319,7 @@ except FlexQuantError as e:
 
 
 def merge_in_child(sources, output, mode):
-    """The command that does it."""
+    """Run the command that merges in a child process."""
     return [sys.executable, "-c", MERGE_IN_CHILD, sources["w8a8"], sources["w4a16"], output, mode]
 
 
@@ -351,12 +351,12 @@ exit $code
 @pytest.mark.parametrize(
     ("size", "mode", "message"),
     [
-        ("200k", "", r"needs [\d.]+ [kM]B of free disk space, but .* has [\d.]+ kB; free some"),
+        ("200k", "", r"needs [\d.]+ [KM]iB of free disk space, but .* has [\d.]+ KiB; free some"),
         ("8m", "fill", r"the disk ran full while writing .*; nothing is left of it, free some space"),
     ],
 )
 def test_disk_full(sources, tmp_path, container, size, mode, message):
-    """On a disk in memory, which only the child sees; what it leaves there is listed on stdout."""
+    """The disk is in memory, and only the child sees it; what it leaves there is listed on stdout."""
     disk = tmp_path / "disk"
     disk.mkdir()
     command = [*container, "sh", "-c", ON_SMALL_DISK, "sh", *merge_in_child(sources, disk / "merged", mode)]

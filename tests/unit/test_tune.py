@@ -52,20 +52,20 @@ ALL = 10**6
 
 
 def measured(curves, rounds=6, noise=0.005, sizes=SIZES, seed=0) -> Samples:
-    """Samples of passes that take ``curves[variant](size)`` seconds, scattered by ``noise``."""
+    """Return samples of passes that take ``curves[variant](size)`` seconds, scattered by ``noise``."""
     rng = random.Random(seed)
     samples = Samples()
     for phase in ("decode", "prefill"):
         for size in sizes:
             for _ in range(rounds):
-                drift = rng.uniform(1, 1.5)  # of the machine, from round to round; the variants share it
+                drift = rng.uniform(1, 1.5)  # the machine drifts from round to round, for all variants alike
                 for variant, curve in curves.items():
                     samples.add(variant, phase, size, curve(size) * drift * (1 + rng.uniform(-noise, noise)))
     return samples
 
 
 def crossing_at(size: float) -> dict:
-    """W4A16 is twice as fast at first, and slower from ``size`` on."""
+    """Return curves by which W4A16 is twice as fast at first, and slower from ``size`` on."""
     return {"w8a8": lambda n: 10 + 0.1 * n, "w4a16": lambda n: 5 + (5 / size + 0.1) * n}
 
 
@@ -169,7 +169,7 @@ def test_clear_differences_are_decided():
 
 
 class Clock:
-    """Passes that take a second, scattered by ``noise``."""
+    """Times passes that take a second, scattered by ``noise``."""
 
     def __init__(self, noise: float) -> None:
         self.noise, self._random = noise, random.Random(0)
@@ -200,7 +200,7 @@ def test_rounds_are_added_until_the_intervals_are_narrow_or_the_most_rounds_are_
 
 
 class Engine:
-    """Passes of which each token of context takes a microsecond; notes whose they are."""
+    """An engine whose passes take a microsecond for each token of context, and which notes its name."""
 
     def __init__(self, name: str, called: list[str]) -> None:
         self._name, self._called = name, called
@@ -242,7 +242,7 @@ def test_balanced_loads_only_what_gains():
 
 
 def test_throughput_counts_the_batch_that_fits():
-    """Equally fast variants, of which both leave room for 30 requests, W8A8 for 50 and W4A16 for 70."""
+    """Both variants, equally fast, leave room for 30 requests, W8A8 alone for 50, W4A16 alone for 70."""
     samples = measured(crossing_at(11))
 
     def choose(room):
@@ -281,7 +281,7 @@ def test_bounds_take_the_most_precise_that_keeps_them():
     decision = meet(samples, VARIANTS, slo)
     assert decision.variant("decode", 1) == "w8a8"
     assert decision.variant("decode", 32) == "w4a16"
-    assert decision.variant("prefill", 1) == "w4a16"  # no bound: the fastest
+    assert decision.variant("prefill", 1) == "w4a16"  # without a bound the fastest variant is taken
     (note,) = bound_notes(samples, decision, slo)
     assert note.startswith(f"tpot={1e3 * slo.tpot:g}ms is kept up to")
 
@@ -343,7 +343,7 @@ def test_one_variant_everywhere_is_one_rule():
     document = policy_document(decision, find_policies(VARIANTS, VARIANTS), samples.pass_times(16, {}), "x")
     assert document["rules"] == [{"use": "w8a8"}]
     (note,) = unused_notes(Memory(1e9, 0, {"w8a8": 5, "w4a16": 2_000_000}), decision)
-    assert note.startswith("w4a16 is never chosen and so not loaded, which leaves 2.00 MB")
+    assert note.startswith("w4a16 is never chosen and so not loaded, which leaves 1.9 MiB")
 
 
 def test_samples_survive_a_stop(tmp_path):

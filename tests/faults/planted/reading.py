@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Files that are read: documents, text and checkpoints."""
+"""Faults in reading files: documents, text and checkpoints."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ READING = (
         "8 * (_nbytes(own) + shared_bytes) /",
         "8 * _nbytes(own) /",
         ("tests/unit/test_mixing.py::test_bits_per_parameter_count_what_variants_share",),
+    ),
+    Fault(
+        "unit-of-bytes-skipped",
+        "What is a GiB or more is told in MiB, under the name of the greater unit.",
+        "flexquant/checkpoint/layer_ranges.py",
+        '("bytes", "KiB", "MiB")',
+        '("bytes", "KiB")',
+        ("tests/unit/test_layer_ranges.py::test_bytes_are_told_with_the_layers",),
     ),
     Fault(
         "copy-of-the-embedding-counts",
