@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The ``flexquant`` command: one file a subcommand.
+"""The ``flexquant`` command, with one module per subcommand.
 
-A subcommand is a module of its name with ``HELP``, ``configure(parser)`` and ``run(args) -> dict``; ``run``
-prints for people on stdout, progress goes to stderr, and the dict is the last line with ``--json``.
+A subcommand's module has its name and defines ``HELP``, ``configure(parser)`` and ``run(args) -> dict``.
+``run`` prints results for people on stdout and progress on stderr; with ``--json`` the dict is the last line
+of stdout.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, 1 for a failure, or 2 for wrong usage."""
+    """Run one command; return 0 for success, 1 for a failure, or 2 for wrong usage."""
     args = build_parser().parse_args(argv)
     try:
         result = args.run(args)
@@ -86,14 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+    """Whether standard output is a pipe whose reader has closed it."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _drop_output() -> None:
-    """Throw away what Python still holds for standard output, lest it be tried again when Python ends."""
+    """Discard Python's buffer of standard output, which would otherwise be written again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

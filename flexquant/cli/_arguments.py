@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What several subcommands share: ``name=DIR`` pairs, sizes, rounds, and the progress bar."""
+"""Parse arguments that several subcommands share (``name=DIR``, sizes, rounds), and show progress bars."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parse_folders(pairs: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def parse_size(text: str) -> int:
-    """Return bytes for e.g. ``5GB``, ``500MB`` or ``2GiB`` (an argparse type)."""
+    """Return the bytes of e.g. ``5GB``, ``500MB`` or ``2GiB`` (an argparse type)."""
     match = SIZE.fullmatch(text.strip())
     size = 0
     if match:
@@ -45,7 +45,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Return the parts of a comma-separated list, at least one (an argparse type)."""
+    """Return the parts of a comma-separated list of at least one (an argparse type)."""
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if not names:
         raise argparse.ArgumentTypeError("the list is empty; name at least one, with commas between them")
@@ -58,7 +58,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 def parse_percent(text: str) -> float:
-    """Return a share above 0 for e.g. ``3%`` or ``0.5 %`` (an argparse type)."""
+    """Return the share, above 0, of e.g. ``3%`` or ``0.5 %`` (an argparse type)."""
     match = PERCENT.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"'{text}' is not a percentage above 0 such as 3%")
@@ -66,14 +66,14 @@ def parse_percent(text: str) -> float:
 
 
 def add_effort(add: Callable[..., Any], measured: str) -> None:
-    """Add the options of :class:`flexquant.measuring.comparison.Effort` by a parser's ``add_argument``."""
+    """Add the options of :class:`flexquant.measuring.comparison.Effort` with a parser's ``add_argument``."""
     add(
         "--rounds",
         type=parse_count,
         metavar="N",
-        help=f"rounds of {measured} (default: by the machine); without --max-rounds no more than these",
+        help=f"rounds of {measured} (default: by the machine); if given alone, no rounds are added",
     )
-    add("--max-rounds", type=parse_count, metavar="N", help="most rounds, where noise asks for more")
+    add("--max-rounds", type=parse_count, metavar="N", help="most rounds, added ones included")
     add(
         "--width",
         type=parse_percent,
@@ -94,11 +94,10 @@ def add_shard_size(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def progress_bar(title: str, **unit: Any) -> Iterator[Callable[[int, int], None]]:
-    """Give a function of (done, in all) that shows a bar on stderr, from its first call until all is done.
+    """Yield a function of (done, total) that shows a bar on stderr, from its first call until all is done.
 
-    Called with more to do afterwards, it shows another that goes on from there.
-
-    ``unit`` goes to tqdm; without it the numbers are bytes.
+    If it is then called with a larger total, it shows another bar, which continues from there. ``unit`` are
+    arguments for tqdm; without them the numbers are bytes.
     """
     from tqdm import tqdm
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What the system refuses about a user's files, in one sentence."""
+"""Explain in one sentence what the system refused about a user's file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import flexquant
 
 PACKAGE = Path(flexquant.__file__).parent
 
-# Errors about a path, and what to do about each.
+# Error about a path -> what to do about it.
 ADVICE = {
     errno.EACCES: "give a path that you may read and write, or change its permissions",
     errno.EPERM: "give a path that you may read and write, or change its permissions",
@@ -35,8 +35,8 @@ NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def explain_os_error(error: OSError | RuntimeError) -> str | None:
     """Return a sentence on a file that could not be read or written: the path, what failed, what to do.
 
-    None for an error that no path of the user's has caused: a file of the package itself, a connection, a
-    process. Of a full disk some libraries tell in exceptions of their own, such as torch.distributed's.
+    None for an error that no path of the user has caused: one about a file of this package, a connection or
+    a process. Some libraries report a full disk in exceptions of their own, such as torch.distributed's.
     """
     if not isinstance(error, OSError):
         is_full = os.strerror(errno.ENOSPC) in str(error)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""One line on stderr for each stage of a long command: which of how many, what it does, and its seconds."""
+"""Print one line on stderr for each stage of a long command: its number, what it does, and its seconds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CLEAR_TO_END = "\x1b[K"
 
 
 class Stages:
-    """Prints the stages of one command, ``[2/5] w8a8: ... 74 s``, on the stderr of its construction.
+    """Prints the stages of one command, ``[2/5] w8a8: ... 74 s``, on what is stderr when it is constructed.
 
-    On a terminal the line of the running stage is updated with what it has done. In a file or pipe it is
-    written in two parts, when the stage begins and when it ends. Notes wait until then.
+    On a terminal the running stage's line shows its progress. In a file or pipe the line is written in two
+    parts, when the stage begins and when it ends. Notes are printed when the stage has ended.
     """
 
     def __init__(self, total: int) -> None:
@@ -32,16 +32,16 @@ class Stages:
         self._notes: list[str] = []
 
     def note(self, message: str) -> None:
-        """Print a line of its own, behind that of the running stage."""
+        """Print a line of its own, after the running stage's line."""
         self._notes.append(message)
         if not self._running:
             self._print_notes()
 
     @contextmanager
     def stage(self, title: str, *, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-        """Begin the next stage and give a function of (done, in all), counted in ``unit`` or as a share.
+        """Begin the next stage; yield a function of (done, total), counted in ``unit`` or as a percentage.
 
-        The stage ends with the block; when the block raises, its line stays without seconds.
+        The stage ends with the block; if the block raises, its line has no seconds.
         """
         self._begun += 1
         line = f"[{self._begun}/{self._total}] {title} ..."

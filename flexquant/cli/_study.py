@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The options of a study of layers, which `sensitivity` and `search` share."""
+"""Define the options of a study of layers, which `sensitivity` and `search` share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULTS = Settings(batch_sizes=(16,), samples=32, prompt_tokens=128, tokens=32)
 
 
 def add_study(parser: argparse.ArgumentParser, files: str) -> None:
-    """Add the options; ``files`` are those that go into ``--output``."""
+    """Add the options; ``files`` names the files that are written into ``--output``."""
     parser.add_argument("folder", type=Path, metavar="OUT", help="merged checkpoint")
     parser.add_argument(
         "--text", type=Path, required=True, metavar="FILE", help="text or .jsonl file to measure on"
@@ -27,7 +27,7 @@ def add_study(parser: argparse.ArgumentParser, files: str) -> None:
     parser.add_argument("--reference", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=f"folder for {files}")
     parser.add_argument(
-        "--overwrite", action="store_true", help="begin anew, whatever the output holds already"
+        "--overwrite", action="store_true", help="discard earlier results in the output, and begin anew"
     )
     parser.add_argument(
         "--variants",
@@ -51,12 +51,12 @@ def add_study(parser: argparse.ArgumentParser, files: str) -> None:
             help=f"{text} (default: %(default)s)",
         )
     parser.add_argument(
-        "--seed", type=int, default=DEFAULTS.seed, metavar="N", help="draws the rows (default: %(default)s)"
+        "--seed", type=int, default=DEFAULTS.seed, metavar="N", help="seed of the rows (default: %(default)s)"
     )
 
 
 def study_of(args: argparse.Namespace) -> Study:
-    """Return what is to be measured; raise FlexQuantError for what cannot be."""
+    """Return the study that the options describe; raise FlexQuantError for inputs that cannot be measured."""
     from flexquant.evaluation.subject import Subject
     from flexquant.sensitivity.measuring import Study
     from flexquant.tuning.candidates import find_variants

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""From a 16-bit model to a merged checkpoint: quantise by a recipe, check the KV caches, merge, verify.
+"""Build a merged checkpoint from a 16-bit model: quantise by a recipe, compare KV caches, merge, verify.
 
-Needs llmcompressor, like `flexquant quantize`, whose recipes and calibration options it takes. Started again
-after an interruption it goes on where it was. The variants stay in a folder beside the output.
+This needs llmcompressor, like `flexquant quantize`, and takes its recipes and calibration options. An
+interrupted build resumes when it is started again. The variants stay in a folder beside the output.
 
 examples:
   flexquant build Qwen/Qwen2.5-7B-Instruct --output qwen-merged --calibration HuggingFaceH4/ultrachat_200k
@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--policy", metavar="NAME|FILE", help="policy to store as the default (default: the recipe's)"
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace what is there and was made otherwise"
+        "--overwrite", action="store_true", help="replace existing folders that other inputs made"
     )
     add_recipe_options(parser)
     add_shard_size(parser)

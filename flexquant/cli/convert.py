@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Convert a checkpoint that others quantised with AWQ or GPTQ, so that it can be merged.
+"""Convert an AWQ or GPTQ checkpoint to the format of compressed-tensors, so that it can be merged.
 
-The quantised values stay what they are; the files are those of compressed-tensors. AWQ's GEMM format, and
-GPTQ without desc_act.
+Quantised values do not change. AWQ's GEMM format and GPTQ without desc_act are supported.
 
 example:
   flexquant convert model-awq --output model-w4a16 --dtype bfloat16
@@ -24,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16"),
-        help="cast scales and what is not quantised to that of the other variants (default: as they are)",
+        help="cast scales and unquantised tensors to the other variants' dtype (default: do not cast)",
     )
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Say what 'vllm serve' would make of a merged checkpoint on this machine, in seconds, without loading it.
+"""Check in seconds, without loading weights, how 'vllm serve' would run a merged checkpoint on this machine.
 
-A line a finding: device and versions, policy, attention backend, CUDA graphs, the kernel of every linear
-layer and why not a better one, memory, and what would be refused. '!' marks what could be better, 'X' what
-keeps it from serving; then the exit code is 1.
+Prints one finding a line: device and versions, policy, attention backend, CUDA graphs, the kernel of every
+linear layer and why not a better one, memory, and what would be refused. '!' marks what could be better, 'X'
+what prevents serving; the exit code is then 1.
 
 examples:
   flexquant doctor model-merged
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-HELP = "say what serving a merged checkpoint on this machine would be like"
+HELP = "check how a merged checkpoint would be served on this machine"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "arguments",
         nargs="*",
         metavar="ARGUMENT",
-        help="after --: arguments of vllm serve, but for the server's",
+        help="after --: arguments of vllm serve for the engine, not for the API server",
     )
 
 

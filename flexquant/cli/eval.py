@@ -3,9 +3,9 @@
 """Measure what each policy of a merged checkpoint costs in quality, as vLLM serves it.
 
 Rows are drawn from a text. Each row's prompt is prefilled and its continuation forced token by token, so
-that decoding is measured as decoding, over the shared KV cache. With --reference (the 16-bit model that the
-variants were made from) the numbers are KL divergence, agreement and identical answers; without, perplexity.
-The reference's log-probabilities, 4 bytes x samples x tokens x vocabulary, are kept in TMPDIR meanwhile.
+decode passes are measured as they are served, over the shared KV cache. With --reference, the 16-bit model
+that the variants were made from, the results are KL divergence, agreement and identical answers; without it,
+perplexity. Meanwhile TMPDIR holds the reference's log-probabilities: 4 bytes x samples x tokens x vocabulary.
 
 examples:
   flexquant eval model-merged --text text.txt --reference model --output results
@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "samples": "rows of text, a multiple of every batch size",
         "prompt_tokens": "tokens of a row that are prefilled",
         "tokens": "tokens of a row that are forced and scored",
-        "seed": "draws the rows",
+        "seed": "seed of the rows",
         "answer_tokens": "most tokens of an answer",
     }
     for name, text in numbers.items():
@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         )
     questions = parser.add_mutually_exclusive_group()
     questions.add_argument(
-        "--questions", metavar="FILE", help="questions to answer, one a line (default: 24 that come along)"
+        "--questions", metavar="FILE", help="questions to answer, one a line (default: 24 built-in ones)"
     )
     questions.add_argument("--no-questions", action="store_true", help="do not compare answers")
     parser.add_argument("--output", metavar="DIR", help="folder for quality.json, quality.md and quality.png")
@@ -112,6 +112,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if plots:
         try:
             save_plot(document, plots)
-        except FlexQuantError as e:  # the numbers took minutes or hours; they are not thrown away for a plot
+        except FlexQuantError as e:  # a missing plot must not discard numbers that took minutes or hours
             print(f"flexquant eval: no plot: {e}", file=sys.stderr)
     return document

@@ -3,7 +3,7 @@
 """Merge quantised variants of one model into one checkpoint.
 
 Each variant is a compressed-tensors checkpoint folder such as llmcompressor writes. Tensors that are equal
-in all of them are stored once. The output appears only when everything is checked and it is complete.
+in all of them are stored once. The output appears only when it has been checked and is complete.
 
 examples:
   flexquant merge w8a8=model-w8a8 w4a16=model-w4a16 --output model-merged
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         metavar="NAME|FILE",
-        help="policy to store as the default, built-in or a YAML file (default: none, so that serving "
+        help="policy to store as the default, a built-in name or a YAML file (default: none; serving then "
         "uses its built-in default)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")

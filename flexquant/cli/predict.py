@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Predict what a device makes of a merged checkpoint, without the device: pass times, crossovers, memory.
+"""Predict how a merged checkpoint runs on a device, without the device: pass times, crossovers, memory.
 
-A cost model from bytes, operations and overheads (flexquant/prediction/roofline.py), for choosing a device
-or a first policy; 'flexquant tune' measures.
+The cost model counts bytes, operations and overheads (flexquant/prediction/roofline.py). It helps to choose a
+device or a first policy; 'flexquant tune' measures.
 
 examples:
   flexquant predict model-merged --device h100
@@ -33,11 +33,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measured",
         metavar="POLICY",
-        help="tuned policy whose measured times to compare with (default: the one stored in OUT, if any)",
+        help="tuned policy whose measured times to compare with (default: OUT's stored policy, if tuned)",
     )
-    parser.add_argument("--input-len", type=parse_count, default=1024, metavar="N", help="default: 1024")
-    parser.add_argument("--output-len", type=parse_count, default=256, metavar="N", help="default: 256")
-    parser.add_argument("--tensor-parallel-size", type=parse_count, default=1, metavar="N", help="default: 1")
+    parser.add_argument(
+        "--input-len", type=parse_count, default=1024, metavar="N", help="tokens of a prompt (default: 1024)"
+    )
+    parser.add_argument(
+        "--output-len", type=parse_count, default=256, metavar="N", help="tokens of an answer (default: 256)"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=parse_count,
+        default=1,
+        metavar="N",
+        help="devices that share the model (default: 1)",
+    )
     parser.add_argument(
         "--gpu-memory-utilization",
         type=_fraction,

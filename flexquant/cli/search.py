@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Find which layers decode in which precision, under a budget of quality, time or layers.
+"""Choose a precision for each layer in decode, under a budget of quality, time or layers.
 
-Measures what each layer alone costs, as 'flexquant sensitivity' does and in the same file. Then it raises
-one layer after another from the lowest precision to the highest, the one that wins most for its time first,
-and measures such plans whole, since what layers win does not add up. The times are those of the policy, which
-'flexquant tune' wrote. The policy that it writes is that one, with the plan in the rule that decodes as many
-sequences as --sequences says.
+First each layer's cost alone is measured, as by 'flexquant sensitivity' and in the same file. Then one layer
+after another is raised from the lowest precision, the one that gains most for its time first, and such plans
+are measured whole, since the layers' gains do not add up. Times come from --policy, which 'flexquant tune'
+wrote. The policy that is written equals it, with the chosen plan in the rule that decodes --sequences
+sequences.
 
 examples:
   flexquant search out --text text.txt --reference model --policy tuned.yaml --output results --max-kl 0.05
@@ -24,7 +24,7 @@ from flexquant.cli._arguments import parse_count
 from flexquant.cli._study import add_study, study_of, tell
 from flexquant.errors import FlexQuantError, UsageError
 
-HELP = "find which layers decode in which precision, and write the policy"
+HELP = "choose a precision for each layer in decode, and write the policy"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,18 +39,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     budget.add_argument(
         "--max-slowdown", type=float, metavar="X", help="e.g. 0.1: 10 %% slower than the fastest variant"
     )
-    budget.add_argument("--layers", type=parse_count, metavar="N", help="raise so many layers")
+    budget.add_argument("--layers", type=parse_count, metavar="N", help="number of layers to raise")
     parser.add_argument(
         "--sequences",
         type=parse_count,
         default=1,
         metavar="N",
-        help="of the decode pass whose time counts, --batch-size of those scored (default: %(default)s)",
+        help="sequences in the decode pass whose time counts; passes with --batch-size sequences are scored "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="measure plans that raise as many layers beside it: first, last, at both ends, random",
+        help="also measure baselines that raise as many layers: the first, the last, both ends, random ones",
     )
 
 

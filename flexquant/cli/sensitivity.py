@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Measure what each decoder layer costs in the lower precision, and wins in the higher.
+"""Measure what each decoder layer costs in a lower precision, and gains in a higher one.
 
 Every layer runs alone in a lower precision while all others are in the highest, and alone in a higher one
 while all others are in the lowest, on one engine. Prompts are prefilled in the highest precision; their
-continuations are forced token by token and decoded by the plan. The numbers are KL divergences to
---reference, or without it to the highest variant. Stopped and started again with the same arguments, it goes
-on. 'flexquant search' makes a policy of them.
+continuations are forced token by token and decoded by the plan. The results are KL divergences to
+--reference, or without it to the most precise variant. An interrupted run resumes if it is started again with
+the same arguments. 'flexquant search' makes a policy from the results.
 
 examples:
   flexquant sensitivity model-merged --text text.txt --reference model --output results
@@ -23,7 +23,7 @@ from typing import Any
 from flexquant.cli._study import add_study, study_of, tell
 from flexquant.errors import FlexQuantError
 
-HELP = "measure what each layer costs in the lower precision"
+HELP = "measure what each layer costs in a lower precision"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -2,14 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Judge policies without a GPU: replay a request trace through vLLM's scheduling with measured times.
 
-Every forward pass takes the plan that serving would choose, and the time measured for it. The times
-are those of a policy that 'flexquant tune' wrote (its key 'measured'), or what 'flexquant predict' works out
-for a --device. TTFT, TPOT, ITL and throughput are defined as in 'vllm bench serve'. A trace is a JSONL file
-with one request a line, in the order of arrival:
+Every forward pass takes the plan that serving would choose, and the time measured for it. The times come from
+a policy that 'flexquant tune' wrote (its key 'measured'), or 'flexquant predict' predicts them for a
+--device. TTFT, TPOT, ITL and throughput are defined as in 'vllm bench serve'. A trace is a JSONL file with
+one request a line, in the order of arrival:
 
   {"arrival": 0.25, "input": 512, "output": 128}        seconds, tokens, tokens
 
-Limits are those that 'vllm serve' (0.32) chooses by itself on the machine of the times, unless given here.
+Limits that are not given are those that 'vllm serve' (0.32) chooses by itself on the machine of the times.
 
 examples:
   flexquant simulate --trace bursty --policy tuned.yaml --policy w8a8 --policy w4a16
@@ -50,14 +50,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         required=True,
         action="append",
         metavar="NAME|FILE",
-        help="variant, built-in policy or policy file, or 'stored' for that of --model; give several to "
-        "compare them with the first",
+        help="variant, built-in policy, policy file, or 'stored' for --model's policy; repeat the option to "
+        "compare other policies with the first",
     )
     times = parser.add_mutually_exclusive_group()
     times.add_argument(
         "--times",
         metavar="POLICY",
-        help="policy with measured times (default: the first --policy that has some, else that of --model)",
+        help="policy with measured times (default: the first --policy that has some, else --model's policy)",
     )
     times.add_argument(
         "--device", metavar="NAME|FILE", help="predict the times of --model on a device instead"
@@ -98,8 +98,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-tokens",
         type=parse_count,
         metavar="N",
-        help="tokens that the KV cache holds, which vLLM logs at start (default: what the variants of the "
-        "policy leave of the --device's memory; else no limit)",
+        help="tokens that the KV cache holds, which vLLM logs at start (default: with --device, what fits "
+        "beside the policy's variants; else no limit)",
     )
     parser.add_argument(
         "--block-size",
@@ -112,12 +112,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=_parse_sizes,
         metavar="N,N,...|none",
         help="tokens of the CUDA graphs, to which passes are padded (default: those of 'vllm serve' for "
-        "times of a GPU that were not measured eagerly, else none)",
+        "times of a GPU that were measured with graphs, else none)",
     )
     parser.add_argument(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
-        help="schedule a pass while the one before runs (default: on GPUs)",
+        help="schedule a pass while the pass before runs (default: on GPUs)",
     )
 
 
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _find_policies_and_times(
     args: argparse.Namespace, model: tuple[MergedConfig, int] | None
 ) -> tuple[dict[str, Policy], PassTimes, str, tuple[ModelShape, Device] | None]:
-    """Return the policies, the times, where they are from and, for predicted ones, of what."""
+    """Return the policies, the times, their source and, if predicted, the model and the device."""
     from flexquant.simulation.times import find_times
 
     if model is None:
@@ -211,7 +211,7 @@ def _find_policies_and_times(
 
 
 def _kv_cache_tokens(model: ModelShape, device: Device, table: RouteTable, trace: list[Request]) -> int:
-    """Return the tokens of KV cache beside the variants of the table's plans, each with all its layers."""
+    """Return the tokens of KV cache that fit beside the variants of the table's plans, with all layers."""
     from flexquant.prediction.predicting import UTILIZATION, kv_cache_tokens
 
     variants = list(dict.fromkeys(variant for plan in table.plans for variant in plan.variants))

@@ -2,13 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Measure the variants on this machine, and write the policy that follows from it.
 
-Starts an engine for each variant, as serving would, and times their forward passes by phase and size, in
-turn. Where a variant overtakes another becomes a rule; the policy carries the times, a plot lies beside it.
-Stopped and started again with the same arguments, it goes on. Leave the machine to it alone.
+An engine is started for each variant, as serving would, and the variants' forward passes are timed in turn,
+by phase and size. The sizes at which one variant overtakes another become rules. The policy holds the times,
+and a plot is written beside it. An interrupted run resumes if it is started again with the same arguments.
+Run nothing else on the machine meanwhile.
 
-With --from-metrics nothing is measured here: the times of an earlier run are scaled to those that a live
-server takes for its traffic, and the policy that follows is written, with what it would save. It is not
-applied.
+With --from-metrics nothing is measured here: the times of an earlier run are scaled to the times of a live
+server, and the best policy for its traffic is written, with the time that it would save. It is not applied.
 
 examples:
   flexquant tune model-merged --output tuned.yaml
@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the output if it exists, and what an interrupted run with other arguments measured",
+        help="replace an existing output, and the samples of an interrupted run with other arguments",
     )
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument(
@@ -57,33 +57,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=OBJECTIVES,
         default="balanced",
         help="latency: the fastest variant at every size; balanced: the same, without variants that gain "
-        "less than 5 %% anywhere; throughput: the variants that decode most tokens a second at the largest "
-        "batch that fits into memory beside them (default: %(default)s)",
+        "less than 5 %% at every size; throughput: the variants that decode most tokens a second at the "
+        "largest batch that fits into memory beside them (default: %(default)s)",
     )
     goal.add_argument(
         "--slo",
         metavar="BOUNDS",
-        help="e.g. ttft=300ms,tpot=30ms: the most precise variants whose prefill and decode passes keep it",
+        help="bounds such as ttft=300ms,tpot=30ms: the most precise variants whose passes keep them",
     )
     parser.add_argument(
         "--variants",
         type=parse_names,
         metavar="NAMES",
         help="comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
-        "those of the checkpoint)",
+        "all variants of the checkpoint)",
     )
     parser.add_argument(
         "--max-quality-loss",
         type=float,
         metavar="X",
-        help="most KL divergence to 16 bit, nats a token; with --text, where a variant loses more, decode "
-        "takes the fastest plan that does not, of layers in several variants; with --quality, it is left out",
+        help="largest KL divergence to 16 bit, in nats a token; if a variant loses more, with --text decode "
+        "takes the fastest plan within the limit, which can mix layers of variants, and with --quality the "
+        "variant is left out",
     )
     parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="text or .jsonl file to measure that loss on, as 'flexquant search' does by default",
+        help="text or .jsonl file on which to measure the loss, with the defaults of 'flexquant search'",
     )
     parser.add_argument(
         "--reference",
@@ -94,33 +95,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--quality",
         type=Path,
         metavar="FILE",
-        help="quality.json of 'flexquant eval', in the place of --text",
+        help="quality.json of 'flexquant eval', instead of --text",
     )
     parser.add_argument(
         "--request-tokens",
         type=parse_count,
         default=2048,
         metavar="N",
-        help="prompt and answer of a request, for --objective throughput (default: %(default)s)",
+        help="tokens of a request, prompt and answer, for --objective throughput (default: %(default)s)",
     )
     parser.add_argument(
         "--from-metrics",
         metavar="URL",
-        help="propose a policy for the traffic of this vllm serve, from its /metrics; of what follows, the "
-        "options that tell what is measured here mean nothing then",
+        help="propose a policy for the traffic of this vllm serve, from its /metrics; options that control "
+        "measuring are then ignored",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=60.0,
         metavar="S",
-        help="watch the server for so long; 0: take all that it has served since its start "
+        help="seconds to watch the server of --from-metrics; 0: all passes since its start "
         "(default: %(default)g)",
     )
     parser.add_argument(
         "--times",
         metavar="FILE",
-        help="policy of 'flexquant tune' with the times to scale (default: the one stored in the checkpoint)",
+        help="policy of 'flexquant tune' with the times to scale (default: the checkpoint's policy)",
     )
     parser.add_argument("--quick", action="store_true", help="few sizes and rounds, for a first look")
     add_effort(parser.add_argument, "every size")
@@ -130,8 +131,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--enforce-eager",
         action=argparse.BooleanOptionalAction,
-        help="serve without compilation and CUDA graphs, as you will (default: on CPUs, where compiling "
-        "takes minutes)",
+        help="measure without compilation and CUDA graphs; choose as you will serve (default: on CPUs, where "
+        "compiling takes minutes)",
     )
 
 
@@ -199,7 +200,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _study(args: argparse.Namespace, variants: dict[str, Policy]) -> Study:
-    """Return what the loss is measured on; raise FlexQuantError for what cannot be."""
+    """Return the study that measures losses; raise FlexQuantError for inputs that cannot be measured."""
     from flexquant.evaluation.subject import Subject
     from flexquant.evaluation.text import read_rows
     from flexquant.sensitivity.measuring import Study
