@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Show what a merged checkpoint holds: variants, bytes, bits per parameter, default policy, KV cache.
 
-Of the default policy it also says which layers of which variant are loaded, and how many bytes they are.
+It also shows which layers of which variant the default policy loads, and how many bytes they have.
 
 Only headers and configs are read, so this takes a second whatever the model's size.
 

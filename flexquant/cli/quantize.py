@@ -2,12 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Quantise a 16-bit model into one folder per variant, by a recipe: DIR/w8a8, DIR/w4a16.
 
-Needs llmcompressor (pip install "flexquant[quantize]"), in an environment without vLLM. MODEL is a folder
-or a Hugging Face id. A recipe is a built-in one (see --recipe) or a YAML file that names llmcompressor's
-modifiers for each variant. Calibrate on text like your users': a text file, a .jsonl file whose records have
-'text' or 'messages', a folder of such files, or a Hugging Face dataset id. Where there is none, built-in
-recipes have the model write half of it, and leave it as DIR/calibration.jsonl, which another run with
---resume takes again.
+This needs llmcompressor (pip install "flexquant[quantize]"), in an environment without vLLM. MODEL is a
+folder or a Hugging Face id. A recipe is a built-in one (see --recipe) or a YAML file that names
+llmcompressor's modifiers for each variant. Calibrate on text like your users': a text file, a .jsonl file
+whose records have 'text' or 'messages', a folder of such files, or a Hugging Face dataset id. Without
+--calibration, built-in recipes have the model write half of the text, and keep it as DIR/calibration.jsonl,
+which another run with --resume reuses.
 
   flexquant quantize Qwen/Qwen2.5-7B-Instruct --output variants --calibration HuggingFaceH4/ultrachat_200k
   flexquant quantize path/to/model --output variants --calibration chats.jsonl --samples 256 --length 1024
@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace variants that exist")
     parser.add_argument(
-        "--resume", action="store_true", help="keep variants that an equal, interrupted run finished"
+        "--resume", action="store_true", help="keep variants that an interrupted, equal run has finished"
     )
 
 
@@ -64,18 +64,18 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
         "--calibration",
         metavar="FILE|DIR|DATASET|self",
         help="text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
-        "half (default: the recipe's; that of built-in ones: self)",
+        "half (default: the recipe's; built-in recipes: self)",
     )
     for option, what in (
         ("samples", "calibration samples"),
         ("length", "tokens in a sample"),
-        ("seed", "draws the samples"),
+        ("seed", "seed of the samples"),
     ):
         parser.add_argument(f"--{option}", type=int, metavar="N", help=f"{what} (default: the recipe's)")
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="show the progress bars, logs and warnings of llmcompressor too",
+        help="also show the progress bars, logs and warnings of llmcompressor",
     )
 
 
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_variants(variants: Iterable[QuantizedVariant]) -> None:
-    """Print one line per variant, and one more for what was searched."""
+    """Print one line per variant, and one more for each search that its recipe made."""
     from flexquant.checkpoint.layer_ranges import format_bytes
 
     for v in variants:
@@ -126,5 +126,5 @@ def print_variants(variants: Iterable[QuantizedVariant]) -> None:
 
 
 def only_summary_on_stdout() -> AbstractContextManager[object]:
-    """Send what llmcompressor prints on stdout, when it is shown, to stderr."""
+    """Redirect stdout, on which llmcompressor prints, to stderr."""
     return contextlib.redirect_stdout(sys.stderr)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Give one variant of a merged checkpoint back as a plain checkpoint, which any vLLM loads.
+"""Write one variant of a merged checkpoint as a plain checkpoint, which any vLLM loads.
 
-Keys, config and recipe are the source's again, and the tensors are bit-identical.
+Keys, config and recipe are those of the source, and the tensors are bit-identical.
 
 example:
   flexquant split model-merged --variant w4a16 --output model-w4a16
@@ -15,12 +15,12 @@ from typing import Any
 
 from flexquant.cli._arguments import add_shard_size, progress_bar
 
-HELP = "give one variant of a merged checkpoint back as a plain checkpoint"
+HELP = "write one variant of a merged checkpoint as a plain checkpoint"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="merged checkpoint")
-    parser.add_argument("--variant", required=True, metavar="NAME", help="variant to give back")
+    parser.add_argument("--variant", required=True, metavar="NAME", help="variant to write")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     add_shard_size(parser)
