@@ -11,7 +11,8 @@ the manager's work, to load an adapter into a slot and to tell which sequence ta
 
 An adapter is trained on the inputs that layers have in 16 bit. SmoothQuant and AWQ scale these inputs, and an
 adapter's matrices would have to be scaled with them. Stock vLLM does not do that either, and answers wrongly.
-A variant that was smoothed has other norms than one that was not; so it is found, and refused, here.
+Variants with other norms are refused here; other rescaling is refused by ``check_supported``, from what the
+merge found.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def share_adapters(manager: LoRAModelManager) -> None:
 
 
 def check_unsmoothed(norms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Raise :class:`FlexQuantError` if a norm is another one in another variant.
+    """Raise :class:`FlexQuantError` if a norm's weights differ between variants.
 
     ``norms``: by name and variant, those that variants do not have in common.
     """

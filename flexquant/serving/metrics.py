@@ -100,7 +100,7 @@ Labels = tuple[tuple[str, str], ...]
 FILE_BYTES = 1 << 20
 """Of a file of counters at first; a plan and phase takes 12 KiB of it, more where its name is long."""
 ENTRY_BYTES = 32
-"""Of a number in such a file, padding included and its key not."""
+"""At most what an entry takes beside its key: length, padding, value and timestamp."""
 SIZE_ENDS = [floatToGoString(end) for end in (*SIZE_BUCKETS, float("inf"))]
 
 
@@ -125,7 +125,10 @@ class SharedNumbers(MmapedDict):
         self._is_full = False
 
     def _init_value(self, key: str) -> None:
-        """Give a key its place; where there is no room, that of all such keys, behind what is read."""
+        """Give a key its place.
+
+        On a full disk all new keys get one place that nobody reads: their numbers are lost.
+        """
         if not self._is_full:
             self._reserve(self._used + len(key.encode()) + 2 * ENTRY_BYTES)
         if self._is_full:

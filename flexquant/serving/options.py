@@ -27,7 +27,7 @@ RESOLVED_KEY = "flexquant_policy"
 """Key of ``additional_config`` with the policy that the front end has read."""
 
 KINDS = {bool: (bool, "true or false"), int: (int, "a whole number from 1 on")}
-"""By the type of an option's default what it takes, if that is no text."""
+"""By the type of an option's default: the type that it takes, and what messages call it. Others take text."""
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ class VariantLoader:
     ) -> None:
         """``variants``: by name, the models that were built, with these decoder ``layers``.
 
-        Tensors of other variants and layers are passed over, but for norms where variants
-        ``must_be_unsmoothed``: their layers may be other ones.
+        Other tensors are skipped, except, with ``must_be_unsmoothed``, norms of layers that were not built:
+        variants may have no layer in common to compare.
         """
         self._variants = variants
         self._layers = layers
