@@ -127,7 +127,7 @@ def cpu_ratios() -> str:
     for folder in RUNS_ON_CPUS:
         found = over_statics(by_workload(read_cells(RESULTS / folder), "serving"))
         rows += [[f"[{folder}](results/{folder})", *row] for row in found]
-    return markdown(["run", "over", "kinds of requests", *RATIOS], rows)
+    return markdown(["run", "FlexQuant over", "kinds of requests", *RATIOS], rows)
 
 
 def over_statics(measured: Measured) -> list[list[str]]:

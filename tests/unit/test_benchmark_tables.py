@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
 
+from benchmarks.serving_tables import RESULTS
 from benchmarks.speed import kernels
 from benchmarks.speed.comparing import Rounds, compare_beside, summarise
 from benchmarks.speed.report import write_report
-from benchmarks.speed.results import Results
+from benchmarks.speed.results import Results, read_cells
 from benchmarks.speed.tables import (
     METRICS,
     batch_table,
@@ -48,6 +50,7 @@ def test_kernel_summary_by_hand():
 
 # tables
 
+PARTS = {"serving": "## Latency", "overhead": "## Overhead", "start": "## Memory", "kernels": "## Kernels"}
 BATCH = Workload(2, 100, 50)
 
 
@@ -185,6 +188,16 @@ def test_report_of_hand_made_cells(tmp_path):
     assert "| 2x100+50 | `flexquant:w8a8` / `w8a8` | 1.000, too few rounds | 1.000, too" in report
     assert "## Not measured\n\n- start, fp8: GPUs only" in report
     assert {path.name for path in tmp_path.iterdir()} == {"cells.jsonl", "report.md", "overhead.png"}
+
+
+@pytest.mark.parametrize("cells", sorted(RESULTS.glob("*/cells.jsonl")), ids=lambda file: file.parent.name)
+def test_the_committed_cells_make_the_report_that_git_does_not_keep(cells, tmp_path):
+    shutil.copy(cells, tmp_path)
+    write_report(tmp_path)
+    report = (tmp_path / "report.md").read_text()
+    for part, title in PARTS.items():
+        measured = any(cell["part"] == part and "result" in cell for cell in read_cells(tmp_path))
+        assert (title in report) == measured, part
 
 
 # verdicts
