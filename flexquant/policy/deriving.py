@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A policy that is put together from variants, some of which other policies derive."""
+"""Add derivations to a policy document whose rules use derived variants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexquant.policy.rules import Policy
 def add_derivations(
     document: dict[str, Any], variants: Iterable[str], policies: Mapping[str, Policy]
 ) -> dict[str, Any]:
-    """Return a policy as data that also derives what the policies of ``variants`` derive."""
+    """Return the document with the derivations in the policies of ``variants`` added."""
     derived = dict(document.get("derive", {}))
     for variant in sorted(set(variants)):
         derived |= policies[variant].document.get("derive", {})

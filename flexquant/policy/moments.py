@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What decode passes may be told apart by beside their size: how far the last prompt is, and a trigger."""
+"""Define moments, by which a policy tells decode passes of one size apart: distance to a prompt, trigger."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import NamedTuple
 
 
 class Moment(NamedTuple):
-    """When a decode pass comes."""
+    """The moment of a decode pass."""
 
     since_prompt: int
     """Decode passes since the last pass that held a prompt, this one included; 0 in other phases."""
     unsure: bool
-    """What the policy's trigger says."""
+    """Whether the policy's trigger is on."""
 
 
 CALM = Moment(sys.maxsize, False)
-"""Long after any prompt, and sure: what holds where nobody follows the passes."""
+"""Long after any prompt, with the trigger off; used wherever passes are not counted."""
 
 
 def count_since_prompt(before: int, phase: str, holds_prompt: bool) -> int:
     """Return ``since_prompt`` of a pass, from that of the pass before it.
 
-    ``holds_prompt``: whether some of its tokens are a prompt's. A decode pass may hold the last token of one,
-    the others being in the KV cache; it is the first after that prompt.
+    ``holds_prompt`` tells whether some of the pass's tokens belong to a prompt. A decode pass can hold the
+    last token of a prompt whose other tokens are in the KV cache; it counts as the first after that prompt.
     """
     if phase != "decode":
         return 0
@@ -34,28 +34,28 @@ def count_since_prompt(before: int, phase: str, holds_prompt: bool) -> int:
 
 
 class Span(NamedTuple):
-    """Moments that a policy does not tell apart."""
+    """A range of moments in which the policy gives every decode pass of one size the same plan."""
 
     first: int = 1
-    """The smallest ``since_prompt``."""
+    """Smallest ``since_prompt``."""
     last: int | None = None
-    """The largest; None: there is none."""
+    """Largest ``since_prompt``; None: no upper end."""
     unsure: bool | None = None
-    """None: either."""
+    """State of the trigger; None: both."""
 
     @property
     def moment(self) -> Moment:
-        """The first of them."""
+        """The first moment of the range."""
         return Moment(self.first, bool(self.unsure))
 
     @property
     def is_calm(self) -> bool:
-        """Whether :data:`CALM` is one of them."""
+        """Whether the range holds :data:`CALM`."""
         return self.last is None and not self.unsure
 
     @property
     def name(self) -> str:
-        """In the words of a policy, e.g. ``since_prompt 1-16, unsure``; empty for all moments."""
+        """The range in a policy's words, e.g. ``since_prompt 1-16, unsure``; empty for all moments."""
         parts = []
         if (self.first, self.last) != (1, None):
             end = "+" if self.last is None else f"-{self.last}" if self.last > self.first else ""
@@ -66,7 +66,7 @@ class Span(NamedTuple):
 
 
 def spans(starts: Iterable[int], tells_unsure: bool) -> tuple[Span, ...]:
-    """Return all moments, parted where ``since_prompt`` reaches one of ``starts``, which hold 1."""
+    """Return spans of all moments, cut where ``since_prompt`` reaches one of ``starts``, which include 1."""
     cuts = sorted(set(starts))
     lasts = [*(cut - 1 for cut in cuts[1:]), None]
     states = (False, True) if tells_unsure else (None,)

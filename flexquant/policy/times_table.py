@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Times of passes as a table for terminals and comments, with the plan that a policy chooses."""
+"""Format times of passes as a table for terminals and comments, with the plan that a policy chooses."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ UNITS = {"decode": "sequences", "prefill": "tokens"}
 
 
 def format_times(times: PassTimes, plan: Callable[[str, int], str]) -> list[str]:
-    """Return the lines of a table: sizes down, variants across, in milliseconds.
+    """Return the lines of a table of milliseconds, with a row per size and a column per variant.
 
-    ``plan(phase, size)`` is the plan that the policy chooses there, by name.
+    ``plan(phase, size)`` returns the name of the plan that the policy chooses.
     """
     lines = []
     for phase, curves in (("decode", times.decode), ("prefill", times.prefill)):
@@ -32,6 +32,6 @@ def format_times(times: PassTimes, plan: Callable[[str, int], str]) -> list[str]
 
 
 def format_time(time: Time) -> str:
-    """Return e.g. ``60.1 (59.8-60.9)``: median, smallest and largest, in milliseconds."""
+    """Return median, smallest and largest in milliseconds, e.g. ``60.1 (59.8-60.9)``."""
     median, low, high = (f"{1e3 * seconds:.3g}" for seconds in time)
     return median if low == median == high else f"{median} ({low}-{high})"
