@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The merge from end to end: open, compare, plan, write, describe."""
+"""Run a merge: open the sources, compare them, write the shards and describe the result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from flexquant.merge.card import make_card
 from flexquant.merge.merge_plan import MergePlan, plan_merge
 from flexquant.policy.choose import choose_policy
 from flexquant.policy.routes import build_route_table
-from flexquant.policy.rules import SCHEMA, load_policy
+from flexquant.policy.rules import load_policy
+from flexquant.policy.schema import SCHEMA
 
 ANY_NUMBER_OF_TOKENS = 1 << 20
 
@@ -46,12 +47,12 @@ def merge_checkpoints(
 ) -> Report:
     """Merge compressed-tensors checkpoints of one model into the folder ``output``.
 
-    ``sources`` are (variant name, folder). ``policy`` names a built-in policy or a file to store as the
-    default. The weights are compared while other threads write: ``kv_progress`` hears of layers compared,
-    and then ``progress`` of bytes written, those from meanwhile first. ``output`` appears only when it is
-    complete, and nothing is left of what was written for variants that are then refused. Returns what was
-    written; raises FlexQuantError for sources that cannot be combined, an output that may not be replaced
-    and a full disk.
+    ``sources`` are (variant name, folder). ``policy`` is the default policy to store, a built-in name or a
+    file. Other threads write shards while the weights are compared: ``kv_progress`` is called with the layers
+    compared, afterwards ``progress`` with the bytes written. ``output`` appears only when it is complete; if
+    the comparison refuses the variants, the shards written so far are deleted. Returns what was written.
+    Raises FlexQuantError for sources that cannot be combined, an output that may not be replaced and a full
+    disk.
     """
     from flexquant.merge.kv.compatibility import check_kv_compatibility  # torch, which verifying does without
 
@@ -84,7 +85,7 @@ def merge_checkpoints(
 
 
 def _describe(plan: MergePlan, merged: MergedConfig, stage: Path, digests: Mapping[str, str]) -> Report:
-    """Write what lies beside the shards; ``digests`` are the SHA-256 of the tensors by key."""
+    """Write the files beside the shards; ``digests`` maps merged keys to the SHA-256 of their tensors."""
     for name, path in plan.files.items():
         copy_file(path, stage / name)
     write_json(stage / "config.json", _merged_config(plan.sources[0].config, merged))
@@ -110,17 +111,17 @@ def _merged_config(base: JsonObject, merged: MergedConfig) -> JsonObject:
 def _default_policy(
     requested: str | None, variants: Collection[str], num_layers: int, mixable: Collection[Collection[str]]
 ) -> JsonObject | None:
-    """Return the policy document to store, after a look whether it can be served."""
+    """Return the policy document to store; raise FlexQuantError for one that cannot be served."""
     if requested is not None:
         build_route_table(load_policy(requested), variants, num_layers, ANY_NUMBER_OF_TOKENS, mixable)
     return policy_to_store(requested, variants)
 
 
 def policy_to_store(requested: str | None, variants: Collection[str]) -> JsonObject | None:
-    """Return the document of the policy that a merge of ``variants`` stores.
+    """Return the policy document that a merge of ``variants`` stores; None: serving uses the default.
 
-    ``requested`` is a built-in policy's name or a file. None leaves the choice to the built-in default.
-    Raises FlexQuantError for a policy that cannot be read, and where the default needs other variants.
+    ``requested`` is a built-in policy's name or a file; None asks for the built-in default, or for the only
+    variant. Raises FlexQuantError for a policy that cannot be read, and if the default needs other variants.
     """
     if requested is not None:
         return load_policy(requested).document

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""List policies, check one, show which plan serving takes for each forward pass, and change a live server's.
+"""List policies, check one, show which plan each forward pass takes, and change a live server's policy.
 
 flexquant policy list
 flexquant policy validate my-policy.yaml
@@ -8,11 +8,13 @@ flexquant policy show phase-batch
 flexquant policy show my-policy.yaml --model merged/ --max-tokens 8192
 flexquant policy show --model merged/        # the policy that serving merged/ takes by default
 flexquant policy apply http://127.0.0.1:8000 my-policy.yaml
+flexquant policy schema > policy.schema.json   # for editors: they complete and check policies with it
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +26,8 @@ from flexquant.policy.choose import DEFAULT_POLICY, choose_policy
 from flexquant.policy.moments import Span
 from flexquant.policy.pass_times import device_name
 from flexquant.policy.routes import build_route_table, matching_rules
-from flexquant.policy.rules import PHASES, Phase, builtin_policies, load_policy
+from flexquant.policy.rules import builtin_policies, load_policy
+from flexquant.policy.schema import PHASES, Phase, json_schema
 from flexquant.policy.times_table import format_times
 from flexquant.policy.trigger import describe_trigger
 from flexquant.serving.client import ADMIN_KEY, apply_policy
@@ -46,18 +49,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         return action
 
     add("list", "list the built-in policies")
+    add("schema", "print the JSON Schema of policies, for editors")
     show = add("show", "show which plan serving takes for each forward pass")
     show.add_argument(
         "policy",
         nargs="?",
         metavar="NAME|FILE",
-        help=f"built-in name or policy file (default: the one stored in the model, else {DEFAULT_POLICY})",
+        help=f"built-in name or policy file (default: the model's stored policy, else {DEFAULT_POLICY})",
     )
     show.add_argument(
         "--model",
         type=Path,
         metavar="OUT",
-        help="merged checkpoint to check the policy's variants and layers with",
+        help="merged checkpoint, to check the policy's variants and layers against",
     )
     show.add_argument(
         "--max-tokens",
@@ -68,15 +72,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     validate = add("validate", "check a policy file without a model")
     validate.add_argument("policy", metavar="FILE", help="policy file, or a built-in name")
-    apply = add("apply", f"have a live server take another policy (its key: {ADMIN_KEY} in the environment)")
-    apply.add_argument("url", metavar="URL", help="of vllm serve, e.g. http://127.0.0.1:8000")
+    apply = add("apply", f"change a live server's policy (the environment's {ADMIN_KEY} is the server's key)")
+    apply.add_argument("url", metavar="URL", help="URL of vllm serve, e.g. http://127.0.0.1:8000")
     apply.add_argument("policy", metavar="NAME|FILE", help="built-in name or policy file")
     apply.add_argument("--dry-run", action="store_true", help="only say what would change")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    actions = {"list": _list, "show": _show, "validate": _validate, "apply": _apply}
+    actions = {"list": _list, "show": _show, "validate": _validate, "apply": _apply, "schema": _schema}
     return actions[args.action](args)
+
+
+def _schema(args: argparse.Namespace) -> dict[str, Any]:
+    schema = json_schema()
+    if not getattr(args, "json", False):
+        print(json.dumps(schema, indent=1))
+    return schema
 
 
 def _list(args: argparse.Namespace) -> dict[str, Any]:
@@ -178,7 +189,7 @@ class Row(NamedTuple):
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines for people; only policies that tell moments apart have a column for them."""
+    """Yield the table's lines; there is a column for moments only if the policy tells moments apart."""
     width = max(len(row.span.name) for row in rows)
 
     def line(phase: str, size: str, moment: str, plan: str) -> str:
@@ -192,6 +203,6 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _plan(rows: Sequence[Row], phase: str, size: int) -> str:
-    """Return the name of the plan for a pass of ``size`` tokens, at a calm moment."""
+    """Return the name of the plan for a pass of ``size`` tokens long after any prompt, trigger off."""
     found = (row for row in rows if row.phase == phase and row.span.is_calm)
     return next((row.plan for row in found if row.first <= size <= row.last), "-")

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which policy is measured at which batch size, and whose numbers are the same anyway.
+"""Plan the runs, and skip a run whose plans equal those of an earlier one.
 
-A forced row takes one prefill pass and decode passes of one batch size, so its scores depend on the plans
-of these alone: runs with equal plans share their numbers. (CUDA graphs pad a batch to the next size
-captured, and the policy sees the padded size; :class:`Passes` tells if another plan ran than was meant.)
-The first decode pass of a batch follows its prompts, so that ``since_prompt`` counts from 1 in each. Which
-passes a policy's trigger makes unsure is not known before: the trace tells.
+A forced row takes one prefill pass and decode passes of one batch size, so its scores depend on the plans of
+these passes only: runs with equal plans share their scores. (CUDA graphs pad a batch to the next captured
+size, and the policy sees the padded size; :class:`Passes` reports if another plan ran than was planned.) The
+first decode pass of a batch follows its prompts, so ``since_prompt`` counts from 1 in every batch. Which
+passes a policy's trigger makes unsure is known from the trace only.
 
-Answers end one by one, so that the batch shrinks: they are the same only if the policies agree on all passes
-up to that size.
+Answers end one by one, so the batch shrinks: answers are the same only if the policies agree on all passes up
+to that size.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from flexquant.evaluation.subject import Subject
 from flexquant.policy.choose import default_name, find_policies
 from flexquant.policy.moments import Moment
 from flexquant.policy.routes import Plan, RouteTable, build_route_table
-from flexquant.policy.rules import Phase, Policy
+from flexquant.policy.rules import Policy
+from flexquant.policy.schema import Phase
 
 
 @dataclass(frozen=True)
 class Candidate:
     name: str
-    """In results: a variant, a built-in policy, a file's name, or ``stored``."""
+    """Name in results: a variant, a built-in policy, a file's name, or ``stored``."""
     policy: Policy
 
     def routes(self, subject: Subject, max_tokens: int, max_sequences: int) -> RouteTable:
-        """The route table that serving builds; raises FlexQuantError for a policy that does not fit."""
+        """Return the route table that serving builds; raise FlexQuantError for a policy that does not fit."""
         return build_route_table(
             self.policy,
             variants=list(subject.checkpoint.merged.variants),
@@ -50,9 +51,9 @@ class Candidate:
 def find_candidates(subject: Subject, names: Sequence[str] | None) -> list[Candidate]:
     """Return the policies with the given names, each once.
 
-    None: every variant, and the policy that serving takes by default. A name is a variant of the checkpoint
-    (all passes in it), a built-in policy, a policy file, or ``stored``. Raises FlexQuantError for an unknown
-    name and two files of one name.
+    A name is a variant of the checkpoint (which runs all passes), a built-in policy, a policy file, or
+    ``stored``. None: every variant, and the policy that serving takes by default. Raises FlexQuantError for
+    an unknown name and two files of one name.
     """
     variants = list(subject.checkpoint.merged.variants)
     if names is None:
@@ -65,16 +66,16 @@ def find_candidates(subject: Subject, names: Sequence[str] | None) -> list[Candi
 
 @dataclass(frozen=True)
 class DecodePlans:
-    """The plans of the decode passes of a batch, in order."""
+    """The plans of a batch's decode passes, in order."""
 
     sure: tuple[Plan, ...]
-    """At least one, also where only the prefill pass is scored."""
+    """Plans while the policy's trigger is off; at least one, even if only the prefill pass is scored."""
     unsure: tuple[Plan, ...]
-    """Those that run instead where the policy's trigger is on."""
+    """Plans while the policy's trigger is on."""
 
     @classmethod
     def of(cls, routes: RouteTable, batch_size: int, passes: int) -> DecodePlans:
-        """Return those of ``passes`` passes of ``batch_size`` sequences, after their prompts."""
+        """Return the plans of ``passes`` passes of ``batch_size`` sequences, after their prompts."""
         numbers = range(1, max(1, passes) + 1)
         return cls(
             *(
@@ -90,7 +91,7 @@ class DecodePlans:
     def counts(self, batches: int, unsure: Mapping[int, int]) -> Counter[Plan]:
         """Return how many passes of ``batches`` batches take each plan.
 
-        ``unsure``: of how many batches a pass, by its number from 1, was unsure.
+        ``unsure`` maps a pass's number, from 1, to the number of batches in which it was unsure.
         """
         found: Counter[Plan] = Counter()
         for number, (sure, other) in enumerate(zip(self.sure, self.unsure, strict=True), 1):
@@ -109,11 +110,11 @@ class Run:
     prefill_plan: Plan
     decode_plans: DecodePlans
     same_as: tuple[str, int] | None
-    """The earlier run (policy, batch size) with the same plans; None: this one is measured."""
+    """Earlier run (policy, batch size) with the same plans; None: this run is measured."""
     answers: bool
-    """Whether it answers the questions."""
+    """Whether the run answers the questions."""
     answers_same_as: str | None
-    """The earlier policy whose answers are the same; None: these are generated, if ``answers``."""
+    """Earlier policy whose answers are the same; None: this run generates answers, if ``answers``."""
 
     @property
     def needs_engine(self) -> bool:
@@ -128,11 +129,11 @@ def make_schedule(
     tokens: int,
     questions_tokens: int | None,
 ) -> list[Run]:
-    """Return every policy at every batch size, the smallest (which also answers the questions) first.
+    """Return every policy at every batch size; runs at the smallest, the first, also answer the questions.
 
-    ``prompt_tokens`` are those of one row, ``tokens`` its forced ones; ``questions_tokens`` the most in one
-    batch of questions, None without questions. Raises FlexQuantError for a policy that does not fit the
-    checkpoint.
+    A row has ``prompt_tokens`` prompt tokens and ``tokens`` forced ones. ``questions_tokens`` is the largest
+    number of tokens in a batch of questions, None without questions. Raises FlexQuantError for a policy that
+    does not fit the checkpoint.
     """
     measured: dict[object, tuple[str, int]] = {}
     answered: dict[object, str] = {}
@@ -180,18 +181,18 @@ def _all_intervals(routes: RouteTable) -> list[object]:
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward passes of a run."""
+    """Counts of a run's forward passes."""
 
     by_plan: dict[str, dict[str, int]]
     """Phase -> plan -> number of passes."""
     decode_batch_sizes: dict[int, int]
     """Sequences in a decode pass -> number of passes."""
     unsure: dict[int, int] = field(default_factory=dict)
-    """Number of a decode pass after its prompts, from 1 -> of how many batches it was unsure."""
+    """Number of a decode pass after its prompts, from 1 -> number of batches in which it was unsure."""
 
     @classmethod
     def from_trace(cls, path: Path) -> Passes:
-        """Count the passes of a trace file since its last line that tells what is served."""
+        """Count the passes in a trace file after its last header line, which describes what is served."""
         passes: list[dict[str, Any]] = []
         for line in map(json.loads, path.read_text().splitlines()):
             if "phase" in line:
@@ -206,11 +207,11 @@ class Passes:
         return cls(by_plan, dict(sorted(sizes.items())), dict(sorted(unsure.items())))
 
     def to_data(self) -> dict[str, Any]:
-        """Return them as data that JSON can hold, without ``unsure`` where no pass was."""
+        """Return JSON-able data, without ``unsure`` if no pass was unsure."""
         return {key: value for key, value in asdict(self).items() if value or key != "unsure"}
 
     def deviations(self, prefill: str, decode: Mapping[str, int], batch_size: int, batches: int) -> list[str]:
-        """Say what differs from one prefill pass a batch in that plan, and decode passes by plan."""
+        """Describe differences from one prefill pass per batch in ``prefill``, and the ``decode`` counts."""
         meant: dict[str, Mapping[str, int]] = {"prefill": {prefill: batches}}
         if decode:
             meant["decode"] = decode

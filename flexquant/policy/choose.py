@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which policy is used: the one that a user names, else the checkpoint's own, else the built-in default.
+"""Choose the policy: the one that a user names, else the checkpoint's own, else the built-in default.
 
-Here too: the policies that a command compares, and the measured times that a policy carries.
+This module also finds the policies that a command compares, and the measured times that a policy holds.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from typing import Any
 
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.policy.pass_times import PassTimes
-from flexquant.policy.rules import SCHEMA, Policy, builtin_policies, load_policy, parse_policy
+from flexquant.policy.rules import Policy, builtin_policies, load_policy, parse_policy
+from flexquant.policy.schema import SCHEMA
 
 DEFAULT_POLICY = "phase-batch"
-"""The built-in policy that is used where neither the user nor the checkpoint has one."""
+"""Built-in policy that is used if neither the user nor the checkpoint has one."""
 STORED = "stored"
-"""What users and results call the policy that a merged checkpoint carries."""
+"""Name of a merged checkpoint's own policy in commands and results."""
 STORED_SOURCE = "the checkpoint's policy"
-"""What messages call it."""
+"""Name of the checkpoint's own policy in messages."""
 
 
 def choose_policy(given: str | None = None, stored: Mapping[str, Any] | None = None) -> tuple[str, Policy]:
-    """Return the policy that is used, and what to call it: ``given``, else ``stored``, else the default.
+    """Return a name and the policy: ``given``, else ``stored``, else the default.
 
-    ``given`` is a built-in policy's name or a policy file's path, ``stored`` the document that a merged
-    checkpoint carries. Raises FlexQuantError for an unknown name, a file that cannot be read, and a document
-    that breaks the schema.
+    ``given`` is a built-in policy's name or a policy file's path, ``stored`` the document in a merged
+    checkpoint. Raises FlexQuantError for an unknown name, a file that cannot be read, and a document that
+    breaks the schema.
     """
     if given is not None:
         return given, load_policy(given)
@@ -38,9 +39,9 @@ def choose_policy(given: str | None = None, stored: Mapping[str, Any] | None = N
 
 
 def find_measured(given: str | None, stored: Mapping[str, Any] | None = None) -> tuple[PassTimes, str] | None:
-    """Return the measured times of the policy that :func:`choose_policy` chooses, and what to call it.
+    """Return the measured times of the policy that :func:`choose_policy` chooses, and the policy's name.
 
-    None where the checkpoint's or the default policy has none; FlexQuantError where ``given`` has none.
+    None if the checkpoint's or the default policy has no times. Raises FlexQuantError if ``given`` has none.
     """
     name, policy = choose_policy(given, stored)
     if policy.measured is not None:
@@ -53,7 +54,7 @@ def find_measured(given: str | None, stored: Mapping[str, Any] | None = None) ->
 
 
 def default_name(stored: Mapping[str, Any] | None) -> str:
-    """Return the name under which :func:`find_policies` finds what serving takes by default."""
+    """Return the name of serving's default policy for :func:`find_policies`."""
     return DEFAULT_POLICY if stored is None else STORED
 
 
@@ -63,11 +64,11 @@ def find_policies(
     folder: str | Path | None = None,
     stored: Mapping[str, Any] | None = None,
 ) -> dict[str, Policy]:
-    """Return the policies with the given names, each once, by what results call them.
+    """Return the policies with the given names, each once, keyed by their names in results.
 
-    A name is one of ``variants`` (all passes in it), a built-in policy, a policy file, or ``stored``: the
-    document that the checkpoint ``folder`` carries. Results call a file by its last part. Raises
-    FlexQuantError for an unknown name and two files of one name.
+    A name is one of ``variants`` (which runs all passes), a built-in policy, a policy file, or ``stored``:
+    the document in the checkpoint ``folder``. The name of a file in results is the last part of its path.
+    Raises FlexQuantError for an unknown name and two files of one name.
     """
     policies: dict[str, Policy] = {}
     for text in dict.fromkeys(names):

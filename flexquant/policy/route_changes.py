@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What another policy would change: the passes that it gives to another plan."""
+"""Find the passes to which another policy would give another plan."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from flexquant.policy.moments import Span, spans
 from flexquant.policy.routes import RouteTable
-from flexquant.policy.rules import PHASES, Phase
+from flexquant.policy.schema import PHASES, Phase
 
 
 class RouteChange(NamedTuple):
-    """The passes of a phase and of ``min_tokens`` to ``max_tokens`` tokens, both included, and both plans."""
+    """A phase's passes of ``min_tokens`` to ``max_tokens`` tokens, ends included, and their plans."""
 
     phase: Phase
     min_tokens: int
@@ -20,10 +20,10 @@ class RouteChange(NamedTuple):
     before: str
     after: str
     moment: str = ""
-    """The name of their :class:`~flexquant.policy.moments.Span`; empty: all."""
+    """Name of the passes' :class:`~flexquant.policy.moments.Span`; empty for all moments."""
 
     def to_data(self) -> dict[str, Any]:
-        """Return it as data that JSON can hold, without a moment where there is none."""
+        """Return JSON-able data, without ``moment`` if it is empty."""
         data = self._asdict()
         return data if self.moment else {key: data[key] for key in self._fields if key != "moment"}
 
@@ -31,7 +31,8 @@ class RouteChange(NamedTuple):
 def route_changes(before: RouteTable, after: RouteTable) -> list[RouteChange]:
     """Return the passes whose plan differs between two tables of one model, by phase, moment and token count.
 
-    Both tables have to end at the same token count, as those of one server do. Plans are compared by name.
+    Both tables have to end at the same token count, like the tables of one server. Plans are compared by
+    name.
     """
     changes: list[RouteChange] = []
     for phase in PHASES:

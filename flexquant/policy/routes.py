@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The route table: a policy worked out for one model, so that choosing a plan is one look-up.
+"""Build the route table of a policy for one model, so that choosing a plan takes one look-up.
 
 The plan of a forward pass is a pure function of its phase and its padded token count, the same on every
-rank and for every replay of a CUDA graph. In decode a policy may add the moment to these
-(:mod:`flexquant.policy.moments`), which all ranks count alike. Nothing here imports torch or vLLM.
+rank and for every replay of a CUDA graph. In decode it can also depend on the moment
+(:mod:`flexquant.policy.moments`), which is the same on all ranks. Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.errors import FlexQuantError
 from flexquant.policy.moments import CALM, Moment, Span
 from flexquant.policy.ranges import LayerRange
-from flexquant.policy.rules import PHASES, Derivation, Phase, Policy, Rule
+from flexquant.policy.rules import Derivation, Policy, Rule
+from flexquant.policy.schema import PHASES, Phase
 from flexquant.policy.trigger import Trigger
 
 
 @dataclass(frozen=True)
 class Plan:
-    """For every decoder layer, the variant that runs it. Equal layers have equal names."""
+    """The variant that runs each decoder layer. Equal plans have equal names."""
 
     name: str
-    """The variant of a pure plan; else that of most layers, then the others and theirs:
-    ``w4a16+w8a8[0-3,29]``."""
+    """The variant of most layers, then the other variants with their layers: ``w4a16+w8a8[0-3,29]``."""
     layers: tuple[str, ...]
+    """Variant of every decoder layer."""
 
     @classmethod
     def from_layers(cls, layers: tuple[str, ...]) -> Plan:
@@ -45,9 +46,9 @@ class Plan:
 
     @classmethod
     def from_name(cls, name: str, num_layers: int) -> Plan:
-        """Return the plan of a name, for a model of ``num_layers`` decoder layers.
+        """Return the plan with this name, for a model of ``num_layers`` decoder layers.
 
-        Raises FlexQuantError for a name that no plan of such a model has.
+        Raises FlexQuantError if no plan of such a model has the name.
         """
         base, *others = name.split("+")
         layers = [base] * num_layers
@@ -65,7 +66,7 @@ class Plan:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The variants it takes layers from, in order of their first layer."""
+        """The variants that the plan takes layers from, in the order of their first layer."""
         return tuple(dict.fromkeys(self.layers))
 
 
@@ -78,7 +79,7 @@ class Interval(NamedTuple):
 
 
 class RouteTable:
-    """Which plan runs a forward pass."""
+    """Gives every forward pass its plan."""
 
     def __init__(
         self,
@@ -87,11 +88,11 @@ class RouteTable:
         tokens_per_sequence: int = 1,
         trigger: Trigger | None = None,
     ) -> None:
-        """``intervals``: for every phase and span, in ascending order and without gaps from one token."""
+        """Take ``intervals`` for every phase and span, in ascending order and without gaps from one token."""
         self.derived = derived
-        """By name, the variants that are computed from the checkpoint's while loading."""
+        """Name -> derivation of a variant that is computed from a checkpoint's variant while loading."""
         self.trigger = trigger
-        """When passes are unsure, if the policy asks for that."""
+        """The trigger that makes passes unsure; None if no rule has ``unsure``."""
         self._spans = {phase: tuple(by_span) for phase, by_span in intervals.items()}
         self._names = {phase: [span.name for span in spans] for phase, spans in self._spans.items()}
         self._span_starts = {
@@ -107,11 +108,11 @@ class RouteTable:
         self.plans: tuple[Plan, ...] = tuple(
             dict.fromkeys(row.plan for phase in PHASES for rows in self._intervals[phase] for row in rows)
         )
-        """The plans that some pass can take, by phase and then token count."""
+        """The plans that some pass can take, in the order of phases and token counts."""
 
     @property
     def layers(self) -> dict[str, frozenset[int]]:
-        """The decoder layers that plans take from each variant, for those that they take any from."""
+        """Variant -> decoder layers that plans take from it; variants that no plan uses are left out."""
         used: dict[str, set[int]] = {}
         for plan in self.plans:
             for number, variant in enumerate(plan.layers):
@@ -120,15 +121,15 @@ class RouteTable:
 
     @property
     def has_moments(self) -> bool:
-        """Whether decode passes of one size are told apart by their moment."""
+        """Whether the plan of a decode pass depends on its moment."""
         return len(self._spans["decode"]) > 1
 
     def spans(self, phase: Phase) -> tuple[Span, ...]:
-        """The moments that are told apart in a phase: one for all, but in decode."""
+        """Return the spans that the policy tells apart in a phase; only decode can have more than one."""
         return self._spans[phase]
 
     def moment_name(self, phase: Phase, moment: Moment) -> str:
-        """The name of that which a moment belongs to; empty for all moments."""
+        """Return the name of the span that a moment belongs to; empty for a span of all moments."""
         return self._names[phase][self._number(phase, moment)]
 
     def _number(self, phase: Phase, moment: Moment) -> int:
@@ -138,15 +139,15 @@ class RouteTable:
         )
 
     def lookup(self, phase: Phase, tokens: int, moment: Moment = CALM) -> Plan:
-        """The plan for a pass of ``tokens`` padded tokens; more than the table holds take its last."""
+        """Return the plan for a pass of ``tokens`` padded tokens; beyond the table's end, its last plan."""
         routes = self._routes[phase]
         starts, plans = routes[self._number(phase, moment) if len(routes) > 1 else 0]
         return plans[bisect_right(starts, tokens)]
 
     def reachable(self, tokens: int) -> tuple[Plan, ...]:
-        """The plans that some pass of ``tokens`` padded tokens can take, at whatever moment.
+        """Return the plans that a pass of ``tokens`` padded tokens can take, at any moment.
 
-        A prefill pass has more tokens than one decoding sequence, and a mixed one a decoding sequence more.
+        A prefill pass has more tokens than one decoding sequence; a mixed pass has a decoding sequence more.
         """
         one = self._tokens_per_sequence
         most_in_decode = self._intervals["decode"][0][-1].max_tokens
@@ -161,17 +162,17 @@ class RouteTable:
         )
 
     def source(self, variant: str) -> str:
-        """The checkpoint's variant whose weights a variant has: itself, unless it is derived."""
+        """Return the checkpoint's variant whose weights a variant has: itself, unless it is derived."""
         return self.derived[variant].source if variant in self.derived else variant
 
     def ignores_phase(self) -> bool:
-        """Whether a pass takes the same plan whatever phase and moment it is in: its size alone decides."""
+        """Whether a pass's size alone decides its plan, whatever its phase and moment."""
         starts = {row.min_tokens for phase in PHASES for rows in self._intervals[phase] for row in rows}
         one = self._tokens_per_sequence
         return all(len(self.reachable(tokens)) <= 1 for tokens in {*starts, one + 1, one + 2})
 
     def intervals(self, phase: Phase, moment: Moment = CALM) -> list[Interval]:
-        """The token ranges of a phase with their plans, ascending; neighbours have different plans."""
+        """Return a phase's token ranges with their plans, ascending; neighbours have different plans."""
         return list(self._intervals[phase][self._number(phase, moment)])
 
 
@@ -184,16 +185,16 @@ def build_route_table(
     tokens_per_sequence: int = 1,
     max_decode_tokens: int | None = None,
 ) -> RouteTable:
-    """Work a policy out for a model of ``num_layers`` decoder layers.
+    """Build the route table of a policy for a model of ``num_layers`` decoder layers.
 
-    ``max_tokens`` is the most that one pass can hold, ``max_decode_tokens`` the most in decode, padding
-    included. A decode pass has ``tokens_per_sequence`` tokens a sequence, more than one only with speculative
-    decoding; its batch size is its token count divided by that, rounded up.
+    ``max_tokens`` is the largest number of tokens in a pass, ``max_decode_tokens`` in a decode pass, padding
+    included. A decode pass has ``tokens_per_sequence`` tokens per sequence, more than one only with
+    speculative decoding; its batch size is its token count divided by that, rounded up.
 
-    ``variants`` are the checkpoint's; the policy may derive more from them. ``mixable`` are the groups whose
-    layers may be mixed in one plan, a derived variant counting as the one it is from; None: all variants.
+    ``variants`` are the checkpoint's variants; the policy can derive more. ``mixable`` are groups of variants
+    whose layers one plan can mix, where a derived variant counts as its source; None: all can be mixed.
 
-    Raises :class:`FlexQuantError` for a variant that is not there, a layer that the model does not have or
+    Raises :class:`FlexQuantError` for a variant that does not exist, a layer that the model does not have or
     that is named twice, and a plan with layers of variants in different groups of ``mixable``.
     """
     variants = [*variants, *_derived(policy, variants)]
@@ -228,7 +229,7 @@ def _intervals(matching: list[tuple[int, int, Rule]], plans: Mapping[Rule, Plan]
 def matching_rules(
     policy: Policy, phase: str, max_tokens: int, tokens_per_sequence: int = 1, moment: Moment = CALM
 ) -> list[tuple[int, int, Rule]]:
-    """The rule for every token count from 1 to ``max_tokens``, as ascending ``(first, last, rule)``."""
+    """Return ``(first, last, rule)``, ascending, for the token counts from 1 to ``max_tokens``."""
     starts = {1}
     for rule in policy.rules:
         starts |= rule.tokens.starts() | rule.batch_size.starts(tokens_per_sequence)

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Policies: a YAML document (schema ``flexquant.policy/v1``) read into validated rules.
+"""Read a policy, a YAML document of schema ``flexquant.policy/v1``, into validated rules.
 
     rules:                                   # first match wins; the last rule has no `when`
       - when: {phase: decode, batch_size: {max: 32}}
         use: {default: w4a16, layers: {"0-3": w8a8, "-1": w8a8}}
       - use: w8a8
 
-A policy may name variants that the checkpoint does not hold, computed while loading from one that it does:
+A policy can derive variants that the checkpoint does not hold; they are computed from a stored one on
+loading:
 
     derive:
       w4a8: {from: w4a16, activations: int8}
 
-Rules for decode may ask for more than sizes: how many decode passes ago a prompt was computed
-(``since_prompt``), and whether the policy's trigger is on (``unsure``, :mod:`flexquant.policy.trigger`).
+Rules for decode can also have conditions on the number of decode passes since a prompt was computed
+(``since_prompt``), and on the policy's trigger (``unsure``, :mod:`flexquant.policy.trigger`).
 
 A policy file and a document stored in a merged checkpoint go through one validator: a file is first
 turned into a plain document plus the line of each key, which the messages then name. What depends on the
@@ -23,54 +24,47 @@ imports torch or vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from flexquant.documents.named_files import builtin_names, read_named
-from flexquant.documents.yaml_document import Document, KeyPath, from_data, from_yaml, show
+from flexquant.documents.schema import read_section
+from flexquant.documents.yaml_document import Document, KeyPath, from_data, from_yaml
 from flexquant.policy.moments import CALM, Moment, Span, spans
-from flexquant.policy.pass_times import PassTimes, read_pass_times
-from flexquant.policy.ranges import Bounds, LayerRange, are_covered, read_bounds, read_layers, read_variant
-from flexquant.policy.trigger import Trigger, read_trigger
+from flexquant.policy.pass_times import PassTimes, pass_times
+from flexquant.policy.ranges import Bounds, LayerRange, are_covered
+from flexquant.policy.schema import (
+    LAYERS,
+    Activations,
+    BoundsSection,
+    DerivedSection,
+    PolicySection,
+    RuleSection,
+    ScheduleSection,
+)
+from flexquant.policy.trigger import Schedule, SignalTrigger, Trigger
 
-SCHEMA = "flexquant.policy/v1"
 PACKAGE = "flexquant.policies"
-MAX_RULES = 64
-Phase = Literal["prefill", "decode", "mixed"]
-PHASES: tuple[Phase, ...] = ("prefill", "decode", "mixed")
-"""Only prompt chunks; only sequences in generation; both."""
-
-WHEN = ("phase", "batch_size", "tokens", "since_prompt", "unsure")
-"""What a rule may ask for."""
-IN_DECODE = {
-    "batch_size": "use 'tokens' instead",
-    "since_prompt": "add 'phase: decode'",
-    "unsure": "add 'phase: decode'",
-}
-"""What only rules for decode may, and what to do in others."""
-
-ACTIVATIONS = ("int8", "fp8")
-"""What a derived variant may quantise the activations of an INT4 variant to, per token, while it runs."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which forward passes a rule takes, and the variant that runs each of their layers."""
+    """The forward passes that a rule takes, and the variant that runs each of their layers."""
 
     phases: tuple[str, ...]
     tokens: Bounds
     batch_size: Bounds
     since_prompt: Bounds
     unsure: bool | None
-    """None: whether the trigger is on or off."""
+    """State of the trigger; None: both."""
     variant: str
     layers: tuple[LayerRange, ...]
     place: str = field(compare=False)
     """File, line and key of ``use``, for messages."""
 
     def matches(self, phase: str, tokens: int, batch_size: int, moment: Moment = CALM) -> bool:
-        """Whether the rule takes a pass of ``tokens`` tokens; the others matter in decode only."""
+        """Whether the rule takes a pass; ``batch_size`` and ``moment`` matter in decode only."""
         return (
             phase in self.phases
             and tokens in self.tokens
@@ -89,7 +83,7 @@ class Rule:
 
     @property
     def plan_text(self) -> str:
-        """The plan with its layers as written, e.g. ``w4a16+w8a8[0-3,-1]``."""
+        """The plan with its layers as written in the policy, e.g. ``w4a16+w8a8[0-3,-1]``."""
         exceptions: dict[str, list[str]] = {}
         for layers in self.layers:
             exceptions.setdefault(layers.variant, []).append(layers.text)
@@ -98,29 +92,28 @@ class Rule:
 
 @dataclass(frozen=True)
 class Derivation:
-    """A variant with the weights of ``source``, one of the checkpoint's, and 8-bit activations."""
+    """A variant with the weights of ``source``, a checkpoint's variant, and 8-bit activations."""
 
     source: str
-    activations: str
-    """One of :data:`ACTIVATIONS`."""
+    activations: Activations
     place: str = field(compare=False)
     """File, line and key, for messages."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Validated rules; the first that matches decides, and the last matches everything."""
+    """Validated rules; the first that matches a pass decides, and the last matches every pass."""
 
     name: str
-    """Name of a built-in policy, else the source given or the path."""
+    """Name of a built-in policy, path of a file, or the given source."""
     description: str
     rules: tuple[Rule, ...]
     derived: dict[str, Derivation]
-    """By name, the variants that are computed from the checkpoint's."""
+    """Name -> derivation of a variant that is computed from a checkpoint's variant."""
     trigger: Trigger | None
-    """When passes are unsure, if rules ask for that."""
+    """The trigger that makes passes unsure; None if no rule has ``unsure``."""
     measured: PassTimes | None
-    """What the variants' passes took where the policy was tuned."""
+    """Times of the variants' passes on the machine on which the policy was tuned."""
     document: dict[str, Any]
     """The policy as plain JSON-able data, which :func:`parse_policy` reads back."""
 
@@ -129,7 +122,7 @@ class Policy:
         return tuple(dict.fromkeys(name for rule in self.rules for name in rule.variants))
 
     def spans(self, phase: str) -> tuple[Span, ...]:
-        """The moments that the rules tell apart: only decode has more than one."""
+        """Return the spans of moments that the rules tell apart; only decode can have more than one."""
         if phase != "decode":
             return (Span(),)
         starts = {start for rule in self.rules for start in rule.since_prompt.starts()}
@@ -137,15 +130,15 @@ class Policy:
 
 
 def builtin_policies() -> list[str]:
-    """Names of the policies that come with FlexQuant, sorted."""
+    """Return the sorted names of the policies that come with FlexQuant."""
     return builtin_names(PACKAGE)
 
 
 def load_policy(name_or_path: str) -> Policy:
-    """Load a built-in policy by name, or a policy file.
+    """Load a built-in policy by name, or a policy file by path.
 
-    What is a path :func:`~flexquant.documents.named_files.read_named` tells. Raises :class:`FlexQuantError`
-    for an unknown name, an unreadable file, and a document that breaks the schema.
+    :func:`~flexquant.documents.named_files.read_named` tells names from paths. Raises
+    :class:`FlexQuantError` for an unknown name, an unreadable file, and a document that breaks the schema.
     """
     content, source = read_named(name_or_path, PACKAGE, "policy")
     return parse_policy_text(content, source, name_or_path)
@@ -154,8 +147,8 @@ def load_policy(name_or_path: str) -> Policy:
 def parse_policy_text(content: bytes, source: str, name: str) -> Policy:
     """Validate a policy given as YAML, or as JSON, which is YAML.
 
-    ``source`` and the line open the message of the :class:`FlexQuantError` that bad syntax or a document
-    breaking the schema raises; ``name`` becomes the policy's.
+    Raises :class:`FlexQuantError`, whose message begins with ``source`` and the line, for bad syntax and for
+    a document that breaks the schema. ``name`` becomes the policy's name.
     """
     return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name)
 
@@ -163,36 +156,25 @@ def parse_policy_text(content: bytes, source: str, name: str) -> Policy:
 def parse_policy(document: dict[str, Any], source: str = "stored policy") -> Policy:
     """Validate a policy given as data, e.g. the one stored in a merged checkpoint.
 
-    ``source`` becomes the policy's name and opens the message of the :class:`FlexQuantError` that a
-    document breaking the schema raises.
+    ``source`` becomes the policy's name. Raises :class:`FlexQuantError`, whose message begins with
+    ``source``, for a document that breaks the schema.
     """
     return _validate(from_data(document, source, "policy"), source)
 
 
 def _validate(document: Document, name: str) -> Policy:
-    data = document.data
-    document.check_keys(data, (), ("schema", "rules"), ("description", "derive", "experimental", "measured"))
-    if data["schema"] != SCHEMA:
-        document.fail(("schema",), f"is {show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
-    description = data.get("description", "")
-    if not isinstance(description, str):
-        document.fail(("description",), f"is {show(description)}; give text, in quotes if need be")
-    entries = data["rules"]
-    if not isinstance(entries, list) or not entries:
-        document.fail(("rules",), f"is {show(entries)}; give a list of at least one rule")
-    if len(entries) > MAX_RULES:
-        document.fail(("rules",), f"has {len(entries)} rules; write at most {MAX_RULES}")
+    found = read_section(PolicySection, document)
     rules: list[Rule] = []
-    for i, entry in enumerate(entries):
+    for i, entry in enumerate(found.rules):
         path = ("rules", i)
-        is_last = i == len(entries) - 1
-        document.check_keys(entry, path, ("use",), ("when",))
-        if is_last and "when" in entry:
+        has_when = "when" in entry.model_fields_set
+        is_last = i == len(found.rules) - 1
+        if is_last and has_when:
             document.fail(
                 (*path, "when"),
                 "is in the last rule, which must take every pass; remove it, or add a last rule",
             )
-        if not is_last and "when" not in entry:
+        if not is_last and not has_when:
             document.fail(
                 path, "has no 'when', so no later rule can match; add one, or move the rule to the end"
             )
@@ -202,101 +184,84 @@ def _validate(document: Document, name: str) -> Policy:
                 path, "can never match, because earlier rules take all its passes; remove or move it"
             )
         rules.append(rule)
-    derived = _derivations(data.get("derive", {}), document)
+    derived = _derivations(found.derive, document)
     used = {variant for rule in rules for variant in rule.variants}
     for variant in derived:
         if variant not in used:
             document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
-    trigger = _trigger(rules, document)
-    measured = read_pass_times(data["measured"], ("measured",), document) if "measured" in data else None
-    return Policy(name, description, tuple(rules), derived, trigger, measured, data)
+    trigger = _trigger(found, rules, document)
+    measured = None if found.measured is None else pass_times(found.measured)
+    return Policy(name, found.description, tuple(rules), derived, trigger, measured, document.data)
 
 
-def _trigger(rules: Sequence[Rule], document: Document) -> Trigger | None:
+def _trigger(found: PolicySection, rules: Sequence[Rule], document: Document) -> Trigger | None:
     asking = [i for i, rule in enumerate(rules) if rule.unsure is not None]
-    if "experimental" not in document.data:
+    if found.experimental is None:
         if asking:
             document.fail(
                 ("rules", asking[0], "when", "unsure"),
                 "needs the key 'experimental', with a trigger that says which passes are unsure; add it",
             )
         return None
-    experimental = document.data["experimental"]
-    document.check_keys(experimental, ("experimental",), ("trigger",))
-    path = ("experimental", "trigger")
-    trigger = read_trigger(experimental["trigger"], path, document)
     if not asking:
-        document.fail(path, "is used by no rule; remove it, or ask for 'unsure: true' in one")
-    return trigger
-
-
-def _derivations(value: Any, document: Document) -> dict[str, Derivation]:
-    if not isinstance(value, dict):
         document.fail(
-            ("derive",), f"is {show(value)}; give a mapping such as w4a8: {{from: w4a16, activations: int8}}"
+            ("experimental", "trigger"), "is used by no rule; remove it, or ask for 'unsure: true' in one"
         )
+    trigger = found.experimental.trigger
+    if isinstance(trigger, ScheduleSection):
+        return Schedule(trigger.schedule)
+    leave = trigger.enter if trigger.leave is None else trigger.leave
+    return SignalTrigger(
+        trigger.signal, trigger.aggregate, trigger.enter, leave, trigger.dwell, trigger.quantile
+    )
+
+
+def _derivations(found: Mapping[str, DerivedSection], document: Document) -> dict[str, Derivation]:
     derived = {}
-    for name, entry in value.items():
+    for name, entry in found.items():
         path = ("derive", name)
-        read_variant(name, path, document)
-        document.check_keys(entry, path, ("from", "activations"), ())
-        source = read_variant(entry["from"], (*path, "from"), document)
-        if source in value:
-            document.fail((*path, "from"), f"is '{source}', itself derived; name a variant of the checkpoint")
-        activations = entry["activations"]
-        if activations not in ACTIVATIONS:
-            allowed = ", ".join(ACTIVATIONS)
-            document.fail((*path, "activations"), f"is {show(activations)}; give one of {allowed}")
-        derived[name] = Derivation(source, activations, document.place(path))
+        if entry.source in found:
+            document.fail(
+                (*path, "from"), f"is '{entry.source}', itself derived; name a variant of the checkpoint"
+            )
+        derived[name] = Derivation(entry.source, entry.activations, document.place(path))
     return derived
 
 
-def _rule(entry: dict[str, Any], path: KeyPath, document: Document) -> Rule:
-    phases: tuple[str, ...] = PHASES
-    ranges = {"tokens": Bounds(), "batch_size": Bounds(), "since_prompt": Bounds()}
-    unsure = None
-    if "when" in entry:
-        when, when_path = entry["when"], (*path, "when")
-        document.check_keys(when, when_path, (), WHEN)
-        if not when:
-            document.fail(when_path, f"is empty; give at least one of {', '.join(WHEN)}")
-        if "phase" in when:
-            phases = _phases(when["phase"], (*when_path, "phase"), document)
-        for key in ranges:
-            if key in when:
-                ranges[key] = read_bounds(when[key], (*when_path, key), document)
-        if "unsure" in when:
-            unsure = when["unsure"]
-            if not isinstance(unsure, bool):
-                document.fail((*when_path, "unsure"), f"is {show(unsure)}; give true or false")
-        for key, advice in IN_DECODE.items():
-            if key in when and phases != ("decode",):
-                document.fail(
-                    (*when_path, key),
-                    f"is for a rule with 'phase: decode' only, but this one has {', '.join(phases)}; "
-                    f"{advice}",
-                )
-    use, use_path = entry["use"], (*path, "use")
+def _rule(entry: RuleSection, path: KeyPath, document: Document) -> Rule:
+    when, use, use_path = entry.when, entry.use, (*path, "use")
     layers: tuple[LayerRange, ...] = ()
-    if not isinstance(use, dict):
-        variant, place = read_variant(use, use_path, document), document.place(use_path)
+    if isinstance(use, str):
+        variant, place = use, document.place(use_path)
     else:
-        document.check_keys(use, use_path, ("default", "layers"), ())
-        variant = read_variant(use["default"], (*use_path, "default"), document)
-        layers = read_layers(use["layers"], (*use_path, "layers"), document)
-        place = document.place((*use_path, "default"))
-    return Rule(phases, **ranges, unsure=unsure, variant=variant, layers=layers, place=place)
+        variant, place = use.default, document.place((*use_path, "default"))
+        layers = tuple(
+            _layer_range(text, other, document.place((*use_path, "layers", text)))
+            for text, other in use.layers.items()
+        )
+    return Rule(
+        phases=when.phases,
+        tokens=_bounds(when.tokens),
+        batch_size=_bounds(when.batch_size),
+        since_prompt=_bounds(when.since_prompt),
+        unsure=when.unsure,
+        variant=variant,
+        layers=layers,
+        place=place,
+    )
 
 
-def _phases(value: Any, path: KeyPath, document: Document) -> tuple[str, ...]:
-    names = value if isinstance(value, list) else [value]
-    if not names or any(name not in PHASES for name in names):
-        document.fail(path, f"is {show(value)}; give one of {', '.join(PHASES)}, or a list of them")
-    return tuple(phase for phase in PHASES if phase in names)
+def _bounds(section: BoundsSection) -> Bounds:
+    return Bounds(section.min, section.max)
+
+
+def _layer_range(text: str, variant: str, place: str) -> LayerRange:
+    first, last = LAYERS.fullmatch(text).groups()  # type: ignore[union-attr]
+    return LayerRange(int(first), int(first if last is None else last), variant, text, place)
 
 
 def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:
-    """Whether some pass reaches the rule."""
+    """Whether some pass reaches the rule, rather than an earlier one."""
     states = (False, True) if rule.unsure is None else (rule.unsure,)
     return not all(
         are_covered(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a search has measured, as a table and a plot; and the policy that decodes by the chosen plan."""
+"""Report a search's measurements as a table and a plot, and write the policy with the chosen plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.policy.deriving import add_derivations
-from flexquant.policy.rules import SCHEMA, Policy, parse_policy
+from flexquant.policy.rules import Policy, parse_policy
+from flexquant.policy.schema import SCHEMA
 from flexquant.search.budget import Budget, Measured, front
 from flexquant.search.searching import Found
 from flexquant.sensitivity.plans import describe, rule_use
@@ -20,8 +21,8 @@ from flexquant.sensitivity.report import estimate, matplotlib
 def format_table(found: Found) -> str:
     """Return a Markdown table, the fastest plan first.
 
-    It has the variants alone, the chosen plan, what it was compared with, and the plans to which no other is
-    faster and better.
+    The table has the variants alone, the chosen plan, the baselines of ``--compare``, and the plans to which
+    no other is both faster and better.
     """
     named = {
         describe(plan.layers): "chosen by no measurement: " + name for name, plan in found.others.items()
@@ -52,7 +53,7 @@ def policy_document(
 ) -> dict[str, Any]:
     """Return ``base`` as data, with the chosen plan in the rule that decodes ``sequences`` sequences.
 
-    Where that rule takes other passes too, one for decode alone is put in front of it.
+    If that rule also takes other phases, a new rule for decode alone is put in front of it.
     """
     document = {**base.document, "schema": SCHEMA}
     rules = list(document["rules"])
@@ -74,7 +75,7 @@ def policy_document(
 
 
 def policy_text(document: dict[str, Any], found: Found) -> str:
-    """Return the policy as YAML, below a comment with what was measured."""
+    """Return the policy as YAML, below a comment with the measurements."""
     table = format_table(found).splitlines()
     of = found.document["reference"] or f"{found.document['variants'][0]} itself"
     comments = [
@@ -91,7 +92,7 @@ def _counts(plan: Measured) -> str:
 
 
 def save_plot(found: Found, file: Path) -> None:
-    """Draw KL divergence against decode time, as a PNG; raises FlexQuantError without matplotlib."""
+    """Draw KL divergence over decode time as a PNG; raise FlexQuantError without matplotlib."""
     figure_of, canvas_of = matplotlib()
     figure = figure_of(figsize=(7, 4.5), layout="constrained")
     canvas = canvas_of(figure)

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Score one plan after another on one engine, against the log-probabilities of a reference.
 
-Prompts are prefilled in the highest precision always, and their continuations decoded by the plan, so that
-nothing but decoding differs from plan to plan. What has been measured is kept in a file after every plan,
-and a run that was stopped goes on from there.
+Prompts are always prefilled in the highest precision and their continuations decoded by the plan, so that
+only decoding differs from plan to plan. Results are saved after every plan, and an interrupted run resumes
+from them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from flexquant.evaluation.text import hash_text, read_rows
 from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.deriving import add_derivations
-from flexquant.policy.rules import SCHEMA as POLICY_SCHEMA
 from flexquant.policy.rules import Policy
+from flexquant.policy.schema import SCHEMA as POLICY_SCHEMA
 from flexquant.sensitivity.plans import Layers, all_in, describe, rule_use, with_layer
 
 if TYPE_CHECKING:
@@ -36,22 +36,21 @@ if TYPE_CHECKING:
 
 SCHEMA = "flexquant.sensitivity/v2"
 Measure = Callable[[Layers], list[float]]
-"""Returns a plan's mean KL divergence of every row to the reference, in nats a token."""
+"""Returns the mean KL divergence of every row to the reference under a plan, in nats a token."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is measured: plans of a merged checkpoint, on rows of a text, against a reference."""
+    """The inputs of a measurement: plans of a merged checkpoint, rows of a text and a reference."""
 
     subject: Subject
     variants: Mapping[str, Policy]
-    """Those that layers may be in, by name, with the policy that runs every pass in it; the most precise
-    first, which also prefills."""
+    """Variant -> policy that runs every pass in it; the most precise variant comes first, and prefills."""
     text: Path
     reference: str | None
     """Folder or Hugging Face id of the 16-bit model; None: the most precise variant is the reference."""
     settings: Settings
-    """With one batch size."""
+    """Settings with a single batch size."""
 
     @classmethod
     def of(
@@ -62,7 +61,7 @@ class Study:
         reference: str | None,
         settings: Settings,
     ) -> Study:
-        """Return the study; raise FlexQuantError for rows too long, and another model's reference."""
+        """Return the study; raise FlexQuantError for rows too long and a reference of another model."""
         subject.check_length(settings.row_tokens, "a prompt and its continuation")
         if reference is not None:
             subject.check_reference(reference)
@@ -81,7 +80,7 @@ class Study:
         return [all_in(variant, self.subject.num_layers) for variant in self.variants]
 
     def leaving(self, variant: str) -> list[Layers]:
-        """Return every plan in which one layer alone is in another variant than this one."""
+        """Return every plan that runs all layers but one in this variant."""
         number = self.subject.num_layers
         return [
             with_layer(all_in(variant, number), layer, other)
@@ -91,7 +90,7 @@ class Study:
         ]
 
     def described(self) -> dict[str, Any]:
-        """Return what a file of results is of, as data that JSON can hold."""
+        """Return the study's inputs as JSON-able data; a file of results records them."""
         return {
             "schema": SCHEMA,
             "checkpoint": folder_label(self.subject.folder),
@@ -104,12 +103,12 @@ class Study:
         }
 
     def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Measure layer by layer what ``file`` does not hold yet; return the document that it holds then.
+        """Measure each layer alone, unless ``file`` has the plan already; return the document in ``file``.
 
-        ``kl`` of the document holds by plan (:func:`flexquant.sensitivity.plans.describe`) the mean KL
+        The document's ``kl`` maps a plan (:func:`flexquant.sensitivity.plans.describe`) to the mean KL
         divergence of every row to the reference, in nats a token. ``progress`` gets a line for every plan.
-        Raises FlexQuantError for a text that is too short, and for a file of another study unless it may be
-        overwritten.
+        Raises FlexQuantError for a text that is too short, and for a file of another study unless
+        ``overwrite`` is set.
         """
         *_, lowest = self.variants
         plans = [*self.alone(), *self.leaving(self.highest), *self.leaving(lowest)]
@@ -124,7 +123,7 @@ class Study:
         plans: Sequence[Layers],
         progress: Callable[[str], None],
     ) -> None:
-        """Measure, by what :meth:`measuring` yields, those plans that its document does not hold yet."""
+        """Measure the plans that the document lacks, with what :meth:`measuring` yields."""
         missing = [plan for plan in plans if describe(plan) not in document["kl"]]
         for number, plan in enumerate(missing, 1):
             progress(f"{describe(plan)} ({len(plans) - len(missing) + number} of {len(plans)})")
@@ -134,9 +133,9 @@ class Study:
     def measuring(
         self, file: Path, *, overwrite: bool, progress: Callable[[str], None]
     ) -> Iterator[tuple[dict[str, Any], Measure]]:
-        """Yield the document of ``file``, and what measures a plan and keeps it there.
+        """Yield the document of ``file``, and a function that measures a plan and saves it there.
 
-        The engine is started by the first plan that the document does not hold.
+        The first plan that the document lacks starts the engine.
         """
         prepare_environment()
         rows = read_rows(self.text, self.subject.tokenizer, self.settings)
@@ -159,7 +158,7 @@ class Study:
 
     @contextmanager
     def _scoring(self, rows: list[list[int]], progress: Callable[[str], None]) -> Iterator[Measure]:
-        """Yield what scores a plan on an engine with all variants, after the reference has been scored."""
+        """Score the reference, then yield a function that scores a plan on an engine with all variants."""
         (batch_size,) = self.settings.batch_sizes
         options = engine_options(batch_size, self.settings.prompt_tokens, self.settings.row_tokens)
         with tempfile.TemporaryDirectory(prefix="flexquant-sensitivity-") as folder:
@@ -169,7 +168,7 @@ class Study:
                 progress(f"the reference {self.reference}")
                 with engine(self.reference, **options) as llm:
                     self._score(llm, rows, scores, store_in=stored)
-            # Eager on every device: a compiled engine builds no plans that its policy has not.
+            # Run eagerly on every device: a compiled engine has no plans but those of its policy.
             policy = Path(folder, "policy.json")
             policy.write_text(json.dumps(self._policy_that_loads()))
             eager = {**options, "enforce_eager": True}
@@ -215,12 +214,12 @@ class Study:
             partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     def _policy(self, use: Any) -> dict[str, Any]:
-        """Return the policy that decodes by a plan."""
+        """Return the policy that decodes by a plan, given as a rule's ``use``."""
         prefill = {"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}
         return self._with_rules([prefill, {"use": use}])
 
     def _policy_that_loads(self) -> dict[str, Any]:
-        """Return a policy for the start, under which an engine loads all layers of every variant."""
+        """Return the policy to start with, which makes an engine load all layers of every variant."""
         *few, last = self.variants
         rules = [{"when": {"tokens": {"max": tokens}}, "use": use} for tokens, use in enumerate(few, 1)]
         return self._with_rules([*rules, {"use": last}])

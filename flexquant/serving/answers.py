@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from flexquant.policy.rules import Phase
+from flexquant.policy.schema import Phase
 
 
 class Answer(BaseModel):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy.moments import CALM, Moment
-from flexquant.policy.rules import Phase
+from flexquant.policy.schema import Phase
 from flexquant.serving.vllm_api import subclass_attention_backend
 
 if TYPE_CHECKING:

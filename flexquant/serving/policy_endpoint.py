@@ -24,7 +24,8 @@ from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from vllm.logger import init_logger
 
 from flexquant.errors import FlexQuantError
-from flexquant.policy.rules import MAX_RULES, SCHEMA, Policy, parse_policy_text
+from flexquant.policy.rules import Policy, parse_policy_text
+from flexquant.policy.schema import SCHEMA, inlined_json_schema
 from flexquant.serving.answers import PolicyChange, refusals
 from flexquant.serving.endpoints import STATUS_TIMEOUT, ask_ranks, authorise_admin
 
@@ -43,21 +44,7 @@ REFUSALS = refusals(
     _413=f"The body has more than {MAX_BYTES} bytes.",
     _422="The body is no policy, or the name is not printable.",
 )
-DOCUMENT = {
-    "type": "object",
-    "required": ["schema", "rules"],
-    "properties": {
-        "schema": {"const": SCHEMA},
-        "rules": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": MAX_RULES,
-            "items": {"type": "object", "required": ["use"]},
-        },
-    },
-    "examples": [{"schema": SCHEMA, "rules": [{"use": "w8a8"}]}],
-}
-"""What the OpenAPI schema says of a policy; all of it is in :mod:`flexquant.policy.rules`."""
+DOCUMENT = inlined_json_schema() | {"examples": [{"schema": SCHEMA, "rules": [{"use": "w8a8"}]}]}
 
 _one_at_a_time = asyncio.Lock()
 

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
-from flexquant.policy.rules import PHASES
+from flexquant.policy.schema import PHASES
 from flexquant.serving.vllm_api import get_pp_group, get_tp_group, get_world_group
 
 logger = init_logger("vllm.flexquant.ranks")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flexquant import __version__
-from flexquant.policy.rules import PHASES
+from flexquant.policy.schema import PHASES
 from flexquant.serving.linear_kernels import kernel_names
 
 if TYPE_CHECKING:

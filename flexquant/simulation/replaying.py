@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The clock of a simulation: pass after pass until every request of the trace is served.
+"""Run a simulation's clock, pass after pass until every request of the trace is served.
 
-Rules that ask for ``since_prompt`` are followed. A policy's trigger is taken for off all the time, since a
-simulation has no logits: passes with ``unsure: true`` do not happen.
+Rules with ``since_prompt`` are followed. A simulation has no logits, so a policy's trigger is always off, and
+rules with ``unsure: true`` match no pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from flexquant.policy.moments import Moment, count_since_prompt
 from flexquant.policy.routes import RouteTable
-from flexquant.policy.rules import Phase
+from flexquant.policy.schema import Phase
 from flexquant.simulation.pass_cost import PassCost
 from flexquant.simulation.scheduler import Batch, Limits, Scheduler, Sequence
 from flexquant.simulation.trace import Request
@@ -36,22 +36,23 @@ class TimedPass(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """What happened to a trace."""
+    """Result of replaying a trace."""
 
     passes: list[TimedPass]
-    """In order; they do not overlap."""
+    """All passes in order; they do not overlap."""
     sequences: list[Sequence]
-    """Served, in the order of the trace."""
+    """The served requests, in the order of the trace."""
     gaps: array[float]
-    """Seconds between any two consecutive tokens of a request, of all requests."""
+    """Seconds between consecutive tokens of a request, for all requests."""
 
 
 def replay(trace: list[Request], table: RouteTable, cost: PassCost, limits: Limits) -> Replay:
-    """Serve a trace; a pass begins when the one before has ended.
+    """Serve a trace; a pass begins when the pass before has ended.
 
-    It holds the requests that were there by then, or with asynchronous scheduling when the one before began.
-    What a server does between passes, and a client around them, takes no time unless the times of passes
-    include it. Raises FlexQuantError for a request that the KV cache cannot hold.
+    A pass can hold the requests that have arrived by then; with asynchronous scheduling, those that had
+    arrived when the pass before began. The server's work between passes and the client's work take no time,
+    unless the times of passes include them. Raises FlexQuantError for a request that the KV cache cannot
+    hold.
     """
     for number, request in enumerate(trace, 1):
         limits.check_fits(request, number)
@@ -99,7 +100,7 @@ def _timed(
 
 
 def phase_of(batch: Batch) -> Phase:
-    """Return what a pass holds, told as :mod:`flexquant.serving.forward_pass` does: by tokens a sequence."""
+    """Return a pass's phase by its tokens per sequence, as :mod:`flexquant.serving.forward_pass` does."""
     lengths = {chunk.tokens for chunk in batch}
     if lengths == {1}:
         return "decode"
@@ -107,5 +108,5 @@ def phase_of(batch: Batch) -> Phase:
 
 
 def holds_prompt(batch: Batch) -> bool:
-    """Return whether some of a pass's tokens are a prompt's."""
+    """Return whether a pass computes tokens of a prompt."""
     return any(chunk.context < chunk.sequence.request.input for chunk in batch)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The files that a tuning run writes: the policy as commented YAML, a plot, and samples meanwhile."""
+"""Write the files of a tuning run: the policy as commented YAML, a plot, and samples while it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
 from flexquant.policy.deriving import add_derivations
 from flexquant.policy.pass_times import PassTimes
-from flexquant.policy.rules import SCHEMA, Policy, parse_policy
+from flexquant.policy.rules import Policy, parse_policy
+from flexquant.policy.schema import SCHEMA
 from flexquant.policy.times_table import UNITS, format_times
 from flexquant.tuning.deciding import Decision
 from flexquant.tuning.plot import save_plot
@@ -26,10 +27,10 @@ class Output:
 
     policy: Path
     overwrite: bool = False
-    """Whether the policy and the plot may be there already."""
+    """Whether an existing policy and plot may be replaced."""
 
     def __post_init__(self) -> None:
-        """Raise :class:`UsageError` for files that cannot or must not be written."""
+        """Raise :class:`UsageError` for paths that cannot or must not be written."""
         if self.policy.suffix not in (".yaml", ".yml"):
             raise UsageError(f"the output '{self.policy}' is no policy file; end its name in .yaml")
         for file in (self.policy, self.plot):
@@ -44,31 +45,31 @@ class Output:
 
     @property
     def sensitivity(self) -> Path:
-        """What plans lose, where the policy may lose no more than so much."""
+        """The file of measured losses of plans, for a policy whose loss is limited."""
         return self.policy.with_suffix(".sensitivity.json")
 
     @property
     def samples(self) -> Path:
-        """The file in which an unfinished run keeps what it has measured; it is removed at the end."""
+        """The file in which an unfinished run keeps its samples; it is removed at the end."""
         return self.policy.with_name(self.policy.name + ".samples.json")
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a run has decided."""
+    """Result of a run."""
 
     document: dict[str, Any]
-    """The policy."""
+    """The policy as data."""
     decision: Decision
     times: PassTimes
     notes: list[str]
-    """Sentences for the user: what was measured where, crossovers, what was left out and why."""
+    """Sentences for the user: where the times were measured, crossovers, what was left out and why."""
 
 
 def policy_document(
     decision: Decision, candidates: Mapping[str, Policy], times: PassTimes, goal: str
 ) -> dict[str, Any]:
-    """Return the policy as data; ``candidates`` tell how derived variants are derived."""
+    """Return the policy as data; ``candidates`` hold the derivations of derived variants."""
     description = {"schema": SCHEMA, "description": f"tuned for {goal}: {describe(decision)}"}
     document = {
         **add_derivations(description, decision.variants, candidates),
@@ -80,9 +81,10 @@ def policy_document(
 
 
 def write_files(output: Output, tuned: Tuned, title: str) -> list[Path]:
-    """Write the policy and, if matplotlib is there, the plot under ``title``; return their paths.
+    """Write the policy and, if matplotlib is installed, the plot with ``title``; return their paths.
 
-    The policy comes below the notes and a table of the times. Both appear when both are written.
+    In the policy's file, comments with the notes and a table of the times come first. Both files appear once
+    both are complete.
     """
     comments = [*tuned.notes, "", *format_times(tuned.times, tuned.decision.variant)]
     text = "\n".join(f"# {line}".rstrip() for line in comments)
@@ -110,7 +112,7 @@ def describe(decision: Decision) -> str:
 
 
 def _rules(decision: Decision) -> list[dict[str, Any]]:
-    """Return the rules: decode by batch size, all other passes by tokens."""
+    """Return the rules: for decode by batch size, for all other passes by tokens."""
     if len(decision.variants) == 1:
         return [{"use": decision.variants[0]}]
     rules: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What reads files of others: each either understands what it is given, or raises FlexQuantError."""
+"""The readers of other people's files: each understands what it is given, or raises FlexQuantError."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from flexquant.checkpoint.safetensors_io import read_header
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
-from flexquant.policy.rules import PHASES, parse_policy, parse_policy_text
+from flexquant.policy.rules import parse_policy, parse_policy_text
+from flexquant.policy.schema import PHASES
 from flexquant.prediction.device import parse_device
 from flexquant.quantization.recipe import parse_recipe
 from tests.fuzz.checkpoint_files import write_folder
@@ -29,7 +30,7 @@ SHARD = "model-00001-of-00002.safetensors"
 
 
 def _folder() -> Path:
-    """Files are written to memory where the system has a folder for that."""
+    """Return a temporary folder, in memory where the system has a folder for that."""
     memory = Path("/dev/shm")
     folder = tempfile.mkdtemp(prefix="flexquant-fuzz-", dir=memory if os.access(memory, os.W_OK) else None)
     return Path(folder)
@@ -44,7 +45,7 @@ def _write(name: str, content: bytes) -> Path:
 
 
 def policy(data: bytes) -> None:
-    """A policy file, and the routes that it gives."""
+    """Read a policy file, and compute the routes that it gives."""
     parsed = parse_policy_text(data, "fuzz.yaml", "fuzz")
     again = parse_policy(json.loads(json.dumps(parsed.document)))
     assert (again.rules, again.trigger) == (parsed.rules, parsed.trigger)
@@ -56,17 +57,17 @@ def policy(data: bytes) -> None:
 
 
 def recipe(data: bytes) -> None:
-    """A recipe file."""
+    """Read a recipe file."""
     parse_recipe(data, "fuzz.yaml", "fuzz")
 
 
 def device(data: bytes) -> None:
-    """A device file."""
+    """Read a device file."""
     parse_device(data, "fuzz.yaml", "fuzz")
 
 
 def merged_config(data: bytes) -> None:
-    """The config.json of a merged checkpoint, its stored policy included."""
+    """Read the config.json of a merged checkpoint, its stored policy included."""
     _write(CONFIG_FILE, data)
     config, layers = read_merged_config(FOLDER)
     if config.policy is not None:
@@ -75,14 +76,14 @@ def merged_config(data: bytes) -> None:
 
 
 def safetensors_header(data: bytes) -> None:
-    """A safetensors file."""
+    """Read a safetensors file."""
     path = _write("fuzz.safetensors", data)
     refs = read_header(path)
     assert sum(ref.nbytes for ref in refs.values()) <= len(data)
 
 
 def safetensors_index(data: bytes) -> None:
-    """The index of a checkpoint in shards, beside two sound shards of it."""
+    """Read the index of a checkpoint in shards, beside two sound shards of it."""
     if not (FOLDER / SHARD).exists():
         header = json.dumps({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode()
         _write(SHARD, len(header).to_bytes(8, "little") + header + b"\0\0")
@@ -96,14 +97,14 @@ def safetensors_index(data: bytes) -> None:
 
 
 def sources(data: bytes) -> None:
-    """Two variants to merge: one checkpoint twice, and one beside a sound one."""
-    from flexquant.merge import merge_checkpoints  # torch, which the others do without
+    """Merge two variants: one checkpoint twice, and one beside a sound one."""
+    from flexquant.merge import merge_checkpoints  # imports torch, which the other targets do without
     from flexquant.prediction.model_shape import read_model_shape
 
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
-        return  # files that are no JSON are other targets' inputs
+        return  # other targets are given files that are no JSON
     whole = json.loads(sound("sources")[0])
     folders = {name: FOLDER / name for name in ("w8a8", "w4a16")}
     write_folder(folders["w4a16"], document)
@@ -115,7 +116,7 @@ def sources(data: bytes) -> None:
 
 
 def yaml_document(data: bytes) -> None:
-    """Any YAML."""
+    """Read any YAML."""
     from_yaml(data, "fuzz.yaml", "document", ("schema",))
 
 
@@ -136,6 +137,6 @@ TARGETS: dict[str, Target] = {
 
 
 def try_out(target: Target, data: bytes) -> Any:
-    """Run a target; an exception other than FlexQuantError is a finding."""
+    """Run a target; any exception but FlexQuantError is a finding."""
     with suppress(FlexQuantError):
         target(data)

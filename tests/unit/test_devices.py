@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from flexquant.documents.schema import read_section
 from flexquant.documents.yaml_document import from_data
 from flexquant.errors import FlexQuantError
-from flexquant.policy.pass_times import read_pass_times
+from flexquant.policy.pass_times import pass_times
+from flexquant.policy.schema import MeasuredSection
 from flexquant.prediction.device import Device, builtin_devices, load_device
 from flexquant.prediction.linears import Linear
 from flexquant.prediction.model_shape import read_model_shape
@@ -143,7 +145,7 @@ def test_every_shipped_device_predicts(merged: Path, merged_fp8: Path, name: str
             assert values[0] > 0 and values == sorted(values)
             assert all(time.low == time.median == time.high for time in curve.values())
     document = from_data({"measured": times.to_data()}, "prediction", "policy")
-    again = read_pass_times(document.data["measured"], ("measured",), document)
+    again = pass_times(read_section(MeasuredSection, document, ("measured",)))
     assert again.decode[eight][8].median == pytest.approx(times.decode[eight][8].median, rel=1e-3)
 
 

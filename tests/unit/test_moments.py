@@ -16,7 +16,8 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.moments import CALM, Moment, Span, count_since_prompt
 from flexquant.policy.route_changes import route_changes
 from flexquant.policy.routes import RouteTable, build_route_table, matching_rules
-from flexquant.policy.rules import PHASES, Policy, Rule, load_policy, parse_policy
+from flexquant.policy.rules import Policy, Rule, load_policy, parse_policy
+from flexquant.policy.schema import PHASES
 from tests.policies import FLOOR
 
 VARIANTS = ("w8a8", "w4a16", "fp8")
@@ -121,7 +122,7 @@ def test_a_rule_of_all_moments_is_reached_only_where_one_is_left():
 
 
 def draw_rule(draw: random.Random) -> dict[str, Any]:
-    """A rule for decode whose ranges end at 4."""
+    """Draw a rule for decode whose ranges end at 4."""
     asked: dict[str, Any] = {}
     for key in draw.sample(["tokens", "batch_size", "since_prompt"], draw.randint(1, 3)):
         low, high = sorted(draw.randint(1, 4) for _ in range(2))
@@ -137,7 +138,7 @@ def rule_alone(entry: dict[str, Any]) -> Rule:
 
 
 def test_unreachable_rules_are_those_that_no_pass_reaches():
-    """Against a look at every pass, for rules drawn at random."""
+    """A look at every pass says the same, for rules drawn at random."""
     draw, refused = random.Random(5), 0
     passes = [
         (tokens, batch, Moment(n, unsure))
@@ -179,7 +180,7 @@ def test_every_pass_that_another_policy_changes_is_told_with_its_moment(before, 
 
 
 def holds(name: str, since_prompt: int, unsure: bool) -> bool:
-    """Whether a span has this moment, by its name."""
+    """Return whether a span has this moment, by the moment's name."""
     for part in filter(None, name.split(", ")):
         if part in ("sure", "unsure"):
             if unsure != (part == "unsure"):

@@ -14,7 +14,8 @@ import pytest
 from flexquant.errors import FlexQuantError
 from flexquant.policy.choose import DEFAULT_POLICY
 from flexquant.policy.ranges import Bounds
-from flexquant.policy.rules import SCHEMA, builtin_policies, load_policy, parse_policy, parse_policy_text
+from flexquant.policy.rules import builtin_policies, load_policy, parse_policy, parse_policy_text
+from flexquant.policy.schema import SCHEMA
 from tests import programs, readme
 from tests.policies import rules
 

@@ -10,7 +10,8 @@ import pytest
 
 from flexquant.policy.route_changes import route_changes
 from flexquant.policy.routes import RouteTable, build_route_table
-from flexquant.policy.rules import PHASES, builtin_policies, load_policy, parse_policy
+from flexquant.policy.rules import builtin_policies, load_policy, parse_policy
+from flexquant.policy.schema import PHASES
 
 TOKENS = 96
 

@@ -8,7 +8,8 @@ import pytest
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import Plan, RouteTable, build_route_table
-from flexquant.policy.rules import PHASES, Policy, load_policy, parse_policy
+from flexquant.policy.rules import Policy, load_policy, parse_policy
+from flexquant.policy.schema import PHASES
 
 VARIANTS = ("w8a8", "w4a16")
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.policy.rules import SCHEMA, parse_policy
+from flexquant.policy.rules import parse_policy
+from flexquant.policy.schema import SCHEMA
 from flexquant.search.budget import Budget, Measured, front
 from flexquant.search.chain import beside, greedy_chain
 from flexquant.search.report import policy_document
@@ -31,7 +32,7 @@ def test_the_chain_raises_the_layer_that_costs_most_first() -> None:
 
 
 def test_of_three_variants_a_layer_takes_what_wins_most_for_its_time() -> None:
-    # w4a8 wins half of what w8a8 wins for a tenth of its time; the second layer wins in w8a8 alone.
+    # w4a8 wins half of what w8a8 wins for a tenth of its time; the second layer wins only in w8a8.
     costs = {(0, LOW): 0.2, (0, MIDDLE): 0.1, (1, LOW): 0.6, (1, MIDDLE): 0.6}
     chain = greedy_chain(
         lambda layer, variant: costs[layer, variant], {HIGH: 0.03, MIDDLE: 0.021, LOW: 0.02}, 2

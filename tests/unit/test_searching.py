@@ -17,7 +17,7 @@ from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
 from flexquant.merge import merge_checkpoints
-from flexquant.policy.rules import SCHEMA
+from flexquant.policy.schema import SCHEMA
 from flexquant.search.budget import Budget, Measured, front
 from flexquant.search.limiting import limit_loss
 from flexquant.search.searching import Found, Search
@@ -31,9 +31,9 @@ from tests.pass_times import CROSSED, make_times
 
 LAYERS = 4
 COSTS = (0.01, 0.08, 0.04, 0.02)
-"""What each layer costs in W4A16; those of several add up, but for the first two, which cost double."""
+"""Cost of each layer in W4A16; costs of several layers add up, but the first two together cost double."""
 TIMES = make_times(CROSSED)
-"""A decode pass takes 10 ms in W8A8 and 4 ms in W4A16."""
+"""Pass times: a decode pass takes 10 ms in W8A8 and 4 ms in W4A16."""
 
 
 def kl(plan: Layers) -> float:
@@ -42,7 +42,7 @@ def kl(plan: Layers) -> float:
 
 
 def plan(text: str) -> Layers:
-    """The plan of one letter a layer: ``H`` for W8A8."""
+    """Return the plan of one letter a layer: ``H`` for W8A8."""
     return tuple("w8a8" if letter == "H" else "w4a16" for letter in text)
 
 
@@ -65,7 +65,7 @@ def study(merged: Path, tmp_path: Path) -> Study:
 
 @pytest.fixture
 def file(study: Study, tmp_path: Path) -> Path:
-    """The results of all plans."""
+    """Return a file with the results of all plans."""
     rows = {describe(p): [kl(p)] * 2 for p in product(("w8a8", "w4a16"), repeat=LAYERS)}
     (tmp_path / "sensitivity.json").write_text(json.dumps({**study.described(), "kl": rows}))
     return tmp_path / "sensitivity.json"
@@ -92,7 +92,7 @@ def test_plans_beside_the_one_that_keeps_to_the_loss_are_measured_too(search: Ca
 
 
 def test_a_slowdown_is_one_above_the_fastest_variant(search: Callable[..., Found]) -> None:
-    # Each raised layer takes 1.5 ms more than the 4 ms of all in W4A16.
+    # Each raised layer adds 1.5 ms to the 4 ms of a pass in W4A16.
     assert search(Budget(max_slowdown=0.8)).chosen.layers == plan("LHHL")
     assert search(Budget(max_slowdown=0)).chosen.layers == plan("LLLL")
 

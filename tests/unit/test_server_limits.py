@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.simulation import limits_of
 from benchmarks.speed.servers import ServerOptions
-from flexquant.policy.rules import SCHEMA, parse_policy
+from flexquant.policy.rules import parse_policy
+from flexquant.policy.schema import SCHEMA
 from flexquant.simulation.pass_cost import PassCost
 from flexquant.simulation.replaying import replay
 from flexquant.simulation.scheduler import Limits
@@ -37,7 +38,7 @@ def test_passes_are_padded_to_the_next_capture_size() -> None:
     limits = Limits(capture_sizes=(1, 2, 4, 8, 16))
     assert [limits.padded(n) for n in (1, 3, 8, 9, 16, 17)] == [1, 4, 8, 16, 16, 17]
     assert Limits().padded(3) == 3
-    # 10 ms a sequence, 1 ms a token: 3 prompts of 3 tokens, then 3 sequences in the graph of 4.
+    # A sequence takes 10 ms, a token 1 ms: 3 prompts of 3 tokens, then 3 sequences in the graph of 4.
     assert passes(run_trace([Request(0, 3, 2)] * 3, limits)) == [
         (0, 16, "prefill", 9, 3),
         (16, 40, "decode", 3, 3),
@@ -123,7 +124,7 @@ def test_given_limits_are_kept() -> None:
 
 
 def test_limits_are_those_of_the_server() -> None:
-    # One block is padding's.
+    # vLLM keeps one block for padding.
     options = ServerOptions(100, 8, eager=False, kv_cache_gib=1, memory_share=0.9)
     assert limits_of(options, 2048, 70, None) == Limits(2048, 8, 69 * 128, 128)
     limits = limits_of(options, 2048, 71, "NVIDIA H20")

@@ -14,7 +14,8 @@ import pytest
 from flexquant import cli
 from flexquant.checkpoint.merged_config import MergedConfig, Variant
 from flexquant.errors import FlexQuantError
-from flexquant.policy.rules import SCHEMA, load_policy, parse_policy
+from flexquant.policy.rules import load_policy, parse_policy
+from flexquant.policy.schema import SCHEMA
 from flexquant.prediction.model_shape import read_model_shape
 from flexquant.simulation.arrivals import make_trace
 from flexquant.simulation.pass_cost import PassCost
@@ -69,7 +70,7 @@ def test_the_batch_size_decides_by_the_number_of_sequences() -> None:
 
 def test_the_first_passes_after_a_prompt_take_the_rule_for_them(tmp_path: Path) -> None:
     (tmp_path / "floor.yaml").write_text(FLOOR)
-    # The second prompt has one token: the pass that computes it is one of decode, the first after a prompt.
+    # The second prompt has one token: a decode pass computes it, the first pass after a prompt.
     trace = [Request(0, 5, 9), Request(0.0265, 1, 1)]
     result = run_trace(trace, Limits(), str(tmp_path / "floor.yaml"), make_times(CROSSED))
     assert [(p.plan, p.sequences) for p in result.passes] == [
@@ -113,7 +114,7 @@ def test_a_derived_variant_needs_times_of_its_own() -> None:
 
 @pytest.fixture
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A policy file with the crossed times, and the one subcommand."""
+    """Return a policy file with the crossed times, and load only the one subcommand."""
     monkeypatch.setattr(cli, "SUBCOMMANDS", ("simulate",))
     document = {**load_policy("phase").document, "measured": make_times(CROSSED).to_data()}
     path = tmp_path / "tuned.yaml"
@@ -166,7 +167,7 @@ def test_cli_takes_the_times_and_the_policy_stored_in_the_model(
 
 @pytest.fixture
 def merged(merged: Path) -> str:
-    """As an argument of the command line."""
+    """Return the merged checkpoint as an argument of the command line."""
     return str(merged)
 
 
@@ -278,7 +279,7 @@ def test_times_of_the_first_policy_that_has_some(tuned: str) -> None:
 
 
 def test_a_real_server_took_as_long_as_simulated() -> None:
-    """The committed rounds of benchmarks/simulation.py: means within 20 % of what the client measured."""
+    """In the committed rounds of benchmarks/simulation.py, means are within 20 % of the client's."""
     document = json.loads((RESULTS / "simulation-cpu.json").read_text())
     assert list(document["results"]) == ["phase-batch", "w8a8", "w4a16"]
     for rounds in document["results"].values():

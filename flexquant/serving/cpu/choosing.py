@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 
 from flexquant.documents.digest import digest_of
 from flexquant.policy.routes import RouteTable
-from flexquant.policy.rules import PHASES
+from flexquant.policy.schema import PHASES
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.cpu.kernels import REPLACED
 from flexquant.serving.cpu.remembering import find_fastest

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Documents described by pydantic models, with messages that name file, line, what is allowed and what to do.
+
+A mapping of a document is a :class:`Section`: its fields are the keys. A field says with :func:`says` what a
+wrong value is answered with. From the same models comes the JSON Schema for editors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
+
+from flexquant.documents.yaml_document import Document, KeyPath, show
+
+
+class Problem(ValueError):
+    """What a validator raises; ``at`` leads from what is validated to the wrong place."""
+
+    def __init__(self, text: str, at: Sequence[str | int] = ()) -> None:
+        super().__init__(text)
+        self.at = tuple(at)
+
+
+def says(advice: str, whole: bool = False) -> WrapValidator:
+    """Answer a wrong value with ``is VALUE; ADVICE``.
+
+    What is wrong inside of a value gets its own message, unless the advice is for the ``whole`` of it. Null
+    is always wrong: a key that has a default can be left out.
+    """
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            if value is not None:
+                return handler(value)
+        except ValidationError as e:
+            own = [error for error in e.errors() if error["type"] == "value_error"]
+            if not whole and (own or any(error["loc"] for error in e.errors())):
+                raise
+        raise Problem(f"is {show(value)}; {advice}")
+
+    return WrapValidator(validate)
+
+
+POSITIVE = "give a whole number of at least 1"
+Positive = Annotated[int, Field(strict=True, ge=1), says(POSITIVE)]
+"""A whole number of at least 1."""
+OptionalPositive = Annotated[Positive | SkipJsonSchema[None], says(POSITIVE)]
+"""The same, for a field whose default is None."""
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True), says("give a number of at least 0")]
+"""A number of at least 0."""
+
+
+class Section(BaseModel):
+    """A mapping of a document. It has all keys that the fields require, and no others."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_by_name=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, value: Any) -> Any:
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        required = [key for key, field in fields.items() if field.is_required()]
+        allowed = ", ".join([*required, *(key for key in fields if key not in required)])
+        if not isinstance(value, dict):
+            raise Problem(f"is {show(value)}; give a mapping with the keys {allowed}")
+        for key in value:
+            if key not in fields:
+                raise Problem(f"is an unknown key; the allowed ones here are {allowed}", [key])
+        for key in required:
+            if key not in value:
+                raise Problem(f"lacks the key '{key}'; add it (allowed here: {allowed})")
+        return value
+
+
+S = TypeVar("S", bound=Section)
+
+
+def read_section(section: type[S], document: Document, path: KeyPath = ()) -> S:
+    """Return what lies at ``path`` of a document; raise FlexQuantError for the first thing that is wrong."""
+    value = document.data
+    for part in path:
+        value = value[part]
+    try:
+        return section.model_validate(value)
+    except ValidationError as e:
+        error = e.errors(include_url=False)[0]
+        found = error.get("ctx", {}).get("error")
+        at = found.at if isinstance(found, Problem) else ()
+        document.fail((*path, *_path_in(value, error["loc"]), *at), str(found or error["msg"]))
+
+
+def _path_in(value: Any, loc: Sequence[str | int]) -> KeyPath:
+    """Return the keys and indices of a location of pydantic's, which also names the branches of unions."""
+    path: list[str | int] = []
+    for part in loc:
+        if isinstance(value, dict) and part in value or isinstance(value, list) and isinstance(part, int):
+            path.append(part)
+            value = value[part]  # type: ignore[index]
+    return tuple(path)

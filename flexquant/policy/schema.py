@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The keys of a policy document, schema ``flexquant.policy/v1``.
+
+From these models comes the JSON Schema with which editors complete and check a policy: `flexquant policy
+schema` prints it, and ``policy.schema.json`` lies beside the built-in policies.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from flexquant.checkpoint.merged_config import VARIANT_NAME, check_variant_name
+from flexquant.documents.schema import Number, OptionalPositive, Positive, Problem, Section, says
+from flexquant.documents.yaml_document import show
+from flexquant.errors import FlexQuantError
+from flexquant.policy.trigger import AGGREGATES, SIGNALS, Aggregate, Signal
+
+SCHEMA: Literal["flexquant.policy/v1"] = "flexquant.policy/v1"
+MAX_RULES = 64
+LAYERS = re.compile(r"(0|-?[1-9]\d*)(?:-(0|-?[1-9]\d*))?")
+MAX_PATTERN = 100_000
+Phase = Literal["prefill", "decode", "mixed"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+"""A pass of prompt chunks only; of sequences in generation only; of both."""
+Activations = Literal["int8", "fp8"]
+IN_DECODE = {
+    "batch_size": "use 'tokens' instead",
+    "since_prompt": "add 'phase: decode'",
+    "unsure": "add 'phase: decode'",
+}
+"""Conditions of decode rules only, and what to do in other rules."""
+
+
+def _check_name(name: str) -> str:
+    try:
+        check_variant_name(name)
+    except FlexQuantError as e:
+        raise Problem(f"is wrong: {e}") from e
+    return name
+
+
+def _check_layers(text: str) -> str:
+    match = LAYERS.fullmatch(text)
+    if match is None:
+        raise Problem('does not name layers; write a number or a range such as "5", "0-3" or "-4--1"')
+    first = int(match[1])
+    last = first if match[2] is None else int(match[2])
+    if first > last and (first < 0) == (last < 0):
+        raise Problem(f'runs backwards; write "{last}-{first}"')
+    return text
+
+
+def _check_size(text: str) -> str:
+    if not text.isdecimal() or int(text) < 1:
+        raise Problem("is not a size; give whole numbers of at least 1 as keys")
+    return text
+
+
+Variant = Annotated[
+    str,
+    AfterValidator(_check_name),
+    Field(strict=True, json_schema_extra={"pattern": f"^{VARIANT_NAME.pattern}$"}),
+    says("give the name of a variant, e.g. w8a8"),
+]
+LayersKey = Annotated[
+    str, AfterValidator(_check_layers), Field(json_schema_extra={"pattern": f"^({LAYERS.pattern})$"})
+]
+SizeKey = Annotated[str, AfterValidator(_check_size), Field(json_schema_extra={"pattern": "^[1-9][0-9]*$"})]
+
+
+NOT_EMPTY = ConfigDict(json_schema_extra={"minProperties": 1})
+KEYS_AS_GIVEN = {"additionalProperties": False}
+"""In the JSON Schema of a mapping: all keys match the pattern of its keys."""
+
+
+class BoundsSection(Section):
+    """A range of whole numbers, both ends included."""
+
+    model_config = NOT_EMPTY
+
+    min: Positive = 1
+    max: OptionalPositive = None
+    """Without it there is no upper end."""
+
+    @model_validator(mode="after")
+    def _check(self) -> BoundsSection:
+        if not self.model_fields_set:
+            raise Problem("is empty; give min, max or both")
+        if self.max is not None and self.min > self.max:
+            raise Problem(f"has min {self.min} above max {self.max}; correct one of the two")
+        return self
+
+
+class When(Section):
+    """Which forward passes a rule takes; all conditions have to hold."""
+
+    model_config = NOT_EMPTY
+
+    phase: Annotated[
+        Phase | Annotated[list[Phase], Field(min_length=1)],
+        says(f"give one of {', '.join(PHASES)}, or a list of them", whole=True),
+    ] = list(PHASES)
+    """prefill: prompt chunks only; decode: sequences in generation only; mixed: both."""
+    batch_size: BoundsSection = BoundsSection.model_construct()
+    """Sequences of a decode pass."""
+    tokens: BoundsSection = BoundsSection.model_construct()
+    """Tokens of a pass, padding included."""
+    since_prompt: BoundsSection = BoundsSection.model_construct()
+    """Decode passes since the newest sequence's prompt was computed."""
+    unsure: Annotated[bool | None, Field(strict=True), says("give true or false", whole=True)] = None
+    """Whether the policy's trigger is on."""
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        names = [self.phase] if isinstance(self.phase, str) else self.phase
+        return tuple(phase for phase in PHASES if phase in names)
+
+    @model_validator(mode="after")
+    def _check(self) -> When:
+        if not self.model_fields_set:
+            raise Problem(f"is empty; give at least one of {', '.join(type(self).model_fields)}")
+        for key, advice in IN_DECODE.items():
+            if key in self.model_fields_set and self.phases != ("decode",):
+                raise Problem(
+                    f"is for a rule with 'phase: decode' only, but this one has {', '.join(self.phases)}; "
+                    f"{advice}",
+                    [key],
+                )
+        return self
+
+
+class Use(Section):
+    """A variant, and other variants for some layers."""
+
+    default: Variant
+    layers: Annotated[
+        dict[LayersKey, Variant],
+        Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
+        says('give a mapping from layers to variants, e.g. "0-3": w8a8'),
+    ]
+    """Layers by number or range, e.g. "0-3"; negative numbers count from the end."""
+
+
+class RuleSection(Section):
+    """The first rule that takes a pass decides."""
+
+    use: Annotated[
+        Annotated[Variant, Tag("<name>")] | Annotated[Use, Tag("<mapping>")],
+        Discriminator(lambda value: "<mapping>" if isinstance(value, dict) else "<name>"),
+    ]
+    """The variant that runs the pass, with others for some layers or without."""
+    when: When = When.model_construct()
+    """Every rule but the last has it."""
+
+
+class DerivedSection(Section):
+    """A variant that is computed from one of the checkpoint's while it is loaded."""
+
+    source: Variant = Field(alias="from")
+    """The variant whose INT4 weights it has."""
+    activations: Annotated[Activations, says(f"give one of {', '.join(get_args(Activations))}")]
+    """What activations are quantised to, per token."""
+
+
+class SignalSection(Section):
+    """A signal of the logits that turns the trigger on and off."""
+
+    signal: Annotated[Signal, says(f"give one of {', '.join(SIGNALS)}")]
+    """What is computed from the logits of each sequence."""
+    aggregate: Annotated[Aggregate, says(f"give one of {', '.join(AGGREGATES)}")]
+    """How the signals of a pass become one number."""
+    enter: Number
+    """Passes are unsure once the signal reaches this."""
+    leave: Annotated[Number | None, says("give a number of at least 0")] = None
+    """Passes are no longer unsure once the signal is below this; without it the same as `enter`."""
+    dwell: Positive = 1
+    """Least number of passes between two changes."""
+    quantile: Annotated[Number | None, says("give a number of at least 0")] = None
+    """Which quantile, from 0 to 1, with `aggregate: quantile`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SignalSection:
+        if self.leave is not None and self.leave > self.enter:
+            raise Problem(
+                f"is {self.leave}, above enter, which is {self.enter}; give at most that", ["leave"]
+            )
+        if self.aggregate != "quantile" and self.quantile is not None:
+            raise Problem(
+                f"is for 'aggregate: quantile', but this one is {self.aggregate}; remove it", ["quantile"]
+            )
+        if self.aggregate == "quantile" and self.quantile is None:
+            raise Problem("lacks the key 'quantile', which that aggregate needs; add one from 0 to 1")
+        if self.quantile is not None and self.quantile > 1:
+            raise Problem(f"is {self.quantile}; give a number from 0 to 1", ["quantile"])
+        return self
+
+
+class ScheduleSection(Section):
+    """Decode passes that are unsure by a pattern, which is repeated."""
+
+    schedule: Annotated[
+        str,
+        Field(pattern="^[01]+$", max_length=MAX_PATTERN, strict=True),
+        says(f'give 1 to {MAX_PATTERN} of the characters 0 and 1 in quotes, e.g. "1000"'),
+    ]
+    """A 1 for every pass that is unsure, a 0 for every other one."""
+
+
+class Experimental(Section):
+    """What may change or go."""
+
+    trigger: Annotated[
+        Annotated[SignalSection, Tag("<signal>")] | Annotated[ScheduleSection, Tag("<schedule>")],
+        Discriminator(
+            lambda value: "<schedule>" if isinstance(value, dict) and "schedule" in value else "<signal>"
+        ),
+    ]
+    """When decode passes are `unsure`."""
+
+
+def _check_times(times: list[float]) -> list[float]:
+    median, low, high = times
+    if not 0 < low <= median <= high:
+        raise Problem(f"is {show(times)}; give times above 0 with low <= median <= high")
+    return times
+
+
+TimeSection = Annotated[
+    Annotated[list[Number], Field(min_length=3, max_length=3)],
+    AfterValidator(_check_times),
+    says("give [median, low, high] in milliseconds"),
+]
+Curves = Annotated[
+    dict[
+        str,
+        Annotated[
+            dict[SizeKey, TimeSection],
+            Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
+            says("give a mapping from sizes to times"),
+        ],
+    ],
+    Field(min_length=1),
+    says("give a mapping from variants to their times"),
+]
+
+
+class MeasuredSection(Section):
+    """What passes took where the policy was tuned; `flexquant tune` writes it."""
+
+    origin: Annotated[dict[str, Any], says("give a mapping")]
+    """Machine, versions, date and command; or the device whose times were predicted."""
+    context: Positive
+    """Tokens of every sequence in the KV cache, in the decode passes."""
+    context_ns: Number
+    """Nanoseconds that one more token in the KV cache costs a pass."""
+    decode_ms: Curves
+    """Times by variant and sequences: median, smallest, largest; milliseconds."""
+    prefill_ms: Curves
+    """Times by variant and tokens: median, smallest, largest; milliseconds."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MeasuredSection:
+        if set(self.decode_ms) != set(self.prefill_ms):
+            raise Problem(
+                f"has the variants {', '.join(self.prefill_ms)}, but decode_ms {', '.join(self.decode_ms)}; "
+                "give both",
+                ["prefill_ms"],
+            )
+        return self
+
+
+def _check_count(rules: list[RuleSection]) -> list[RuleSection]:
+    if len(rules) > MAX_RULES:
+        raise Problem(f"has {len(rules)} rules; write at most {MAX_RULES}")
+    return rules
+
+
+class PolicySection(Section):
+    """A FlexQuant policy: which variant runs each forward pass."""
+
+    schema_: Annotated[Literal["flexquant.policy/v1"], says(f"this FlexQuant reads '{SCHEMA}' only")] = Field(
+        alias="schema"
+    )
+    rules: Annotated[
+        list[RuleSection],
+        Field(min_length=1, json_schema_extra={"maxItems": MAX_RULES}),
+        AfterValidator(_check_count),
+        says("give a list of at least one rule"),
+    ]
+    """The first rule that takes a pass decides; the last rule has no `when`."""
+    description: Annotated[str, Field(strict=True), says("give text, in quotes if need be")] = ""
+    derive: Annotated[
+        dict[Variant, DerivedSection],
+        says("give a mapping such as w4a8: {from: w4a16, activations: int8}"),
+    ] = {}
+    """Variants that are computed from the checkpoint's while they are loaded, by name."""
+    experimental: Experimental | None = None
+    measured: MeasuredSection | None = None
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a policy document."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **PolicySection.model_json_schema(by_alias=True),
+    }
+
+
+def inlined_json_schema() -> dict[str, Any]:
+    """Return the same without references, to be part of an OpenAPI document."""
+    schema = PolicySection.model_json_schema(by_alias=True)
+    definitions = schema.pop("$defs")
+
+    def inline(value: Any) -> Any:
+        if isinstance(value, list):
+            return [inline(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        name = value.get("$ref", "").removeprefix("#/$defs/")
+        parts = {**definitions[name], **value} if name else value
+        return {key: inline(item) for key, item in parts.items() if key != "$ref"}
+
+    inlined: dict[str, Any] = inline(schema)
+    return inlined
