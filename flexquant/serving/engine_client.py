@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+Answer = TypeVar("Answer")
 
 
 def serves_merged(engine: Any) -> bool:
@@ -22,14 +25,31 @@ def serves_merged(engine: Any) -> bool:
 async def ask_workers(engine: Any, method: str, *args: Any, timeout: float) -> list[Any]:
     """Return what every rank of every engine answers to a method of FlexQuant's worker extension.
 
-    ``timeout`` in seconds. Engines each answer between two of their own steps.
+    Engines each answer between two of their own steps. Raises TimeoutError after ``timeout`` seconds, or is
+    cancelled: engines answer all the same, in the order in which they were asked.
     """
-    # AsyncLLM.collective_rpc asks all engines too, but returns the answers of the first alone.
+    # AsyncLLM.collective_rpc asks all engines too, but returns the answers of the first alone. The engines
+    # get no timeout: after one, vLLM's executor takes the late answer for that to its next question.
     client = engine.engine_core
-    ranks: list[list[Any]] = await asyncio.gather(
-        *(
-            client._call_utility_async("collective_rpc", method, timeout, args, None, engine=core)
-            for core in client.core_engines
-        )
+    ranks: list[list[Any]] = await answer_of(
+        asyncio.gather(
+            *(
+                client._call_utility_async("collective_rpc", method, None, args, None, engine=core)
+                for core in client.core_engines
+            )
+        ),
+        timeout,
     )
     return [*itertools.chain.from_iterable(ranks)]
+
+
+async def answer_of(question: Awaitable[Answer], timeout: float | None) -> Answer:
+    """Return the answer to a question, which goes on where who waits for it is cancelled.
+
+    Raises TimeoutError after ``timeout`` seconds (None: waits for ever), and leaves the question under way.
+    """
+    asked = asyncio.ensure_future(question)
+    await asyncio.wait({asked}, timeout=timeout)
+    if not asked.done():
+        raise TimeoutError(f"no answer within {timeout} s")
+    return asked.result()

@@ -8,19 +8,20 @@ vLLM captures a model by calling it once for every size. What it keeps differs b
 the attention metadata of the passes that will replay them, so routing as usual puts the right plan in.
 
 *PIECEWISE* graphs lie inside each compiled plan, between its attention layers, and are replayed by running
-the plan. One size serves passes of several phases, hence several plans, but the metadata of the capturing
-call (there may be none) shows at most one of them. So the first pass of a size captures all plans that the
-policy can take at that size. Whether a plan's graphs exist is read off vLLM's own wrappers, since vLLM
-captures twice: to estimate the memory, dropping those graphs, and then for good. The scheduler's passes
-capture nothing: should a graph be missing then, the pass runs without, with a warning.
+the plan. The metadata of the capturing call (there may be none) shows at most one of the phases that a size
+serves. vLLM captures each size once, but several plans may run at that size. So at the first pass of a size
+we capture every plan that the policy could choose for it. Whether a plan's graphs exist is read off vLLM's
+own wrappers, since vLLM captures twice: to estimate the memory, dropping those graphs, and then for good. The
+scheduler's passes capture nothing: should a graph be missing then, the pass runs without, with a warning.
 
-Another policy (:mod:`flexquant.serving.policy_change`) may ask for other graphs than there are: another plan
+Another policy (:mod:`flexquant.serving.live_policy`) may ask for other graphs than there are: another plan
 in a FULL one, or the pieces of one more plan for a size. Then vLLM captures again, while no pass runs.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -151,7 +152,8 @@ class PlanGraphs:
     def capture_again(self, runner: Any, vllm_config: VllmConfig) -> None:
         """Have vLLM capture what :meth:`fit` misses, by the routes that the model takes now; no pass may run.
 
-        ``runner`` is vLLM's model runner. FULL graphs are all dropped first, since vLLM tells them apart by
+        ``runner`` is vLLM's model runner. Where it raises, graphs may be missing, and pieces of a plan may be
+        there without the others. FULL graphs are all dropped first, since vLLM tells them apart by
         size alone; PIECEWISE ones stay. A capture writes nothing into the KV cache.
         """
         self._memory = GraphMemory()
@@ -164,6 +166,33 @@ class PlanGraphs:
         with set_current_vllm_config(vllm_config):
             runner.capture_model()
         self.finish()
+
+    def pieces(self) -> dict[CUDAGraphWrapper, set[BatchDescriptor]]:
+        """Return the sizes of the PIECEWISE graphs that there are, for :meth:`drop_pieces`."""
+        wrappers = itertools.chain.from_iterable(self._wrappers.values())
+        return {wrapper: {*wrapper.concrete_cudagraph_entries} for wrapper in wrappers}
+
+    def drop_pieces(self, *, but: Mapping[CUDAGraphWrapper, set[BatchDescriptor]]) -> None:
+        """Drop the PIECEWISE graphs of a capture that failed: those that are not of before.
+
+        vLLM notes a piece before it captures it, and would capture it while serving if that has failed.
+        """
+        for wrapper, kept in but.items():
+            for size in wrapper.concrete_cudagraph_entries.keys() - kept:
+                del wrapper.concrete_cudagraph_entries[size]
+
+    def do_without(self, runner: Any) -> None:
+        """Have vLLM run all passes without CUDA graphs from now on, and drop those that there are."""
+        if (v2 := getattr(runner, "cudagraph_manager", None)) is not None:
+            v2.graphs.clear()
+            v2._graphs_captured = False
+        else:
+            runner.cudagraph_dispatcher.keys_initialized = False
+        for wrapper in CUDAGraphWrapper._all_instances:
+            wrapper.concrete_cudagraph_entries.clear()
+        self._full.clear()
+        self._pieces.clear()
+        self._memory = None
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,27 +17,20 @@ from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import Plan, RouteTable
-from flexquant.policy.rules import parse_policy
 from flexquant.serving.adapters import offer_to_adapters, share_adapters, tell_devices
 from flexquant.serving.config import tokens_per_sequence
 from flexquant.serving.cpu.embeddings import unpack_the_looked_up
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.forward_pass import Pass, PassObserver
 from flexquant.serving.graphs import PlanGraphs
+from flexquant.serving.live_policy import LivePolicy
 from flexquant.serving.model_state import observed_model_state
-from flexquant.serving.moments import RunningMoments, running_moments
+from flexquant.serving.moments import running_moments
 from flexquant.serving.options import resolved_policy
 from flexquant.serving.pass_records import PassRecords
-from flexquant.serving.plan_views import build_plan, decoder_path, is_compiled
-from flexquant.serving.policy_change import (
-    ServedPolicy,
-    check_capture,
-    check_change,
-    check_seen,
-    describe_change,
-    served_policy,
-)
-from flexquant.serving.ranks import check_ranks_agree, on_all_ranks
+from flexquant.serving.plan_views import build_plan
+from flexquant.serving.policy_change import served_policy
+from flexquant.serving.ranks import check_ranks_agree
 from flexquant.serving.variants import build_variants
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
@@ -77,8 +70,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         routes = self.policy.routes
         check_ranks_agree(routes, self.config.quantization_config)
 
-        self._layers = routes.layers
-        names = [name for name in (*self.merged.variants, *routes.derived) if name in self._layers]
+        names = [name for name in (*self.merged.variants, *routes.derived) if name in routes.layers]
         variants = build_variants(vllm_config, self.merged, names, routes, prefix)
         self.variants = nn.ModuleDict(variants)
         self.records = PassRecords.of_worker(vllm_config)
@@ -94,17 +86,15 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self.observer.moments = running_moments(routes)
         self._vllm_config = vllm_config
         self._derived = routes.derived
-        self._before: dict[str, ServedPolicy] = {}
-        """By the name of the last change, the policy before it."""
         self._loader = VariantLoader(
             variants,
             self.merged,
             routes.derived,
-            self._layers,
+            routes.layers,
             must_be_unsmoothed=vllm_config.lora_config is not None,
         )
         self._aux_layers: tuple[int, ...] | None = None
-        """What vLLM has told once, for plans that are built later."""
+        """The layers that EAGLE-3 reads, as vLLM set them; plans that are built later get them too."""
         # A plain dict: plans are views, and must not show their weights to vLLM a second time.
         self._plans: dict[str, Any] = {plan.name: self._build_plan(plan) for plan in routes.plans}
         self._lora_manager: LoRAModelManager | None = None
@@ -116,6 +106,8 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self._last_plan = routes.plans[0].name
         mode = vllm_config.compilation_config.cudagraph_mode
         self._graphs = PlanGraphs(has_full=mode is not None and mode.has_full_cudagraphs())
+        self.live_policy = LivePolicy(self, vllm_config, self._plans, self._graphs, self._build_plan)
+        """Takes other policies."""
         self._memory: WeightMemory | None = WeightMemory(variants)
         self.weight_bytes: dict[str, int] = {}
         """By variant, as kernels keep them; known when all are loaded."""
@@ -175,85 +167,6 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
     def routes(self) -> RouteTable:
         """The plan of every pass."""
         return self.policy.routes
-
-    def change_policy(
-        self,
-        name: str,
-        document: dict[str, Any],
-        runner: Any | None,
-        seen: Collection[str] | None = None,
-        change: str = "",
-    ) -> dict[str, Any]:
-        """Route by another policy from the next pass on; return what that changes.
-
-        ``name`` is what users call it; ``seen`` holds digests of policies that it may replace, None: any;
-        ``change`` names the change for :meth:`restore_policy`. No pass may be under way. Where CUDA graphs
-        are missing, ``runner``, vLLM's model runner, captures them; None: nothing is changed, and what would
-        change is returned. Raises :class:`FlexQuantError`, and changes nothing, if the model cannot take the
-        policy, on whichever rank.
-        """
-
-        def check() -> tuple[ServedPolicy, dict[str, Any]]:
-            check_seen(before, seen, name)
-            after = served_policy(self._vllm_config, self.merged, name, parse_policy(document, name))
-            if not after.routes.ignores_phase():
-                self.observer.check_phases()
-            compiles = any(
-                is_compiled(plan.get_submodule(decoder_path(plan))) for plan in self._plans.values()
-            )
-            check_change(
-                after,
-                layers=self._layers,
-                derived=self._derived,
-                compiled_plans=list(self._plans) if compiles else None,
-            )
-            captures = check_capture(self._vllm_config, self._graphs, after)
-            return after, describe_change(before, after, captures=captures)
-
-        before = self.policy
-        after, told = on_all_ranks(check)
-        if runner is not None:
-            self._take_policy(after, runner)
-            self._before = {change: before}
-        return told
-
-    def restore_policy(self, change: str, runner: Any) -> None:
-        """Go back to the policy before a change, if this is the last one that was made here.
-
-        Other engines have not taken it. Raises :class:`FlexQuantError` as :meth:`change_policy` does.
-        """
-        if before := self._before.pop(change, None):
-            self._take_policy(before, runner)
-
-    def _take_policy(self, after: ServedPolicy, runner: Any) -> None:
-        before = self.policy
-
-        def prepare() -> tuple[dict[str, Any], RunningMoments | None]:
-            self.observer.settle()
-            missing = [plan for plan in after.routes.plans if plan.name not in self._plans]
-            return {plan.name: self._build_plan(plan) for plan in missing}, running_moments(after.routes)
-
-        plans, moments = on_all_ranks(prepare)
-        self._plans |= plans
-        self.policy = after
-        if not self._graphs.fit(after.routes):
-            self._capture_again(runner, before)
-        self.observer.moments = moments
-        self.records.announce_policy(after)
-        logger.info("FlexQuant: policy %s instead of %s", after.name, before.name)
-
-    def _capture_again(self, runner: Any, before: ServedPolicy) -> None:
-        """Capture CUDA graphs for the policy; if a rank cannot, all go back to the one ``before``."""
-        with self.observer.interrupted():
-            try:
-                on_all_ranks(lambda: self._graphs.capture_again(runner, self._vllm_config))
-            except FlexQuantError as e:
-                name, self.policy = self.policy.name, before
-                self._graphs.capture_again(runner, self._vllm_config)
-                raise FlexQuantError(
-                    f"the CUDA graphs of {name} could not be captured on every rank ({e}); {before.name} is "
-                    "served as before"
-                ) from e
 
     @property
     def model(self) -> nn.Module:

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Another policy for a model that serves already: can it be taken, and what would it change?
 
-It may use the variants that were loaded at the start, in other plans than before where nothing is compiled.
-Between two steps of the engine no pass is under way, so the new routes hold from one pass to the next. What
-is in the KV cache stays: all variants read it.
+It may use the decoder layers that were loaded of each variant at the start; where plans are compiled, only
+those plans. Between two steps of the engine no pass is under way, so the new routes hold from one pass to the
+next. What is in the KV cache stays: all variants read it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ServedPolicy:
     name: str
     """What users call it: a built-in policy's name, a file's path, or what they gave."""
     digest: str
-    """Of its document."""
+    """SHA-256 of the policy document, in hexadecimal."""
     routes: RouteTable
 
     def described(self) -> dict[str, str]:
@@ -57,7 +57,8 @@ def check_seen(before: ServedPolicy, seen: Collection[str] | None, name: str) ->
     """
     if seen is not None and before.digest not in seen:
         raise FlexQuantError(
-            f"{before.name} has been taken while {name} was checked; see what is served, and apply it again"
+            f"the server took {before.name} while {name} was being checked; look at GET /flexquant, and "
+            f"apply {name} again"
         )
 
 

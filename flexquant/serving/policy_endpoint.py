@@ -8,7 +8,8 @@ such a question in the loop of its engine, where no step is under way, and passe
 order with the steps: so they all change between the same two steps, and no request notices. Where CUDA graphs
 have to be captured, vLLM's own pause holds all requests back meanwhile. Each engine takes the policy only in
 the place of one that the first question has seen, so that of two API servers that are asked at once one is
-refused, or both; and if an engine refuses, those that have taken the policy go back.
+refused, or both; and if an engine refuses, those that have taken the policy go back. An engine that takes too
+long is not asked to go back: it may be taking the policy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
@@ -28,6 +29,7 @@ from flexquant.policy.rules import Policy, parse_policy_text
 from flexquant.policy.schema import SCHEMA, inlined_json_schema
 from flexquant.serving.answers import PolicyChange, refusals
 from flexquant.serving.endpoints import STATUS_TIMEOUT, ask_ranks, authorise_admin
+from flexquant.serving.engine_client import answer_of
 
 logger = init_logger("vllm.flexquant.policy")
 
@@ -43,6 +45,7 @@ REFUSALS = refusals(
     _409="The server cannot take this policy.",
     _413=f"The body has more than {MAX_BYTES} bytes.",
     _422="The body is no policy, or the name is not printable.",
+    _504="The engines take long; what they were asked is still under way.",
 )
 DOCUMENT = inlined_json_schema() | {"examples": [{"schema": SCHEMA, "rules": [{"use": "w8a8"}]}]}
 
@@ -72,19 +75,24 @@ async def change_policy(
     """Have the server take the policy in the body, and return what that changes.
 
     Raises HTTPException 413 for a body of more than 128 KiB, 422 for one that is no policy, and 409 for a
-    policy that this server cannot take, each with the reason; nothing is changed then. The body is read as
-    YAML beside the server's loop, which goes on meanwhile.
+    policy that this server cannot take, each with the reason; nothing is changed then. Raises HTTPException
+    504 while the engines are still at it. The body is read as YAML beside the server's loop, which goes on
+    meanwhile.
     """
     body = await read_body(request)
     async with _one_at_a_time:
         policy = await asyncio.to_thread(read_policy, body, name)
         began = time.perf_counter()
-        ranks = await _ask_change(request, policy, True)
-        if not dry_run:
-            captures = any(rank["captures_graphs"] for rank in ranks)
-            async with _paused(request) if captures else _running():
-                ranks = await _change(request, policy, [rank["before"]["digest"] for rank in ranks])
-            logger.info("policy %s taken instead of %s", name, ranks[0]["before"]["name"])
+        try:
+            ranks = await _ask_change(request, policy, True)
+            if not dry_run:
+                captures = any(rank["captures_graphs"] for rank in ranks)
+                async with _paused(request) if captures else _running():
+                    ranks = await _change(request, policy, [rank["before"]["digest"] for rank in ranks])
+                logger.info("policy %s taken instead of %s", name, ranks[0]["before"]["name"])
+        except TimeoutError as e:
+            under_way = f"{e}; it is still under way: GET /flexquant tells the policy that is served"
+            raise HTTPException(504, under_way) from e
         return {**ranks[0], "dry_run": dry_run, "seconds": time.perf_counter() - began}
 
 
@@ -113,10 +121,29 @@ async def _change(request: Request, policy: Policy, seen: list[str]) -> list[dic
     change = uuid.uuid4().hex
     try:
         return await _ask_change(request, policy, False, seen, change)
-    except Exception:
-        # An engine answers in the order in which it was asked: also one whose answer is still to come.
-        await _ask_all(request, CAPTURE_TIMEOUT, "flexquant_restore_policy", change)
+    except TimeoutError:
         raise
+    except BaseException as e:
+        await asyncio.shield(_go_back(request, change, e))
+        raise
+
+
+async def _go_back(request: Request, change: str, why: BaseException) -> None:
+    """Have the engines that have made a change undo it, also those that are still at it.
+
+    Raises HTTPException, with both reasons, if one cannot.
+    """
+    try:
+        await _ask_all(request, CAPTURE_TIMEOUT, "flexquant_restore_policy", change)
+    except Exception as e:
+        reasons = f"{_reason(why)}; and engines could not go back ({_reason(e)})"
+        told = f"{reasons}: GET /flexquant tells their policies"
+        logger.error("%s", told)
+        raise HTTPException(why.status_code if isinstance(why, HTTPException) else 500, told) from e
+
+
+def _reason(e: BaseException) -> str:
+    return str(e.detail) if isinstance(e, HTTPException) else f"{type(e).__name__}: {e}"
 
 
 async def _ask_change(request: Request, policy: Policy, dry_run: bool, *more: Any) -> list[dict[str, Any]]:
@@ -145,10 +172,15 @@ async def _paused(request: Request) -> AsyncIterator[None]:
     """Hold requests back, and keep them; an operator's own pause stays."""
     engine = request.app.state.flexquant_engine
     was_paused = await engine.is_paused()
-    if not was_paused:
-        await engine.pause_generation(mode="keep", clear_cache=False)
+    timeout = None
     try:
+        if not was_paused:
+            await engine.pause_generation(mode="keep", clear_cache=False)
         yield
+    except TimeoutError:
+        timeout = 0.0  # engines resume when they have done what they were asked before
+        raise
     finally:
         if not was_paused:
-            await engine.resume_generation()
+            with suppress(TimeoutError):
+                await answer_of(engine.resume_generation(), timeout)

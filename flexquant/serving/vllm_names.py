@@ -290,7 +290,15 @@ NAMES = (
     Names(
         "vllm.v1.worker.gpu_model_runner",
         _RECAPTURE,
-        {"GPUModelRunner.capture_model()": "captures what is missing of the graphs, or was dropped"},
+        {
+            "GPUModelRunner.capture_model()": "captures what is missing of the graphs, or was dropped",
+            "GPUModelRunner.cudagraph_dispatcher": "where no capture succeeds, for what follows",
+        },
+    ),
+    Names(
+        "vllm.v1.cudagraph_dispatcher",
+        _RECAPTURE,
+        {"CudagraphDispatcher.keys_initialized": "set to False, so that no pass asks for a graph"},
     ),
     Names(
         "vllm.v1.worker.gpu.model_runner",
@@ -301,6 +309,7 @@ NAMES = (
     Names(
         "vllm.v1.worker.gpu.cudagraph_utils",
         _RECAPTURE,
+        {"CudaGraphManager._graphs_captured": "the same, of the V2 runner"},
         mentions={"self.graphs": "the V2 runner's FULL graphs, emptied before it captures again"},
     ),
     Names(

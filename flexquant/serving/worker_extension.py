@@ -46,23 +46,23 @@ class FlexQuantWorker:
         seen: list[str] | None = None,
         change: str = "",
     ) -> dict[str, Any]:
-        """Take another policy, as :meth:`FlexQuantForCausalLM.change_policy` does; ``dry_run``: only tell.
+        """Take another policy, as :meth:`LivePolicy.change` does; ``dry_run``: only tell.
 
         A policy that cannot be taken is returned as ``{"refused": reason}``.
         """
         try:
             runner = None if dry_run else self.model_runner
-            return self.get_model().change_policy(name, document, runner, seen, change)
+            return self.get_model().live_policy.change(name, document, runner, seen, change)
         except FlexQuantError as e:
             return {"refused": str(e)}
 
     def flexquant_restore_policy(self: Any, change: str) -> dict[str, Any]:
-        """Undo a change that other engines have not taken (:meth:`FlexQuantForCausalLM.restore_policy`).
+        """Undo a change that other engines have not taken (:meth:`LivePolicy.restore`).
 
         What cannot be undone is returned as ``{"refused": reason}``.
         """
         try:
-            self.get_model().restore_policy(change, self.model_runner)
+            self.get_model().live_policy.restore(change, self.model_runner)
         except FlexQuantError as e:
             return {"refused": str(e)}
         return {}

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 from vllm import SamplingParams
+from vllm.compilation import monitor
 from vllm.compilation.counter import compilation_counter
 
 from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
@@ -106,7 +108,7 @@ def test_a_replay_before_the_change_counts_for_the_policy_before(
     mode = "FULL_DECODE_ONLY"
     with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
         model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
-        # As on a pipeline-parallel rank that computes no logits, with which it would learn of a replay.
+        # A pipeline-parallel rank without logits does not call it either; the call would notice a replay.
         monkeypatch.setattr(model.observer, "settle", lambda: None)
         add(llm, 1, 4)
         step(llm, 2)
@@ -143,6 +145,66 @@ def test_a_capture_that_fails_leaves_the_policy_before(runner, checkpoints, poli
         step(llm)
     check_steps(mode, traced(trace), steps)
     assert [p["plan"] for p in traced(trace)] == ["w8a8", *["w4a16"] * 7]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_pieces_of_a_capture_that_failed_are_captured_the_next_time(
+    runner, checkpoints, policy, tmp_path, monkeypatch
+):
+    """The plan's first piece for 8 tokens has a graph then, and the second one has failed."""
+    trace = tmp_path / "trace.jsonl"
+    mode = "PIECEWISE"
+    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
+        steps = watch_steps(llm)
+        capture, begun = torch.cuda.graph, itertools.count()
+
+        def fail_at_the_second(*args: Any, **options: Any) -> Any:
+            if next(begun) == 1:
+                raise torch.OutOfMemoryError("out of memory")
+            return capture(*args, **options)
+
+        monkeypatch.setattr(torch.cuda, "graph", fail_at_the_second)
+        assert "out of memory" in change(llm, "opposite", OPPOSITE_OF_BY_BATCH)["refused"]
+        told = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)
+        assert told["captures_graphs"]
+        captured = compilation_counter.num_cudagraph_captured
+        add(llm, 7, 4)
+        step(llm)
+        assert compilation_counter.num_cudagraph_captured == captured
+    check_steps(mode, traced(trace), steps)
+    assert [p["plan"] for p in traced(trace)] == ["w8a8", *["w4a16"] * 3]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_where_no_capture_succeeds_passes_run_without_graphs(
+    runner, checkpoints, policy, tmp_path, monkeypatch
+):
+    trace = tmp_path / "trace.jsonl"
+    mode = "FULL_AND_PIECEWISE"
+    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
+        add(llm, 3, 8)
+        step(llm, 3)
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+
+        def capture_model() -> int:
+            # vLLM's V1 runner allows captures before it begins one, and forbids them when it ends.
+            monitor.set_cudagraph_capturing_enabled(True)
+            raise torch.OutOfMemoryError("out of memory")
+
+        monkeypatch.setattr(worker.model_runner, "capture_model", capture_model)
+        refused = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)["refused"]
+        assert f"{policy} is served without CUDA graphs" in refused
+        steps = watch_steps(llm)
+        captured = compilation_counter.num_cudagraph_captured
+        add(llm, 5, 4)
+        step(llm)
+        told = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)
+        assert told["captures_graphs"] is False
+        add(llm, 1, 3)
+        step(llm)
+        assert compilation_counter.num_cudagraph_captured == captured
+    assert steps and not any(step.replayed for step in steps)
+    assert [p["plan"] for p in traced(trace)[-3:]] == ["w8a8"] * 3
 
 
 @pytest.mark.parametrize("runner", ["V1"])

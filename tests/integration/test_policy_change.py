@@ -114,7 +114,7 @@ def test_a_failure_that_nobody_foresaw_changes_nothing(tiny_merged, monkeypatch)
         expected = answers(llm, PROMPTS)
         for place in ("_build_plan", "_graphs"):
             with monkeypatch.context() as patch:
-                patch.setattr(model, place, None)
+                patch.setattr(model.live_policy, place, None)
                 refused = change(llm, "layered", yaml.safe_load(LAYERED_DECODE))["refused"]
             assert re.match(
                 r"(Attribute|Type)Error \('NoneType' .*, and the worker's log tells where", refused
@@ -131,12 +131,38 @@ def test_a_policy_replaces_those_alone_that_its_sender_has_seen_and_goes_back_by
         seen = [first["policy"]["digest"]]
         assert "refused" not in change(llm, "mine", w8a8, seen, "one")
         refused = change(llm, "theirs", w4a16, seen, "two")["refused"]
-        assert "mine has been taken while theirs was checked; see what is served" in refused
+        assert "the server took mine while theirs was being checked; look at GET /flexquant" in refused
         assert llm.collective_rpc("flexquant_restore_policy", args=("two",)) == [{}]
         assert served(llm) == "mine"
         for _ in range(2):
             assert llm.collective_rpc("flexquant_restore_policy", args=("one",)) == [{}]
             assert llm.collective_rpc("flexquant_status") == [first]
+
+
+def test_a_policy_that_cannot_be_noted_is_taken_all_the_same_and_goes_back(tiny_merged, monkeypatch):
+    def full(*_: Any) -> None:
+        raise OSError("no space left on the device")
+
+    with engine(tiny_merged() / "merged", "phase") as llm:
+        model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+        with monkeypatch.context() as patch:
+            patch.setattr(model.records, "announce_policy", full)
+            assert "refused" not in change(llm, "mine", load_policy("w8a8").document, None, "one")
+        assert served(llm) == "mine"
+        assert llm.collective_rpc("flexquant_restore_policy", args=("one",)) == [{}]
+        assert served(llm) == "phase"
+
+
+def test_a_policy_that_cannot_be_restored_can_be_the_next_time(tiny_merged, monkeypatch):
+    with engine(tiny_merged() / "merged", "phase") as llm:
+        model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+        assert "refused" not in change(llm, "mine", load_policy("w8a8").document, None, "one")
+        with monkeypatch.context() as patch:
+            patch.setattr(model.observer, "settle", None)
+            (told,) = llm.collective_rpc("flexquant_restore_policy", args=("one",))
+        assert "TypeError" in told["refused"]
+        assert llm.collective_rpc("flexquant_restore_policy", args=("one",)) == [{}]
+        assert served(llm) == "phase"
 
 
 def test_another_policy_is_taken_between_two_passes_of_the_requests_under_way(tiny_merged, tmp_path):

@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from flexquant.checkpoint.merged_config import QUANT_METHOD
+from flexquant.serving import policy_endpoint
 from flexquant.serving.client import ADMIN_KEY
 from flexquant.serving.endpoints import FlexQuantEndpoints, sum_up
 from flexquant.serving.registration import WORKER_EXTENSION
@@ -37,6 +40,13 @@ class Engine:
         self.policy = "before"
         self.changes: dict[str, str] = {}
         self.between = between
+        self.captures = False
+        self.cannot_go_back = False
+        self.may_change = asyncio.Event()
+        """A change waits for it."""
+        self.may_change.set()
+        self.is_asked = asyncio.Lock()
+        """Held while it is asked, since it answers in the order of the questions."""
 
     def flexquant_change_policy(
         self, name: str, document: dict[str, Any], dry_run: bool, seen: tuple[str, ...] = (), change: str = ""
@@ -48,9 +58,11 @@ class Engine:
                 return {"refused": f"{self.policy} has been taken"}
             self.changes = {change: self.policy}
             self.policy = name
-        return {**told, "captures_graphs": False, "routes": []}
+        return {**told, "captures_graphs": self.captures, "routes": []}
 
     def flexquant_restore_policy(self, change: str) -> dict[str, Any]:
+        if self.cannot_go_back:
+            return {"refused": "no memory"}
         self.policy = self.changes.pop(change, self.policy)
         return {}
 
@@ -65,16 +77,32 @@ class EnginesClient:
     def __init__(self, engines: list[Engine]) -> None:
         self.core_engines = engines
         self.engine_core = self
+        self.paused = False
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(quantization=QUANT_METHOD),
             parallel_config=SimpleNamespace(worker_extension_cls=WORKER_EXTENSION),
         )
 
     async def _call_utility_async(
-        self, _: str, method: str, timeout: float, args: tuple[Any, ...], kwargs: None, *, engine: Engine
+        self, _: str, method: str, timeout: None, args: tuple[Any, ...], kwargs: None, *, engine: Engine
     ) -> list[Any]:
-        await asyncio.sleep(0)
-        return [getattr(engine, method)(*args)]
+        assert timeout is None, "vLLM would give an answer that comes later to the next question"
+        async with engine.is_asked:
+            if method == "flexquant_change_policy" and args[2] is False:
+                await engine.may_change.wait()
+            return [getattr(engine, method)(*args)]
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def pause_generation(self, **_: Any) -> None:
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        for engine in self.core_engines:
+            async with engine.is_asked:
+                pass
+        self.paused = False
 
 
 Post = Callable[..., tuple[int, Any]]
@@ -101,6 +129,14 @@ def post(app: FastAPI) -> Iterator[Post]:
             return reply.status_code, reply.json() if reply.status_code < 500 else None
 
         yield ask
+
+
+@asynccontextmanager
+async def posting(app: FastAPI) -> AsyncIterator[asyncio.Task[httpx.Response]]:
+    """Post a policy, called ``mine``, beside what the test does; the reply is the task's."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        headers = {"Authorization": f"Bearer {ADMIN}"}
+        yield asyncio.create_task(client.post("/flexquant/policy?name=mine", content=POLICY, headers=headers))
 
 
 def test_all_engines_take_it(post: Post) -> None:
@@ -135,6 +171,57 @@ def test_an_engine_that_fails_takes_the_policy_from_the_others(post: Post) -> No
     engines = [Engine(), Engine(fail), Engine()]
     assert post(*engines)[0] == 500
     assert [engine.policy for engine in engines] == ["before"] * 3
+
+
+def test_engines_that_cannot_go_back_are_told_of_beside_the_reason(post: Post) -> None:
+    engines = [Engine(), Engine(lambda: setattr(engines[1], "policy", "theirs"))]
+    engines[0].cannot_go_back = True
+    code, told = post(*engines)
+    reason = "theirs has been taken; and engines could not go back (no memory)"
+    assert (code, told["detail"]) == (409, f"{reason}: GET /flexquant tells their policies")
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_change_that_takes_long_goes_on_and_no_engine_goes_back(
+    captures: bool, app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(policy_endpoint, "CAPTURE_TIMEOUT", 0.01)
+        slow, fast = engines = [Engine(), Engine()]
+        slow.captures = captures
+        slow.may_change.clear()
+        app.state.flexquant_engine = EnginesClient(engines)
+        async with posting(app) as answer:
+            reply = await answer
+            assert reply.status_code == 504
+            assert "it is still under way: GET /flexquant tells" in reply.json()["detail"]
+            assert [slow.policy, fast.policy] == ["before", "mine"]
+            assert app.state.flexquant_engine.paused == captures
+            slow.may_change.set()
+            while slow.policy != "mine" or app.state.flexquant_engine.paused:
+                await asyncio.sleep(0)
+        assert fast.policy == "mine"
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_change_whose_sender_is_cancelled_is_undone(app: FastAPI) -> None:
+    async def scenario() -> None:
+        slow, fast = engines = [Engine(), Engine()]
+        slow.may_change.clear()
+        app.state.flexquant_engine = EnginesClient(engines)
+        async with posting(app) as answer:
+            while fast.policy != "mine":
+                await asyncio.sleep(0)
+            answer.cancel()
+            await asyncio.sleep(0)
+            slow.may_change.set()
+            with pytest.raises(asyncio.CancelledError):
+                await answer
+        assert [slow.policy, fast.policy] == ["before", "before"]
+        assert slow.changes == {}, "it has taken the policy before it went back"
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_the_status_says_where_engines_disagree() -> None:

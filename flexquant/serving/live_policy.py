@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A serving model takes another policy, on all ranks of its engine or on none.
+
+:mod:`flexquant.serving.policy_change` says whether it can, and what that would change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import parse_policy
+from flexquant.serving.moments import RunningMoments, running_moments
+from flexquant.serving.plan_views import decoder_path, is_compiled
+from flexquant.serving.policy_change import (
+    ServedPolicy,
+    check_capture,
+    check_change,
+    check_seen,
+    describe_change,
+    served_policy,
+)
+from flexquant.serving.ranks import on_all_ranks
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from flexquant.policy.routes import Plan
+    from flexquant.serving.graphs import PlanGraphs
+    from flexquant.serving.model import FlexQuantForCausalLM
+
+logger = init_logger("vllm.flexquant.live_policy")
+
+
+class LivePolicy:
+    """One rank's part in the changes of its engine's policy."""
+
+    def __init__(
+        self,
+        model: FlexQuantForCausalLM,
+        vllm_config: VllmConfig,
+        plans: dict[str, Any],
+        graphs: PlanGraphs,
+        build_plan: Callable[[Plan], Any],
+    ) -> None:
+        """``plans`` are the model's, by name; those of later policies, made by ``build_plan``, are added."""
+        self._model = model
+        self._vllm_config = vllm_config
+        self._plans = plans
+        self._graphs = graphs
+        self._build_plan = build_plan
+        self._loaded = model.routes
+        """The first routes, which say what was loaded of each variant."""
+        self._before: dict[str, ServedPolicy] = {}
+        """By the name of the last change, the policy before it; the same on all ranks."""
+
+    def change(
+        self,
+        name: str,
+        document: dict[str, Any],
+        runner: Any | None,
+        seen: Collection[str] | None = None,
+        change: str = "",
+    ) -> dict[str, Any]:
+        """Route by another policy from the next pass on; return what that changes.
+
+        ``name`` is what users call it; ``seen`` holds digests of policies that it may replace, None: any;
+        ``change`` names the change for :meth:`restore`. No pass may be under way. Where CUDA graphs are
+        missing, ``runner``, vLLM's model runner, captures them; None: nothing is changed, and what would
+        change is returned. Raises :class:`FlexQuantError`, and changes nothing, if the model cannot take the
+        policy, on whichever rank.
+        """
+
+        def check() -> tuple[ServedPolicy, dict[str, Any]]:
+            check_seen(before, seen, name)
+            after = served_policy(self._vllm_config, self._model.merged, name, parse_policy(document, name))
+            if not after.routes.ignores_phase():
+                self._model.observer.check_phases()
+            compiles = any(
+                is_compiled(plan.get_submodule(decoder_path(plan))) for plan in self._plans.values()
+            )
+            check_change(
+                after,
+                layers=self._loaded.layers,
+                derived=self._loaded.derived,
+                compiled_plans=list(self._plans) if compiles else None,
+            )
+            captures = check_capture(self._vllm_config, self._graphs, after)
+            return after, describe_change(before, after, captures=captures)
+
+        before = self._model.policy
+        after, told = on_all_ranks(check)
+        if runner is not None:
+            self._take(after, runner)
+            self._before = {change: before}
+        return told
+
+    def restore(self, change: str, runner: Any) -> None:
+        """Go back to the policy before a change, if this is the last one that was made here.
+
+        Other engines have not taken it. Raises :class:`FlexQuantError` as :meth:`change` does, and can be
+        called again then.
+        """
+        self._take(self._before.get(change, self._model.policy), runner)
+        self._before.pop(change, None)
+
+    def _take(self, after: ServedPolicy, runner: Any) -> None:
+        """Route by a policy; ranks agree on every step that can fail, and on nothing after the last one."""
+        before = self._model.policy
+
+        def prepare() -> tuple[dict[str, Any], RunningMoments | None]:
+            self._model.observer.settle()
+            missing = [plan for plan in after.routes.plans if plan.name not in self._plans]
+            return {plan.name: self._build_plan(plan) for plan in missing}, running_moments(after.routes)
+
+        plans, moments = on_all_ranks(prepare)
+        if after is before:
+            return
+        self._plans |= plans
+        self._model.policy = after
+        if not self._graphs.fit(after.routes):
+            self._capture_again(runner, before)
+        self._model.observer.moments = moments
+        logger.info("FlexQuant: policy %s instead of %s", after.name, before.name)
+        try:
+            self._model.records.announce_policy(after)
+        except Exception:
+            logger.exception("policy %s is served, but this rank could not note that", after.name)
+
+    def _capture_again(self, runner: Any, before: ServedPolicy) -> None:
+        """Capture CUDA graphs for the policy; if a rank cannot, all go back to the one ``before``."""
+
+        def capture() -> None:
+            self._graphs.capture_again(runner, self._vllm_config)
+
+        pieces = self._graphs.pieces()
+        with self._model.observer.interrupted():
+            try:
+                on_all_ranks(capture)
+                return
+            except FlexQuantError as e:
+                failure = e
+            name, self._model.policy = self._model.policy.name, before
+            self._graphs.drop_pieces(but=pieces)
+            try:
+                on_all_ranks(capture)
+                served = "is served as before"
+            except FlexQuantError as e:
+                self._graphs.do_without(runner)
+                served = (
+                    f"is served without CUDA graphs, since its own could not be captured again ({e}); start "
+                    "the server anew to have them back"
+                )
+        raise FlexQuantError(
+            f"the CUDA graphs of {name} could not be captured on every rank ({failure}); {before.name} "
+            f"{served}"
+        ) from failure
