@@ -32,7 +32,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 
 from flexquant.policy.routes import RouteTable
-from flexquant.policy.rules import Phase
+from flexquant.policy.schema import Phase
 from flexquant.serving.graph_memory import GraphMemory
 from flexquant.serving.vllm_api import (
     BatchDescriptor,
