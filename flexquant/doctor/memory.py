@@ -13,6 +13,8 @@ from torch import nn
 from flexquant.checkpoint.layer_ranges import describe_bytes, format_bytes
 from flexquant.doctor.findings import Finding, Level
 from flexquant.serving.cpu.embeddings import to_be_packed
+from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.linear_kernels import find_kernel
 from flexquant.serving.weight_memory import WeightMemory
 
 if TYPE_CHECKING:
@@ -22,9 +24,12 @@ if TYPE_CHECKING:
 def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -> Iterator[Finding]:
     """Yield how much memory the weights take on one rank, and how much is left for the KV cache.
 
-    Weights count as stored in the checkpoint; an lm_head that a CPU's kernels pack counts twice. A kernel's
-    own layout can be a little larger. Memory of activations and CUDA graphs is unknown before a start.
+    Weights count as stored in the checkpoint; an lm_head that a CPU's kernels pack counts twice, and each
+    scale has a zero point beside it in PyTorch's INT4 kernel. Another kernel's layout can be a little larger.
+    Memory of activations and CUDA graphs is unknown before a start.
     """
+    for model in variants.values():
+        _add_zero_points(model)
     memory = WeightMemory(variants, [m for model in variants.values() for m in to_be_packed(model)])
     sizes, by_layers = memory.nbytes(), memory.nbytes_by_range()
     weights = sum(sizes.values())
@@ -47,6 +52,14 @@ def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -
             "(VLLM_CPU_KVCACHE_SPACE on a CPU), or take a policy of fewer variants"
         )
     yield Finding(level, "memory", text + advice, details)
+
+
+def _add_zero_points(model: nn.Module) -> None:
+    """Give a model without weights what PyTorch's INT4 kernel keeps beside each scale: a zero point."""
+    for module in list(model.modules()):
+        if isinstance(kernel := find_kernel(module), TorchCPUInt4LinearKernel):
+            zeros = torch.empty_like(getattr(module, kernel.w_s_name), device="meta")
+            module.register_parameter("flexquant_zero_points", nn.Parameter(zeros, requires_grad=False))
 
 
 def cache_bytes_per_token(vllm_config: VllmConfig) -> int:

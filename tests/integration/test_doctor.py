@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from vllm.platforms import current_platform
 
 from flexquant.doctor.examining import examine
 from flexquant.doctor.findings import Finding
 from flexquant.merge import merge_checkpoints
+from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, engine
 from tests.policies import rules
@@ -111,6 +114,36 @@ def test_weights_are_those_of_the_checkpoint(merged):
     for name, size in sizes.items():
         assert weights.details["bytes"][name] == pytest.approx(size, rel=0.05), name
     assert list(weights.details["bytes_by_layers"]["shared"]) == [""], "attention's scales are not kept"
+
+
+def test_scales_count_with_the_zero_points_that_pytorchs_kernel_keeps_beside_them(tmp_path, monkeypatch):
+    """Scales of groups of 32 are an eighth of INT4 weights, so twice that is seen."""
+    if not current_platform.is_cpu():
+        pytest.skip("PyTorch's INT4 kernel is for CPUs")
+    made = {n: make_checkpoint(tmp_path / n, scheme=n, group_size=32) for n in ("w8a8", "w4a16")}
+    merge_checkpoints(made, tmp_path / "merged")
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "CPUW4A16LinearKernel,ZentorchW4A16LinearKernel")
+    found = findings(tmp_path / "merged")
+    layouts = 0
+    for finding in found["kernel"]:
+        for shape in finding.details["shapes"] if finding.details["variant"] == "w4a16" else []:
+            assert shape["kernel"] == TorchCPUInt4LinearKernel.__name__
+            layouts += shape["layers"] * laid_out(shape["inputs"], shape["outputs"])
+    (held,) = (f.details["bytes_by_layers"]["w4a16"]["0-1"] for f in found["weights"])
+    assert layouts == pytest.approx(held, rel=0.01) and layouts > 0, "norms and shapes are hardly anything"
+
+
+def laid_out(inputs: int, outputs: int) -> int:
+    """Return the bytes of a linear layer in groups of 32 after PyTorch's INT4 kernel laid it out."""
+    sizes = (inputs, outputs)
+    config = MPLinearLayerConfig(sizes, sizes, scalar_types.uint4b8, torch.bfloat16, 32, zero_points=False)
+    layer = torch.nn.Module()
+    kernel = TorchCPUInt4LinearKernel(config, "packed", "scale")
+    for name, width, dtype in (("packed", 8, torch.int32), ("scale", 32, torch.bfloat16)):
+        weight = torch.zeros(outputs, inputs // width, dtype=dtype)
+        layer.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+    kernel.process_weights_after_loading(layer)
+    return sum(parameter.nbytes for parameter in layer.parameters())
 
 
 @pytest.mark.engine

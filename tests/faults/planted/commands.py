@@ -50,6 +50,16 @@ COMMANDS = (
         ("tests/unit/test_findings.py::test_a_mark_tells_what_could_be_better_from_what_does_not_serve",),
     ),
     Fault(
+        "zero-points-not-foretold",
+        "The doctor forgets the zero points that PyTorch's INT4 kernel keeps beside the scales.",
+        "flexquant/doctor/memory.py",
+        "        _add_zero_points(model)",
+        "        pass",
+        (
+            "tests/integration/test_doctor.py::test_scales_count_with_the_zero_points_that_pytorchs_kernel_keeps_beside_them",
+        ),
+    ),
+    Fault(
         "ranks-with-whole-layers",
         "The doctor tells the shapes of whole layers, however many ranks share them.",
         "flexquant/doctor/examining.py",
