@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Checkpoint folders on disk: read without trust, written all or nothing. No vLLM."""
+"""Read checkpoint folders without trusting them, and write them all or nothing, without vLLM."""

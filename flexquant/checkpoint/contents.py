@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a merged checkpoint holds, in numbers: for ``flexquant inspect`` and the model card."""
+"""Count what a merged checkpoint holds, for ``flexquant inspect`` and the model card."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from flexquant.checkpoint.safetensors_io import TensorRef
 class VariantReport:
     scheme: str
     own_bytes: int
-    """Stored for this variant alone; serving it also needs the shared bytes."""
+    """Bytes stored for this variant alone; serving it also needs the shared bytes."""
     parameters: int
-    """Logical: as the 16-bit model counts them, packing and scales left out."""
+    """Number of parameters as the 16-bit model counts them, without packing and scales."""
     bits_per_parameter: float
-    """Own and shared bits, scales included, over logical parameters."""
+    """Own and shared bits, scales included, per parameter."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Report:
     shared_bytes: int
     total_bytes: int
     bytes_16bit: int
-    """What the model takes in 16 bits a parameter."""
+    """Bytes of the model at 16 bits a parameter."""
     layered_plans: bool
-    """Whether layers of all variants may be mixed in one plan."""
+    """Whether one plan can mix layers of all variants."""
     mixable: list[list[str]]
-    """Groups of variants whose layers may be mixed in one plan."""
+    """Groups of variants whose layers one plan can mix."""
     policy: JsonObject | None
-    """None: the built-in default."""
+    """Default policy document; None: the built-in default."""
     kv_compatibility: JsonObject
 
     def to_json(self) -> JsonObject:
@@ -56,7 +56,7 @@ class Report:
 
 
 def make_report(merged: MergedConfig, num_layers: int, tensors: Mapping[str, TensorRef]) -> Report:
-    """Count the tensors of a merged checkpoint, given by merged key; only headers and shapes are read."""
+    """Report on the tensors of a merged checkpoint, by merged key; only headers and shapes are read."""
     shared = _with_prefix(tensors, SHARED_PREFIX)
     shared_bytes = _nbytes(shared)
     variants = {}
@@ -90,10 +90,10 @@ def bytes_in_use(
     layers: Mapping[str, Collection[int]],
     sources: Mapping[str, str],
 ) -> BytesByRange:
-    """Return the stored bytes of what a policy loads: of each variant these decoder ``layers``.
+    """Return the stored bytes that a policy loads; ``layers`` are the decoder layers of each variant.
 
-    ``sources``: of variants that are derived the one that they are from, whose bytes they have. Where that
-    one is loaded too, they have packed linears of their own and the rest in common with it.
+    ``sources`` maps a derived variant to its source, whose bytes it has. In layers where the source is loaded
+    too, the derived variant has only packed linears of its own, and shares the rest with the source.
     """
     stored = {name: merged.variants[sources.get(name, name)] for name in layers}
     found: BytesByRange = {}
@@ -147,7 +147,7 @@ def format_report(report: Report) -> str:
 
 
 def describe_mixing(report: Report) -> str:
-    """Return ``yes``, ``no``, or which variants' layers may be mixed in one plan."""
+    """Return ``yes``, ``no``, or which variants' layers one plan can mix."""
     if report.layered_plans:
         return "yes"
     groups = [", ".join(group) for group in report.mixable if len(group) > 1]
@@ -184,13 +184,13 @@ def _with_prefix(tensors: Mapping[str, TensorRef], prefix: str) -> dict[str, Ten
 
 
 def _without_copies(tensors: Mapping[str, TensorRef], variants: Iterable[Variant]) -> dict[str, TensorRef]:
-    """Leave out the embedding where it is stored once more as an lm_head that none of the variants loads."""
+    """Leave out an lm_head that is a copy of the embedding and that none of the variants loads."""
     no_head = all(variant.own_head is False for variant in variants)
     return {key: ref for key, ref in tensors.items() if not (no_head and HEAD.search(key))}
 
 
 def _is_packed_linear(key: str, tensors: Mapping[str, TensorRef]) -> bool:
-    """Whether a tensor belongs to a linear layer of packed weights, those of experts left out."""
+    """Whether a tensor belongs to a linear with packed weights that is not an expert's."""
     return f"{key.rpartition('.')[0]}.weight_packed" in tensors and not EXPERTS.match(key)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Reading a checkpoint folder without trusting it: its JSON files and its tensors, by name.
+"""Read a checkpoint folder without trusting it: its JSON files, and its tensors by name.
 
-Every file has to lie inside the folder, links followed. The one exception is the cache of the Hugging
-Face hub, whose snapshot folders hold links to ``../../blobs/`` of the same repository folder.
+Every file has to lie inside the folder after links are followed. The one exception is the Hugging Face hub's
+cache, whose snapshot folders hold links to ``../../blobs/`` of the same repository folder.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NAME_SHOWN = 80
-"""Characters of a name that is none."""
+"""Characters of an invalid file name that a message shows."""
 
 UNBOUNDED = "time_step_limit"
-"""The key of a state-space model's config that transformers writes Infinity for."""
+"""Key of a state-space model's config in which transformers writes Infinity."""
 
 
 def check_folder(folder: Path) -> None:
@@ -41,8 +41,8 @@ def check_folder(folder: Path) -> None:
 def confined_file(folder: Path, name: str) -> Path:
     """Return the path of the file ``name`` in ``folder``.
 
-    Raises FlexQuantError when it is missing, is not a plain file, lies outside the folder, or is a pointer
-    that git-lfs keeps in its place.
+    Raises FlexQuantError if it is missing, is not a plain file, lies outside the folder, or is a git-lfs
+    pointer.
     """
     path = folder / name
     try:
@@ -67,12 +67,12 @@ def confined_file(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> JsonObject:
-    """Return the JSON object in a file; raise FlexQuantError when it is none or holds NaN."""
+    """Return the JSON object in a file; raise FlexQuantError for anything else, and for NaN in it."""
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
         check_finite(content)
-        if "\\ud" in text.lower():  # raises ValueError for half of a character
+        if "\\ud" in text.lower():  # raises ValueError for a lone surrogate
             json.dumps(content, ensure_ascii=False).encode()
     except OSError as e:
         raise FlexQuantError(f"cannot read {path}: {e.strerror}") from e
@@ -84,13 +84,13 @@ def read_json(path: Path) -> JsonObject:
 
 
 def wrong_key(error: ValidationError) -> str:
-    """Return e.g. ``a wrong 'variants.w8a8.prefix' (Field required)`` for what a JSON object should be."""
+    """Describe the first problem of a JSON object: ``a wrong 'variants.w8a8.prefix' (Field required)``."""
     first = error.errors()[0]
     return f"a wrong '{'.'.join(map(str, first['loc']))}' ({first['msg']})"
 
 
 def read_tensors(folder: Path) -> dict[str, TensorRef]:
-    """Return every tensor of the checkpoint, from its single file or from the shards of its index.
+    """Return every tensor of the checkpoint, by name, from its single file or its index's shards.
 
     Raises FlexQuantError for a corrupt or missing shard, a shard outside the folder, and an index that
     disagrees with its shards.
@@ -128,7 +128,7 @@ def read_tensors(folder: Path) -> dict[str, TensorRef]:
 
 
 def check_finite(content: object, key: str = "") -> None:
-    """Raise ValueError for NaN and infinite numbers, which JSON lacks, but for Infinity below UNBOUNDED."""
+    """Raise ValueError for NaN and infinite numbers, which JSON lacks; UNBOUNDED may hold Infinity."""
     if isinstance(content, dict):
         for name, value in content.items():
             check_finite(value, name)

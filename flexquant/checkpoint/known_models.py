@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What transformers knows of a model: its config with all defaults, and the shapes of its parameters.
+"""Ask transformers about a model: its config with all defaults, and the shapes of its parameters.
 
-transformers is imported where it is asked, not with this module.
+Only the functions import transformers, not this module.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 HEADS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 MAX_NUMBER = 1 << 24
-"""Of the numbers in HEADS: what is computed with them stays within 63 bits."""
+"""Largest value of the keys in HEADS; products of them stay within 63 bits."""
 
 NOT_BUILT = (ValueError, TypeError, KeyError, AttributeError, ImportError)
-"""What transformers raises where it has no decoder by itself of a model that it knows."""
+"""Exceptions that transformers raises if it knows a model, but cannot build its decoder alone."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
-    """Return a config with all that transformers fills in; None for a model that it does not know.
+    """Return a config with transformers' defaults filled in; None for a model that it does not know.
 
     Raises FlexQuantError, which begins with ``place``, for a config that transformers refuses.
     """
@@ -39,20 +39,20 @@ def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
     try:
         known: PretrainedConfig = AutoConfig.for_model(**written)
         known.get_text_config().to_dict()
-    except Exception as e:  # each class of transformers has checks and arithmetic of its own
+    except Exception as e:  # a config class of transformers can raise anything
         raise _refused(config, place, e) from e
     return known
 
 
 def check_heads(config: JsonObject, place: str) -> None:
-    """Check the numbers in HEADS that a config states, or transformers for a config that leaves them out.
+    """Check the numbers in HEADS that a config states, or else transformers' defaults for them.
 
     Raises FlexQuantError, which begins with ``place``, for numbers that no model can have, and for a config
     that transformers refuses.
     """
     written = text_config(config)
     _check_range({key: written[key] for key in HEADS if type(written.get(key)) is int}, place)
-    known = known_config(config, place)  # divides by them
+    known = known_config(config, place)  # transformers divides by the numbers, so check them before
     text = known and known.get_text_config()
     stated, names = (written, {}) if text is None else (text.to_dict(), text.attribute_map)
     numbers: JsonObject = {key: stated.get(names.get(key, key)) for key in HEADS}
@@ -69,10 +69,10 @@ def check_heads(config: JsonObject, place: str) -> None:
 
 
 def decoder_shapes(config: JsonObject, place: str) -> Shapes:
-    """Return the shapes of the parameters of a model's decoder, by name below it: ``layers.0.mlp...``.
+    """Return the shapes of a decoder's parameters, by name below the decoder: ``layers.0.mlp...``.
 
-    Nothing is allocated. Empty for a model that transformers does not know or has no decoder of; raises
-    FlexQuantError, which begins with ``place``, for a config that it cannot build one from.
+    No memory is allocated. The result is empty if transformers does not know the model or cannot build its
+    decoder alone. Raises FlexQuantError, which begins with ``place``, for a config that transformers refuses.
     """
     import torch
     from transformers import AutoModel
@@ -85,7 +85,7 @@ def decoder_shapes(config: JsonObject, place: str) -> Shapes:
             model = AutoModel.from_config(known.get_text_config())
     except NOT_BUILT:
         return {}
-    except Exception as e:  # of arithmetic with the config's numbers
+    except Exception as e:  # arithmetic with the config's numbers can raise anything
         raise _refused(config, place, e) from e
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 

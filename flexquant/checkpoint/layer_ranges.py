@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Ranges of decoder layers, and the bytes of weights in each."""
+"""Describe ranges of decoder layers, and the bytes of weights in each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 SHARED = "shared"
-"""In the place of a variant's name, which it may not be: what several have in common."""
+"""Key, in place of a variant's name, of what several variants share; no variant can have this name."""
 BytesByRange = dict[str, dict[str, int]]
-"""By variant, or SHARED, and by range of its layers, ``0-3``; what is outside of layers has no text."""
+"""Variant or SHARED -> range of layers, e.g. ``0-3``, or an empty text for outside of layers -> bytes."""
 
 
 def ranges(numbers: Iterable[int]) -> list[range]:
-    """Return the runs of neighbours among numbers, ascending."""
+    """Return the runs of consecutive numbers, ascending."""
     runs: list[range] = []
     for number in sorted(numbers):
         if runs and number == runs[-1].stop:
@@ -34,14 +34,14 @@ def describe_ranges(numbers: Iterable[int]) -> str:
 
 
 def by_range(nbytes: Mapping[int | None, int]) -> dict[str, int]:
-    """Return the bytes of each run of neighbouring layers, given by layer; None is outside of layers."""
+    """Return the bytes of each run of consecutive layers from the bytes by layer; None: outside of layers."""
     runs = ranges(number for number in nbytes if number is not None)
     sizes = {describe_range(run): sum(nbytes[number] for number in run) for run in runs}
     return sizes | ({"": nbytes[None]} if nbytes.get(None) else {})
 
 
 def format_bytes(nbytes: float) -> str:
-    """Return e.g. ``12.0 MiB``, in the greatest unit of which there is one."""
+    """Return e.g. ``12.0 MiB``, in the largest unit with a value of at least 1."""
     for unit in ("bytes", "KiB", "MiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} bytes" if unit == "bytes" else f"{nbytes:.1f} {unit}"

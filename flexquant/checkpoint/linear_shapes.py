@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which shapes and dtypes the parameters of a quantised Linear have, as its scheme says."""
+"""Check the shapes and dtypes of a quantised Linear's parameters against its scheme."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ Shape = tuple[int, ...]
 def shape_problem(
     args: QuantizationArgs, shape: tuple[int, int], weight: TensorRef, part: Callable[[str], TensorRef | None]
 ) -> str:
-    """Return how a Linear's parameters do not fit its scheme; empty where they do.
+    """Return how a Linear's parameters do not fit its scheme; empty if they do.
 
-    ``args``: INT weights of 2, 4 or 8 bits, or FP8; ``shape``: (out_features, in_features); ``weight``: as
-    stored; ``part``: the Linear's other parameters by the last part of their names, e.g. ``weight_scale``.
+    ``args`` describe INT weights of 2, 4 or 8 bits, or FP8. ``shape`` is (out_features, in_features),
+    ``weight`` the stored weight. ``part`` returns another parameter of the Linear by the last part of its
+    name, e.g. ``weight_scale``.
     """
     if args.actorder in ("group", "dynamic") or part("weight_g_idx") is not None:
         return (

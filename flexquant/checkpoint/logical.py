@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A quantised checkpoint as the 16-bit model sees it: parameter names and shapes without the packing."""
+"""Map a quantised checkpoint to the 16-bit model's parameter names and shapes, without the packing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexquant.errors import FlexQuantError
 
 PACKED_SUFFIX = "_packed"
 WORD_BITS = 32
-"""Integers below 8 bits, and often those of 8, lie in words of int32."""
+"""Bits of the int32 words that hold packed integers of at most 8 bits."""
 # Parameters that compressed-tensors adds beside a module's own.
 QUANTISATION_PARAMETER = re.compile(
     r"\.(weight|input|output|q|k|v|attn|prob)_(scale|zero_point|global_scale|g_idx|shape)$"
@@ -21,10 +21,10 @@ QUANTISATION_PARAMETER = re.compile(
 
 
 def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the unquantised model, by its name there.
+    """Return the shape of every parameter of the unquantised model, by name.
 
     ``weight_packed`` counts as ``weight`` with the shape stored in ``weight_shape``. Raises FlexQuantError
-    for a packed integer weight without that shape, or with one that cannot be its.
+    for a packed integer weight without that shape, or with one that does not fit it.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, ref in tensors.items():
@@ -37,9 +37,9 @@ def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...
 
 
 def unpacked_shape(name: str, packed: TensorRef, stored: TensorRef | None) -> tuple[int, ...]:
-    """Return the shape of the parameter ``name`` that is held in ``packed``; ``stored`` holds that shape.
+    """Return the shape of the parameter ``name``, which ``packed`` holds; ``stored`` holds the shape.
 
-    Raises FlexQuantError where it is missing, or cannot be that of these words.
+    Raises FlexQuantError if ``stored`` is missing, or does not fit the packed words.
     """
     if stored is None and packed.dtype == "U8" and packed.shape:  # FP4 formats: two values a byte
         return (*packed.shape[:-1], packed.shape[-1] * 2)

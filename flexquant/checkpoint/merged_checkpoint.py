@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A merged checkpoint opened for reading, offline: its config, its tensors and its provenance."""
+"""Open a merged checkpoint for reading: its config, its tensors and its provenance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MergedCheckpoint:
     """The whole ``config.json``."""
     merged: MergedConfig
     tensors: dict[str, TensorRef]
-    """By merged key, prefix included."""
+    """Merged key, prefix included -> reference to the tensor."""
     provenance: Provenance
 
     @classmethod

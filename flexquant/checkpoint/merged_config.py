@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The on-disk contract of a merged checkpoint, shared by merging (writes it) and serving (reads it).
+"""Define the on-disk format of a merged checkpoint, which merging writes and serving reads.
 
 A merged checkpoint is a Hugging Face folder: ``config.json`` of the base model whose
 ``quantization_config`` is the section described by :class:`MergedConfig`, and safetensors shards whose
@@ -27,7 +27,7 @@ from flexquant.errors import FlexQuantError
 CONFIG_FILE = "config.json"
 ARCHITECTURE = "FlexQuantForCausalLM"
 VISION_ARCHITECTURES = ("Idefics3ForConditionalGeneration",)
-"""Base architectures that read images beside text, of those that are served."""
+"""Served base architectures that read images as well as text."""
 QUANT_METHOD = "flexquant"
 SCHEMA_VERSION = 1
 SHARED_PREFIX = f"{SHARED}."
@@ -35,9 +35,10 @@ VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 
 
 def served_architecture(base_architecture: str) -> str:
-    """Return the class that serves a merged checkpoint: its ``architectures[0]``.
+    """Return the name of the class that serves a merged checkpoint, its ``architectures[0]``.
 
-    One serves all text models. Vision models have their own, since vLLM asks the class how to read images.
+    One class serves all text models. Each vision model has its own, since vLLM asks the class how to read
+    images.
     """
     return f"FlexQuant{base_architecture}" if base_architecture in VISION_ARCHITECTURES else ARCHITECTURE
 
@@ -53,16 +54,16 @@ def check_variant_name(name: str) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """One quantised copy of the model: where its tensors are and how they are quantised."""
+    """A quantised copy of the model: the prefix of its tensors, and how they are quantised."""
 
     prefix: str
     """Prefix of the variant's tensor keys, dot included."""
     quantization_config: JsonObject
     """The source checkpoint's ``quantization_config``, verbatim (compressed-tensors)."""
     own_head: bool | None = None
-    """Whether its lm_head is another than its embedding; None: merged by a release that did not tell."""
+    """Whether its lm_head differs from its embedding; None: not recorded, by an older release."""
     negative_scales: bool | None = None
-    """Whether some scale of its packed weights is below zero, as AutoRound makes them; None: as above."""
+    """Whether some scale of its packed weights is negative, as AutoRound makes them; None: not recorded."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +74,18 @@ class MergedConfig:
     """The ``architectures[0]`` of every source, e.g. ``LlamaForCausalLM``."""
     variants: dict[str, Variant]
     shared_modules: tuple[str, ...] = ()
-    """Modules whose tensors are all shared: outside the decoder layers, e.g. ``model.embed_tokens``, and the
-    experts of a layer, e.g. ``model.layers.0.mlp.experts``."""
+    """Modules whose tensors are all shared, e.g. ``model.embed_tokens`` or ``model.layers.0.mlp.experts``."""
     mixable: tuple[tuple[str, ...], ...] | None = None
-    """Groups of variants with equal residual streams: layers of one group may be mixed in one plan.
+    """Groups of variants with equal residual streams; one plan can mix layers of one group.
 
-    Every variant is in exactly one group; None: all are in one.
+    Every variant is in exactly one group; None: all are in one group.
     """
     rescaled: tuple[str, ...] = ()
-    """Variants of which a linear is scaled or turned against the first one's: no LoRA adapter fits both."""
+    """Variants with a linear that is scaled or rotated against the first variant's: no LoRA fits both."""
     policy: JsonObject | None = None
     """The default policy document (schema ``flexquant.policy/v1``); None: the built-in default."""
     kv_compatibility: JsonObject = field(default_factory=dict)
-    """What the KV-cache comparison found when merging; for people, not read when serving."""
+    """Result of the KV-cache comparison while merging; for people, serving does not read it."""
 
     @property
     def mixable_groups(self) -> tuple[tuple[str, ...], ...]:
@@ -93,9 +93,9 @@ class MergedConfig:
 
     @property
     def layered_plans(self) -> bool:
-        """Whether layers of all variants may be mixed in one plan.
+        """Whether one plan can mix layers of all variants.
 
-        Releases of FlexQuant that do not know ``mixable`` read this key instead.
+        Older releases of FlexQuant, which do not know ``mixable``, read this key.
         """
         return len(self.mixable_groups) == 1
 
@@ -161,7 +161,7 @@ class _Variant(BaseModel):
 
 
 class _Section(BaseModel):
-    """What is read of the section; other keys are left alone."""
+    """The keys of the section that are read; others are ignored."""
 
     base_architecture: StrictStr
     variants: Annotated[dict[StrictStr, _Variant], Field(min_length=1)]
@@ -172,7 +172,7 @@ class _Section(BaseModel):
 
 
 def _read_mixable(section: JsonObject, variants: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of variants; a section without them says only whether all may be mixed."""
+    """Return the groups of variants; older sections only state whether all variants can be mixed."""
     groups = section.get("mixable")
     if groups is None:
         if section.get("layered_plans", True):
@@ -188,7 +188,7 @@ def _read_mixable(section: JsonObject, variants: Collection[str]) -> tuple[tuple
 
 
 def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
-    """Return the whole ``config.json`` of a merged checkpoint, and the section on its variants.
+    """Return the whole ``config.json`` of a merged checkpoint, and its section about the variants.
 
     Raises :class:`FlexQuantError` for a folder that ``flexquant merge`` did not write.
     """
@@ -207,7 +207,7 @@ def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
 
 
 def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
-    """Return what the ``config.json`` of a merged checkpoint says, and its number of decoder layers.
+    """Return a merged checkpoint's section about the variants, and its number of decoder layers.
 
     Raises :class:`FlexQuantError` for a folder that ``flexquant merge`` did not write.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A model's ``config.json`` as plain data, whatever release of transformers wrote it."""
+"""Read a model's ``config.json`` as plain data, whatever release of transformers wrote it."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from flexquant.errors import FlexQuantError
 JsonObject = dict[str, Any]
 """A JSON object as Python reads it."""
 
-# Differ without a difference in the model: where and by what it was written, and how it is quantised.
+# Keys that can differ between configs of one model: its path, the writer's version, the quantisation.
 INCIDENTAL_KEYS = frozenset({"quantization_config", "_name_or_path", "transformers_version"})
-# Names of transformers 4 -> those of 5.
+# Key in transformers 4 -> key in transformers 5.
 RENAMED = {"torch_dtype": "dtype", "sliding_window_pattern": "_sliding_window_pattern"}
-# What transformers 5 keeps in `rope_parameters`, and 4 beside one another.
+# Keys that transformers 5 nests in `rope_parameters`, and transformers 4 writes at the top level.
 ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 LOCAL_ROPE_BASE = "rope_local_base_freq"
 ABSENT = "(absent)"
-"""Stands for the value of a key that a config does not have."""
+"""Stands for the value of a key that a config lacks."""
 MAX_LAYERS = 10_000
-"""Of a model that is read: routes hold a variant for each layer, of which a config could name any number."""
+"""Largest number of layers that a config may state; it bounds the memory of routes."""
 EXTENDED_ROPES = ("llama3", "yarn", "longrope")
 """Kinds of RoPE whose parameters hold the length that the model was trained with."""
 
 
 def text_config(config: JsonObject) -> JsonObject:
-    """Return the part of a config that describes the language model; a multimodal one nests it."""
+    """Return the part of a config that describes the language model; a multimodal config nests it."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) and nested else config
 
 
 def reads_more_than_text(config: JsonObject) -> bool:
-    """Whether a model is made for images, video or sound too."""
+    """Whether a model also reads images, video or sound."""
     return any(config.get(f"{what}_config") for what in ("vision", "audio"))
 
 
 def written_or_default(config: JsonObject, key: str) -> Any:
-    """Return what a config says of ``key``; where it has no such key, what transformers' class for it takes.
+    """Return the value of ``key`` in a config or, if it has none, transformers' default for the model.
 
-    None for a model that transformers does not know, or whose config it does not read.
+    The default is None if transformers does not know the model or refuses its config.
     """
     if key in config:
         return config[key]
@@ -49,12 +49,12 @@ def written_or_default(config: JsonObject, key: str) -> Any:
 
     try:
         return getattr(AutoConfig.for_model(**config), key, None)
-    except Exception:  # each class of transformers has checks and arithmetic of its own
+    except Exception:  # a config class of transformers can raise anything
         return None
 
 
 def count_layers(config: JsonObject) -> int:
-    """Return the number of decoder layers that a config states; raise FlexQuantError when it states none."""
+    """Return the number of decoder layers that a config states; raise FlexQuantError if it states none."""
     layers = text_config(config).get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MAX_LAYERS:
         raise FlexQuantError(
@@ -64,7 +64,7 @@ def count_layers(config: JsonObject) -> int:
 
 
 def config_differences(a: JsonObject, b: JsonObject) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value, value) where two configs differ; ABSENT stands for a key that is not there.
+    """Yield (dotted key, value in a, value in b) where two configs differ; ABSENT marks a missing key.
 
     Keys are compared under the names that transformers 5 writes.
     """
@@ -81,7 +81,7 @@ def _differences(a: JsonObject, b: JsonObject, path: str = "") -> Iterator[tuple
 
 
 def _with_current_keys(config: JsonObject) -> JsonObject:
-    """Return a config under transformers 5's names, a nested language model's included."""
+    """Return a config, nested language model included, with the keys that transformers 5 writes."""
     current = {RENAMED.get(key, key): value for key, value in config.items()}
     if isinstance(nested := current.get("text_config"), dict):
         current["text_config"] = _with_current_keys(nested)
@@ -91,9 +91,9 @@ def _with_current_keys(config: JsonObject) -> JsonObject:
 
 
 def _take_rope(config: JsonObject) -> Any:
-    """Take all about RoPE out of a config, and return it as transformers 5 writes it.
+    """Remove the RoPE keys from a config, and return them as transformers 5 writes them.
 
-    One set of parameters, or one for each kind of layers; what is not understood is returned as it is.
+    The result is one set of parameters, or one for each kind of layer. Unknown forms are returned unchanged.
     """
     rope = config.pop("rope_parameters", None) or {}
     rope = config.pop("rope_scaling", None) or rope
@@ -113,7 +113,7 @@ def _take_rope(config: JsonObject) -> Any:
 
 
 def _one_rope(rope: Mapping[str, Any], beside: Mapping[str, Any], length: int | None) -> JsonObject:
-    """Return the parameters of one kind of layers, those written beside them included."""
+    """Return the RoPE parameters of one kind of layer, completed by the keys ``beside`` them."""
     one = {**beside, **rope}
     kind = one.pop("type", None)
     one.setdefault("rope_type", kind or "default")

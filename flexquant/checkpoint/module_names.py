@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What the names of modules tell: the decoder layer that they lie in, and which linears run as one."""
+"""Parse names of modules and tensors: the decoder layer they lie in, and which linears vLLM fuses."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Collection, Iterable
 
 STACK = "layers."
 LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<index>[0-9]{1,5})\.")
-"""A decoder layer in the name of a module or tensor inside it."""
+"""Matches the decoder layer in the name of a module or tensor inside it."""
 EXPERTS = re.compile(r"^.*\.experts(?=\.)")
-"""The module that holds a layer's routed experts, in the name of a module or tensor inside it."""
+"""Matches the module of a layer's routed experts in the name of a module or tensor inside it."""
 LATENT_UP = re.compile(r"^.*\.self_attn\.kv_b_proj(?=\.)")
-"""The linear that expands multi-head latent attention's cache, in the name of a module or tensor inside it.
+"""Matches the linear that expands the latent cache in the name of a module or tensor inside it.
 
-vLLM's attention layer holds it, and all variants have that layer in common.
+vLLM's attention layer, which all variants share, holds this linear.
 """
 OTHER_TOWERS = re.compile(r"vision|visual|audio|image|mtp", re.IGNORECASE)
-"""Found in the name of a stack of layers that is not the language model's decoder."""
+"""Matches in the name of a stack of layers that is not the language model's decoder."""
 TOP = re.compile(r"^(?:model\.)?[^.]+(?=\.)")
-"""The outermost module that a tensor lies in, the model as a whole left out."""
+"""Matches the outermost module below the model in a tensor's name."""
 HEAD = re.compile(r"(^|\.)lm_head\.")
 FUSED = {
     "q_proj": "qkv_proj",
@@ -29,38 +29,38 @@ FUSED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-"""Linears that vLLM runs as one, by the last part of their names; they need one scheme."""
+"""Last part of a linear's name -> the linear that vLLM fuses it into; fused linears need one scheme."""
 
 
 def decoder_layer(name: str) -> re.Match[str] | None:
-    """Return what LAYER matches in a name; None outside of the layers of the language model's decoder."""
+    """Return LAYER's match in a name; None outside of the language model's decoder layers."""
     match = LAYER.match(name)
     return None if match is None or OTHER_TOWERS.search(match["stack"]) else match
 
 
 def layer_number(name: str) -> int | None:
-    """Return the number of the decoder layer that a module or tensor lies in; None outside of them."""
+    """Return the number of a module's or tensor's decoder layer; None outside of decoder layers."""
     match = decoder_layer(f"{name}.")
     return int(match["index"]) if match else None
 
 
 def is_in(name: str, layers: Collection[int]) -> bool:
-    """Whether a module or tensor lies in one of these decoder layers, or outside of all."""
+    """Whether a module or tensor lies in one of these decoder layers, or outside of all layers."""
     number = layer_number(name)
     return number is None or number in layers
 
 
 def decoder_roots(tensors: Iterable[str]) -> set[str]:
-    """Return what stands before ``layers.`` in the names of the decoder layers' tensors, e.g. ``model.``."""
+    """Return the prefixes of ``layers.`` in the names of decoder layers' tensors, e.g. ``model.``."""
     inside = (decoder_layer(name) for name in tensors if ".self_attn." in name)
     stacks = {match["stack"] for match in inside if match and match["index"] == "0"}
     return {stack.removesuffix(STACK) for stack in stacks if stack.endswith(STACK)}
 
 
 def tower(tensor: str, roots: Collection[str]) -> str | None:
-    """Return the module beside the language model that a tensor lies in, e.g. ``model.vision_model``.
+    """Return the module beside the language model that holds a tensor, e.g. ``model.vision_model``.
 
-    None for the language model's own, those below ``roots`` and its lm_head.
+    None for the language model's own tensors: those below ``roots``, and its lm_head.
     """
     if tensor.startswith(tuple(roots)) or HEAD.search(tensor):
         return None
@@ -69,6 +69,6 @@ def tower(tensor: str, roots: Collection[str]) -> str | None:
 
 
 def fused_name(linear: str) -> str:
-    """Return the name of the linear that vLLM runs ``linear`` in: ``...qkv_proj`` for q, k and v."""
+    """Return the name of the linear that vLLM fuses ``linear`` into: ``...qkv_proj`` for q, k and v."""
     parent, dot, leaf = linear.rpartition(".")
     return f"{parent}{dot}{FUSED.get(leaf, leaf)}"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""All or nothing: an output is written beside its final place and renamed when it is complete.
+"""Write an output all or nothing: beside its final place, where it is renamed once it is complete.
 
-A folder's writer locks the file ``.<name>.flexquant-lock`` beside it for as long as there is a stage,
-``.<name>.flexquant-tmp``. The system lets go of the lock when the process ends in whatever way, so who holds
-it knows that a stage found is that of a dead process, on whatever machine or in whatever container that
-process ran. Nothing else beside an output is touched, and what appears at its place meanwhile stays unless
+The writer of a folder holds a lock on the file ``.<name>.flexquant-lock`` beside it while its stage,
+``.<name>.flexquant-tmp``, exists. The system releases the lock however the process ends, so the holder of the
+lock knows that a stage it finds belongs to a dead process, whatever machine or container that ran on. Nothing
+else beside an output is touched. A file or folder that appears at the output's place meanwhile stays, unless
 it may be replaced.
 """
 
@@ -26,14 +26,14 @@ from flexquant.errors import FlexQuantError
 AT_FDCWD = -100
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 CHECKPOINT_FILES = ("config.json", "quantization_report.json")
-"""A folder with one of them may be replaced: a checkpoint, or a variant that lost its config."""
+"""Files that mark a folder that may be replaced: a checkpoint, or a variant that lost its config."""
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove what killed processes left beside ``output``; what is at ``output`` stays.
+    """Remove the leftovers of killed processes beside ``output``, but not ``output`` itself.
 
-    Raises FlexQuantError when another process is writing it.
+    Raises FlexQuantError if another process is writing ``output``.
     """
     target = _resolved(output)
     with _explained(output):
@@ -43,9 +43,9 @@ def remove_leftovers(output: Path) -> None:
 
 
 def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> None:
-    """Clean up what killed processes left of ``output``, and check that it may be written.
+    """Remove the leftovers of killed processes beside ``output``, and check that it may be written.
 
-    Raises FlexQuantError when it exists and may not be replaced, overlaps an input, or is being written by
+    Raises FlexQuantError if it exists and may not be replaced, overlaps an input, or is being written by
     another process.
     """
     remove_leftovers(output)
@@ -65,7 +65,7 @@ def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> 
 
 
 def check_free_space(output: Path, needed: int) -> None:
-    """Raise FlexQuantError when the disk of ``output`` has fewer than ``needed`` bytes free."""
+    """Raise FlexQuantError if the disk of ``output`` has fewer than ``needed`` bytes free."""
     existing = next(p for p in (output.resolve(), *output.resolve().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
@@ -77,11 +77,11 @@ def check_free_space(output: Path, needed: int) -> None:
 
 @contextmanager
 def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give a temporary folder to write into, which takes the place of ``output`` at the end.
+    """Yield a temporary folder to write into, which takes the place of ``output`` at the end.
 
-    With ``overwrite`` a checkpoint that is then at ``output`` is replaced, and removed last. Raises
-    FlexQuantError for anything else there, an output that another process is writing, a full disk or another
-    failure to write; ``output`` is then as it was before.
+    With ``overwrite``, a checkpoint that is at ``output`` by then is replaced. Raises FlexQuantError for
+    anything else there, an output that another process is writing, a full disk or another failure to write;
+    ``output`` is then unchanged.
     """
     target = _resolved(output)
     stage = _stage(target)
@@ -97,16 +97,16 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 _swap(stage, target, overwrite)
                 sync(target.parent)
             finally:
-                if not _old(target).exists():  # else the stage tells that what is at `target` is not ours
+                if not _old(target).exists():  # else the stage marks that `target` holds something foreign
                     shutil.rmtree(stage, ignore_errors=True)
 
 
 @contextmanager
 def staged_file(file: Path) -> Iterator[Path]:
-    """Give a path beside ``file`` to write to, which takes the place of ``file`` at the end.
+    """Yield a path beside ``file`` to write to, which takes the place of ``file`` at the end.
 
-    A process that fails or dies before leaves ``file`` as it was; one that fails, nothing beside it either.
-    A link stays and leads to what was written; a device or pipe is written to as it is. Nothing is locked:
+    If the process fails or dies before, ``file`` is unchanged; if it fails, the partial file is removed too.
+    A link is kept, and its target is replaced; a device or pipe is written to directly. Nothing is locked, so
     two processes must not write one file at the same time. Raises FlexQuantError for a folder.
     """
     if file.is_dir():
@@ -137,7 +137,7 @@ def sync(path: Path) -> None:
 
 
 def _resolved(output: Path) -> Path:
-    """Return the absolute path without links; raise FlexQuantError where no folder can be."""
+    """Return the absolute path without links; raise FlexQuantError for a path that no folder can have."""
     try:
         target = output.resolve()
     except (OSError, RuntimeError, ValueError) as e:  # links in a circle, a zero byte ...
@@ -148,7 +148,7 @@ def _resolved(output: Path) -> Path:
 
 
 def _beside(target: Path, what: str) -> Path:
-    """Return where FlexQuant keeps something of its own for ``target``."""
+    """Return the path of FlexQuant's own file or folder ``what`` beside ``target``."""
     return target.with_name(f".{target.name}.flexquant-{what}")
 
 
@@ -166,7 +166,7 @@ def _old(target: Path) -> Path:
 
 @contextmanager
 def _explained(output: Path) -> Iterator[None]:
-    """Turn an OSError inside into a FlexQuantError that names the output."""
+    """Turn an OSError in the block into a FlexQuantError that names the output."""
     try:
         yield
     except OSError as e:
@@ -194,7 +194,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def _lock(path: Path, target: Path) -> int:
-    """Return a descriptor of the file at ``path``, locked: closing it ends the lock."""
+    """Lock the file at ``path`` and return its descriptor; closing it releases the lock."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -213,7 +213,7 @@ def _lock(path: Path, target: Path) -> int:
                 f"{target} cannot be locked against a second writer ({e.strerror}); choose a folder on a "
                 "file system with locks, and copy the result"
             ) from e
-        os.close(fd)  # its holder removed it between the opening and the lock
+        os.close(fd)  # the earlier holder removed the file after it was opened here
 
 
 def _is_at(fd: int, path: Path) -> bool:
@@ -224,14 +224,14 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _swap(stage: Path, target: Path, overwrite: bool) -> None:
-    """Put ``stage`` at ``target``; what was there is afterwards at ``stage``, or gone.
+    """Move ``stage`` to ``target``; the former target is afterwards at ``stage``, or deleted.
 
-    Raises FlexQuantError where something is there that may not be replaced.
+    Raises FlexQuantError if ``target`` holds something that may not be replaced.
     """
     if _renamed(stage, target, RENAME_NOREPLACE):
         return
     if not os.path.lexists(target):
-        os.rename(stage, target)  # at most an empty folder, which came just now, is replaced
+        os.rename(stage, target)  # this can replace at most an empty folder that has just appeared
         return
     if not (overwrite and _is_checkpoint(target)):
         raise FlexQuantError(
@@ -240,7 +240,7 @@ def _swap(stage: Path, target: Path, overwrite: bool) -> None:
         )
     if _renamed(stage, target, RENAME_EXCHANGE):
         return
-    # A file system without an atomic exchange: a crash between the two leaves `old`, restored next time.
+    # Without an atomic exchange, a crash between the two renames leaves `old`, which the next run restores.
     old = _old(target)
     os.rename(target, old)
     try:
@@ -252,7 +252,7 @@ def _swap(stage: Path, target: Path, overwrite: bool) -> None:
 
 
 def _renamed(stage: Path, target: Path, flag: int) -> bool:
-    """Whether the system renamed ``stage`` with a flag that not every file system has."""
+    """Rename ``stage`` with a flag that not every file system supports; return whether it worked."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -265,7 +265,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _describe(path: Path) -> str:
-    """Return e.g. ``a folder with config.json`` for what is at a path."""
+    """Describe what is at a path, e.g. ``a folder with config.json``."""
     if path.is_symlink() or not path.is_dir():
         return "a link" if path.is_symlink() else "a file"
     names = sorted(os.listdir(path))
@@ -275,7 +275,7 @@ def _describe(path: Path) -> str:
 
 
 def _clean_up(target: Path) -> None:
-    """Remove what a dead process left of an output, and put back what it had moved out of the way."""
+    """Remove a dead process's leftovers, after restoring a folder that it had moved out of the way."""
     old, stage = _old(target), _stage(target)
     if old.exists() and (stage.exists() or not target.exists()):
         _put_back(target)
@@ -285,7 +285,7 @@ def _clean_up(target: Path) -> None:
 
 
 def _put_back(target: Path) -> None:
-    """Put back what was moved out of the way; raise FlexQuantError where something else lies there by now."""
+    """Restore the folder that was moved out of the way; raise FlexQuantError if its place is taken."""
     old = _old(target)
     if os.path.lexists(target):
         raise FlexQuantError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""``flexquant_provenance.json``: what a merged checkpoint was made from, by what, and every hash.
+"""Read and write ``flexquant_provenance.json``: a merged checkpoint's sources, tool versions and hashes.
 
-It holds no time and no absolute path, so the same sources give the same bytes.
+The file holds no time and no absolute path, so the same sources give the same bytes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ SCHEMA = "flexquant.provenance/v1"
 
 
 class Provenance(BaseModel):
-    """What is read of the document; nothing is recorded where it has been removed."""
+    """The keys of the document that are read; all are empty if the document has been removed."""
 
     sources: dict[str, JsonObject] = {}
     files: dict[str, str] = {}
-    """SHA-256, in hexadecimal, by the file's name."""
+    """Name of a file -> its SHA-256 in hexadecimal."""
     tensors: dict[str, str] = {}
-    """SHA-256, in hexadecimal, by merged key."""
+    """Merged key -> SHA-256 of the tensor in hexadecimal."""
 
 
 def read_provenance(folder: Path) -> Provenance:
-    """Return what a merged checkpoint recorded; raise FlexQuantError for a document that is malformed."""
+    """Return a merged checkpoint's provenance; raise FlexQuantError for a malformed document."""
     if not (folder / PROVENANCE_FILE).exists():
         return Provenance()
     file = confined_file(folder, PROVENANCE_FILE)
@@ -49,7 +49,7 @@ def read_provenance(folder: Path) -> Provenance:
 def make_provenance(
     sources: Sequence[Source], tensor_digests: Mapping[str, str], folder: Path, files: Iterable[str]
 ) -> JsonObject:
-    """Return the provenance document; ``files`` in ``folder`` are hashed, tensors come hashed."""
+    """Return the provenance document; ``files`` in ``folder`` are hashed here."""
     return {
         "schema": SCHEMA,
         "versions": {
@@ -77,7 +77,7 @@ def hash_file(path: Path) -> str:
 
 
 def folder_label(folder: Path) -> str:
-    """Return the folder's name, or ``org/model@revision`` in the cache of the Hugging Face hub."""
+    """Return a folder's name, or ``org/model@revision`` for a folder in the Hugging Face hub's cache."""
     folder = folder.resolve()
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Is a merged checkpoint, byte for byte, what the merge wrote, and no more? By what it recorded."""
+"""Check, by recorded hashes, that a merged checkpoint is exactly what the merge wrote."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from flexquant.errors import FlexQuantError
 
 MAX_NAMED = 5
 UNRECORDED = (PROVENANCE_FILE, INDEX_FILE, "README.md")
-"""What the merge writes beside tensors and recorded files; the card may be edited."""
+"""Files that the merge writes without recording a hash; users may edit the card."""
 BOOKKEEPING = (".git", ".gitattributes", ".cache")
-"""What git and downloads from the hub add; nothing that loads a model reads it."""
+"""Files and folders that git and downloads from the hub add; nothing that loads a model reads them."""
 
 
 def check_recorded_files(checkpoint: MergedCheckpoint) -> None:
-    """Raise FlexQuantError for a file that is not the one that was recorded, and for one too many.
+    """Raise FlexQuantError for a file that differs from its recorded hash, and for one that was not recorded.
 
-    Without recorded files nothing is checked.
+    If the checkpoint records no files, nothing is checked.
     """
     files = checkpoint.provenance.files
     if added := _unknown_files(checkpoint) if files else []:
@@ -43,10 +43,10 @@ def check_recorded_files(checkpoint: MergedCheckpoint) -> None:
 
 
 def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | None = None) -> int:
-    """Read every tensor and return how many there are.
+    """Compare every tensor with its recorded hash, and return the number of tensors.
 
-    Raises FlexQuantError, which names tensors and their shards, if one is not what was recorded, is missing
-    or is too many; and for a checkpoint without recorded hashes.
+    Raises FlexQuantError, which names tensors and their shards, if a tensor differs, is missing or was not
+    recorded, and for a checkpoint without recorded hashes.
     """
     recorded = checkpoint.provenance.tensors
     if not recorded:
@@ -64,7 +64,7 @@ def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | No
 def match_each(
     tensors: Mapping[str, TensorRef], check: Callable[[str, TensorRef], bool], progress: Progress | None
 ) -> dict[str, bool]:
-    """Return by name what ``check`` says of every tensor; several threads read at a time."""
+    """Return the result of ``check`` for every tensor, by name; several threads read at a time."""
     total, done, matches = sum(ref.nbytes for ref in tensors.values()), 0, {}
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     try:
@@ -80,7 +80,7 @@ def match_each(
 
 
 def check_same_names(expected: set[str], found: set[str], expected_in: str, found_in: str) -> None:
-    """Raise FlexQuantError unless the names of tensors at two places are the same."""
+    """Raise FlexQuantError unless both places have the same tensor names."""
     for names, has, lacks in (
         (expected - found, expected_in, found_in),
         (found - expected, found_in, expected_in),
@@ -95,7 +95,7 @@ def check_same_names(expected: set[str], found: set[str], expected_in: str, foun
 def report_differences(
     checkpoint: MergedCheckpoint, matches: Mapping[str, bool], places: Mapping[str, str], measure: str
 ) -> None:
-    """Raise FlexQuantError for tensors that do not match; ``places`` tells of each its shard too."""
+    """Raise FlexQuantError for tensors that do not match; ``places`` maps each to its name and shard."""
     differing = [places[name] for name, same in matches.items() if not same]
     if differing:
         raise FlexQuantError(

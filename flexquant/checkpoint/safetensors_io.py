@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Safetensors files as byte ranges: a strict header parser, and raw access to one tensor's bytes.
+"""Read safetensors files as byte ranges: a strict header parser, and raw access to a tensor's bytes.
 
-A file is an 8-byte little-endian header length, that many bytes of JSON (name -> dtype, shape, data
+A file has an 8-byte little-endian header length, that many bytes of JSON (name -> dtype, shape, data
 offsets), and the tensors' bytes, which tile the rest of the file without gap or overlap
 (https://github.com/huggingface/safetensors#format). Tensors are never decoded here, except by
 :func:`load_tensor`.
@@ -56,7 +56,7 @@ DTYPES: dict[str, tuple[int, str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Where one tensor's bytes lie: ``file[begin:end]``, offsets counted from the start of the file."""
+    """The place of a tensor's bytes: ``file[begin:end]``, offsets counted from the start of the file."""
 
     name: str
     dtype: str
@@ -71,7 +71,7 @@ class TensorRef:
 
     @property
     def alignment(self) -> int:
-        """Bytes that the tensor's offset must be a multiple of, for readers that map the file."""
+        """Number of bytes of which the tensor's offset must be a multiple, for readers that map the file."""
         return max(1, DTYPES[self.dtype][0] // 8)
 
 
@@ -117,9 +117,9 @@ def read_header(path: Path) -> dict[str, TensorRef]:
 
 
 def read_chunks(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in pieces of ``chunk_bytes`` (the last may be shorter), all in one buffer.
+    """Yield a tensor's bytes in chunks of ``chunk_bytes`` (the last can be shorter), which reuse one buffer.
 
-    Raises FlexQuantError when the file can no longer be read or has become shorter.
+    Raises FlexQuantError if the file can no longer be read or has become shorter.
     """
     buffer = memoryview(bytearray(min(chunk_bytes, ref.nbytes)))
     with _opened(ref) as f:
@@ -132,17 +132,17 @@ def read_chunks(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memo
 
 
 def same_bytes(a: TensorRef, b: TensorRef) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes; stops reading at the first difference."""
+    """Whether two tensors have the same dtype, shape and bytes; reading stops at the first difference."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    # Views are compared number by number, bytes a hundred times faster.
+    # Comparing bytes is a hundred times faster than comparing memoryviews, which goes element by element.
     return all(x.tobytes() == y.tobytes() for x, y in zip(read_chunks(a), read_chunks(b), strict=True))
 
 
 def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Tensor:
     """Return the tensor on the CPU with its stored shape and dtype, reading only its bytes.
 
-    With ``rows``, ranges of the first dimension, only these are read and returned, one after the other.
+    With ``rows``, ranges of the first dimension, only these rows are read and returned, concatenated.
     Raises FlexQuantError for a dtype that torch lacks or a file that cannot be read.
     """
     import torch
@@ -167,7 +167,7 @@ def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Te
 
 @contextmanager
 def _opened(ref: TensorRef) -> Iterator[FileIO]:
-    """Give a tensor's file at the tensor's first byte; raise FlexQuantError where it cannot be read."""
+    """Yield a tensor's file, at the tensor's first byte; raise FlexQuantError if it cannot be read."""
     try:
         with open(ref.file, "rb", buffering=0) as f:
             f.seek(ref.begin)
@@ -177,7 +177,7 @@ def _opened(ref: TensorRef) -> Iterator[FileIO]:
 
 
 def _fill(buffer: memoryview, f: FileIO, ref: TensorRef) -> None:
-    """Read as many bytes as the buffer has; raise FlexQuantError where the file ends before."""
+    """Fill the buffer from the file; raise FlexQuantError if the file ends before."""
     filled = 0
     while filled < len(buffer):
         got = f.readinto(buffer[filled:])
@@ -206,7 +206,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a key appears twice")
-    "".join(result).encode()  # raises ValueError for half of a character
+    "".join(result).encode()  # raises ValueError for a lone surrogate
     return result
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""How the Linears of a checkpoint are quantised, as its ``quantization_config`` says (compressed-tensors)."""
+"""Find how a checkpoint's Linears are quantised, from its ``quantization_config`` (compressed-tensors)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class LinearSchemes:
-    """The schemes of a checkpoint's Linears, by the names of the modules."""
+    """The schemes of a checkpoint's Linears, by module name."""
 
     def __init__(self, section: Mapping[str, Any], owner: str) -> None:
-        """Read the ``quantization_config``, given as ``section``.
+        """Read ``section``, a ``quantization_config``.
 
-        Raises FlexQuantError, which begins with ``owner``, for one that compressed-tensors does not take.
+        Raises FlexQuantError, which begins with ``owner``, for a section that compressed-tensors refuses.
         """
         import torch
 
@@ -31,11 +31,11 @@ class LinearSchemes:
 
     @property
     def format(self) -> str:
-        """How weights are stored whose scheme does not say it."""
+        """Storage format of weights whose scheme does not state one."""
         return self._config.format
 
     def of(self, module: str) -> QuantizationScheme | None:
-        """Return how a Linear is quantised; None for one that is left in 16 bits."""
+        """Return the scheme of a Linear; None if it is left in 16 bits."""
         from compressed_tensors.utils.match import is_match, match_name
 
         if is_match(module, self._linear, self._config.ignore or ()):

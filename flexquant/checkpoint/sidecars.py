@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The files beside the weights: which are copied along, and which have to be equal in all sources."""
+"""Choose the files beside the weights to copy, and check those that must be equal in all sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexquant.errors import FlexQuantError
 GENERATION_CONFIG = "generation_config.json"
 RECIPE = "recipe.yaml"
 
-# Tokenizer, processor, chat template and remote code: one merged model can only have one of each.
+# Tokenizer, processor, chat template and remote code; a merged model can have only one of each.
 IDENTICAL = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -33,24 +33,24 @@ IDENTICAL = (
 )
 NOTICES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 COPIED = (*IDENTICAL, *NOTICES, GENERATION_CONFIG)
-"""What a checkpoint that is made of another one has from it as it is."""
+"""Patterns of the files that a new checkpoint takes unchanged from the one that it is made from."""
 
 
 def find_files(folder: Path, patterns: Sequence[str]) -> list[str]:
-    """Return the names, relative to the folder and sorted, of the files that match."""
+    """Return the sorted names, relative to the folder, of the files that match."""
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def recipe_name(variant: str) -> str:
-    """The name under which a source's recipe is kept in the merged checkpoint."""
+    """Return the name of a source's recipe in the merged checkpoint."""
     return f"recipe.{variant}.yaml"
 
 
 def plan_sidecars(sources: Sequence[Source]) -> dict[str, Path]:
-    """Return the files to copy, by their name in the merged checkpoint.
+    """Return the files to copy: name in the merged checkpoint -> path.
 
-    Raises FlexQuantError, naming the file, where the sources' tokenizers, chat templates, remote code or
+    Raises FlexQuantError, naming the file, if the sources' tokenizers, chat templates, remote code or
     generation settings differ.
     """
     files: dict[str, Path] = {}

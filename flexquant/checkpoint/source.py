@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""One input of a merge: a compressed-tensors checkpoint, validated before anything is written."""
+"""Open and validate an input of a merge, a compressed-tensors checkpoint, before anything is written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Source:
     """The whole ``config.json``."""
     quantization_config: JsonObject
     tensors: dict[str, TensorRef]
-    """By original key; the references point into the checkpoint's own shards."""
+    """Original key -> reference into the checkpoint's own shards."""
 
     @property
     def architecture(self) -> str:

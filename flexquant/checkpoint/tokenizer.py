@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The tokenizer of a model folder."""
+"""Load the tokenizer of a model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or Hugging Face id; raise FlexQuantError when it cannot be read."""
+    """Return the tokenizer of a folder or Hugging Face id; raise FlexQuantError if it cannot be read."""
     from transformers import AutoTokenizer
 
     problem = f"the tokenizer of {model} cannot be read"
-    # What tokenizers raises for a broken file is an Exception.
+    # The tokenizers library raises plain Exceptions for a broken file.
     with explained(problem, "put its files beside the weights", (Exception,)):
         return AutoTokenizer.from_pretrained(str(model))

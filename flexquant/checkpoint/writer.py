@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Write tensors into safetensors shards: plan the files, then stream byte ranges into them.
 
-A few threads each take one tensor at a time: read a chunk, write it at its place, add it to the hash.
-Python lets go of its lock in all three, and memory stays at a chunk a thread however large the model is.
-Another thread waits for the disk meanwhile, so that little is left to wait for at the end. Who has the shards
-written may do something else in the meantime, and give up.
+A few threads each take one tensor at a time: they read a chunk, write it at its place and add it to the hash.
+Python releases the GIL in all three steps, and each thread holds only one chunk in memory. Meanwhile another
+thread syncs the files to the disk, so that little is left to sync at the end. The caller can do other work
+while shards are written, and can cancel.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from flexquant.checkpoint.output import sync
 from flexquant.checkpoint.safetensors_io import METADATA_KEY, TensorRef, read_chunks
 
 Progress = Callable[[int, int], object]
-"""Called with the bytes of tensors done so far and in all."""
+"""Called with (bytes of tensors done, bytes in all)."""
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 HEADER_ALIGNMENT = 8
 MAX_THREADS = 8
 BYTES_BETWEEN_SYNCS = 64 << 20
-# What index and provenance take for each tensor, and config and card for all, at most.
+# Upper bounds on the bytes of index and provenance for each tensor, and on config and card together.
 DOCUMENT_BYTES_PER_TENSOR = 1_000
 DOCUMENT_BYTES = 1_000_000
 
@@ -53,8 +53,8 @@ class Shard:
 def plan_shards(groups: Sequence[Mapping[str, TensorRef]], max_shard_size: int) -> list[Shard]:
     """Return the files for groups of tensors; no file holds tensors of two groups.
 
-    A file's tensors have at most ``max_shard_size`` bytes, unless one tensor alone is larger. One file is
-    called ``model.safetensors``, several ``model-00001-of-0000n.safetensors``.
+    A file's tensors have at most ``max_shard_size`` bytes, unless one tensor alone is larger. A single file
+    is named ``model.safetensors``, several ``model-00001-of-0000n.safetensors``.
     """
     parts: list[dict[str, TensorRef]] = []
     for group in groups:
@@ -79,8 +79,8 @@ def plan_shards(groups: Sequence[Mapping[str, TensorRef]], max_shard_size: int) 
 def write_shards(folder: Path, shards: Sequence[Shard], progress: Progress | None = None) -> dict[str, str]:
     """Write the shards and, for several, their index; return the SHA-256 of every tensor by key.
 
-    The files are on the disk when this returns. Raises OSError when writing fails and FlexQuantError when
-    a source cannot be read; files may then be incomplete.
+    The files are synced to the disk when this returns. Raises OSError if writing fails and FlexQuantError if
+    a source cannot be read; files can then be incomplete.
     """
     with writing_shards(folder, shards) as finish:
         return finish(progress)
@@ -90,10 +90,10 @@ def write_shards(folder: Path, shards: Sequence[Shard], progress: Progress | Non
 def writing_shards(
     folder: Path, shards: Sequence[Shard]
 ) -> Iterator[Callable[[Progress | None], dict[str, str]]]:
-    """Begin to write the shards in other threads, and give a function that waits for them.
+    """Begin to write the shards in other threads, and yield a function that waits for them.
 
-    What it takes, returns and raises is as for :func:`write_shards`, failures from before its call included.
-    At the end of the block what is not written by then stays unwritten.
+    The function takes ``progress``, and returns and raises like :func:`write_shards`; it also raises failures
+    from before its call. Leaving the block cancels what is not written by then.
     """
     stopped = Event()
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
@@ -132,14 +132,14 @@ def writing_shards(
 
 
 def needed_bytes(shards: Sequence[Shard], files: Iterable[Path]) -> int:
-    """Return the disk space for shards, files to copy and the documents written with them, at most."""
+    """Return an upper bound on the disk space for shards, copied files and the documents beside them."""
     tensors = sum(len(shard.tensors) for shard in shards)
     documents = DOCUMENT_BYTES + DOCUMENT_BYTES_PER_TENSOR * tensors
     return sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in files) + documents
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file's content, following links, and make the folder it goes into."""
+    """Copy a file's content, following links; make the target's folder if need be."""
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
 
@@ -151,7 +151,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def _lay_out(file: str, tensors: Mapping[str, TensorRef]) -> Shard:
-    """Place the widest dtypes first, as the safetensors library does, so that every tensor is aligned."""
+    """Lay out a shard with the widest dtypes first, like the safetensors library, so that all are aligned."""
     placed: list[tuple[str, TensorRef, int]] = []
     header: dict[str, object] = {METADATA_KEY: {"format": "pt"}}
     position = 0
@@ -170,9 +170,9 @@ def _lay_out(file: str, tensors: Mapping[str, TensorRef]) -> Shard:
 
 
 def _copy(ref: TensorRef, path: Path, offset: int, stopped: Event) -> str:
-    """Copy a tensor's bytes to ``offset`` of a file that is already there; return their SHA-256.
+    """Copy a tensor's bytes to ``offset`` of an existing file; return their SHA-256.
 
-    Once ``stopped`` is set, the copying ends: nobody waits for its result then.
+    Copying ends early once ``stopped`` is set; the result is then wrong, and nobody waits for it.
     """
     digest = hashlib.sha256()
     fd = os.open(path, os.O_WRONLY)
@@ -193,11 +193,11 @@ def _copy(ref: TensorRef, path: Path, offset: int, stopped: Event) -> str:
 def _sync_meanwhile(
     folder: Path, shards: Sequence[Shard], copies: Sequence[Sequence[Future[str]]], stopped: Event
 ) -> None:
-    """Wait for the copies, in their order, and have the disk write them, until ``stopped`` is set."""
+    """Wait for the copies, in their order, and sync the files to the disk, until ``stopped`` is set."""
     for shard, futures in zip(shards, copies, strict=True):
         unsynced = 0
         for (_, ref, _), future in zip(shard.tensors, futures, strict=True):
-            with suppress(CancelledError):  # concurrent.futures.wait never hears of these
+            with suppress(CancelledError):  # concurrent.futures.wait does not return for cancelled futures
                 future.exception()
             if stopped.is_set():
                 return

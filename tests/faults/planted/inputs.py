@@ -65,7 +65,7 @@ INPUTS = (
         "configs-that-transformers-refuses",
         "What transformers says about a config's types ends in a traceback.",
         "flexquant/checkpoint/known_models.py",
-        "except Exception as e:  # each class",
+        "except Exception as e:  # a config class",
         "except ValueError as e:  # each class",
         (f"{SOURCES}test_numbers_of_a_config_that_no_model_has",),
     ),
