@@ -66,13 +66,15 @@ class AbsentLayer(nn.Module):
 def variant_vllm_config(vllm_config: VllmConfig, variant: Variant, base_architecture: str) -> VllmConfig:
     """Return the config that vLLM would have for the variant's own checkpoint."""
     model_config = copy.copy(vllm_config.model_config)
-    model_config.hf_config = copy.copy(model_config.hf_config)
+    model_config.hf_config = copy.deepcopy(model_config.hf_config)
     model_config.hf_config.quantization_config = copy.deepcopy(variant.quantization_config)
     model_config.hf_config.architectures = [base_architecture]
-    if variant.own_head is False and getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
-        model_config.hf_config.tie_word_embeddings = True  # the lm_head that vLLM saw is another variant's
     # Often the config itself: with all variants in it, every change of one would compile all plans anew.
     model_config.hf_text_config = model_config.hf_config.get_text_config()
+    if variant.own_head is False and getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
+        # The lm_head for which vLLM untied both is another variant's.
+        model_config.hf_config.tie_word_embeddings = True
+        model_config.hf_text_config.tie_word_embeddings = True
     model_config.quantization = variant.quantization_config["quant_method"]
     config = copy.copy(vllm_config)
     config.model_config = model_config
@@ -100,8 +102,7 @@ def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -
     """
     for old, new in replacements.items():
         if isinstance(new, VocabParallelEmbedding):
-            heads = [module for module in root.modules() if isinstance(module, ParallelLMHead)]
-            for head in heads:
+            for head in [module for module in root.modules() if isinstance(module, ParallelLMHead)]:
                 if head is not old and getattr(head, "weight", head) is getattr(old, "weight", old):
                     head.tie_weights(new)
     for parent in list(root.modules()):
@@ -112,20 +113,22 @@ def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -
 
 @contextmanager
 def memory_for(layers: Collection[int], quant_config: Any) -> Iterator[None]:
-    """Let linears and experts of a variant's other decoder layers than ``layers`` be built without memory."""
+    """Build the linears and experts of all decoder layers but ``layers`` on the meta device."""
     method_of = quant_config.get_quant_method
 
     def get_quant_method(layer: nn.Module, prefix: str) -> Any:
         method = method_of(layer, prefix)
         if method is None or is_in(prefix, layers) or isinstance(layer, AttentionLayerBase):
             return method
-        create_weights = method.create_weights
+        # What transforms a linear's inputs, around its own method, has matrices that all layers share.
+        method_of_weights = getattr(method, "quant_method", method)
+        create_weights = method_of_weights.create_weights
 
         def create_without_memory(*args: Any, **kwargs: Any) -> None:
             with torch.device("meta"):
                 create_weights(*args, **kwargs)
 
-        method.create_weights = create_without_memory
+        method_of_weights.create_weights = create_without_memory
         return method
 
     quant_config.get_quant_method = get_quant_method
@@ -141,19 +144,20 @@ def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str,
     Their attention stays registered: its name has its place in the order of the KV cache's layers.
     """
     stack: Any = variant.get_submodule(decoder_path(variant)).layers
-    for number, layer in enumerate(stack):
-        if number not in layers and any(True for _ in layer.parameters()):  # other ranks' have none
-            for experts in expert_layers(layer):
-                del registered[experts.layer_name]
-            stack[number] = AbsentLayer()
+    for number in layers_here(variant) - set(layers):
+        for experts in expert_layers(stack[number]):
+            del registered[experts.layer_name]
+        stack[number] = AbsentLayer()
+
+
+def layers_here(variant: nn.Module) -> set[int]:
+    """Return the decoder layers that a variant has on this rank; those of others are empty modules."""
+    stack: Any = variant.get_submodule(decoder_path(variant)).layers
+    return {number for number, layer in enumerate(stack) if any(True for _ in layer.parameters())}
 
 
 def build_variants(
-    vllm_config: VllmConfig,
-    merged: MergedConfig,
-    names: list[str],
-    routes: RouteTable,
-    prefix: str,
+    vllm_config: VllmConfig, merged: MergedConfig, names: list[str], routes: RouteTable, prefix: str
 ) -> dict[str, nn.Module]:
     """Build the named variants over one set of attention layers; the weights are loaded later.
 
@@ -216,8 +220,9 @@ def build_variants(
                 replacements |= dict(zip(layer.modules(), there, strict=True))
             else:
                 name_apart(layer, name, real_context)
+        here = layers_here(variant)
         for other in set(owners.values()) - {name}:
-            common = [m for m, has_it in owners.items() if has_it == other and is_in(m, layers[name])]
+            common = [m for m, has_it in owners.items() if has_it == other and is_in(m, here)]
             of_other = find_modules(variants[other], common)
             replacements |= dict(zip(find_modules(variant, common), of_other, strict=True))
         check_cache_layers(registered, replacements, merged.base_architecture)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -27,7 +28,8 @@ THREE = SWITCHING.replace("use: w4a16", "use: fine").replace('"0": w8a8', '"0": 
 
 PROMPTS = ["hello", "abc"]
 ONE_LAYER = rules('- use: {default: w4a16, layers: {"1": w8a8}}')
-"""The first variant lacks layers that the second has, and the other way round."""
+"""A policy under which each of the variants lacks layers that the other has."""
+ROTATION = "R4_input"
 DERIVED = """
 schema: flexquant.policy/v1
 derive: {w4a8: {from: w4a16, activations: int8}}
@@ -36,7 +38,7 @@ rules:
 
 
 def serve(folder, policy, trace, prompts=("hello",), **options):
-    """Ask for the first prompt, then for all; return both answers, the trace's header and its passes."""
+    """Answer the first prompt, then all; return both answers, the trace's header and its passes."""
     with engine(folder, policy, flexquant={"trace": str(trace)}, **SMALL, **options) as llm:
         found = [answers(llm, list(batch), max_tokens=4, ignore_eos=True) for batch in (prompts[:1], prompts)]
     header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
@@ -45,7 +47,7 @@ def serve(folder, policy, trace, prompts=("hello",), **options):
 
 @pytest.fixture(scope="module")
 def both(tiny_merged, tmp_path_factory):
-    """The trace's header of an engine with both variants."""
+    """Return the trace's header of an engine with both variants."""
     return serve(tiny_merged() / "merged", "phase", tmp_path_factory.mktemp("both") / "trace.jsonl")[1]
 
 
@@ -64,7 +66,7 @@ def test_a_variant_that_no_plan_uses_is_not_loaded(both, tiny_merged, tmp_path):
 
 @pytest.fixture(scope="module")
 def one_layer(tiny_merged, tmp_path_factory):
-    """Answers, header and layers by module name of an engine whose only plan takes one layer of w8a8."""
+    """Return the answers, header and layers of an engine whose only plan takes one layer of w8a8."""
     folder = tmp_path_factory.mktemp("one-layer")
     (folder / "policy.yaml").write_text(ONE_LAYER)
     trace = folder / "trace.jsonl"
@@ -106,7 +108,7 @@ def test_answers_are_those_of_an_engine_with_all_layers(one_layer, tiny_merged):
 
 
 def test_layers_that_no_plan_takes_never_have_memory(tiny_merged, tmp_path, monkeypatch):
-    """Neither before they are left out."""
+    """The layers have no memory even before they are left out."""
     from flexquant.serving import variants
 
     (tmp_path / "policy.yaml").write_text(ONE_LAYER)
@@ -123,8 +125,42 @@ def test_layers_that_no_plan_takes_never_have_memory(tiny_merged, tmp_path, monk
         assert without == [{0, 2, 3}, {1}]
 
 
+def test_a_matrix_that_absent_layers_share_has_memory(tmp_path):
+    """The first layer that is built with an online rotation makes the matrix for all layers."""
+    sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
+    for source in sources.values():
+        rotate_online(source)
+    merge_checkpoints(sources, tmp_path / "merged")
+    (tmp_path / "policy.yaml").write_text(ONE_LAYER)
+    with engine(tmp_path / "merged", str(tmp_path / "policy.yaml"), **SMALL) as llm:
+        (matrix,) = llm.apply_model(
+            lambda model: (
+                model.variants["w8a8"]
+                .model.layers[1]
+                .mlp.down_proj.get_submodule(ROTATION)
+                .weight.partitions[0]
+            )
+        )
+    assert torch.equal(matrix, torch.eye(matrix.shape[0]))
+
+
+def rotate_online(folder: Path) -> None:
+    """Let the inputs of every layer's down_proj be multiplied by the identity, as vLLM scales it."""
+    config = json.loads((folder / "config.json").read_text())
+    apply = [{"targets": ["re:.*down_proj$"], "location": "input"}]
+    transform = {"config_groups": {"R4": {"type": "random-matrix", "apply": apply}}}
+    config["quantization_config"]["transform_config"] = transform
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    width = config["intermediate_size"]
+    for number in range(config["num_hidden_layers"]):
+        name = f"model.layers.{number}.mlp.down_proj.{ROTATION}.weight"
+        tensors[name] = torch.eye(width, dtype=torch.bfloat16) * width**0.5
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def test_layers_in_use_beside_weights_on_the_host(one_layer, tiny_merged, tmp_path):
-    """vLLM copies each layer to the host when it is built, those too that are then left out."""
+    """vLLM copies each layer to the host when it is built, even if FlexQuant then leaves it out."""
     (tmp_path / "policy.yaml").write_text(ONE_LAYER)
     policy = str(tmp_path / "policy.yaml")
     with engine(tiny_merged() / "merged", policy, cpu_offload_gb=1, **SMALL) as llm:
@@ -169,7 +205,7 @@ def test_another_policy_may_take_the_layers_that_are_there_and_no_others(tiny_me
 
 
 def test_a_derived_variant_and_its_source_have_the_layers_that_plans_take(tiny_merged, tmp_path):
-    """In one layer each, or in the same: the derived one shares with its source what both have."""
+    """The layers are one of each variant, or the same; the derived one shares what both have."""
     one = DERIVED + '  - use: {default: w8a8, layers: {"0": w4a8, "3": w4a16}}\n'
     both = DERIVED + "  - when: {phase: decode}\n    use: w4a8\n  - use: w4a16\n"
     (tmp_path / "one.yaml").write_text(one)
@@ -186,7 +222,7 @@ def test_a_derived_variant_and_its_source_have_the_layers_that_plans_take(tiny_m
 
 
 def keep_tensors(folder: Path, is_left) -> None:
-    """Take all other tensors out of a merged checkpoint."""
+    """Remove the tensors from a merged checkpoint for which ``is_left`` is false."""
     index_file = folder / "model.safetensors.index.json"
     index = json.loads(index_file.read_text())
     for shard in set(index["weight_map"].values()):

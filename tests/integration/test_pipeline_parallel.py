@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from tests.checkpoints import EXPERTS
 from tests.integration.conftest import engine
 from tests.integration.logprobs import assert_equal_but_for_ties
 from tests.integration.test_compile import SEVERAL, SIZES, answers_by_number
@@ -18,9 +19,13 @@ pytestmark = needs_two_cores
 RANKS = {"pipeline_parallel_size": 2}
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.full)])
+FULL = [pytest.param(architecture, marks=pytest.mark.full) for architecture in ("gemma3", "qwen3_moe")]
+
+
+@pytest.fixture(scope="module", params=["llama", *FULL])
 def folder(request, tiny_merged):
-    return tiny_merged(request.param, num_layers=2)
+    """Equal experts are held once, as embedding and lm_head are, but in layers that only one rank has."""
+    return tiny_merged(request.param, 2, (EXPERTS,))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,7 @@ def test_each_rank_holds_its_own_layers_of_every_variant(several):
 
 
 def test_a_variant_of_which_a_rank_has_no_layer(tiny_merged, tmp_path, monkeypatch):
-    """Of two layers the one in INT8 is the second rank's."""
+    """The layer in INT8, one of two, is on the second rank."""
     merged, policy = tiny_merged(num_layers=2) / "merged", tmp_path / "policy.yaml"
     policy.write_text(rules('- use: {default: w4a16, layers: {"1": w8a8}}'))
     answers = run(merged, RANKS, str(policy), {"trace": str(tmp_path / "trace.jsonl")})
@@ -66,5 +71,5 @@ def test_a_variant_of_which_a_rank_has_no_layer(tiny_merged, tmp_path, monkeypat
 
 @pytest.mark.full
 def test_with_tensor_parallel_ranks_too(folder, tmp_path):
-    """Four ranks on two cores. Their answers are other ones: each quantises its part of the activations."""
+    """Four ranks share two cores. Each quantises its part of the activations, so the answers differ."""
     run_several(folder / "merged", RANKS | {"tensor_parallel_size": 2}, tmp_path).check_routes()

@@ -20,6 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.server import vllm_serve
 from flexquant.merge import merge_checkpoints
+from tests.checkpoints import StateDict
 from tests.integration.conftest import Served, generate
 from tests.integration.test_architectures import LAYERED, OPTIONS, SAMPLING
 from tests.vision import make_vision_checkpoint, picture
@@ -44,7 +45,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with w8a8, w4a16 and merged."""
+    """Return a folder with w8a8, w4a16 and merged."""
     folder = tmp_path_factory.mktemp("vision")
     merge_checkpoints({v: make_vision_checkpoint(folder / v, v) for v in VARIANTS}, folder / "merged")
     return folder
@@ -52,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> dict[str, Served]:
-    """What the constant policies and a layered one answer."""
+    """Return what the constant policies and a layered one answer."""
     policies = [*VARIANTS, LAYERED]
     found = generate(folder / "merged", policies, PROMPTS, sampling=SAMPLING, **OPTIONS)
     return dict(zip((*VARIANTS, "layered"), found, strict=True))
@@ -125,6 +126,24 @@ def test_chat_with_an_image_over_http(folder: Path, served: dict[str, Served]) -
         with pytest.raises(openai.BadRequestError, match="image"):
             ask(b"no image")
         assert ask(png(1)) == second[0]
+
+
+def test_a_variant_that_is_tied_beside_one_with_a_head_of_its_own(tmp_path: Path) -> None:
+    def tie(config: dict[str, Any]) -> None:
+        config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+
+    def without_head(state: StateDict) -> StateDict:
+        return {name: tensor for name, tensor in state.items() if not name.startswith("lm_head.")}
+
+    sources = {}
+    for name, transform in {"w8a8": None, "w4a16": without_head}.items():
+        source = make_vision_checkpoint(tmp_path / "untied" / name, name, transform=transform)
+        sources[name] = edited(source, tie, tmp_path / name)
+    merge_checkpoints(sources, tmp_path / "merged")
+    found = generate(tmp_path / "merged", list(VARIANTS), SAME_TEXT, sampling=SAMPLING, **OPTIONS)
+    for name, served in zip(VARIANTS, found, strict=True):
+        (stock,) = generate(sources[name], None, SAME_TEXT, sampling=SAMPLING, **OPTIONS)
+        assert served.answers == stock.answers, name
 
 
 def configure(folder: Path, **options: Any) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Variants, plans, routes, and what is told of them."""
+"""Faults in variants, plans and routes, and in what is reported of them."""
 
 from __future__ import annotations
 
@@ -107,6 +107,14 @@ SERVING = (
         "if method is None or is_in(prefix, layers) or",
         "if True or",
         (LOADING + "test_layers_that_no_plan_takes_never_have_memory",),
+    ),
+    Fault(
+        "shared-matrix-without-memory",
+        "A layer that no plan takes makes, without memory, the matrix that it shares with those in use.",
+        "flexquant/serving/variants.py",
+        'getattr(method, "quant_method", method)',
+        "method",
+        (LOADING + "test_a_matrix_that_absent_layers_share_has_memory",),
     ),
     Fault(
         "layers-of-one-variant-read-for-all",
@@ -295,6 +303,36 @@ SERVING = (
         "    if world.world_size == 1:\n",
         "    if world.world_size > 0:\n",
         ("tests/integration/test_ranks.py",),
+    ),
+    Fault(
+        "shared-module-of-no-layer",
+        "A checkpoint is served whose variants share a module of a layer that the model does not have.",
+        "flexquant/serving/config.py",
+        "if (layer_number(module) or 0) >= num_layers:",
+        "if False:",
+        (
+            "tests/integration/test_serving_errors.py::"
+            "test_a_shared_module_in_a_layer_that_the_model_does_not_have",
+        ),
+    ),
+    Fault(
+        "adapters-compared-with-what-is-not-served",
+        "Variants that merging has not compared with each other are said not to fit each other.",
+        "flexquant/serving/refusals.py",
+        "    if as_first:\n",
+        "    if sources:\n",
+        (
+            "tests/integration/test_serving_errors.py::"
+            "test_adapters_for_variants_that_merging_compared_with_one_that_is_not_served",
+        ),
+    ),
+    Fault(
+        "text-config-left-untied",
+        "A tied vision variant beside one with an lm_head gets a head of its own, which nobody fills.",
+        "flexquant/serving/variants.py",
+        "        model_config.hf_text_config.tie_word_embeddings = True\n",
+        "",
+        ("tests/integration/test_vision.py::test_a_variant_that_is_tied_beside_one_with_a_head_of_its_own",),
     ),
     Fault(
         "two-kv-caches",
