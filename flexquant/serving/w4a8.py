@@ -23,15 +23,16 @@ from flexquant.serving.vllm_api import (
     CompressedTensorsWNA16,
     MarlinLinearKernel,
     get__quant_fp8_method,
-    scalar_types,
 )
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+ONE_SCALE = "weights have one scale a channel, and INT8 activations need groups"
 
 
 class MarlinW4A8LinearKernel(MarlinLinearKernel):
-    """Marlin, held to scales that it multiplies right with: of old checkpoints they are seen here first.
+    """Marlin that refuses scales below zero where it does not multiply right with them.
 
+    Checkpoints merged by older releases do not record such scales, so that they are first seen here.
     Delete when the oldest supported vLLM divides them by the greatest magnitude, not by the greatest
     (``marlin_act_int8_process_scales``), and its kernel reads them as signed numbers.
     """
@@ -62,7 +63,9 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
                 "policy"
             )
         config = dataclasses.replace(scheme.kernel.config, act_type=DTYPES[activations])
-        problem = _problem(config, activations) or kernel.can_implement(config)[1]
+        # All else that group_problem refuses is refused before; a layer's width is known only here.
+        one_group = activations == "int8" and config.group_size in (-1, config.partition_weight_shape[0])
+        problem = f"its {ONE_SCALE}" if one_group else kernel.can_implement(config)[1]
         if problem:
             raise FlexQuantError(
                 f"layer '{name}' cannot have {activations} activations: {problem}; take such a variant's "
@@ -77,25 +80,15 @@ def is_int4_layer(layer: nn.Module) -> bool:
     return isinstance(getattr(layer, "scheme", None), CompressedTensorsWNA16)
 
 
-def _problem(config: Any, activations: str) -> str | None:
-    if config.weight_type != scalar_types.uint4b8 or config.zero_points:
-        return f"its weights are {config.weight_type}, and only symmetric INT4 is supported"
-    if getattr(config, "has_g_idx", False):
-        return "its groups are ordered by activation (g_idx), which 8-bit activations do not allow"
-    if activations == "int8" and config.group_size in (-1, config.partition_weight_shape[0]):
-        return "its weights have one scale a channel, and INT8 activations need groups"
-    return None
-
-
 def group_problem(weights: dict[str, Any], activations: str) -> str | None:
-    """Return why integer weights with 16-bit activations cannot have 8-bit ones; None if they can.
+    """Return, as a relative clause, why integer weights with 16-bit activations cannot have 8-bit ones.
 
-    ``weights``: of a group of the checkpoint's ``quantization_config``.
+    None if they can. ``weights``: of a group of the checkpoint's ``quantization_config``.
     """
     if weights.get("num_bits") != 4 or not weights.get("symmetric", True):
         return "some of whose weights are not symmetric INT4"
     if activations == "int8" and (weights.get("group_size") or -1) == -1:
-        return "whose weights have one scale a channel, and INT8 activations need groups"
+        return f"whose {ONE_SCALE}"
     return None
 
 
