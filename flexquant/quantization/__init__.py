@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""From one 16-bit model to its quantised variants, by a recipe, through llmcompressor's modifiers.
+"""Quantise a 16-bit model into its variants, by a recipe, with llmcompressor's modifiers.
 
-The data's way: `recipe` (a YAML document, checked by `vocabulary` and `kv_safety`) meets a model
-(`source_model`, `architecture`) in `resolve`, and becomes llmcompressor's modifiers in `modifiers`;
-`calibration` cuts text into rows; `oneshot` runs llmcompressor with our own modifiers among its: `smoothing`
-and `sensitivity`, which search what the recipe leaves open, and `gptq`. `report` writes down what was
-found, and `variants` does it all, once per variant. Only `oneshot`, `modifiers` and our own modifiers need
-llmcompressor.
+`quantizing` runs all steps, once per variant. `recipe` reads a YAML document, which `vocabulary` and
+`kv_safety` check. `resolve` adapts it to a model (`source_model`, `architecture`), and `modifiers` makes
+llmcompressor's modifiers of it. `calibration_rows` cuts text into rows. `oneshot` runs llmcompressor with its
+modifiers and our own: `smoothing` and `sensitivity`, which search the recipe's open choices, and `gptq`.
+`report` records the findings. Only `oneshot`, `modifiers` and our own modifiers need llmcompressor.
 """

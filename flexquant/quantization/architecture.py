@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a recipe has to know of a model: its linears, which of them run as one, and which norm feeds which."""
+"""Find what a recipe needs of a model: its linears, which of them are fused, and which norm feeds which."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MLP_NORM = {
 }
 
 ATTENTION_NORM_ONLY = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""Mixtures of experts: the norm in front of q, k and v feeds nothing else, the other one a router too."""
+"""Mixtures of experts: the norm before q, k and v feeds only these; the other norm also feeds a router."""
 
 ScaleMapping = list[Any]
 """``[[linear, ...], module in front of them]``, each a name or a regular expression after ``re:``."""
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the model of a configuration without memory for its weights (torch's meta device)."""
+    """Return a configuration's model without memory for its weights (torch's meta device)."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -49,13 +49,13 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def decoder_layers(names: Sequence[str]) -> list[str]:
-    """Return the names of the decoder layers that modules of these names lie in, in their order."""
+    """Return the names of the decoder layers that hold the modules of these names, in order."""
     found = (LAYER.match(name) for name in names)
     return list(dict.fromkeys(match[0].removesuffix(".") for match in found if match))
 
 
 def fused_units(linears: Sequence[str]) -> dict[str, list[str]]:
-    """Group linears, given by name, into the units that vLLM runs as one: ``...qkv_proj`` to q, k and v.
+    """Group linears, given by name, into the units that vLLM fuses: ``...qkv_proj`` -> q, k and v.
 
     All experts of a layer are one unit.
     """
@@ -67,11 +67,11 @@ def fused_units(linears: Sequence[str]) -> dict[str, list[str]]:
 
 
 def default_mappings(model_type: str, which: str = "norms-and-up") -> list[ScaleMapping]:
-    """Return the mappings that leave K and V alone; none where the norms' readers are unknown.
+    """Return the mappings that do not change K and V; none if it is unknown which linears the norms feed.
 
-    From each norm to all linears that read it and, with ``norms-and-up``, from up_proj to down_proj: what
-    gate_proj's activation is multiplied with is linear in up_proj. Of a mixture of experts, only from the
-    norm to q, k and v.
+    Scales move from each norm to all linears that read it and, with ``norms-and-up``, from up_proj to
+    down_proj, whose input is linear in up_proj's output. In a mixture of experts they move only from the norm
+    to q, k and v.
     """
     before_attention: ScaleMapping = [ATTENTION, r"re:.*\.input_layernorm$"]
     if model_type in ATTENTION_NORM_ONLY:
@@ -85,10 +85,10 @@ def default_mappings(model_type: str, which: str = "norms-and-up") -> list[Scale
 def resolve_mappings(
     mappings: Sequence[ScaleMapping], model: PreTrainedModel, model_type: str
 ) -> dict[str, list[str]]:
-    """Return, by the name of the module in front, the linears that its scales move into.
+    """Return module in front -> linears that its scales move into, by name.
 
-    ``model`` may be without weights. Raises FlexQuantError for a mapping that matches nothing, and for one
-    that leaves out a linear which reads the norm: that linear would compute something else.
+    ``model`` needs no weights. Raises FlexQuantError for a mapping that matches nothing, and for one that
+    omits a linear that reads the norm, because that linear would compute something else.
     """
     from compressed_tensors.utils import match_modules_set
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The rows of token ids that variants are calibrated on, from text that is read or that the model writes."""
+"""Make the rows of token ids for calibration, from text that is read or that the model writes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Sequence[int]]
 Stage = Callable[..., AbstractContextManager[Progress | None]]
-"""How a caller shows a stage, e.g. as a progress bar.
+"""Shows a stage to the user, e.g. as a progress bar.
 
-It is called with the stage's title and, where progress can be counted, the ``unit`` of it. What it returns is
-entered for as long as the stage lasts, and gives a function of (units done, units in all), or None.
+It is called with the stage's title and, if progress can be counted, its ``unit``. It returns a context
+manager that is entered while the stage lasts, and that yields a function of (units done, units in all), or
+None.
 """
 
 
 def no_stage(title: str, **unit: str) -> AbstractContextManager[None]:
-    """Show nothing of a stage."""
+    """Show no stage."""
     return nullcontext()
 
 
@@ -43,8 +44,8 @@ def calibration_rows(
     """Return ``settings.samples`` rows of ``settings.length`` token ids, within one ``stage``.
 
     With SELF the model writes the text into the folder ``output``, unless an equal run has done so. Raises
-    FlexQuantError for text that cannot be had or is too short, and for a file of another text in its place,
-    unless ``overwrite`` allows to replace it.
+    FlexQuantError for text that cannot be read or is too short, and for a file with another text in its
+    place, unless ``overwrite`` is set.
     """
     if settings.data != SELF:
         if settings.data is None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Training the scales of quantised weights, so that the model's answers are nearer to the 16-bit model's.
+"""Train the scales of quantised weights, so that the model's answers are nearer to the 16-bit model's.
 
-GPTQ makes the outputs of every linear right by itself; what the errors of all of them do to the next token it
-does not see. Here the integers stay as they are, and all scales are trained together by the KL divergence of
-the next token to the 16-bit model's on the calibration rows, as the second stage of EfficientQAT does (arXiv
-2407.11062). Bytes and kernels stay the same.
+GPTQ minimises the output error of every linear by itself, and does not see what all errors together do to the
+next token. Here the integers are fixed, and all scales are trained together on the calibration rows to
+minimise the KL divergence of the next token to the 16-bit model's, as in the second stage of EfficientQAT
+(arXiv 2407.11062). Bytes and kernels do not change.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
 
 LEARNING_RATE = 1e-3
-"""Of the scales, as a share of what they were."""
+"""Highest learning rate of the factors by which the scales change."""
 WARM_UP = 4
-"""Steps until the learning rate is reached, from which it falls like a cosine."""
+"""Steps until the highest learning rate, from which the rate falls as a cosine."""
 BATCH = 4
-"""Rows of a step."""
+"""Rows in a training step."""
 
 
 def distill_scales(
@@ -44,9 +44,9 @@ def distill_scales(
 ) -> list[float]:
     """Train the scales of ``model`` in place; return the mean KL divergence of every epoch, nats a token.
 
-    ``model`` has been quantised to integers, symmetrically and by weight alone, and is not saved yet;
-    ``teacher`` is the 16-bit model. ``rows`` [tokens] all have one length. ``progress`` is called with steps
-    done and all steps. Raises FlexQuantError where the divergence is not finite.
+    ``model`` has symmetric, weight-only integer quantisation, and is not saved yet; ``teacher`` is the 16-bit
+    model. All ``rows`` [tokens] have one length. ``progress`` is called with (steps done, all steps). Raises
+    FlexQuantError if the divergence is not finite.
     """
     linears: list[Any] = [module for module in model.modules() if hasattr(module, "quantization_scheme")]
     device = get_main_device()
@@ -112,7 +112,7 @@ def _forward(
 
 
 def _divergence(model: PreTrainedModel, teacher: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the tokens of ``ids`` [rows, tokens], in float32."""
+    """Return the mean KL divergence over the tokens of ``ids`` [rows, tokens], in float32."""
     with _in_16_bit(ids.device):
         with torch.no_grad():
             expected = teacher(input_ids=ids, use_cache=False).logits
@@ -124,7 +124,7 @@ def _divergence(model: PreTrainedModel, teacher: PreTrainedModel, ids: torch.Ten
 
 
 def _in_16_bit(device: torch.device) -> AbstractContextManager[object]:
-    """Multiply in bfloat16 where the processor can: training takes half of the time."""
+    """Multiply in bfloat16 if the processor can, which halves the time of training."""
     if device.type == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16)

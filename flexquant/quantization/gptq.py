@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""GPTQ in which every calibration token counts the same, except the first of a row, which counts more.
+"""Run GPTQ with equal weight for every calibration token, except a row's first token, which has more.
 
-GPTQ weighs the error of a linear by H = sum of x x^T over the calibration tokens. A few tokens have
+GPTQ weights the error of a linear by H = sum of x x^T over the calibration tokens. A few tokens have
 activations hundreds of times larger than all others ("massive activations"): in front of some down_proj of
-SmolLM2 the first token of each row holds nearly all of the sum. H then describes that token alone, and
-damping, a share of H's mean diagonal, exceeds what the other tokens contribute: their weights are in effect
-rounded to nearest. Dividing each x by its norm lets all tokens speak. But the first token is where
-attention heads park their attention (the "attention sink"): every later token reads it, so its error costs
-more than another's, and it gets the weight of several. benchmarks/results/quality-methods compares.
+SmolLM2 the first token of each row makes up nearly all of the sum. H then describes that token alone, and
+damping, a share of H's mean diagonal, exceeds the contribution of all other tokens: for these, GPTQ in effect
+rounds to nearest. Dividing each x by its norm gives all tokens equal weight. But the first token is the
+"attention sink": every later token attends to it, so its error costs more, and it gets the weight of several
+tokens. benchmarks/results/quality-methods compares the methods.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ FLOOR = 1e-6
 
 
 class TokenNormalizedGPTQ(GPTQModifier):
-    """llmcompressor's GPTQ on inputs of equal norm; rows have to begin where a sequence begins."""
+    """llmcompressor's GPTQ on inputs of equal norm; each row must begin at the beginning of a sequence."""
 
     first_token_weight: float = 1.0
-    """How many tokens the first one of a row counts for."""
+    """Number of tokens that a row's first token counts for."""
 
     def calibrate_module(
         self, module: torch.nn.Module, args: tuple[torch.Tensor, ...], _output: torch.Tensor
     ) -> None:
-        """Add a linear's inputs ``args[0]``, [rows, tokens, in] or, of one row, [tokens, in], to its Hessian.
+        """Add a linear's inputs ``args[0]``, [rows, tokens, in] or [tokens, in] of one row, to its Hessian.
 
-        Experts get the latter: llmcompressor takes one row at a time, and every expert all of its tokens.
-        Raises FlexQuantError for inputs of another shape, in which the first token of a row cannot be found.
+        Experts get [tokens, in], as llmcompressor runs one row at a time and gives its tokens to every
+        expert. Raises FlexQuantError for inputs of another shape, in which a row's first token cannot be
+        found.
         """
         x = args[0].float()
         x = x / x.norm(dim=-1, keepdim=True).clamp_min(FLOOR)

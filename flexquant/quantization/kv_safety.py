@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which scalings leave K and V alone, so that the variants can share one KV cache.
+"""Check that a recipe's scalings do not change K and V, so that the variants can share one KV cache.
 
-Scales may move from a norm into all linears that read it: q, k and v compute what they did. They may move
-from up_proj into down_proj, behind which only the residual stream lies. They may not move out of v_proj
-(into o_proj) or k_proj, nor into a norm of the heads: each such model is right on its own, and wrong on the
-other variants' cache.
+Scales may move from a norm into all linears that read it: q, k and v then compute the same. They may move
+from up_proj into down_proj, which only the residual stream follows. They may not move out of v_proj (into
+o_proj) or k_proj, nor into a norm of the heads: each such model is right on its own cache, and wrong on the
+other variants'.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _CACHED = {
     "self_attn.k_norm": "scales K",
     "self_attn.q_norm": "scales Q, and K in return",
 }
-"""Modules out of which scales change what the KV cache holds, and how."""
+"""Module -> how moving scales out of it changes the KV cache."""
 _UNBALANCED = {
     "self_attn.o_proj": "has no linear behind it that could take the scales back",
     "mlp.gate_proj": "is not linear in what follows it",
     "mlp.down_proj": "has no linear behind it that could take the scales back",
 }
-"""Modules out of which scales change what the model computes, and why."""
+"""Module -> why moving scales out of it changes what the model computes."""
 
 
 def matches(name: str, target: str) -> bool:
-    """Whether a module's name is the target, or matches it after ``re:`` (compressed-tensors' rule)."""
+    """Whether a name equals the target, or matches the regular expression after ``re:``."""
     return bool(re.match(target[3:], name)) if target.startswith("re:") else name == target
 
 
 def check_mapping(balance: Sequence[str], smooth: str) -> str | None:
-    """Return why a mapping, whose ``smooth`` module hands scales to the ``balance`` linears, is refused."""
+    """Return why a mapping from ``smooth`` to the ``balance`` linears is refused; None if it is not."""
     for name, effect in (_CACHED | _UNBALANCED).items():
         if _may_match(name, smooth):
             fatal = SHARED_CACHE if name in _CACHED else "would change what the model computes"
@@ -58,7 +58,7 @@ def check_mapping(balance: Sequence[str], smooth: str) -> str | None:
 
 
 def check_targets(targets: Sequence[str]) -> str | None:
-    """Return why modules may not be quantised, when a target takes embeddings or attention itself."""
+    """Return why the targets are refused, if they match embeddings or attention itself; else None."""
     for target in targets:
         if target == "Embedding" or _may_match("embed_tokens", target, layer="model."):
             return f"remove '{target}': embeddings stay in 16 bit, since the variants share them"

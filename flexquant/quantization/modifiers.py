@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""llmcompressor's modifiers from a resolved recipe, and our own among them."""
+"""Make llmcompressor's modifiers, and our own, from a resolved recipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def build_modifiers(
     variant: ResolvedVariant, rows: Sequence[torch.Tensor] = (), tokens: int = 0
 ) -> tuple[list[Modifier], bool]:
-    """Return llmcompressor's modifiers in the order of use, and whether they need calibration data.
+    """Return the modifiers in the order of use, and whether they need calibration data.
 
     ``rows`` are the calibration rows [tokens]. Raises FlexQuantError for arguments that llmcompressor
     refuses.
@@ -61,7 +61,7 @@ def build_modifiers(
                 }
                 kept.setdefault("ignore", [])
                 if name == "AutoRoundModifier":
-                    # Importing it takes seconds, and compiling is for GPUs.
+                    # Importing it takes seconds. Compiling only pays on GPUs.
                     from llmcompressor.modifiers.autoround import AutoRoundModifier
 
                     on_gpu = torch.accelerator.is_available()
@@ -88,7 +88,7 @@ def build_modifiers(
 
 
 def _check_observers(quantizer: QuantizationMixin) -> None:
-    """Raise ValueError for an observer that llmcompressor lacks."""
+    """Raise ValueError for an observer that llmcompressor does not have."""
     from llmcompressor.observers import Observer
 
     for group in quantizer.resolved_config.config_groups.values():

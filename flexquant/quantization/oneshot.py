@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Running llmcompressor's modifiers over one model and its calibration rows; failures in plain words."""
+"""Run llmcompressor's modifiers over a model and its calibration rows, and explain failures."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model in ``dtype`` on a GPU, in float32 on a CPU, where 16-bit floats multiply slowly.
+    """Return the model in ``dtype`` on a GPU, or in float32 on a CPU, which multiplies 16-bit floats slowly.
 
-    Its experts are linears, see :func:`separate_experts`, and are saved under the names that its kind of
-    model is published with.
+    Its experts are separate linears, see :func:`separate_experts`, and are saved under the names in published
+    checkpoints.
     """
     load_dtype = dtype if torch.cuda.is_available() else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype)
@@ -55,10 +55,10 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransform]:
-    """Return how names are changed when a model is loaded whose experts are linears.
+    """Return the renamings for loading a model whose experts are separate linears.
 
-    ``conversions`` are transformers' for one that fuses them. Only the names stay: ``experts.0.w1`` of a
-    Mixtral is gate_proj, ``w3`` is up_proj.
+    ``conversions`` are transformers' conversions for fused experts, of which only the names are kept:
+    Mixtral's ``experts.0.w1`` becomes gate_proj, ``w3`` up_proj.
     """
     names: list[WeightTransform] = []
     for conversion in conversions:
@@ -73,9 +73,9 @@ def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransfor
 
 
 def separate_experts(model: PreTrainedModel) -> PreTrainedModel:
-    """Let every expert be linears of its own, where transformers keeps one tensor for all.
+    """Replace transformers' fused tensors of all experts by separate linears for each expert.
 
-    ``model`` has no weights; llmcompressor does the same to one that has them.
+    ``model`` has no weights; llmcompressor does the same to a model with weights.
     """
     with torch.device("meta"):
         for name, experts in get_non_linearized_moes(model):
@@ -92,11 +92,11 @@ def run_modifiers(
     seed: int,
     progress: Progress | None = None,
 ) -> None:
-    """Apply llmcompressor's modifiers in place, each in a pass of its own; no rows for calibration-free ones.
+    """Apply the modifiers in place, each in a pass of its own.
 
-    ``rows`` are token ids [tokens]. ``progress`` is called with the layer that the data has reached and the
-    number of all layers, anew in every pass. Raises FlexQuantError, naming the layer, when activations are
-    not finite.
+    ``rows`` are token ids [tokens], empty if no modifier needs calibration. ``progress`` is called with
+    (layer that the data has reached, number of layers) in every pass. Raises FlexQuantError, naming the
+    layer, if activations are not finite.
     """
     torch.manual_seed(seed)
     batches: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
@@ -110,12 +110,12 @@ def run_modifiers(
 
 
 def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder: Path) -> None:
-    """Write the compressed model in the source's ``dtype``, with the files that lie beside its weights.
+    """Write the compressed model in the source's ``dtype``, with the files beside the source's weights.
 
-    Generation settings are kept as they are, also those that transformers would refuse to save.
+    Generation settings are kept unchanged, even those that transformers would refuse to save.
     """
     quantized = {id(m.weight) for m in model.modules() if hasattr(m, "quantization_scheme")}
-    # Quantised weights stay as they are until saving divides them by their scales, rounded here.
+    # Round scales and unquantised parameters; quantised weights are divided by their scales on saving.
     for parameter in model.parameters():
         if parameter.is_floating_point() and id(parameter) not in quantized:
             parameter.data = parameter.data.to(dtype)
@@ -131,7 +131,7 @@ def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder:
 
 @contextmanager
 def _errors_of_the_system(folder: Path) -> Iterator[None]:
-    """Turn safetensors' own error of a file that the system refuses into the OSError that it stands for."""
+    """Turn a SafetensorError that stands for an OSError into that OSError."""
     try:
         yield
     except SafetensorError as e:
@@ -143,7 +143,7 @@ def _errors_of_the_system(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def explained_memory(doing: str, remedy: str = FEWER_TOKENS) -> Iterator[None]:
-    """Turn running out of memory, on the GPU or the CPU, into a FlexQuantError."""
+    """Turn an out-of-memory error, on the GPU or the CPU, into a FlexQuantError."""
     try:
         yield
     except (RuntimeError, MemoryError) as e:
@@ -156,7 +156,7 @@ def explained_memory(doing: str, remedy: str = FEWER_TOKENS) -> Iterator[None]:
 
 
 def _no_pinning_on_a_cpu() -> AbstractContextManager[None]:
-    """Keep llmcompressor 0.14's AWQ from pinning memory where there is no GPU, which torch refuses."""
+    """Keep llmcompressor 0.14's AWQ from pinning memory without a GPU, which torch refuses."""
     if torch.accelerator.is_available():
         return nullcontext()
     return patch_attr(IntermediatesCache, "_pin_intermediate", staticmethod(lambda intermediate: None))
@@ -173,7 +173,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def watched_layers(model: PreTrainedModel, progress: Progress | None) -> Iterator[None]:
-    """Report the layer that the data has reached, and raise FlexQuantError for activations not finite."""
+    """Report the layer that the data reaches, and raise FlexQuantError if activations are not finite."""
     names = decoder_layers([name for name, _ in model.named_modules()])
 
     def checker(number: int, name: str) -> Callable[..., None]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What became of one variant: a folder with its size, and what was searched and found while quantising."""
+"""Describe a quantised variant: its folder and size, and what was searched and found."""
 
 from __future__ import annotations
 
@@ -14,34 +14,31 @@ from flexquant.quantization.resolve import ResolvedVariant
 
 @dataclass(frozen=True)
 class QuantizedVariant:
-    """One folder that ``quantize_variants`` wrote, or found finished."""
+    """A folder that ``quantize_variants`` wrote, or found finished."""
 
     name: str
     folder: str
     kept: bool
-    """Whether it was finished already, by an earlier run with ``resume``."""
+    """Whether an earlier run had finished it, and ``resume`` kept it."""
     seconds: float
-    """How long calibrating and writing took, without loading the calibration data; 0 when kept."""
+    """Seconds of quantising and writing, without loading the calibration data; 0 if it was kept."""
     num_bytes: int
     """Size of the safetensors files."""
     group_size: int | None
     """Input features that share one weight scale; None: one scale per output channel or tensor."""
     smoothed: int
-    """Mappings that SmoothQuant smoothed."""
+    """Number of mappings that SmoothQuant smoothed."""
     mse_gain: float | None
-    """How many times smaller the summed output MSE of all mappings is than with one alpha of 0.5."""
+    """Summed output MSE of all mappings with one alpha of 0.5, divided by that with the chosen alphas."""
     spared: list[str]
-    """The units kept in another scheme or in 16 bit because they were found sensitive."""
+    """Units kept in another scheme or in 16 bit because they are sensitive."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def read_quantized(variant: ResolvedVariant, folder: Path, kept: bool, seconds: float) -> QuantizedVariant:
-    """Return what the finished ``folder`` of a variant, its report included, says.
-
-    ``kept`` and ``seconds`` are taken over as they are.
-    """
+    """Describe the finished ``folder`` of a variant, from its files and its report."""
     report = read_report(folder) or {}
     smoothing, sensitivities = report.get("smoothing") or {}, report.get("sensitivities") or {}
     gain = smoothing.get("ratios_to_per_mapping", {}).get("summed_mse", {})

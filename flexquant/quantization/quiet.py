@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Keeping what llmcompressor, transformers, torch and tqdm print away from a command's own lines."""
+"""Discard what llmcompressor, transformers, torch and tqdm print, and keep a command's own lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODIFIERS = "llmcompressor.modifiers"
 
 
 class _Discard(io.TextIOBase):
-    """A text stream that forgets what is written; loggers set up meanwhile may keep it."""
+    """A text stream that discards what is written; loggers can keep it, and write to it later."""
 
     def writable(self) -> bool:
         return True
@@ -26,10 +26,11 @@ class _Discard(io.TextIOBase):
 
 @contextmanager
 def quiet_libraries(warn: Callable[[str], None]) -> Iterator[None]:
-    """Discard the bars, logs and Python warnings of all libraries; write to streams taken before instead.
+    """Discard the bars, logs and Python warnings of all libraries in the block.
 
-    ``warn`` receives, once each, the warnings of llmcompressor's modifiers: they tell about the result, such
-    as a linear that GPTQ could only round to nearest. Errors are raised as ever.
+    Inside, write only to streams that were obtained before. ``warn`` receives, once each, the warnings of
+    llmcompressor's modifiers, which concern the result, such as a linear that GPTQ could only round to
+    nearest. Errors are raised as usual.
     """
     discard: Any = _Discard()
     disabled = logging.root.manager.disable

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Recipes: a YAML document (schema ``flexquant.recipe/v1``) that says how each variant is made.
+"""Read a recipe, a YAML document of schema ``flexquant.recipe/v1`` that says how each variant is made.
 
     variants:
       w8a8:
         SmoothQuantModifier: {smoothing_strength: [0.3, 0.5, 0.7]}      # searched per layer
         GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}
 
-A variant is llmcompressor's modifiers with their arguments, the last of which quantises; the keys
+A variant lists llmcompressor's modifiers with their arguments; the last modifier quantises. The keys
 ``sensitive_layers`` and ``scale_distillation`` are ours. Lists stand for choices that are searched or depend
-on the model; the ``recipe.yaml`` in each variant's folder is the same document with every choice made. Only
-recipes that leave the KV cache alone can be written. Nothing here imports torch or llmcompressor.
+on the model; the ``recipe.yaml`` in each variant's folder is the same document with every choice made.
+Recipes that would change the KV cache are refused. Nothing here imports torch or llmcompressor.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ PACKAGE = "flexquant.quantization.recipes"
 
 @dataclass(frozen=True)
 class Calibration:
-    """Which text is used, and how much: SELF, or what ``flexquant.documents.texts.read_documents`` takes."""
+    """The calibration text, and how much of it is used."""
 
     data: str | None = None
+    """SELF, or what ``flexquant.documents.texts.read_documents`` takes."""
     samples: int = 128
     length: int = 512
     """Tokens in a sample."""
@@ -45,20 +46,20 @@ class Calibration:
 
 @dataclass(frozen=True)
 class SensitiveLayers:
-    """Linears to spare, searched at the logits."""
+    """A search for the linears to spare, by their effect on the logits."""
 
     budget: float
-    """Most of the quantised weights' parameters that may be spared, 0 to 1."""
+    """Largest share, 0 to 1, of the quantised parameters that may be spared."""
     scheme: str | None = None
-    """A preset for the spared linears; None: 16 bit."""
+    """Preset for the spared linears; None: 16 bit."""
 
 
 @dataclass(frozen=True)
 class ScaleDistillation:
-    """Training the scales of a variant that is quantised by weight alone, after the modifiers."""
+    """Training of the scales of a weight-only variant, after the modifiers."""
 
     epochs: int
-    """Times that all calibration rows are gone through."""
+    """Passes over all calibration rows."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class VariantRecipe:
 
     name: str
     modifiers: Mapping[str, Mapping[str, Any]]
-    """Arguments by modifier, in the order of use; the last one quantises."""
+    """Modifier -> arguments, in the order of use; the last modifier quantises."""
     sensitive_layers: SensitiveLayers | None = None
     scale_distillation: ScaleDistillation | None = None
     place: str = field(default="", compare=False)
@@ -92,24 +93,24 @@ class Recipe:
     """How all variants are made, from one set of calibration samples."""
 
     name: str
-    """Name of a built-in recipe, else the path."""
+    """Name of a built-in recipe, or a file's path."""
     description: str
     variants: Mapping[str, VariantRecipe]
     calibration: Calibration = Calibration()
     policy: str | None = None
-    """The policy, by name or path, that suits these variants; None: the built-in default."""
+    """Name or path of the policy that suits these variants; None: the built-in default."""
 
 
 def builtin_recipes() -> list[str]:
-    """Return the names of the recipes that come with FlexQuant, sorted."""
+    """Return the sorted names of the recipes that come with FlexQuant."""
     return builtin_names(PACKAGE)
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
-    """Load a built-in recipe by name, or a recipe file.
+    """Load a built-in recipe by name, or a recipe file by path.
 
-    What is a path :func:`~flexquant.documents.named_files.read_named` tells. Raises FlexQuantError, with the
-    line and what is allowed, for an unknown name, a file that cannot be read, a document that breaks the
+    :func:`~flexquant.documents.named_files.read_named` tells names from paths. Raises FlexQuantError, with
+    the line and what is allowed, for an unknown name, a file that cannot be read, a document that breaks the
     schema, and a recipe that would change the KV cache.
     """
     content, source = read_named(str(name_or_path), PACKAGE, "recipe")
@@ -117,7 +118,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 
 
 def parse_recipe(content: bytes, source: str, name: str) -> Recipe:
-    """Validate a recipe's YAML; ``source`` opens the message of the FlexQuantError for a bad one."""
+    """Validate a recipe's YAML; ``source`` opens the message of the FlexQuantError for a bad document."""
     document = from_yaml(content, source, "recipe", ("schema", "variants"))
     data = document.data
     document.check_keys(

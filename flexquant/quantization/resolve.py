@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A recipe meets a model: mappings and group sizes are chosen, names checked, and the linears found.
+"""Resolve a recipe for a model: choose mappings and group sizes, check names, and find the linears.
 
-What calibration searches (strengths of smoothing, sensitive layers) is filled in afterwards by
-:func:`with_findings`, which gives the recipe that reproduces the variant without a search.
+:func:`with_findings` adds what calibration has searched (strengths of smoothing, sensitive layers), and
+returns the recipe that reproduces the variant without a search.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ SPARED_GROUP = "sensitive"
 
 @dataclass(frozen=True)
 class ResolvedVariant:
-    """A variant's recipe with the choices that depend on the model made."""
+    """A variant's recipe, with the choices made that depend on the model."""
 
     recipe: VariantRecipe
     linears: Mapping[str, int]
-    """Input features of every linear that is quantised, by name."""
+    """Name of each quantised linear -> its number of input features."""
     group_size: int | None
     """Input features that share one weight scale; None: one scale per output channel or tensor."""
     smoothed: Sequence[str]
-    """The modules whose scales SmoothQuant may move, by name."""
+    """Names of the modules whose scales SmoothQuant may move."""
     notes: Sequence[str]
-    """What was left out of the recipe, and why."""
+    """Sentences on what was left out of the recipe, and why."""
 
 
 def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: str) -> ResolvedVariant:
-    """Choose what depends on ``model``, which may be without weights, and check the names in the recipe.
+    """Make the choices that depend on ``model``, which needs no weights, and check the recipe's names.
 
     Raises FlexQuantError, naming the line of the recipe and the module, for schemes that do not exist, groups
-    that do not divide a linear, lm_head, and mappings that would change what the model computes.
+    that do not divide a linear, a quantised lm_head, and mappings that would change what the model computes.
     """
     try:
         modifiers, notes, smoothed = {}, [], []
@@ -92,7 +92,7 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
 def with_findings(
     variant: ResolvedVariant, strengths: Mapping[str, float | None], spared: Sequence[str]
 ) -> VariantRecipe:
-    """Return the recipe with what was searched as fixed choices."""
+    """Return the recipe with the results of searches as fixed choices."""
     recipe = variant.recipe
     modifiers = {name: dict(arguments) for name, arguments in recipe.modifiers.items()}
     if "SmoothQuantModifier" in modifiers:
@@ -144,7 +144,7 @@ def _check_strengths(strengths: Any, smoothed: Sequence[str]) -> None:
 def _quantized_linears(
     groups: Mapping[str, QuantizationScheme], arguments: Mapping[str, Any], model: PreTrainedModel
 ) -> dict[str, tuple[torch.nn.Linear, QuantizationScheme]]:
-    """Return module and scheme of every linear that a quantising modifier takes, by name."""
+    """Return the module and the scheme of every linear that a quantising modifier quantises, by name."""
     import torch
     from compressed_tensors.utils import match_named_modules
     from compressed_tensors.utils.match import match_targets

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Rounding to nearest with compressed-tensors' own arithmetic, to measure what a scheme does to a linear."""
+"""Round to nearest with compressed-tensors' own arithmetic, to measure what a scheme does to a linear."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmcompressor.observers import Observer
 
 
 def round_weight(weight: torch.Tensor, args: QuantizationArgs | None) -> torch.Tensor:
-    """Return a weight [out, in] quantised and dequantised, in its dtype; None leaves it."""
+    """Quantise and dequantise a weight [out, in], in its dtype; ``args`` None leaves it unchanged."""
     if args is None:
         return weight
     observer = Observer.load_from_registry(
@@ -23,9 +23,9 @@ def round_weight(weight: torch.Tensor, args: QuantizationArgs | None) -> torch.T
 
 
 def round_input(x: torch.Tensor, args: QuantizationArgs | None) -> torch.Tensor:
-    """Return activations [batch, tokens, in] quantised and dequantised; None leaves them.
+    """Quantise and dequantise activations [batch, tokens, in]; ``args`` None leaves them unchanged.
 
-    Schemes with static activation scales are measured with the scale of the given activations.
+    Static schemes, too, use the scale of the given activations.
     """
     if args is None:
         return x

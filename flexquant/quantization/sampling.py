@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Text sampled from a 16-bit model: prompts of any lengths side by side, each at a temperature of its own."""
+"""Sample text from a 16-bit model, for prompts of different lengths in one batch, each with a temperature."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flexquant.documents.texts import start_of_row
 from flexquant.quantization.openings import ENGLISH, OTHERS, Language
 
 KNOWN = 1.6
-"""A language is known if the model needs at most this many times the nats of its best for one sentence."""
+"""Largest ratio of a sentence's nats to those in the model's best language at which a language is known."""
 VOCABULARY_TRIES = 100
 
 
@@ -43,9 +43,9 @@ def sample(
     temperatures: Sequence[float],
     tokens: int,
 ) -> list[list[int]]:
-    """Return what the model writes to each prompt: at most ``tokens`` ids, without the end token.
+    """Return the model's continuation of each prompt: at most ``tokens`` ids, without the end token.
 
-    Nothing of the model's own generation settings is used but its end tokens; torch's seed decides.
+    Of the model's own generation settings, only the end tokens are used. torch's seed makes it repeatable.
     """
     ends = end_tokens(model, tokenizer)
     longest = max(map(len, prompts))
@@ -78,7 +78,7 @@ def sample(
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end what the model writes, by its generation settings and its tokenizer."""
+    """Return the end tokens in the model's generation settings and its tokenizer."""
     configured: Any = model.generation_config.eos_token_id if model.generation_config else None
     listed = configured if isinstance(configured, list) else [configured]
     return list(dict.fromkeys(e for e in (*listed, tokenizer.eos_token_id) if e is not None))
@@ -86,7 +86,7 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> li
 
 @torch.inference_mode()
 def known_languages(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[Language, ...]:
-    """Return English and the other languages in which the model finds a plain sentence about as likely."""
+    """Return English, and the other languages in which the model finds one sentence about as likely."""
     nats = {}
     for language in (ENGLISH, *OTHERS):
         start = start_of_row(tokenizer)
@@ -99,7 +99,7 @@ def known_languages(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 def vocabulary_word(tokenizer: PreTrainedTokenizerBase, draw: Random) -> str:
-    """Return a word, or a word's beginning, that is one token; "The" where there are hardly any."""
+    """Return a random token that is a word or a word's beginning; the first opening if tries run out."""
     for _ in range(VOCABULARY_TRIES):
         word = str(tokenizer.decode([draw.randrange(len(tokenizer))], skip_special_tokens=True)).strip()
         if len(word) > 1 and word.isalpha():

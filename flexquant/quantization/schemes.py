@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""compressed-tensors' schemes from a recipe's arguments, with group sizes that its presets fix."""
+"""Make compressed-tensors' schemes from a recipe's arguments, with the group sizes that a recipe chooses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ GROUP_SIZES = (128, 64, 32)
 
 
 def choose_group_size(input_features: Mapping[str, int], sizes: Sequence[int] = GROUP_SIZES) -> int:
-    """Return the first of the sizes that divides every linear's input features, given by module name.
+    """Return the first of ``sizes`` that divides the input features of every linear.
 
-    Raises FlexQuantError, naming the first linear that no size divides.
+    Raises FlexQuantError, naming a linear, if none does.
     """
     for size in sizes:
         if all(k % size == 0 for k in input_features.values()):
@@ -33,7 +33,7 @@ def choose_group_size(input_features: Mapping[str, int], sizes: Sequence[int] = 
 
 
 def quantization_groups(arguments: Mapping[str, Any]) -> dict[str, QuantizationScheme]:
-    """Return the scheme of each group, by the group's name, from a quantising modifier's arguments."""
+    """Return group -> scheme from the arguments of a quantising modifier."""
     from compressed_tensors.quantization import QuantizationScheme
 
     size = arguments.get("group_size")
@@ -54,13 +54,13 @@ def quantization_groups(arguments: Mapping[str, Any]) -> dict[str, QuantizationS
 
 
 def schemes_by_name(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the targets of each preset that a quantising modifier's arguments name."""
+    """Return preset -> targets from the arguments of a quantising modifier."""
     scheme = arguments["scheme"]
     return scheme if isinstance(scheme, dict) else {scheme: arguments.get("targets", ["Linear"])}
 
 
 def preset_scheme(name: str, targets: list[str], group_size: int | None = None) -> QuantizationScheme:
-    """Return a preset of compressed-tensors, its groups resized; FlexQuantError where there is none."""
+    """Return a preset of compressed-tensors with this group size; raise FlexQuantError for unknown names."""
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
@@ -75,12 +75,12 @@ def preset_scheme(name: str, targets: list[str], group_size: int | None = None) 
 
 
 def is_grouped(scheme: QuantizationScheme) -> bool:
-    """Whether a scheme's weight scales belong to groups of input features."""
+    """Whether a scheme has a weight scale for each group of input features."""
     return scheme.weights is not None and scheme.weights.strategy == "group"
 
 
 def is_scaled_by_row(scheme: QuantizationScheme) -> bool:
-    """Whether every output has weight scales of its own, for groups of inputs or for all of them."""
+    """Whether every output channel has weight scales of its own."""
     return scheme.weights is not None and scheme.weights.strategy in ("group", "channel")
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which linears suffer most from a scheme, and are spared it: measured at the logits, within a budget.
+"""Spare the linears that a scheme hurts most, as measured at the logits, within a budget.
 
-A unit is what vLLM runs as one linear (q, k and v; o; gate and up; down). Its sensitivity is the mean KL
-divergence of the next-token distribution when it alone is rounded to nearest, over a few calibration rows.
-The layers in front of it compute what they always do, so their outputs are remembered: measuring a unit
-costs half a forward pass on average. Units are then spared greedily, most divergence per parameter first.
+A unit is what vLLM fuses into one linear (q, k and v; o; gate and up; down). Its sensitivity is the mean KL
+divergence of the next-token distribution if it alone is rounded to nearest, over a few calibration rows. The
+layers before it compute the same each time, so their outputs are reused: measuring a unit takes half a
+forward pass on average. Units are then spared greedily, those with the most divergence per parameter first.
 
-Runs as a modifier between smoothing and quantising, so that it measures the smoothed model.
+This runs as a modifier between smoothing and quantising, so it measures the smoothed model.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from flexquant.quantization.rounding import round_input, round_weight
 
 MEASURED_TOKENS = 1024
 LayerOutput = torch.Tensor | tuple[torch.Tensor, ...]
-"""What a decoder layer returns: hidden states [1, tokens, features], in some models first of a tuple."""
+"""Output of a decoder layer: hidden states [1, tokens, features], in some models the first of a tuple."""
 
 
 class SpareSensitiveLayers(Modifier):
-    """Measure all units, then take the worst out of the quantising modifier's hands."""
+    """Measures all units, and takes the most sensitive ones from the quantising modifier."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     rows: list[torch.Tensor]
-    """Calibration rows [tokens], of which as many are used as make MEASURED_TOKENS."""
+    """Calibration rows [tokens]; the first MEASURED_TOKENS tokens of them are used."""
     budget: float
-    """Most of the quantised parameters that may be spared."""
+    """Largest share of the quantised parameters that may be spared."""
     scheme: QuantizationScheme | None
-    """What spared linears get; None: they stay in 16 bit."""
+    """Scheme of the spared linears; None: they stay in 16 bit."""
     quantizer: QuantizationMixin
-    """The modifier that quantises, later; it is told what to leave alone."""
+    """The modifier that quantises afterwards; it gets the spared linears to ignore."""
 
     _found: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
 
     @property
     def found(self) -> dict[str, dict[str, Any]]:
-        """For each unit: its ``kl`` (nats), ``parameters``, and whether it is ``spared``."""
+        """Unit -> its ``kl`` (nats), ``parameters``, ``linears``, and whether it is ``spared``."""
         return self._found
 
     @property
@@ -72,7 +72,7 @@ class SpareSensitiveLayers(Modifier):
         units = fused_units(list(linears))
         layers = decoder_layers(list(linears))
         count = max(1, MEASURED_TOKENS // len(self.rows[0]))
-        # The quantising modifier has attached its schemes by now, but no scales yet.
+        # By now the quantising modifier has attached its schemes, but no scales.
         with torch.no_grad(), DisableQuantization(model):
             divergences = measure_units(model, layers, units, self.rows[:count])
         sizes = {unit: sum(linears[n].weight.numel() for n in names) for unit, names in units.items()}
@@ -111,7 +111,7 @@ def measure_units(
     units: dict[str, list[str]],
     rows: Sequence[torch.Tensor],
 ) -> dict[str, float]:
-    """Return each unit's mean KL divergence (nats per token) when it alone is rounded to nearest."""
+    """Return each unit's mean KL divergence (nats per token) if it alone is rounded to nearest."""
     modules = [model.get_submodule(name) for name in layers]
     first = {unit: next(i for i, name in enumerate(layers) if unit.startswith(f"{name}.")) for unit in units}
     totals = dict.fromkeys(units, 0.0)
@@ -136,7 +136,7 @@ def measure_units(
 
 
 def spend_budget(divergences: dict[str, float], sizes: dict[str, int], budget: float) -> set[str]:
-    """Return the units with most divergence per parameter that fit ``budget``, a share of all parameters."""
+    """Return the units with the most divergence per parameter that fit into ``budget``, a share of all."""
     left = budget * sum(sizes.values())
     spared = set()
     for unit in sorted(divergences, key=lambda u: divergences[u] / sizes[u], reverse=True):
@@ -147,7 +147,7 @@ def spend_budget(divergences: dict[str, float], sizes: dict[str, int], budget: f
 
 
 def _log_probabilities(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Return [tokens, vocabulary] in float32."""
+    """Return log-probabilities, float32 [tokens, vocabulary]."""
     return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(dim=-1)
 
 

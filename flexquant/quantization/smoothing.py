@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""SmoothQuant with a strength of its own for every mapping of every layer, searched by the error it leaves.
+"""Run SmoothQuant with a strength for every mapping of every layer, chosen by the error that it leaves.
 
 SmoothQuant divides the activations in front of a group of linears by s and multiplies the linears' weights
 by it, s = max|x|^alpha / max|W|^(1 - alpha) for each channel (https://arxiv.org/abs/2211.10438). One alpha
-for all layers is a compromise: outliers differ from layer to layer. Here every mapping tries each alpha of
-a grid, and none at all, and keeps the one whose quantised output, Q(x / s) Q(W s)^T, is nearest to x W^T on
-a sample of calibration tokens. Q is what the variant's quantising modifier will apply, rounding to nearest
+for all layers is a compromise, as outliers differ from layer to layer. Here every mapping tries each alpha of
+a grid, and no smoothing, and keeps the one whose quantised output, Q(x / s) Q(W s)^T, is nearest to x W^T on
+a sample of calibration tokens. Q is the scheme of the variant's quantising modifier, with rounding to nearest
 instead of GPTQ.
 
 llmcompressor runs a modifier over the data one decoder layer at a time, so only one layer's sample is held.
-The inputs are taken in front of the linears, not behind the smoothed module: what feeds down_proj is not
-up_proj's output but its product with the activated gate.
+The inputs are observed at the linears, not at the smoothed module's output: down_proj's input is not
+up_proj's output, but its product with the activated gate.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from pydantic import PrivateAttr
 from flexquant.quantization.rounding import round_input, round_weight
 
 REFERENCE = 0.5
-"""The usual alpha, always measured for comparison."""
+"""Usual alpha, which is always measured for comparison."""
 SAMPLE_TOKENS = 2048
 FLOOR = 1e-5
 
 
 class SearchedSmoothQuant(SmoothQuantModifier):
-    """llmcompressor's modifier with a strength per mapping; results are in ``chosen`` and ``errors``."""
+    """llmcompressor's SmoothQuant with a strength per mapping; ``chosen`` and ``errors`` hold the results."""
 
     candidates: list[float] = []
-    """Strengths to try for each mapping, besides none."""
+    """Strengths to try for each mapping, beside no smoothing."""
     fixed: dict[str, float | None] = {}
-    """Strengths by the name of the smoothed module, where nothing is searched; None: not smoothed."""
+    """Name of a smoothed module -> strength, if nothing is searched; None: not smoothed."""
     tokens: int = 0
-    """Calibration tokens in all."""
+    """Number of all calibration tokens."""
 
     _chosen: dict[str, float | None] = PrivateAttr(default_factory=dict)
     _errors: dict[str, dict[float | None, float]] = PrivateAttr(default_factory=dict)
@@ -51,17 +51,17 @@ class SearchedSmoothQuant(SmoothQuantModifier):
 
     @property
     def chosen(self) -> dict[str, float | None]:
-        """The strength of every mapping, by the name of the smoothed module."""
+        """Name of the smoothed module -> strength of its mapping."""
         return self._chosen
 
     @property
     def errors(self) -> dict[str, dict[float | None, float]]:
-        """For every mapping searched: its output MSE for each strength, summed over its linears."""
+        """Searched mapping -> strength -> output MSE, summed over its linears."""
         return self._errors
 
     @property
     def power(self) -> dict[str, float]:
-        """For every mapping searched: the mean square of its outputs, summed over its linears."""
+        """Searched mapping -> mean square of its outputs, summed over its linears."""
         return self._power
 
     def _setup_scale_hooks(self) -> None:
@@ -81,7 +81,7 @@ class SearchedSmoothQuant(SmoothQuantModifier):
         return observe
 
     def _keep_sample(self, name: str, x: torch.Tensor) -> None:
-        """Keep every n-th token of all, n coprime to the rows' length so that no position is preferred."""
+        """Keep every n-th token; n is coprime to the rows' length, so that no position is preferred."""
         stride = max(1, math.ceil(self.tokens / SAMPLE_TOKENS))
         while math.gcd(stride, x.shape[0]) != 1:
             stride += 1
@@ -92,7 +92,7 @@ class SearchedSmoothQuant(SmoothQuantModifier):
     def _calculate_smoothing_scales(
         self, balance_layers: list[torch.nn.Linear], activation_scales: torch.Tensor
     ) -> torch.Tensor:
-        """Return s [in] for one mapping: what its linears' weights are multiplied by."""
+        """Return s [in] for one mapping, by which its linears' weights are multiplied."""
         name = next(m.smooth_name for m in self.resolved_mappings_ if m.balance_layers is balance_layers)
         largest_input = activation_scales / 2
         largest_weight = torch.stack([layer.weight.abs().amax(dim=0) for layer in balance_layers]).amax(dim=0)
@@ -128,7 +128,7 @@ def smoothing_scales(
 ) -> torch.Tensor:
     """Return SmoothQuant's s [in] from the largest magnitude of each input channel and weight column.
 
-    Channels that are zero in all inputs or all weights are left as they are; so are all with ``alpha`` None.
+    Channels that are zero in all inputs or all weights get 1; with ``alpha`` None, all channels do.
     """
     if alpha is None:
         return torch.ones_like(largest_input)
@@ -137,7 +137,7 @@ def smoothing_scales(
 
 
 def _output_error(x: torch.Tensor, layer: torch.nn.Linear, y: torch.Tensor, s: torch.Tensor) -> float:
-    """Return the mean squared error of one linear's output [tokens, out] when smoothed by s and quantised."""
+    """Return the mean squared error of a linear's output [tokens, out], smoothed by s and quantised."""
     scheme: QuantizationScheme = layer.quantization_scheme
     quantised = torch.nn.functional.linear(
         round_input((x / s).unsqueeze(0), scheme.input_activations)[0],

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The 16-bit model that is quantised: found, checked and hashed before any calibration."""
+"""Find, check and hash the 16-bit model before any calibration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHT_DTYPES = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A folder in Hugging Face's format with a 16-bit model in it."""
+    """A folder in Hugging Face's format that holds a 16-bit model."""
 
     folder: Path
     label: str
@@ -36,19 +36,19 @@ class SourceModel:
     """transformers' configuration."""
     parameters: int
     weights_sha256: str
-    """Of all tensors' names, dtypes, shapes and bytes."""
+    """SHA-256 over all tensors' names, dtypes, shapes and bytes."""
     config_sha256: str
-    """Of the settings in config.json."""
+    """SHA-256 of the settings in config.json."""
     files_sha256: Mapping[str, str]
-    """By name, of the files that every variant has copies of: tokenizer, chat template, licence ..."""
+    """Name -> SHA-256 of each file that variants get copies of: tokenizer, chat template, licence ..."""
 
 
 def read_source(folder: Path) -> SourceModel:
-    """Read all weights of a model folder once, and return what it is.
+    """Read all files of a model folder once, and describe the model.
 
     Raises FlexQuantError for a configuration that transformers does not know, generation settings that it
-    does not take, a weight of another dtype than float16, bfloat16 or float32, and a weight with NaN or
-    infinity, naming the tensor; and for a model that reads more than text.
+    refuses, a weight that is not float16, bfloat16 or float32, or holds NaN or infinity (the message names
+    the tensor), and a model that reads more than text.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -73,9 +73,9 @@ def read_source(folder: Path) -> SourceModel:
 
 
 def find_folder(model: str | Path, progress: Callable[[str], None] = lambda message: None) -> Path:
-    """Return a model's folder, fetched from Hugging Face where it is an id.
+    """Return a model's folder; a Hugging Face id is fetched.
 
-    Raises FlexQuantError when there is no such model, and for one that is quantised already.
+    Raises FlexQuantError if there is no such model, or if it is quantised already.
     """
     folder = Path(model).expanduser()
     if not folder.exists():

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a recipe may say: llmcompressor's modifiers, their arguments, and what each argument may be.
+"""Define what a recipe may hold: llmcompressor's modifiers, their arguments, and the allowed values.
 
-The names are llmcompressor's. ``group_size`` is ours, since its presets fix the number, and so is GPTQ's
-``first_token_weight``, which chooses :mod:`flexquant.quantization.gptq`. Written down here, so that a recipe
-is checked to the line before anything heavy is imported. What would change the KV cache is missing on purpose
-and refused with the reason (:mod:`flexquant.quantization.kv_safety`).
+The names are llmcompressor's, except ``group_size``, which its presets fix, and GPTQ's
+``first_token_weight``, which selects :mod:`flexquant.quantization.gptq`. The list is kept here, so that a
+recipe can be checked, line by line, before anything heavy is imported. Arguments that would change the KV
+cache are left out, and refused with the reason (:mod:`flexquant.quantization.kv_safety`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from flexquant.quantization.kv_safety import SHARED_CACHE, check_mapping, check_targets
 
 Check = Callable[[Any], str | None]
-"""Return what a value should be instead, or None when it is right."""
+"""Returns what a value should be instead, or None if it is right."""
 
 
 def _is_number(value: Any) -> bool:
@@ -121,11 +121,11 @@ def _mappings(value: Any) -> str | None:
 
 
 NAMED_MAPPINGS = ("norms", "norms-and-up")
-"""From norms to the linears that read them; also from up_proj to down_proj."""
+"""Names of sets of mappings: from norms to the linears that read them; the same and up_proj to down_proj."""
 
 
 def split_mapping(mapping: Any) -> tuple[list[str], str] | None:
-    """Return the linears and the module in front of them, from either of llmcompressor's notations."""
+    """Return the linears and the module in front of them, from either notation of llmcompressor."""
     if isinstance(mapping, dict) and set(mapping) == {"smooth_layer", "balance_layers"}:
         mapping = [mapping["balance_layers"], mapping["smooth_layer"]]
     if not isinstance(mapping, list) or len(mapping) != 2:
@@ -162,7 +162,7 @@ TRANSFORMS: Mapping[str, Mapping[str, Check]] = {
         "n_grid": _whole(4),
     },
 }
-"""Modifiers that move ranges between layers, and the arguments of each."""
+"""Modifier that moves ranges between layers -> its arguments with their checks."""
 
 QUANTIZERS: Mapping[str, Mapping[str, Check]] = {
     "GPTQModifier": {
@@ -175,7 +175,7 @@ QUANTIZERS: Mapping[str, Mapping[str, Check]] = {
     "QuantizationModifier": _QUANTIZING,
     "AutoRoundModifier": {**_SCHEMES, "iters": _whole(1), "batch_size": _whole(1), "lr": _positive},
 }
-"""Modifiers that quantise, of which a variant has exactly one, and the arguments of each."""
+"""Modifier that quantises -> its arguments with their checks; a variant has exactly one of these."""
 
 MODIFIERS: Mapping[str, Mapping[str, Check]] = {**TRANSFORMS, **QUANTIZERS}
 
