@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""One 16-bit model in, one folder per variant out, by a recipe and with one set of calibration samples."""
+"""Quantise a 16-bit model into one folder per variant, by a recipe, with one set of calibration samples."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 ProgressLine = Callable[[str], None]
 
 STAGES_BEFORE_VARIANTS = 2
-"""How many stages :func:`quantize_variants` enters before those of the variants: model, calibration text."""
+"""Stages of :func:`quantize_variants` before those of the variants: model and calibration text."""
 LEAST_BITS = 4
-"""Of a parameter in a variant, whatever the recipe."""
+"""Least bits that a parameter takes in a variant, whatever the recipe."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One variant that this run is asked for, and what it is made from."""
+    """A variant to make in this run, and its inputs."""
 
     variant: ResolvedVariant
     folder: Path
@@ -83,21 +83,23 @@ def quantize_variants(
 ) -> list[QuantizedVariant]:
     """Write ``output``/<name> for each variant of the recipe: a compressed-tensors checkpoint for vLLM.
 
-    ``model`` is a folder or Hugging Face id of a 16-bit model. ``variants`` names those to make (default:
-    all). ``calibration``, which is "self" (the model writes ``output``/calibration.jsonl) or what
-    :func:`~flexquant.documents.texts.read_documents` takes, ``samples``, ``length`` (tokens in a sample) and
-    ``seed`` replace the recipe's where given. Equal inputs
-    give equal bytes on one machine with one number of threads. A folder appears only when complete; in it,
-    ``recipe.yaml`` reproduces the variant and ``quantization_report.json`` says what was searched.
-    ``resume`` keeps variants that an earlier run finished from the same model, recipe, data and versions;
-    ``overwrite`` replaces others, each when the new one is complete. ``progress`` receives notes of one line;
-    ``stage`` is entered for the model, for the calibration text and for each variant. What llmcompressor and
-    the libraries below it print is discarded unless ``verbose``.
+    ``model`` is a folder or Hugging Face id of a 16-bit model. ``variants`` names the variants to make
+    (default: all). ``calibration``, ``samples``, ``length`` (tokens in a sample) and ``seed`` replace the
+    recipe's values if given; ``calibration`` is "self" (the model writes ``output``/calibration.jsonl) or
+    what :func:`~flexquant.documents.texts.read_documents` takes. ``resume`` keeps variants that an earlier
+    run finished from the same model, recipe, data and versions; ``overwrite`` replaces others, each once the
+    new one is complete. ``progress`` receives notes of one line; ``stage`` is entered for the model, for the
+    calibration text and for each variant. Output of llmcompressor and the libraries below it is discarded
+    unless ``verbose``.
+
+    Equal inputs give equal bytes on one machine with one number of threads. A folder appears only when
+    complete; in it, ``recipe.yaml`` reproduces the variant and ``quantization_report.json`` records what was
+    searched.
 
     Raises FlexQuantError, before any calibration and with nothing deleted, for a model, recipe or calibration
-    data that cannot be used, an output that may not be replaced, a disk without room even at 4 bits a
-    parameter, and when llmcompressor is not installed; and for activations that are not finite or memory that
-    runs out.
+    data that cannot be used, an output that may not be replaced, too little disk space even at 4 bits a
+    parameter, and a missing llmcompressor. Also raises it for activations that are not finite and for memory
+    that runs out.
     """
     if importlib.util.find_spec("llmcompressor") is None:
         raise FlexQuantError(
@@ -109,7 +111,7 @@ def quantize_variants(
     folders = {r.name: Path(output) / r.name for r in recipes}
     for target in folders.values():
         remove_leftovers(target)
-        if not resume or read_report(target) is None:
+        if not resume or _read_report(target, overwrite) is None:
             prepare_output(target, [folder], overwrite=overwrite)
     data = None if calibration is None else str(calibration)
     given: dict[str, Any] = {"data": data, "samples": samples, "length": length, "seed": seed}
@@ -148,7 +150,7 @@ def quantize_variants(
 def _resolve(
     recipes: Sequence[VariantRecipe], source: SourceModel, progress: ProgressLine
 ) -> list[ResolvedVariant]:
-    """Check every recipe against the model, and note what is worth knowing."""
+    """Resolve every recipe for the model, and report the notes."""
     from flexquant.quantization.oneshot import separate_experts
 
     empty = separate_experts(empty_model(source.config))
@@ -181,13 +183,13 @@ def _choose_variants(recipe: Recipe, names: Sequence[str] | None) -> list[Varian
 
 
 def _find_finished(jobs: Sequence[_Job], overwrite: bool, progress: ProgressLine) -> list[bool]:
-    """Return of each variant whether its folder is what this run would write; all of it is read.
+    """Return for each variant whether its folder holds what this run would write; every file is read.
 
-    Raises FlexQuantError, which says of every folder what differs, unless such folders are to be replaced.
+    Raises FlexQuantError, which says what differs in each folder, unless ``overwrite`` replaces such folders.
     """
     finished, problems = [], []
     for job in jobs:
-        report = read_report(job.folder)
+        report = _read_report(job.folder, overwrite)
         if report is not None:
             progress(f"{job.variant.recipe.name}: comparing {job.folder} with its hashes")
         problem = None if report is None else _find_difference(job, report)
@@ -199,6 +201,16 @@ def _find_finished(jobs: Sequence[_Job], overwrite: bool, progress: ProgressLine
             f"{'; '.join(problems)}; replace what differs with --overwrite, or choose another folder"
         )
     return finished
+
+
+def _read_report(folder: Path, overwrite: bool) -> Mapping[str, Any] | None:
+    """Return a variant's report; a damaged one that may be replaced is empty, and fits no run."""
+    try:
+        return read_report(folder)
+    except FlexQuantError:
+        if not overwrite:
+            raise
+        return {}
 
 
 def _find_difference(job: _Job, report: Mapping[str, Any]) -> str | None:
@@ -267,7 +279,7 @@ def _facts(job: _Job, settings: Calibration) -> dict[str, Any]:
 def _findings(
     modifiers: Sequence[Modifier],
 ) -> tuple[dict[str, Any], Mapping[str, float | None], Sequence[str]]:
-    """Return the report's part on what was searched, the strengths of smoothing, and the spared linears."""
+    """Return the findings for the report, the strengths of smoothing, and the spared linears."""
     from flexquant.quantization.sensitivity import SpareSensitiveLayers
     from flexquant.quantization.smoothing import REFERENCE, SearchedSmoothQuant
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What lies beside a variant's weights: its resolved recipe, and the report of what was searched and found.
+"""Write the files beside a variant's weights: its resolved recipe, and the report of what was searched.
 
 Neither holds a time or a path of this machine, so equal inputs give equal bytes. The report's ``made_from``
-tells all that went into the variant: a run that is started again keeps a variant made from the same.
+records all inputs of the variant: a restarted run keeps a variant that has the same inputs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 
 
 def rows_sha256(rows: Sequence[Sequence[int]]) -> str:
-    """Return the SHA-256 of calibration rows, given as token ids."""
+    """Return the SHA-256 of calibration rows of token ids."""
     return _sha256([list(row) for row in rows])
 
 
@@ -71,7 +71,7 @@ def variant_inputs(
 
 
 def portable_settings(calibration: Calibration) -> dict[str, Any]:
-    """Return which samples were used, with the name alone of a file or folder."""
+    """Return the calibration settings; a file or folder is reduced to its name."""
     data = calibration.data
     if data is not None and data != SELF and Path(data).expanduser().exists():
         calibration = replace(calibration, data=Path(data).expanduser().resolve().name)
@@ -85,7 +85,7 @@ def resolved_document(
     source: SourceModel,
     rows: Sequence[Sequence[int]] | None,
 ) -> str:
-    """Return ``recipe.yaml``: this variant's recipe without anything to search, and what it was made with."""
+    """Return the text of ``recipe.yaml``: the variant's recipe with all choices made, and its inputs."""
     document: dict[str, Any] = {"schema": SCHEMA, "description": description}
     made_with = {**versions(), "model": source.label, "weights_sha256": source.weights_sha256}
     if rows is not None:
@@ -102,10 +102,10 @@ def smoothing_report(
     power: Mapping[str, float],
     reference: float = 0.5,
 ) -> dict[str, Any] | None:
-    """Return the search table: per mapping, every strength's output MSE; and in sum, against one strength.
+    """Return every strength's output MSE for each mapping, and totals compared with one strength for all.
 
-    ``relative_mse`` is the mean over mappings of MSE over the outputs' mean square, since ``summed_mse`` is
-    dominated by the layers with the largest outputs. None when nothing was smoothed.
+    ``summed_mse`` is dominated by the layers with the largest outputs; ``relative_mse`` is therefore the mean
+    over mappings of MSE divided by the outputs' mean square. None if nothing was smoothed.
     """
     if not chosen:
         return None
@@ -147,26 +147,28 @@ def smoothing_report(
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write the report into a variant's folder, last: it lists the files there with their SHA-256."""
+    """Write the report into a variant's folder, after all other files, whose SHA-256 it lists."""
     document = {"schema": REPORT_SCHEMA, **report, "files": _hash_files(folder)}
     (folder / REPORT_FILE).write_text(json.dumps(document, indent=2) + "\n")
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
-    """Return a variant's report; None where there is none. Raise FlexQuantError for one that is damaged."""
+    """Return a variant's report, or None if there is none; raise FlexQuantError for a damaged report."""
     file = folder / REPORT_FILE
     if not file.is_file():
         return None
-    report = read_json(file)
+    advice = f"replace {folder} with --overwrite, or choose another folder"
+    try:
+        report = read_json(file)
+    except FlexQuantError as e:
+        raise FlexQuantError(f"{e}; {advice}") from e
     if not all(isinstance(report.get(key), dict) for key in ("made_from", "files")):
-        raise FlexQuantError(
-            f"{file} lacks 'made_from' or 'files'; remove {folder}, or choose another folder"
-        )
+        raise FlexQuantError(f"{file} lacks 'made_from' or 'files'; {advice}")
     return report
 
 
 def find_changes(folder: Path, report: Mapping[str, Any]) -> list[str]:
-    """Say of each file that is not what the report lists, what became of it. All files are read."""
+    """Return a phrase for each file that differs from the report; every file is read."""
     recorded, found = report["files"], _hash_files(folder)
     changes = {name: "is missing" if name not in found else "has other content" for name in recorded}
     changes |= {name: "was added" for name in found if name not in recorded}
@@ -174,7 +176,7 @@ def find_changes(folder: Path, report: Mapping[str, Any]) -> list[str]:
 
 
 def _hash_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of all files but the report, by name in order; several threads read at a time."""
+    """Return the SHA-256 of all files but the report, by sorted name; several threads read at a time."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / REPORT_FILE)
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         digests = pool.map(hash_file, paths)
@@ -182,7 +184,7 @@ def _hash_files(folder: Path) -> dict[str, str]:
 
 
 def _sha256(data: object) -> str:
-    """Return the SHA-256 of data whose keys have an order that matters, as that of a recipe's modifiers."""
+    """Return the SHA-256 of JSON-able data; the order of keys counts, as for a recipe's modifiers."""
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Calibration text where there is no other: half of it the 16-bit model writes itself.
+"""Make calibration text for users who have none: the 16-bit model itself writes half of it.
 
-What a model says is what it will compute on, in its own languages and by its own chat template. Half of its
-documents are answers to requests, if there is a template; the others go on from first words, every second
-time from a word of the tokenizer's vocabulary. Each is sampled at one of several temperatures. The other half
-of the text is from Python's own documentation: both together did better on unseen text than either alone
-(flexquant/quantization/README.md). All of it is kept in one JSONL file that anybody can read, and that a
-later run takes as it is.
+The model's own text resembles what it will compute on, in its languages and its chat template. Half of its
+documents are answers to requests, if it has a template; the others continue from first words, every second of
+them from a word of the tokenizer's vocabulary. Each document is sampled at one of several temperatures. The
+other half of the text is Python's documentation: both together did better on unseen text than either alone
+(flexquant/quantization/README.md). The text is kept in one JSONL file, which a later run reuses.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from flexquant.checkpoint.output import staged_file
+from flexquant.checkpoint.sidecars import NOTICES, find_files
 from flexquant.checkpoint.writer import Progress
 from flexquant.documents.texts import (
     as_text,
@@ -45,23 +45,27 @@ FILE = "calibration.jsonl"
 
 TEMPERATURES = (0.6, 0.8, 1.0)
 BATCH = 32
-"""Documents written side by side."""
+"""Documents that are written in one batch."""
 PASSAGE = 1000
-"""Characters of Python's documentation after which a passage ends with its paragraph."""
+"""Characters after which a passage of Python's documentation ends at the end of a paragraph."""
 MOST_DOCUMENTS = 16
-"""Times the documents that full length would need, after which a model has not written enough."""
+"""Largest number of documents, as a multiple of the number that would do if all had full length."""
 
 NAME = "the model's own text"
 OTHERWISE = "give text like your users' requests with --calibration FILE"
 
 
 def made_with(source: SourceModel, settings: Calibration) -> dict[str, Any]:
-    """Return what the text depends on, as the file's first record tells it under ``made_with``."""
+    """Return what the text depends on, as the file's first record tells it under ``made_with``.
+
+    Licences, which variants have copies of, decide nothing about it; the model's own code does.
+    """
+    notices = find_files(source.folder, NOTICES)
     return {
         "model": source.label,
         "weights_sha256": source.weights_sha256,
         "config_sha256": source.config_sha256,
-        **source.files_sha256,
+        **{name: digest for name, digest in source.files_sha256.items() if name not in notices},
         "samples": settings.samples,
         "length": settings.length,
         "seed": settings.seed,
@@ -72,7 +76,7 @@ def made_with(source: SourceModel, settings: Calibration) -> dict[str, Any]:
 def find_written(file: Path, expected: dict[str, Any], *, overwrite: bool) -> bool:
     """Return whether ``file`` holds the text that :func:`write_calibration` would write.
 
-    Raises FlexQuantError for a file that was made otherwise or was changed, unless it is to be replaced.
+    Raises FlexQuantError for a file with other inputs or a changed text, unless ``overwrite`` is set.
     """
     if not file.exists():
         return False
@@ -100,13 +104,13 @@ def write_calibration(
     settings: Calibration,
     progress: Progress | None = None,
 ) -> None:
-    """Let the 16-bit model write ``file``, JSONL as ``flexquant.documents.texts.read_documents`` takes it.
+    """Have the 16-bit model write ``file``, in the JSONL of ``flexquant.documents.texts.read_documents``.
 
-    There is enough text for ``settings.samples`` rows of ``settings.length`` tokens, half of it from Python's
-    documentation as far as that reaches. Equal arguments give equal text on one machine with one number of
-    threads. ``progress`` is called with the tokens written and to be written. The file appears when it is
-    complete. Raises FlexQuantError for a model that writes next to
-    nothing, or whose activations are not finite.
+    The text is enough for ``settings.samples`` rows of ``settings.length`` tokens; half of it is Python's
+    documentation, as far as that reaches. Equal arguments give equal text on one machine with one number of
+    threads. ``progress`` is called with (tokens written, tokens to write). The file appears when it is
+    complete. Raises FlexQuantError for a model that writes next to nothing, or whose activations are not
+    finite.
     """
     with explained_memory("writing the calibration text"):
         on_gpu = torch.cuda.is_available()
@@ -158,7 +162,7 @@ def _write_documents(
 
 
 def _documentation(tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int) -> list[str]:
-    """Return passages of Python's documentation, at most that many tokens of them, drawn by the seed."""
+    """Return random passages of Python's documentation with at most ``tokens`` tokens together."""
     passages = [passage for page in read_documents(None) for passage in _passages(str(page))]
     Random(f"{seed}, documentation").shuffle(passages)
     taken = []
@@ -171,7 +175,7 @@ def _documentation(tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int) -
 
 
 def _passages(page: str) -> list[str]:
-    """Return a page's paragraphs, in groups that are about as long as what the model writes."""
+    """Join a page's paragraphs into passages about as long as the model's documents."""
     passages: list[str] = []
     for paragraph in page.split("\n\n"):
         if passages and len(passages[-1]) < PASSAGE:
@@ -188,7 +192,7 @@ def _write_batch(
     numbers: Sequence[int],
     settings: Calibration,
 ) -> list[dict[str, Any]]:
-    """Return the records of the documents of these numbers, without those to which nothing was written."""
+    """Return the records of the documents with these numbers, without those that stayed empty."""
     draws = [Random(f"{settings.seed}, document {number}") for number in numbers]
     temperatures = [draw.choice(TEMPERATURES) for draw in draws]
     starts, prompts = [], []

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from flexquant.errors import FlexQuantError
+from flexquant.quantization.report import REPORT_FILE
 from tests.checkpoints import make_checkpoint
 from tests.quantize.folders import digests
 from tests.quantize.quantizing import RTN, W4A16, quantize, recipe, recorder
@@ -45,7 +46,7 @@ def test_what_is_finished_stays_and_what_is_gone_is_made_again(small: Path, fini
 
 
 def test_what_a_killed_run_left_beside_finished_variants_goes(small: Path, finished: Path) -> None:
-    """Killed after the variant was in its place, and between the two renames that replace one."""
+    """The run was killed after the variant was in its place, and between the two renames that replace one."""
     expected = digests(finished)
     (finished / ".w8a8.flexquant-lock").touch()
     (finished / ".w8a8.flexquant-tmp").mkdir()
@@ -89,8 +90,21 @@ def test_a_variant_damaged_at_equal_size_is_made_again(small: Path, finished: Pa
     assert digests(finished) == expected
 
 
+@pytest.mark.parametrize("damaged", ['{"schema": ', '{"files": {}}', "[]"])
+def test_a_damaged_report_is_told_and_the_variant_made_again_when_told_to(
+    small: Path, finished: Path, damaged: str
+) -> None:
+    expected = digests(finished)
+    (finished / "w8a8" / REPORT_FILE).write_text(damaged)
+    with pytest.raises(FlexQuantError, match=f"w8a8/{REPORT_FILE} .*--overwrite"):
+        quantize(small, finished, TWO, resume=True)
+    results = quantize(small, finished, TWO, resume=True, overwrite=True)
+    assert [result.kept for result in results] == [False, True]
+    assert digests(finished) == expected
+
+
 def test_changed_files_beside_the_weights_are_noticed(tmp_path: Path) -> None:
-    """Files that a variant has copies of: one that changes, some that come, one that goes."""
+    """A variant has copies of these files: one changes, some come, one goes."""
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
     by, output = recipe(w8a8=RTN), tmp_path / "variants"
     quantize(model, output, by)
@@ -107,7 +121,7 @@ def test_changed_files_beside_the_weights_are_noticed(tmp_path: Path) -> None:
 
 
 def test_the_order_of_modifiers_is_noticed(small: Path, tmp_path: Path) -> None:
-    """Both fronts smooth the same norms, so what comes first decides what the second one sees."""
+    """Both orders smooth the same norms, so the first one decides what the second one sees."""
     smooth = {"SmoothQuantModifier": {"smoothing_strength": 0.5, "mappings": "norms"}}
     awq = {"AWQModifier": {"mappings": "norms"}}
     quantize(small, tmp_path / "variants", recipe(w4a16={**smooth, **awq, **W4A16}))
@@ -116,7 +130,7 @@ def test_the_order_of_modifiers_is_noticed(small: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_refused_has_deleted_nothing(small: Path, finished: Path) -> None:
-    """The first variant lost a file, the second was made otherwise: both are told, and both stay."""
+    """The first variant lost a file, the second was made otherwise: the refusal names both, and both stay."""
     (finished / "w8a8/generation_config.json").unlink()
     before = digests(finished)
     with pytest.raises(FlexQuantError) as refusal:

@@ -39,7 +39,7 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 
 def _lines(file: Path) -> list[str]:
-    """Return its lines; text that a model writes may hold what ``splitlines`` takes for an end."""
+    """Return a file's lines; ``splitlines`` may take characters of a model's text for line ends."""
     return file.read_text().removesuffix("\n").split("\n")
 
 
@@ -59,7 +59,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with a chat template."""
+    """Return the same model with a chat template."""
     model = make_checkpoint(tmp_path_factory.mktemp("chatting") / "model", scheme=None, num_layers=1)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     return model
@@ -74,7 +74,7 @@ def first_run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finished(first_run: Path, tmp_path: Path) -> Path:
-    """What a first run leaves, to be changed."""
+    """Return what a first run leaves, for tests to change."""
     return Path(shutil.copytree(first_run, tmp_path / "variants"))
 
 
@@ -178,13 +178,28 @@ def test_text_by_another_chat_template_is_replaced_only_when_told_to(tmp_path: P
     assert any("messages" in r for r in write(model, tmp_path / "variants", resume=True, overwrite=True))
 
 
+def test_a_licence_decides_nothing_about_the_text_but_the_models_own_code_does(tmp_path: Path) -> None:
+    model, output = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1), tmp_path / "variants"
+    (model / "LICENSE").write_text("one")
+    text = write(model, output)
+    time = (output / "calibration.jsonl").stat().st_mtime_ns
+    (model / "LICENSE").write_text("another")
+    (model / "NOTICE").write_text("by somebody")
+    shutil.rmtree(output / "w4a16")
+    assert write(model, output, resume=True) == text
+    assert (output / "calibration.jsonl").stat().st_mtime_ns == time
+    (model / "modeling_own.py").write_text("")
+    with pytest.raises(FlexQuantError, match=r"jsonl was made with different modeling_own\.py; .*--over"):
+        write(model, output, resume=True)
+
+
 def test_a_recipe_without_calibration_writes_nothing(small: Path, tmp_path: Path) -> None:
     quantize(small, tmp_path / "variants", recipe(w8a8=RTN), calibration="self")
     assert [path.name for path in (tmp_path / "variants").iterdir()] == ["w8a8"]
 
 
 def ends_with(weight: float) -> Callable[[StateDict], StateDict]:
-    """Return a change to a model that makes the end token as much likelier than all others, everywhere."""
+    """Return a change to a model that makes the end token that much likelier than all others, everywhere."""
 
     def transform(state: StateDict) -> StateDict:
         for name in state:

@@ -92,10 +92,32 @@ QUANTISING = (
         "own-text-of-another-template",
         "Text that the model wrote by another chat template is calibrated on.",
         "flexquant/quantization/self_calibration.py",
-        "        **source.files_sha256,\n",
+        "        **{name: digest for name, digest in source.files_sha256.items() if name not in notices},\n",
         "",
         (
             "tests/quantize/test_self_calibration.py::test_text_by_another_chat_template_is_replaced_only_when_told_to",
+        ),
+        "quantize",
+    ),
+    Fault(
+        "licence-decides-about-text",
+        "Text that the model wrote itself is written again when a licence changes.",
+        "flexquant/quantization/self_calibration.py",
+        " if name not in notices",
+        "",
+        (
+            "tests/quantize/test_self_calibration.py::test_a_licence_decides_nothing_about_the_text_but_the_models_own_code_does",
+        ),
+        "quantize",
+    ),
+    Fault(
+        "damaged-report-is-final",
+        "A variant whose report is damaged cannot be replaced, --overwrite or not.",
+        "flexquant/quantization/quantizing.py",
+        "        if not overwrite:\n            raise\n",
+        "        raise\n",
+        (
+            "tests/quantize/test_resume.py::test_a_damaged_report_is_told_and_the_variant_made_again_when_told_to",
         ),
         "quantize",
     ),
