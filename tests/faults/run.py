@@ -43,7 +43,9 @@ from tests.unit.test_rooms import documented
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / ".work" / "faults"
 LIMIT = 600
-"""Seconds after which a run of pytest is given up."""
+"""Seconds after which the tests of a fault are given up."""
+BASELINE_LIMIT = 3600
+"""Seconds after which all tests on the unbroken source are given up."""
 WHERE = """
 import importlib.util, sys
 for name in sys.argv[1:]:
@@ -124,7 +126,9 @@ def check_imports(copy: Path, environment: str) -> None:
             raise RuntimeError(f"{package} is imported from {origin} instead of {copy}")
 
 
-def run_pytest(copy: Path, environment: str, tests: Iterable[str], *options: str) -> PytestRun:
+def run_pytest(
+    copy: Path, environment: str, tests: Iterable[str], *options: str, limit: int = LIMIT
+) -> PytestRun:
     """Run ``tests`` in the copy; the output goes into a file beside it, and temporary files go again."""
     log, results, temporary = (copy.with_suffix(suffix) for suffix in (".log", ".xml", ".tmp"))
     command = [python_of(environment), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -140,7 +144,7 @@ def run_pytest(copy: Path, environment: str, tests: Iterable[str], *options: str
             start_new_session=True,
         )
         try:
-            status = process.wait(LIMIT)
+            status = process.wait(limit)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -171,7 +175,7 @@ def baseline(environment: str, faults: Sequence[Fault]) -> str:
     try:
         check_imports(copy, environment)
         tests = dict.fromkeys(test for fault in faults for test in fault.tests)
-        done = run_pytest(copy, environment, tests)
+        done = run_pytest(copy, environment, tests, limit=BASELINE_LIMIT)
     except (RuntimeError, OSError, subprocess.SubprocessError) as e:
         return str(e)
     finally:
