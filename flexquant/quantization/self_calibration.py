@@ -11,7 +11,6 @@ other half of the text is Python's documentation: both together did better on un
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from flexquant.checkpoint.output import staged_file
 from flexquant.checkpoint.sidecars import NOTICES, find_files
 from flexquant.checkpoint.writer import Progress
+from flexquant.documents.digest import digest_of
 from flexquant.documents.texts import (
     as_text,
     document_tokens,
@@ -85,7 +85,7 @@ def find_written(file: Path, expected: dict[str, Any], *, overwrite: bool) -> bo
         header = json.loads(first)["made_with"]
         digest = header.pop("text_sha256")
         different = [key for key in {**expected, **header} if header.get(key) != expected.get(key)]
-        if digest != _sha256([_without_header(json.loads(first)), *map(json.loads, others)]):
+        if digest != digest_of([_without_header(json.loads(first)), *map(json.loads, others)]):
             different.append("text")
     except (ValueError, KeyError, TypeError, AttributeError):
         different = ["content"]
@@ -121,7 +121,7 @@ def write_calibration(
         )
         with watched_layers(model, None):
             records = _write_documents(model, tokenizer, source, settings, progress)
-    header = {**made_with(source, settings), "text_sha256": _sha256(records)}
+    header = {**made_with(source, settings), "text_sha256": digest_of(records)}
     file.parent.mkdir(parents=True, exist_ok=True)
     with staged_file(file) as partial:
         lines = [{**records[0], "made_with": header}, *records[1:]]
@@ -222,7 +222,3 @@ def _write_batch(
 
 def _without_header(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != "made_with"}
-
-
-def _sha256(data: object) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

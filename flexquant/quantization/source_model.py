@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.provenance import folder_label, hash_file
 from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, DTYPES, TensorRef, read_chunks
 from flexquant.checkpoint.sidecars import COPIED, GENERATION_CONFIG, find_files
+from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError, explained
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def read_source(folder: Path) -> SourceModel:
             "text models; quantise its language model with llm-compressor itself, and merge the variants "
             "(flexquant/quantization/README.md, 'Vision models')"
         )
-    settings = json.dumps(written, sort_keys=True)
-    config_sha256 = hashlib.sha256(settings.encode()).hexdigest()
+    config_sha256 = digest_of(written)
     files = {name: hash_file(folder / name) for name in find_files(folder, COPIED)}
     parameters = sum(math.prod(ref.shape) for ref in read_tensors(folder).values())
     weights = check_weights(folder)
