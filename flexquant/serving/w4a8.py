@@ -87,6 +87,10 @@ def group_problem(weights: dict[str, Any], activations: str) -> str | None:
     """
     if weights.get("num_bits") != 4 or not weights.get("symmetric", True):
         return "some of whose weights are not symmetric INT4"
+    if weights.get("actorder") in ("group", "dynamic"):
+        return (
+            "whose groups are ordered by activation (actorder 'group'), which 8-bit activations do not allow"
+        )
     if activations == "int8" and (weights.get("group_size") or -1) == -1:
         return f"whose {ONE_SCALE}"
     return None

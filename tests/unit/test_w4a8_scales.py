@@ -73,6 +73,7 @@ def derive(*weights: dict[str, Any], negative_scales: bool = False) -> None:
         ([INT4, {**INT4, "symmetric": False}], "not symmetric INT4"),
         ([INT4, INT8], "not symmetric INT4"),
         ([{**INT4, "strategy": "channel", "group_size": None}], "one scale a channel"),
+        ([{**INT4, "actorder": "group"}], "ordered by activation"),
         ([FP8], "no symmetric INT4 weights"),
     ],
 )
