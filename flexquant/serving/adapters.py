@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""LoRA: one copy of every adapter, which all variants add to what their linear layers compute.
+"""Serve LoRA adapters: all variants add one copy of each adapter to their linear layers' outputs.
 
 vLLM's manager goes through the names of a model's modules, wraps every linear layer, and puts an adapter's
 matrices into the wrapper of the layer that the adapter names (``model.layers.0.self_attn.q_proj``). The
-layers of FlexQuant's model lie below ``variants``. So a plan becomes a child of it too, called ``model`` and
-in front of the variants: its layers are found there first, by the names that adapters use. Those of the other
-variants are wrapped where they are, and then given the matrices of the layer of the same name. The rest of
-the manager's work, to load an adapter into a slot and to tell which sequence takes which, is done once.
+layers of FlexQuant's model lie below ``variants``. So a plan also becomes a child of the model, named
+``model`` and before the variants: vLLM finds its layers there first, by the names that adapters use. Layers
+of the other variants are wrapped where they are, and then share the matrices of the layer with the same name.
+The manager does the rest of its work once: it loads an adapter into a slot, and maps sequences to adapters.
 
-An adapter is trained on the inputs that layers have in 16 bit. SmoothQuant and AWQ scale these inputs, and an
-adapter's matrices would have to be scaled with them. Stock vLLM does not do that either, and answers wrongly.
-Variants with other norms are refused here; other rescaling is refused by ``check_supported``, from what the
-merge found.
+An adapter is trained on the 16-bit model's inputs of a layer. SmoothQuant and AWQ scale these inputs, so an
+adapter's matrices would have to be scaled too. Stock vLLM does not do that either, and answers wrongly.
+Variants with different norms are refused here; ``check_supported`` refuses other rescaling, which the merge
+has recorded.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from flexquant.serving.vllm_api import LoRAModelManager
 
 VARIANTS = "variants."
-"""What the names of all layers begin with that lie below the model's ``variants``."""
+"""Prefix of the names of all layers below the model's ``variants``."""
 PLAN = "model"
-"""The child under which vLLM finds the layers that adapters name."""
+"""Name of the child under which vLLM finds the layers that adapters name."""
 
 
 def offer_to_adapters(model: Any, plan: nn.Module) -> None:
-    """Let vLLM find the layers of ``plan``, a model's first, under the names that adapters use.
+    """Have vLLM find the layers of ``plan``, a model's first plan, under the names that adapters use.
 
     Raises :class:`FlexQuantError` for a base model without LoRA, or with experts.
     """
@@ -47,7 +47,7 @@ def offer_to_adapters(model: Any, plan: nn.Module) -> None:
     if expert_layers(plan):
         raise FlexQuantError("FlexQuant does not support LoRA for mixtures of experts (drop --enable-lora)")
     for variant in model.variants.values():
-        # Each view of a plan has an embedding and an lm_head of its own to wrap: adapters of linears alone.
+        # Support adapters of linears only: each view of a plan has its own embedding and lm_head to wrap.
         variant.embedding_modules = {}
     model.packed_modules_mapping = first.packed_modules_mapping
     if hasattr(first, "hf_to_vllm_mapper"):
@@ -56,7 +56,7 @@ def offer_to_adapters(model: Any, plan: nn.Module) -> None:
 
 
 def tell_devices(variants: Mapping[str, nn.Module]) -> None:
-    """Give layers whose kernel keeps the weight elsewhere (oneDNN) an empty one: vLLM asks for its device."""
+    """Give layers whose kernel keeps the weight elsewhere (oneDNN) an empty weight; vLLM reads its device."""
     for variant in variants.values():
         for layer in variant.modules():
             if isinstance(layer, LinearBase) and getattr(layer, "weight", layer) is None:
@@ -64,7 +64,7 @@ def tell_devices(variants: Mapping[str, nn.Module]) -> None:
 
 
 def share_adapters(manager: LoRAModelManager) -> None:
-    """Give all variants' layers the matrices of those that ``manager``, which has wrapped them, fills."""
+    """Give layers of all variants the adapter matrices of the wrapped layers that ``manager`` fills."""
     modules: Any = manager.modules
     for name in [name for name in modules if name.startswith(VARIANTS)]:
         layer = modules.pop(name)
@@ -76,7 +76,7 @@ def share_adapters(manager: LoRAModelManager) -> None:
 def check_unsmoothed(norms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Raise :class:`FlexQuantError` if a norm's weights differ between variants.
 
-    ``norms``: by name and variant, those that variants do not have in common.
+    ``norms`` maps names and then variants to the weights of norms that the variants do not share.
     """
     for name, of_variants in norms.items():
         (first, reference), *others = of_variants.items()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What FlexQuant's routes answer: for the server's OpenAPI schema, and held to by it."""
+"""Define the answers of FlexQuant's routes, for validation and for the server's OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexquant.policy.schema import Phase
 
 
 class Answer(BaseModel):
-    """Of these keys and no others."""
+    """An answer with exactly the declared keys."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -24,17 +24,17 @@ class PolicyName(Answer):
 
 
 class RouteOfTokens(Answer):
-    """The plan of the passes of ``min_tokens`` to ``max_tokens`` tokens, both included."""
+    """The plan of the passes of ``min_tokens`` to ``max_tokens`` tokens, ends included."""
 
     min_tokens: int
     max_tokens: int
     plan: str
     moment: str | None = None
-    """The name of a :class:`flexquant.policy.moments.Span`, only where the policy tells moments apart."""
+    """Name of a :class:`flexquant.policy.moments.Span`, only if the policy tells moments apart."""
 
 
 class LastPass(Answer):
-    """The fields of :class:`flexquant.serving.forward_pass.Pass`; the last four only with moments."""
+    """The fields of :class:`flexquant.serving.forward_pass.Pass`; the last four exist only with moments."""
 
     phase: Phase
     tokens: int
@@ -49,7 +49,7 @@ class LastPass(Answer):
 
 
 class Counted(BaseModel):
-    """The counters of one plan and phase, by their names in ``/metrics`` without ``flexquant:``."""
+    """Counters of one plan and phase, by their names in ``/metrics`` without ``flexquant:``."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -59,25 +59,25 @@ class Counted(BaseModel):
 
 
 class Status(Answer):
-    """What the first rank serves, and all engines have counted."""
+    """What the first rank serves, and the counters of all engines."""
 
     flexquant: str
     architecture: str
     policy: PolicyName
     plans: dict[str, list[str]]
-    """By plan, the variant of each layer."""
+    """Plan -> variant of each layer."""
     routes: dict[Phase, list[RouteOfTokens]]
     kernels: dict[str, list[str]]
-    """By variant."""
+    """Variant -> names of its kernels."""
     weight_bytes: dict[str, int]
-    """By variant, and under ``shared`` those that several hold."""
+    """Variant, or ``shared`` for weights that several variants use -> bytes of its weights."""
     weight_bytes_by_layers: dict[str, dict[str, int]]
-    """The same by range of decoder layers, ``0-3``, with an empty text for what is outside of them."""
+    """The same bytes by range of decoder layers, e.g. ``0-3``; an empty text is outside of layers."""
     last_pass: LastPass | None
     counted: list[Counted] | None
     ranks: int
     disagreement: list[PolicyName] | None = None
-    """The policies of all engines, only where they differ."""
+    """Policies of all engines, only if they differ."""
 
 
 class Run(Answer):
@@ -92,11 +92,11 @@ class ServedRequest(Answer):
     request: str
     plans: list[Run]
     incomplete: bool | None = None
-    """Only where what came first has been forgotten: true."""
+    """True if the first runs of the request have been forgotten; else the key is missing."""
 
 
 class ServedRequests(Answer):
-    """The requests that a response answers."""
+    """Requests that a response answers."""
 
     requests: list[ServedRequest]
 
@@ -113,7 +113,7 @@ class ChangedRoute(Answer):
 
 
 class PolicyChange(Answer):
-    """What another policy changes, or would change."""
+    """Effects of changing the policy, or of a dry run."""
 
     before: PolicyName
     after: PolicyName
@@ -131,15 +131,15 @@ class Reason(Answer):
 
 
 class Refusal(Answer):
-    """How vLLM's server words an HTTPException."""
+    """Body of an HTTPException in vLLM's server."""
 
     error: Reason
 
 
 def refusals(**reasons: str) -> dict[int | str, dict[str, Any]]:
-    """Return OpenAPI's responses for statuses, each given as ``_401="why"``.
+    """Return OpenAPI responses for statuses, each given as ``_401="why"``.
 
-    FastAPI adds one of its own, 422 for a wrong parameter, unless there is one for 422 or ``_4XX``; vLLM
+    Unless 422 or ``_4XX`` is given, FastAPI adds a response of its own, 422 for a wrong parameter; vLLM
     answers 400.
     """
     return {status[1:]: {"model": Refusal, "description": why} for status, why in reasons.items()}

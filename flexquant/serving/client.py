@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The other side of ``POST /flexquant/policy``: hand a policy to a live server."""
+"""Send a policy to a live server, as the client of ``POST /flexquant/policy``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import Policy
 
 ADMIN_KEY = "FLEXQUANT_ADMIN_KEY"
-"""Environment variable with the administrator's key, of the server and of who changes its policy."""
+"""Environment variable with the administrator's key, for the server and for the client."""
 TIMEOUT = 3600.0
-"""Seconds for a change, CUDA graphs included."""
+"""Largest number of seconds for a change, capturing CUDA graphs included."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Redirects are answers like others: the key is meant for nobody but the server that was named."""
+    """Does not follow redirects, so that the key reaches only the server that was named."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -41,10 +41,11 @@ def admin_key() -> str:
 
 
 def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> dict[str, Any]:
-    """Have the server at ``url`` take a policy, and return its answer (:func:`change_policy` in the server).
+    """Change the policy of the server at ``url``; return its answer (:func:`change_policy` in the server).
 
-    ``url`` is that of the server or of its OpenAI API, ending in ``/v1``; ``dry_run`` only asks what would
-    change. Raises :class:`FlexQuantError` where there is no key, no such server, and where it refuses.
+    ``url`` is the URL of the server, or of its OpenAI API, ending in ``/v1``. ``dry_run`` only asks what
+    would change. Raises :class:`FlexQuantError` if there is no key or no such server, and if the server
+    refuses.
     """
     key = admin_key()
     if not key:

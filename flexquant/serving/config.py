@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""From vLLM's configuration and a policy to the route table, and what cannot be served is refused."""
+"""Build the route table from vLLM's configuration and a policy, and refuse what cannot be served."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 
 
 def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:
-    """Raise :class:`FlexQuantError` if a vLLM feature is asked for that a merged checkpoint cannot have."""
+    """Raise :class:`FlexQuantError` if vLLM is configured with a feature that is not supported."""
     if what := next(refusals(vllm_config, merged, routes), None):
         raise FlexQuantError(f"FlexQuant does not support {what}")
     check_pipeline(vllm_config, merged)
 
 
 def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:
-    """In the front end: where the user leaves the mode to vLLM, prevent FULL graphs that cannot be served.
+    """In the front end: if vLLM chooses the CUDA graph mode, prevent FULL graphs that cannot be served.
 
-    After a FULL replay, for which the model is not called, it would not know whose logits to compute of
-    several lm_heads. And of several plans for one size by the moment, a FULL graph holds one.
+    vLLM replays a FULL graph without calling the model, so a model with several lm_heads would not know which
+    one to use afterwards. And if a policy has several plans for one size, by moment, a FULL graph holds only
+    one of them.
     """
     from vllm.config import CUDAGraphMode
 
@@ -39,12 +40,12 @@ def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: Rou
 
 
 def find_compiled_code_again() -> None:
-    """In the front end: on a CPU, let the second start of a model find the code of the first.
+    """In the front end: on a CPU, make later starts of a model reuse the compiled code of the first.
 
-    vLLM (0.32) keeps compiled code there in a form that it cannot load ("'function' object has no
-    attribute 'finalize_loading'"), so that it compiles at every start, and each plan in a folder of its own.
-    Without that form, Inductor keeps the code itself, by what it computes, in one folder for all plans. A
-    value that the user has set is left alone. Delete when the oldest supported vLLM loads it.
+    On a CPU, vLLM (0.32) stores compiled code in a form that it cannot load ("'function' object has no
+    attribute 'finalize_loading'"), so it compiles at every start, and each plan in a folder of its own.
+    Without that form, Inductor caches the code itself, by its content, in one folder for all plans. A value
+    that the user has set is not changed. Delete this once the oldest supported vLLM loads its form.
     """
     from vllm.platforms import current_platform
 
@@ -53,7 +54,7 @@ def find_compiled_code_again() -> None:
 
 
 def check_pipeline(vllm_config: VllmConfig, merged: MergedConfig) -> None:
-    """Refuse pipeline parallelism for a base model without it, and ranks that would hold no decoder layer."""
+    """Refuse pipeline parallelism for a base model that lacks it, and ranks without a decoder layer."""
     from flexquant.serving.vllm_api import get_pp_indices
 
     model, ranks = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
@@ -74,15 +75,15 @@ def check_pipeline(vllm_config: VllmConfig, merged: MergedConfig) -> None:
 
 
 def tokens_per_sequence(vllm_config: VllmConfig) -> int:
-    """Tokens that one sequence contributes to a decode pass: 1, plus the speculated ones."""
+    """Return the tokens of one sequence in a decode pass: 1, plus the speculated tokens."""
     speculative = vllm_config.speculative_config
     return 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
 
 
 def max_decode_tokens(vllm_config: VllmConfig) -> int:
-    """Most tokens that a decode pass can hold, padding to the size of a CUDA graph included.
+    """Return the largest number of tokens in a decode pass, padding to a CUDA graph's size included.
 
-    Where decoding sequences have several tokens, vLLM's V1 runner rounds the sizes up to a multiple of those.
+    If decoding sequences have several tokens, vLLM's V1 runner rounds the sizes up to a multiple of these.
     """
     one = tokens_per_sequence(vllm_config)
     most = vllm_config.scheduler_config.max_num_seqs * one
@@ -120,15 +121,15 @@ def build_routes(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) 
 
 
 def check_derivable(name: str, derivation: Derivation, source: Variant) -> None:
-    """Refuse a derived variant whose source is not symmetric INT4 in 16-bit activations.
+    """Refuse a derived variant whose source is not symmetric INT4 with 16-bit activations.
 
-    Refuse one too for which this device has no kernel.
+    Also refuse a variant for which this device has no kernel.
     """
     from flexquant.serving.w4a8 import check_signs, find_kernel, group_problem
 
     groups = source.quantization_config["config_groups"].values()
     weights = [group.get("weights") or {} for group in groups if not group.get("input_activations")]
-    integers = [w for w in weights if w.get("type", "int") == "int"]  # layers of others stay as they are
+    integers = [w for w in weights if w.get("type", "int") == "int"]  # layers of other types do not change
     problems = [group_problem(w, derivation.activations) for w in integers]
     if not problems or any(problems):
         problem = next(filter(None, problems), "which has no symmetric INT4 weights")

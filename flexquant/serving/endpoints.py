@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""FlexQuant's routes on vLLM's API server: what is served, and, with an administrator's key, another policy.
+"""Add FlexQuant's routes to vLLM's API server: its status, and, with an administrator's key, policy changes.
 
-``GET /flexquant`` tells policy, routes, kernels and counters, and ``GET /flexquant/ui`` is a page of these.
-``POST /flexquant/policy`` takes another policy, and exists only where the operator has set its key. vLLM
-adds routes of plugins only where the operator names the plugin: ``VLLM_PLUGINS=flexquant``.
+``GET /flexquant`` returns policy, routes, kernels and counters, and ``GET /flexquant/ui`` shows them as a
+page. ``POST /flexquant/policy`` changes the policy, and exists only if the operator has set a key. vLLM adds
+a plugin's routes only if the operator names the plugin: ``VLLM_PLUGINS=flexquant``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
 STATUS_TIMEOUT = 60.0
-"""Seconds for the workers' answer, for which they finish the step that they are in."""
+"""Largest number of seconds for the workers' answer; they first finish the step that they are in."""
 
 VLLM_KEY = HTTPBearer(
     auto_error=False, scheme_name="vLLM's key", description="`--api-key`, where the server has one."
@@ -43,7 +43,7 @@ Given = HTTPAuthorizationCredentials | None
 
 
 class FlexQuantEndpoints:
-    """vLLM's ``vllm.endpoint_plugins`` entry point."""
+    """Implements vLLM's ``vllm.endpoint_plugins`` entry point."""
 
     name = "flexquant"
     required_tasks = ("generate",)
@@ -75,7 +75,7 @@ class FlexQuantEndpoints:
             add_policy_route(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep vLLM's client of the engine, which the routes ask; vLLM calls this when it is there."""
+        """Keep vLLM's client of the engine, which the routes ask; vLLM calls this once the client exists."""
         from flexquant.serving.options import ServingOptions
 
         state.flexquant_engine = engine_client
@@ -88,14 +88,14 @@ class FlexQuantEndpoints:
 
 
 def authorise(request: Request, given: Annotated[Given, Depends(VLLM_KEY)]) -> None:
-    """Ask for vLLM's ``--api-key``, if there is one, as vLLM does on ``/v1``; raises HTTPException 401."""
+    """Require vLLM's ``--api-key``, if there is one, as vLLM does on ``/v1``; raise HTTPException 401."""
     keys = [key for key in (request.app.state.args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
     if keys:
         _require(given, keys)
 
 
 def authorise_admin(given: Annotated[Given, Depends(ADMINISTRATORS_KEY)]) -> None:
-    """Ask for the administrator's key; raises HTTPException 401."""
+    """Require the administrator's key; raise HTTPException 401 without it."""
     _require(given, [admin_key()])
 
 
@@ -107,15 +107,15 @@ def _require(given: Given, keys: list[str]) -> None:
 
 
 async def status(request: Request) -> dict[str, Any]:
-    """Return the first rank's status with the counters of all engines in sum, and policies that differ.
+    """Return the first rank's status, with the sums of all engines' counters, and policies that differ.
 
-    Raises HTTPException 404 where no merged checkpoint is served.
+    Raises HTTPException 404 if no merged checkpoint is served.
     """
     return sum_up(await ask_ranks(request, "flexquant_status", timeout=STATUS_TIMEOUT))
 
 
 def sum_up(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one status of those of all ranks."""
+    """Combine the statuses of all ranks into one."""
     counted = [rank["counted"] for rank in ranks if rank["counted"] is not None]
     policies = [*{rank["policy"]["digest"]: rank["policy"] for rank in ranks}.values()]
     summed = {**ranks[0], "counted": add_up(counted) if counted else None, "ranks": len(ranks)}
@@ -136,8 +136,8 @@ def add_up(counted: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 async def plans_of_response(request: Request, response: str) -> dict[str, Any]:
     """Return which plans computed the tokens of a response, given by its ``id``.
 
-    One response may answer several prompts, or one prompt several times: each is a request. Raises
-    HTTPException 404 where none is among the last, or requests are not followed.
+    A response can answer several prompts, or one prompt several times; each answer is a request. Raises
+    HTTPException 404 if none of its requests is remembered, or if requests are not followed.
     """
     ranks = await ask_ranks(request, "flexquant_requests", response, timeout=STATUS_TIMEOUT)
     found = {record["request"]: record for record in itertools.chain.from_iterable(ranks)}
@@ -151,7 +151,7 @@ async def plans_of_response(request: Request, response: str) -> dict[str, Any]:
 
 
 async def page() -> HTMLResponse:
-    """Return the page for people, which holds nothing of the server: it asks for the status, with a key."""
+    """Return the page for people; it holds no data, and fetches the status with a key."""
     nonce = secrets.token_urlsafe(16)
     html = importlib.resources.files("flexquant.serving").joinpath("status_page.html").read_text("utf-8")
     policy = f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
@@ -164,9 +164,9 @@ async def page() -> HTMLResponse:
 
 
 async def ask_ranks(request: Request, method: str, *args: Any, timeout: float) -> list[Any]:
-    """Return what all workers answer (:func:`ask_workers`).
+    """Return the answers of all workers (:func:`ask_workers`).
 
-    Raises HTTPException 404 where no merged checkpoint is served, or by workers with another extension.
+    Raises HTTPException 404 if no merged checkpoint is served, or if the workers have another extension.
     """
     engine = request.app.state.flexquant_engine
     if not serves_merged(engine):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Mixture-of-experts layers of several variants side by side.
+"""Serve mixture-of-experts layers of several variants in one model.
 
 Like an attention layer, an expert layer registers under its name, and vLLM looks it up by that name in every
-pass. Unlike attention layers, each variant keeps its own, with its own weights and kernels: the layers of all
-variants but the first get a name of their own. Only the experts themselves are shared, where the checkpoint
-holds them once; a layer's router stays with its variant, since it reads that variant's norm.
+pass. Unlike attention layers, each variant keeps its own expert layers, with its own weights and kernels, so
+the layers of all variants but the first are renamed. Only experts that the checkpoint stores once are shared;
+a layer's router stays with its variant, since it reads that variant's norm.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ def expert_layers(model: nn.Module) -> list[Any]:
 
 
 def expert_layers_by_path(model: nn.Module) -> dict[str, Any]:
-    """Return the mixture-of-experts layers of a model by their modules' names, in order."""
+    """Return module name -> mixture-of-experts layer of a model, in order."""
     return {path: module for path, module in model.named_modules() if isinstance(module, MoERunner)}
 
 
 def name_apart(layer: Any, variant: str, context: dict[str, Any]) -> None:
-    """Register an expert layer in ``context``, vLLM's layers by name, under a name that is its variant's."""
+    """Register an expert layer in ``context``, vLLM's layers by name, under a name with its variant."""
     layer.layer_name = f"{layer.layer_name}@{variant}"
     context[layer.layer_name] = layer
 
 
 def only_experts(module: nn.Module) -> nn.Module:
-    """Return what holds the experts' weights of an expert layer; any other module as it is."""
+    """Return the module with the experts' weights of an expert layer; return other modules unchanged."""
     return module.routed_experts if isinstance(module, MoERunner) else module
 
 
 def experts_kernel_name(layer: Any) -> str:
-    """Return the name of the kernel that an expert layer's experts have."""
+    """Return the name of the kernel that runs an expert layer's experts."""
     method = layer.routed_experts.quant_method
     kernel = getattr(method, "experts_cls", None)
     name = kernel.__name__ if kernel else type(method).__name__
@@ -63,17 +63,17 @@ def experts_kernel_name(layer: Any) -> str:
 
 
 def expert_weights(layer: Any) -> int:
-    """Return how many weights the experts of a layer have on this rank, in whatever precision."""
+    """Return how many weights the experts of a layer have on this rank, in any precision."""
     config = layer.routed_experts.moe_config
     one = config.hidden_dim * config.intermediate_size_per_partition
     return config.num_local_experts * one * (3 if config.is_act_and_mul else 2)
 
 
 def check_precision(variant: str, model: nn.Module, activations: str | None) -> None:
-    """Raise :class:`FlexQuantError` where the experts would have other activations than the variant.
+    """Raise :class:`FlexQuantError` if the experts would have other activations than the variant.
 
-    ``activations``: those that a derived variant has in place of 16 bit. On CPUs vLLM multiplies INT4 experts
-    with activations in 8 bit, whatever the checkpoint says.
+    ``activations`` is the precision of a derived variant's activations, None for 16 bit. On CPUs vLLM
+    multiplies INT4 experts with 8-bit activations, whatever the checkpoint says.
     """
     if not current_platform.is_cpu() or activations == "int8":
         return
@@ -88,7 +88,7 @@ def check_precision(variant: str, model: nn.Module, activations: str | None) -> 
 
 @contextmanager
 def explained_kernels(variant: str, vllm_config: VllmConfig) -> Iterator[None]:
-    """Turn vLLM's refusal to build a variant's experts into a FlexQuantError that tells what to do."""
+    """Turn vLLM's refusal to build a variant's experts into a FlexQuantError that says what to do."""
     try:
         yield
     except (NotImplementedError, ValueError, AssertionError) as e:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What each forward pass holds: its phase, tokens and sequences, hence which plan runs it.
+"""Find what each forward pass holds: its phase, tokens and sequences, which decide its plan.
 
 In every step, on every device, vLLM's model runners describe the batch to the metadata builders of its
-attention backends, and hold the query lengths on the host for it. So FlexQuant gives its attention layers a
-subclass of their own backend, whose builder reads them there: no device is asked, and no backend's own
-metadata has to be understood. The description goes with the metadata to the forward pass that it is for.
+attention backends, with the query lengths on the host. So FlexQuant gives its attention layers a subclass of
+their own backend, whose builder reads the lengths there: the device is not read, and no backend's own
+metadata is needed. The description travels with the metadata to its forward pass.
 
-A step that vLLM replays from a FULL graph builds metadata too, but never calls the model. Its description
-is left over: whoever comes next, the step's logits or the next step, finds it and tells of the replay.
+A step that vLLM replays from a FULL graph builds metadata too, but does not call the model. Its description
+is left over; the step's logits or the next step, whichever comes first, finds it and reports the replay.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 
 class Pass(NamedTuple):
-    """What one forward pass holds."""
+    """Contents of one forward pass."""
 
     phase: Phase
     tokens: int
     """Tokens in the pass, padding included."""
     sequences: int
-    """Without padding; 0 if the attention backend cannot be observed."""
+    """Sequences without padding; 0 if the attention backend cannot be observed."""
     max_query_len: int
-    """Most tokens that one sequence contributes; 0 as above."""
+    """Largest number of tokens of one sequence; 0 if the backend cannot be observed."""
     scheduled_tokens: int
-    """Tokens without padding, those that vLLM's scheduler asked for; 0 as above."""
+    """Tokens without padding, as vLLM's scheduler asked; 0 if the backend cannot be observed."""
     requests: Mapping[str, int] | None = None
-    """By name, how many of these tokens are a request's; None if requests are not followed."""
+    """Name of a request -> its number of scheduled tokens; None if requests are not followed."""
     moment: Moment = CALM
-    """When it comes; :data:`CALM` if moments are not followed, and for passes of vLLM's own."""
+    """The pass's moment; :data:`CALM` if moments are not followed, and for vLLM's own passes."""
     signal: float | None = None
-    """The last that its moment follows from; None if there is none."""
+    """Latest signal that the moment depends on; None if there is none."""
 
     def to_data(self) -> dict[str, Any]:
-        """Return what it holds as data that JSON can hold, the requests left out."""
+        """Return JSON-able data, without the requests."""
         data = self._asdict()
         del data["requests"], data["moment"], data["signal"]
         if self.moment != CALM:
@@ -70,15 +70,15 @@ def describe_pass(
     tokens_per_sequence: int,
     names: Sequence[str] | None = None,
 ) -> Pass:
-    """Describe a pass of ``tokens`` tokens by where the tokens of each sequence start.
+    """Describe a pass of ``tokens`` tokens by the offsets at which the sequences' tokens start.
 
-    ``query_start_loc``: int32 [sequences + 1], on the host; padding sequences come last and have no tokens.
-    No sequence has more than ``max_query_len``. ``tokens_per_sequence`` is what a decoding sequence
-    contributes: 1, plus any speculated tokens. ``names`` are those of the requests, in the order of the
-    sequences; None: they are not followed.
+    ``query_start_loc`` is int32 [sequences + 1], on the host; padding sequences come last and have no tokens.
+    No sequence has more than ``max_query_len`` tokens. A decoding sequence has ``tokens_per_sequence``
+    tokens: 1, plus any speculated ones. ``names`` are the requests' names, in the order of the sequences;
+    None: requests are not followed.
     """
     starts = query_start_loc.numpy()
-    if max_query_len == 1:  # most passes of a server: a few operations, not a dozen
+    if max_query_len == 1:  # most passes of a server; this takes a few operations rather than a dozen
         sequences = int(starts[-1])
         ones = None if names is None else dict.fromkeys(names[:sequences], 1)
         return Pass("decode", tokens, sequences, 1, sequences, ones)
@@ -95,7 +95,7 @@ def describe_pass(
 
 
 class PassObserver:
-    """Follows the passes of one model through the metadata builders of its attention layers."""
+    """Observes the passes of one model through the metadata builders of its attention layers."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ class PassObserver:
         replayed: Callable[[Pass], None],
         began: Callable[[], None] | None = None,
     ) -> None:
-        """``replayed`` is called with every pass of the scheduler that ran without a call of the model.
+        """Observe passes; ``replayed`` is called with every scheduler's pass that did not call the model.
 
-        ``began`` is called when one begins.
+        ``began`` is called when a pass of the scheduler begins.
         """
         self._tokens_per_sequence = tokens_per_sequence
         self._replayed = replayed
@@ -129,9 +129,9 @@ class PassObserver:
         """Tells when each pass comes, if the policy tells moments apart."""
 
     def observe(self, layers: Mapping[str, Any]) -> None:
-        """Put observed backends into attention layers, by name; call before vLLM makes their KV cache.
+        """Give attention layers, by name, an observed backend; call this before vLLM makes their KV cache.
 
-        A layer that keeps its backend elsewhere cannot be observed: :meth:`check_phases` tells.
+        A layer that keeps its backend elsewhere cannot be observed: :meth:`check_phases` refuses it.
         """
         for name, layer in layers.items():
             backend = getattr(layer, "attn_backend", None)
@@ -152,9 +152,9 @@ class PassObserver:
             )
 
     def read(self, context: ForwardContext, tokens: int) -> Pass | None:
-        """Return the pass, of ``tokens`` padded tokens, that the model is called for.
+        """Return the pass, of ``tokens`` padded tokens, for which the model is called.
 
-        None in vLLM's profiling and some of its capture runs, which have no attention metadata.
+        None in vLLM's profiling runs and some of its capture runs, which have no attention metadata.
         """
         metadata: Any = context.attn_metadata
         if not metadata:
@@ -164,14 +164,14 @@ class PassObserver:
         return described if described.tokens == tokens else described._replace(tokens=tokens)
 
     def settle(self) -> None:
-        """Tell of the last pass, if it was replayed."""
+        """Report the last pass, if it was replayed."""
         if self._left_over is not None:
             replayed, self._left_over = self._left_over, None
             self._replayed(replayed)
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Passes inside are vLLM's own, also if they are described by the requests that wait meanwhile."""
+        """Treat passes in the block as vLLM's own, even if waiting requests describe them."""
         self.settle()
         was_serving, self.is_serving, self._is_interrupted = self.is_serving, False, True
         try:
@@ -180,7 +180,7 @@ class PassObserver:
             self.is_serving, self._is_interrupted = was_serving, False
 
     def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> Pass:
-        # A FULL graph is replayed with metadata of its padded size; other passes learn theirs in read().
+        # A FULL graph's metadata has its padded size; other passes get their padded size in read().
         names = self.request_names() if self.request_names is not None else None
         found = describe_pass(
             common.query_start_loc_cpu,
@@ -218,7 +218,7 @@ class PassObserver:
                 self, kv_cache_spec: Any, layer_names: list[str], *args: Any, **options: Any
             ) -> None:
                 super().__init__(kv_cache_spec, layer_names, *args, **options)
-                self.layer_names = layer_names  # multi-head latent attention's builders do not keep them
+                self.layer_names = layer_names  # builders of multi-head latent attention do not keep them
 
             def build(
                 self,
@@ -239,5 +239,5 @@ class PassObserver:
 
 
 def _holds_prompt(common: CommonAttentionMetadata) -> bool:
-    """Whether a sequence has tokens of its prompt in the pass, so far as vLLM says."""
+    """Whether a sequence has tokens of its prompt in the pass, as far as vLLM reports it."""
     return common.is_prefilling is not None and bool(common.is_prefilling.any())

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""CUDA graphs of several plans: every graph that a pass can ask for is captured at start-up, and no other.
+"""Capture CUDA graphs of several plans at start-up: every graph that a pass can need, and no other.
 
-vLLM captures a model by calling it once for every size. What it keeps differs by mode:
+vLLM captures a model by calling it once for every size. What it captures depends on the mode:
 
 *FULL* graphs hold a whole forward pass and are replayed without calling the model. vLLM captures them with
 the attention metadata of the passes that will replay them, so routing as usual puts the right plan in.
 
 *PIECEWISE* graphs lie inside each compiled plan, between its attention layers, and are replayed by running
 the plan. The metadata of the capturing call (there may be none) shows at most one of the phases that a size
-serves. vLLM captures each size once, but several plans may run at that size. So at the first pass of a size
-we capture every plan that the policy could choose for it. Whether a plan's graphs exist is read off vLLM's
-own wrappers, since vLLM captures twice: to estimate the memory, dropping those graphs, and then for good. The
-scheduler's passes capture nothing: should a graph be missing then, the pass runs without, with a warning.
+serves. vLLM captures each size once, but several plans can run at that size. So at the first pass of a size
+FlexQuant captures every plan that the policy can choose for it. vLLM's own wrappers tell whether a plan's
+graphs exist, since vLLM captures twice: first to estimate the memory, dropping these graphs, and then for
+good. The scheduler's passes capture nothing: if a graph is missing then, the pass runs without it, with a
+warning.
 
-Another policy (:mod:`flexquant.serving.live_policy`) may ask for other graphs than there are: another plan
-in a FULL one, or the pieces of one more plan for a size. Then vLLM captures again, while no pass runs.
+Another policy (:mod:`flexquant.serving.live_policy`) can need other graphs: another plan in a FULL graph, or
+the pieces of another plan for a size. vLLM then captures again, while no pass runs.
 """
 
 from __future__ import annotations
@@ -51,19 +52,19 @@ class PlanGraphs:
     """The CUDA graphs of a model's plans."""
 
     def __init__(self, *, has_full: bool) -> None:
-        """``has_full``: whether vLLM captures FULL graphs."""
+        """Begin without graphs; ``has_full`` tells whether vLLM captures FULL graphs."""
         self._has_full = has_full
         self._wrappers: dict[str, list[CUDAGraphWrapper]] = {}
         self._pieces: set[BatchDescriptor] = set()
-        """The sizes of PIECEWISE graphs."""
+        """Sizes of the PIECEWISE graphs."""
         self._full: dict[tuple[Phase, int], str] = {}
-        """By phase and padded tokens, the plan of the FULL graphs."""
+        """(Phase, padded tokens) -> plan of the FULL graph."""
         self._memory: GraphMemory | None = GraphMemory()
         self._missing: set[tuple[str, BatchDescriptor | None]] = set()
 
     @contextmanager
     def compiling(self, plan: str) -> Iterator[None]:
-        """The plan's first run, in which vLLM compiles it and wraps its pieces for PIECEWISE graphs."""
+        """Enclose a plan's first run, in which vLLM compiles it and wraps its pieces for PIECEWISE graphs."""
         before = set(CUDAGraphWrapper._all_instances)
         yield
         made = [wrapper for wrapper in CUDAGraphWrapper._all_instances if wrapper not in before]
@@ -77,9 +78,9 @@ class PlanGraphs:
         inputs: dict[str, Any],
         tokens: int,
     ) -> None:
-        """In a PIECEWISE pass of ``tokens`` padded tokens: capture the plans that have no graphs of its size.
+        """In a PIECEWISE pass of ``tokens`` padded tokens, capture the plans that lack graphs of its size.
 
-        ``reachable`` names those that the policy can take at that size.
+        ``reachable`` names the plans that the policy can take at that size.
         """
         if not monitor.cudagraph_capturing_enabled or self._memory is None:
             return
@@ -88,7 +89,7 @@ class PlanGraphs:
         for name in reachable:
             if self._has_graphs(name, context.batch_descriptor):
                 continue
-            # Kernels load, and choose their configuration, in a run that is not captured.
+            # A first run without capture loads kernels and lets them choose their configuration.
             with _without_graphs(context):
                 plans[name](**inputs)
             self._memory.sample()
@@ -99,7 +100,7 @@ class PlanGraphs:
     def replay(
         self, name: str, plan: nn.Module, context: ForwardContext, inputs: dict[str, Any]
     ) -> torch.Tensor | IntermediateTensors:
-        """In a PIECEWISE pass: run a plan, its pieces from their graphs if it has some of this size."""
+        """In a PIECEWISE pass, run a plan, with its pieces' graphs if it has graphs of this size."""
         if self._has_graphs(name, context.batch_descriptor):
             return plan(**inputs)
         if (name, context.batch_descriptor) not in self._missing:
@@ -113,10 +114,10 @@ class PlanGraphs:
             return plan(**inputs)
 
     def _has_graphs(self, name: str, descriptor: BatchDescriptor | None) -> bool:
-        """Whether a plan's pieces are captured for a size; also if it has none that could be.
+        """Whether a plan's pieces are captured for a size; True if it has no piece that can be captured.
 
-        A piece need not have a graph (some hold no operator), so that several may have to be asked: the one
-        that had the answer is asked first the next time.
+        Some pieces hold no operator and never have a graph, so several pieces may have to be checked; the
+        piece that had a graph is checked first the next time.
         """
         wrappers = self._wrappers[name]
         for position, wrapper in enumerate(wrappers):
@@ -136,13 +137,13 @@ class PlanGraphs:
             self._memory.sample()
 
     def finish(self) -> None:
-        """Serving begins: log what was captured, once, and capture nothing more."""
+        """Note that serving begins: log once what was captured, and capture nothing more."""
         if self._memory is not None:
             self._memory.log()
             self._memory = None
 
     def fit(self, routes: RouteTable) -> bool:
-        """Whether the graphs that there are hold what ``routes`` give to the passes that will replay them."""
+        """Whether the existing graphs hold the plans that ``routes`` give to the passes that replay them."""
         return all(routes.lookup(*cell).name == plan for cell, plan in self._full.items()) and all(
             self._has_graphs(plan.name, size)
             for size in self._pieces
@@ -150,11 +151,11 @@ class PlanGraphs:
         )
 
     def capture_again(self, runner: Any, vllm_config: VllmConfig) -> None:
-        """Have vLLM capture what :meth:`fit` misses, by the routes that the model takes now; no pass may run.
+        """Have vLLM capture the graphs that :meth:`fit` misses, by the model's routes; no pass may run.
 
-        ``runner`` is vLLM's model runner. Where it raises, graphs may be missing, and pieces of a plan may be
-        there without the others. FULL graphs are all dropped first, since vLLM tells them apart by
-        size alone; PIECEWISE ones stay. A capture writes nothing into the KV cache.
+        ``runner`` is vLLM's model runner. If it raises, graphs can be missing, and a plan can have some of
+        its pieces without the others. All FULL graphs are dropped first, since vLLM tells them apart by size
+        only; PIECEWISE graphs stay. A capture writes nothing into the KV cache.
         """
         self._memory = GraphMemory()
         torch.accelerator.synchronize()
@@ -168,21 +169,21 @@ class PlanGraphs:
         self.finish()
 
     def pieces(self) -> dict[CUDAGraphWrapper, set[BatchDescriptor]]:
-        """Return the sizes of the PIECEWISE graphs that there are, for :meth:`drop_pieces`."""
+        """Return the sizes of the existing PIECEWISE graphs, for :meth:`drop_pieces`."""
         wrappers = itertools.chain.from_iterable(self._wrappers.values())
         return {wrapper: {*wrapper.concrete_cudagraph_entries} for wrapper in wrappers}
 
     def drop_pieces(self, *, but: Mapping[CUDAGraphWrapper, set[BatchDescriptor]]) -> None:
-        """Drop the PIECEWISE graphs of a capture that failed: those that are not of before.
+        """Drop the PIECEWISE graphs of a failed capture, which are all graphs that are not in ``but``.
 
-        vLLM notes a piece before it captures it, and would capture it while serving if that has failed.
+        vLLM notes a piece before it captures it; after a failure it would capture it while serving.
         """
         for wrapper, kept in but.items():
             for size in wrapper.concrete_cudagraph_entries.keys() - kept:
                 del wrapper.concrete_cudagraph_entries[size]
 
     def do_without(self, runner: Any) -> None:
-        """Have vLLM run all passes without CUDA graphs from now on, and drop those that there are."""
+        """Have vLLM run all passes without CUDA graphs from now on, and drop the existing graphs."""
         if (v2 := getattr(runner, "cudagraph_manager", None)) is not None:
             v2.graphs.clear()
             v2._graphs_captured = False

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which kernels a model's layers have, and a linear layer's in another kind."""
+"""Name the kernels of a model's layers, and exchange a linear layer's kernel for another kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexquant.serving.vllm_api import LinearBase, MPLinearKernel
 
 
 def find_kernel(layer: Any) -> Any:
-    """Return the kernel of a quantised layer; None in 16 bit, or for a scheme that has no kernel object."""
+    """Return the kernel of a quantised layer; None in 16 bit, and for a scheme without a kernel object."""
     scheme = getattr(layer, "scheme", None)
     if scheme is None:
         return None
@@ -21,7 +21,7 @@ def find_kernel(layer: Any) -> Any:
 
 
 def kernel_name(layer: Any) -> str:
-    """Return the name of a linear layer's kernel, or of vLLM's method where there is none."""
+    """Return the name of a linear layer's kernel, or of vLLM's method if it has none."""
     kernel = find_kernel(layer)
     return type(kernel).__name__ if kernel else f"{type(layer.quant_method).__name__} (16 bit)"
 
@@ -29,7 +29,7 @@ def kernel_name(layer: Any) -> str:
 def linear_sizes(layer: Any) -> tuple[int, int]:
     """Return the numbers of inputs and outputs that a linear layer has on this rank.
 
-    Layers that every rank has whole, such as routers, need not tell their part.
+    Layers that are whole on every rank, such as routers, may lack the attributes for a rank's part.
     """
     return (
         getattr(layer, "input_size_per_partition", layer.input_size),

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Linear kernels for CPUs: the fastest of those there are, and some where vLLM has none that is right."""
+"""Choose linear kernels on CPUs, and provide some where vLLM's own are missing or wrong."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""W8A8 on CPUs with AMX: vLLM's kernel, for inputs of any number of dimensions."""
+"""Wrap vLLM's W8A8 kernel for AMX, so that it takes inputs of any number of dimensions."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which kernel each linear layer of a variant gets on a CPU: the fastest of those that are there and right.
+"""Choose on a CPU, for each linear layer of a variant, the fastest of the available correct kernels.
 
-vLLM takes one order of kernels for a process, whatever the number of tokens. On a server CPU that order is
-wrong for some: of three W4A16 kernels the fastest for one token is the slowest for a prompt. So each
-variant's layers are tried with as many tokens as the policy gives to that variant
-(:mod:`flexquant.serving.cpu.remembering`). Where only one kernel is there, nothing is tried.
+vLLM uses one order of kernels for a process, whatever the number of tokens. On a server CPU no order suits
+all sizes: of three W4A16 kernels the fastest for one token is the slowest for a prompt. So each variant's
+layers are timed with as many tokens as the policy gives to that variant
+(:mod:`flexquant.serving.cpu.remembering`). If only one kernel is available, nothing is timed.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ ZENTORCH_INT8 = "ZentorchInt8ScaledMMLinearKernel"
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 OTHER_SIZES = (64, 256)
-"""Numbers of tokens in a pass."""
+"""Numbers of tokens in a pass with which kernels of variants without decode passes are timed."""
 FEWEST_WEIGHTS = 1 << 18
-"""Of a layer; smaller ones take the first of vLLM's kernels."""
+"""Least number of weights in a layer whose kernels are timed; smaller layers take vLLM's first kernel."""
 
 
 def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
-    """Return for each variant of a policy the numbers of tokens that its kernels are tried with.
+    """Return for each variant of a policy the numbers of tokens with which its kernels are timed.
 
-    They are those of its decode passes if it has any: INT4 is there for them, and `flexquant tune` then times
-    the kernels that a tuned policy will have.
+    They are the sizes of its decode passes, if it has any: INT4 is meant for these, and `flexquant tune` then
+    times the same kernels that a tuned policy gets.
     """
     in_decode: dict[str, set[int]] = {}
     in_others: dict[str, set[int]] = {}
@@ -60,9 +60,9 @@ def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
 
 
 def choose_cpu_kernels(models: Mapping[str, nn.Module], sizes: Mapping[str, Sequence[int]]) -> None:
-    """Exchange the kernels of the INT4 and INT8 layers below ``models``, whose weights are not loaded yet.
+    """Replace the kernels of the INT4 and INT8 layers below ``models``, whose weights are not loaded yet.
 
-    ``sizes``: by the names of the models, the numbers of tokens to try.
+    ``sizes`` maps the models' names to the numbers of tokens with which to time kernels.
     """
     if problem := zentorch_problem():
         logger.warning(problem)
@@ -96,9 +96,9 @@ def _exchange(layer: Any, kind: type) -> None:
 
 
 def _is_worth_a_trial(layer: Any) -> bool:
-    """Whether it has many weights, of a kind that a trial makes.
+    """Whether a layer has many weights, of a scheme that a trial supports.
 
-    Those are symmetric INT4, and INT8 quantised per channel with activations quantised per token.
+    These are symmetric INT4, and INT8 per channel with activations quantised per token.
     """
     if layer.input_size_per_partition * layer.output_size_per_partition < FEWEST_WEIGHTS:
         return False
@@ -110,9 +110,9 @@ def _is_worth_a_trial(layer: Any) -> bool:
 
 
 def possible_kernels(kernel: Any) -> list[type]:
-    """Return the kernels that could run what ``kernel`` runs on this CPU in the same precision, vLLM's first.
+    """Return the kernels that can replace ``kernel`` on this CPU in the same precision, vLLM's first.
 
-    There is none for W4A8 where only the stand-in is.
+    The list is empty for W4A8 if only the stand-in is available.
     """
     if isinstance(kernel, MPLinearKernel):
         kinds = _int4_kernels(kernel.config.act_type == torch.int8)
@@ -128,9 +128,9 @@ def possible_kernels(kernel: Any) -> list[type]:
 
 
 def zentorch_problem() -> str | None:
-    """Return why vLLM runs without zentorch although it is installed; None if it has it, or it is not.
+    """Return why vLLM does not use an installed zentorch; None if it does, or if none is installed.
 
-    vLLM prints a traceback for a zentorch made for another torch, and nothing where a module is missing.
+    vLLM itself prints a traceback for a zentorch built for another torch, and nothing for a missing module.
     """
     try:
         installed = version("zentorch")
@@ -151,7 +151,7 @@ def zentorch_problem() -> str | None:
 
 
 def has_zentorch() -> bool:
-    """Whether vLLM has AMD's kernels: on Zen 4 and later, with a zentorch that suits the installed torch."""
+    """Whether vLLM has AMD's kernels: on Zen 4 and later, with a zentorch that fits the installed torch."""
     return getattr(current_platform, "is_zen_cpu", bool)()
 
 
@@ -164,7 +164,7 @@ def _int4_kernels(is_w4a8: bool) -> list[Any]:
     if hasattr(torch.ops._C, "cpu_gemm_wna16"):
         from flexquant.serving.cpu import vendors
 
-        # PyTorch's `_dyn_quant_matmul_4bit` is no W4A8 to choose: on x86 it is 30 times slower than these.
+        # PyTorch's `_dyn_quant_matmul_4bit` is left out: on x86 it is 30 times slower than these.
         kinds.append(vendors.AMXW4A8LinearKernel if is_w4a8 else vendors.CPUW4A16LinearKernel)
     return kinds if is_w4a8 else [*kinds, TorchCPUInt4LinearKernel]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""W4A16 by PyTorch's own INT4 operator, behind vLLM's interface, and a stand-in for W4A8."""
+"""Provide W4A16 with PyTorch's own INT4 operator behind vLLM's interface, and a stand-in for W4A8."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexquant.serving.vllm_api import _custom_ops as ops
 
 GROUP_SIZES = (32, 64, 128, 256)
 INNER_K_TILES = 2
-"""Required by ATen's packing operator, ignored by its CPU implementation."""
+"""An argument that ATen's packing operator requires, and its CPU implementation ignores."""
 
 
 class TorchCPUInt4LinearKernel(MPLinearKernel):
@@ -35,7 +35,7 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
         in_features, out_features = c.partition_weight_shape
         if c.weight_type != scalar_types.uint4b8 or c.zero_points:
             return False, f"only symmetric INT4 is supported, not {c.weight_type}"
-        if getattr(c, "has_g_idx", False):  # vLLM 0.26 has the field, 0.32 no longer
+        if getattr(c, "has_g_idx", False):  # vLLM 0.26 has the field, 0.32 does not
             return False, "activation ordering by group (g_idx) is not supported"
         if c.group_size not in GROUP_SIZES or in_features % c.group_size:
             return False, f"group size {c.group_size} is not one of {GROUP_SIZES} that divides {in_features}"
@@ -69,9 +69,9 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
 
 
 class TorchCPUW4A8LinearKernel(TorchCPUInt4LinearKernel):
-    """A stand-in for W4A8: the activations are rounded to 8 bit per token, which are exact in 16 bit.
+    """A stand-in for W4A8: it rounds activations to 8 bit per token, and multiplies them in 16 bit.
 
-    It shows what W4A8 does to a model's answers, and is slower than W4A16.
+    It gives the answers of W4A8, but is slower than W4A16.
     """
 
     def _multiply(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

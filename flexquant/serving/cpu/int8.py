@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""W8A8 on CPUs whose INT8 arithmetic saturates: exact sums behind vLLM's kernel interface.
+"""Provide W8A8 with exact sums on CPUs whose INT8 arithmetic saturates, behind vLLM's kernel interface.
 
-Without VNNI, oneDNN multiplies 8-bit pairs into 16-bit sums (``vpmaddubsw``), which overflow at +-32767 where
-weights and activations are both large: a few percent of error in every linear, without a warning. 8-bit
-integers are exact in fp32, and so are their products and, to 7 digits, the sums.
+Without VNNI, oneDNN adds products of 8-bit pairs in 16 bits (``vpmaddubsw``), which overflows at +-32767 if
+weights and activations are both large: every linear has a few percent of error, without a warning. In fp32,
+8-bit integers and their products are exact, and sums are exact to 7 digits.
 
-The weights are widened to fp32 a few rows at a time, into memory that each thread keeps: fresh memory of that
-size, in every linear of every pass, costs several times what the multiplication does.
+The weights are converted to fp32 a few rows at a time, into a buffer that each thread keeps: allocating it in
+every linear of every pass would take several times as long as the multiplication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexquant.serving.vllm_api import CPUInt8ScaledMMLinearKernel, convert_to_c
 from flexquant.serving.vllm_api import _custom_ops as ops
 
 WIDENED_BYTES = 8 << 20
-"""Of weights held in fp32."""
+"""Bytes of a thread's buffer for fp32 weights."""
 
 _kept = threading.local()
 _operators = torch.library.Library("flexquant", "FRAGMENT")
@@ -29,7 +29,7 @@ _operators.define("exact_int8_linear(Tensor x, Tensor x_scale, Tensor weight, Te
 
 
 def int8_saturates() -> bool:
-    """Whether vLLM's INT8 operator gives wrong sums on this CPU, tried on the largest 8-bit values."""
+    """Whether vLLM's INT8 operator gives wrong sums on this CPU, tried with the largest 8-bit values."""
     x, weight = (torch.full((rows, 64), 127, dtype=torch.int8) for rows in (1, 16))  # [.., in]
     out, scales, x_scale = (torch.ones(shape, dtype=torch.float32) for shape in ((1, 16), (16, 1), (1, 1)))
     handler = ops.create_onednn_scaled_mm(weight.t(), scales, out.dtype, True, False, 32)
@@ -38,7 +38,7 @@ def int8_saturates() -> bool:
 
 
 class ExactCPUInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
-    """vLLM's kernel, but dynamic symmetric activations are multiplied in fp32; other schemes stay vLLM's."""
+    """vLLM's kernel with fp32 products for dynamic symmetric activations; other schemes are vLLM's own."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if self.config.is_static_input_scheme or not self.config.input_symmetric:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which of vLLM's CPU kernels FlexQuant replaces in this process, each with the condition to stop."""
+"""Replace some of vLLM's CPU kernels in this process; each has a condition for deleting it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @functools.cache
 def provide_cpu_kernels() -> None:
-    """Give W4A16 and W8A8 kernels, in this process, on a CPU for which vLLM's own are missing or wrong."""
+    """Provide W4A16 and W8A8 kernels, in this process, on a CPU for which vLLM's own are missing or wrong."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -25,12 +25,11 @@ def provide_cpu_kernels() -> None:
 
 
 def _provide_cpu_int4_kernel() -> None:
-    """Replace a kernel that is selected but was not compiled.
+    """Replace a kernel that vLLM selects although it is not compiled for this CPU.
 
     vLLM's CPUWNA16LinearKernel (0.26 and 0.32) accepts every layer, and then fails at the first forward pass
-    where the CPU has no AVX512, because ``torch.ops._C.cpu_gemm_wna16`` is missing from its AVX2 library.
-    Delete when the oldest supported vLLM either has the operator for AVX2 or does not select the kernel
-    without it.
+    on a CPU without AVX512, because its AVX2 library lacks ``torch.ops._C.cpu_gemm_wna16``. Delete this once
+    the oldest supported vLLM has the operator for AVX2, or does not select the kernel without it.
     """
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
@@ -41,13 +40,13 @@ def _provide_cpu_int4_kernel() -> None:
 def _provide_cpu_int8_kernel() -> None:
     """Replace a kernel whose sums overflow, or that fails for some models.
 
-    vLLM's CPUInt8ScaledMMLinearKernel (0.26 and 0.32) hands s8 x s8 to oneDNN, which saturates on CPUs
-    without VNNI, those with AVX512 too. Delete when :func:`flexquant.serving.cpu.int8.int8_saturates` is
+    vLLM's CPUInt8ScaledMMLinearKernel (0.26 and 0.32) passes s8 x s8 to oneDNN, which saturates on CPUs
+    without VNNI, even with AVX512. Delete this once :func:`flexquant.serving.cpu.int8.int8_saturates` is
     False there for the oldest supported vLLM.
 
-    On CPUs with AMX it has another operator, which takes [tokens, in] only, while models that vLLM runs
-    through transformers pass [1, tokens, in]. Delete when the oldest supported vLLM reshapes them there, as
-    it does for oneDNN.
+    On CPUs with AMX the kernel uses another operator, which takes only [tokens, in], while models that vLLM
+    runs through transformers pass [1, tokens, in]. Delete this once the oldest supported vLLM reshapes them,
+    as it does for oneDNN.
     """
     from flexquant.serving.cpu.amx import AnyShapeCPUInt8LinearKernel
     from flexquant.serving.cpu.int8 import ExactCPUInt8LinearKernel, int8_saturates
@@ -62,9 +61,9 @@ STAND_INS = {
     "ExactCPUInt8LinearKernel": "which multiplies W8A8 in fp32 for want of VNNI",
     "TorchCPUW4A8LinearKernel": "which multiplies W4A8 in 16 bit for want of AMX or zentorch",
 }
-"""Names of kernels that give the right answers slowly, with what they do."""
+"""Name of a kernel that gives the right answers slowly -> what it does, as a relative clause."""
 REPLACED: dict[str, type] = {}
-"""By name, the kernels of vLLM that are replaced in this process, with what replaces them."""
+"""Name of a vLLM kernel that is replaced in this process -> its replacement."""
 
 
 def _replace_cpu_kernel(name: str, kernel: type, kind: str) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The fastest of several kernels for a layer: tried once on a machine, and remembered.
+"""Find the fastest of several kernels for a layer, timed once on a machine and then remembered.
 
-What a trial found is a file in vLLM's cache folder, so that the next start, and the other ranks of this one,
-take the same kernels: kernels differ in the last bits of what they compute. Delete the folder
-``flexquant/cpu_kernels`` there to have them tried anew.
+A trial's result is a file in vLLM's cache folder, so that the next start, and the other ranks of this one,
+take the same kernels: kernels differ in the last bits of their results. To time them anew, delete the folder
+``flexquant/cpu_kernels`` there.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from flexquant.serving.vllm_api import envs
 logger = init_logger("vllm.flexquant.cpu")
 
 CLEARLY = 0.95
-"""Another kernel than the first is chosen if it takes less than this part of the first one's time."""
+"""Share of the first kernel's time below which another kernel is chosen."""
 TIMEOUT = 600
-"""Seconds for all trials of a start."""
+"""Largest number of seconds for all trials of a start."""
 
 
 def find_fastest(layers: Sequence[dict[str, Any]]) -> list[str]:
-    """Return for each layer the name of the kernel that takes the least time.
+    """Return the name of the fastest kernel for each layer, by the geometric mean of the times over sizes.
 
-    ``layers``: as :func:`flexquant.serving.cpu.trial.measure` takes them. What counts is the geometric mean
-    over the sizes; the first kernel is kept unless another is clearly faster, or where the trial fails.
+    ``layers`` have the form that :func:`flexquant.serving.cpu.trial.measure` takes. The first kernel is kept
+    unless another is clearly faster, and if the trial fails.
     """
     keys = [{**_circumstances(), **layer} for layer in layers]
     files = [_folder() / f"{digest_of(key)[:32]}.json" for key in keys]
@@ -92,7 +92,7 @@ def _folder() -> Path:
 
 
 def _read(file: Path, key: dict[str, Any]) -> str | None:
-    """Return what an earlier trial chose; None without one, or where its file cannot be used."""
+    """Return an earlier trial's choice; None if there is none, or if its file cannot be used."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         return found["chosen"] if found["key"] == key and found["chosen"] in key["kernels"] else None
@@ -101,7 +101,7 @@ def _read(file: Path, key: dict[str, Any]) -> str | None:
 
 
 def _write(file: Path, found: dict[str, Any]) -> None:
-    """Keep a trial, unless another rank was first, or the folder cannot be written to."""
+    """Store a trial, unless another rank was first or the folder is not writable."""
     written = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Time kernels on linear layers of random weights: ``python -m flexquant.serving.cpu.trial REQUEST REPLY``.
 
-REQUEST is a file with ``threads`` and a list of ``layers`` in JSON, REPLY one with microseconds by kernel and
-number of tokens for each. It is a process of its own because zentorch remembers by their address how it has
-laid out weights: in the process that serves, weights loaded later at the address of a trial's would be taken
-for those.
+REQUEST is a JSON file with ``threads`` and a list of ``layers``; REPLY becomes a file with microseconds by
+kernel and number of tokens for each layer. This runs in a process of its own because zentorch remembers the
+layout of weights by their address: in the serving process, it would mistake weights that are loaded later at
+the same address for those of a trial.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def main(request: str, reply: str) -> None:
 
 
 def measure(layer: dict[str, Any]) -> dict[str, dict[int, float]]:
-    """Return microseconds by kernel and number of tokens; the kernels take turns.
+    """Return kernel -> number of tokens -> microseconds; the kernels take turns.
 
-    ``layer``: ``inputs``, ``outputs``, ``dtype``, ``group_size`` (INT4; None: INT8), ``sizes`` in tokens, and
-    ``kernels`` as ``module:class``.
+    ``layer`` has ``inputs``, ``outputs``, ``dtype``, ``group_size`` (for INT4; None for INT8), ``sizes`` in
+    tokens, and ``kernels`` as ``module:class``.
     """
     nbytes = layer["inputs"] * layer["outputs"] // 2
     copies = min(MAX_COPIES, max(2, math.ceil(COLD_BYTES / nbytes)))
@@ -62,7 +62,7 @@ def measure(layer: dict[str, Any]) -> dict[str, dict[int, float]]:
                 started = time.perf_counter()
                 for multiply in multiplies[:used]:
                     multiply(x)
-                if run > 0:  # the first one sets the kernel up for this size
+                if run > 0:  # the first run sets the kernel up for this size
                     found[name].append(time.perf_counter() - started)
         for name, seconds in found.items():
             times[name][size] = round(statistics.median(seconds) / used * 1e6, 1)
@@ -76,13 +76,13 @@ def _make(name: str, layer: dict[str, Any], dtype: torch.dtype) -> Callable[[tor
     module, _, kind = name.partition(":")
     make = getattr(importlib.import_module(module), kind)
     kernel, linear = (_int8 if layer["group_size"] is None else _int4)(make, layer, dtype)
-    with set_default_torch_dtype(dtype):  # oneDNN's kernel takes it for that of its outputs
+    with set_default_torch_dtype(dtype):  # oneDNN's kernel uses it as the dtype of its outputs
         kernel.process_weights_after_loading(linear)
     return lambda x: kernel.apply_weights(linear, x, None)
 
 
 def _int4(make: Any, layer: dict[str, Any], dtype: torch.dtype) -> tuple[Any, nn.Module]:
-    """Symmetric INT4 weights as compressed-tensors stores them: [out, in / 8], scales [out, in / group]."""
+    """Make symmetric INT4 weights as compressed-tensors stores them: [out, in / 8], scales [out, groups]."""
     from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 
     inputs, outputs, group = layer["inputs"], layer["outputs"], layer["group_size"]
@@ -101,7 +101,7 @@ def _int4(make: Any, layer: dict[str, Any], dtype: torch.dtype) -> tuple[Any, nn
 
 
 def _int8(make: Any, layer: dict[str, Any], dtype: torch.dtype) -> tuple[Any, nn.Module]:
-    """INT8 weights [out, in] with a scale for each output, for activations quantised per token."""
+    """Make INT8 weights [out, in] with a scale for each output, for activations quantised per token."""
     from flexquant.serving.vllm_api import Int8ScaledMMLinearLayerConfig
 
     linear = _linear(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""vLLM's INT4 kernels for CPUs with AVX512, each held to one precision.
+"""Hold each of vLLM's INT4 kernels for CPUs with AVX512 to one precision.
 
-vLLM makes W4A8 of W4A16 where it has a kernel for that (zentorch, or AMX) and ``VLLM_CPU_INT4_W4A8`` is not
-0, for a whole process, and without a word in the layer's name. Here a variant gets what it is called: W4A16
-never rounds its activations, and W4A8, derived by a policy, is beside it in the same process.
+If vLLM has a W4A8 kernel (zentorch, or AMX) and ``VLLM_CPU_INT4_W4A8`` is not 0, it runs all W4A16 layers of
+the process as W4A8, and the layer's name does not show it. Here a variant gets the precision in its name:
+W4A16 never rounds its activations, and W4A8, derived by a policy, can run beside it in the same process.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from flexquant.serving.vllm_api import (
 )
 
 W4A16_IN = torch.float16
-"""A type of activations for which vLLM has no W4A8 on a CPU; its W4A16 kernels take what they are given."""
+"""Dtype of activations for which vLLM has no W4A8 on a CPU; its W4A16 kernels accept any 16-bit dtype."""
 W4A8_IN = torch.bfloat16
-"""The type of activations for which it has."""
+"""Dtype of activations for which vLLM has W4A8 on a CPU."""
 
 
 class HeldToOnePrecision:
-    """Tells vLLM's kernel the type of activations that has it choose one precision."""
+    """Tells vLLM's kernel the dtype of activations that makes it choose the wanted precision."""
 
     of: ClassVar[str]
-    """vLLM's name of the kernel, by which ``VLLM_DISABLED_KERNELS`` may turn it off."""
+    """vLLM's name of the kernel, with which ``VLLM_DISABLED_KERNELS`` can disable it."""
     act_type: ClassVar[torch.dtype]
 
     def __init__(self, c: MPLinearLayerConfig, *names: Any) -> None:
@@ -57,7 +57,7 @@ class AMXW4A8LinearKernel(HeldToOnePrecision, CPUWNA16LinearKernel):
 
 
 def w4a8_problem(c: MPLinearLayerConfig) -> tuple[bool, str] | None:
-    """Return why a layer cannot have vLLM's W4A8 on a CPU, as ``can_implement`` says it; None if it can."""
+    """Return why a layer cannot have vLLM's W4A8 on a CPU, in ``can_implement``'s form; None if it can."""
     if not envs.VLLM_CPU_INT4_W4A8:
         return False, "VLLM_CPU_INT4_W4A8=0 turns it off"
     if c.weight_type != scalar_types.uint4b8 or c.zero_points:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""AMD's INT4 kernels for Zen 4 and later (the extra ``zen``), each held to one precision."""
+"""Hold each of AMD's INT4 kernels for Zen 4 and later (the extra ``zen``) to one precision."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flexquant.serving.vllm_api import MPLinearLayerConfig, ZentorchWNA16LinearK
 
 
 class ZentorchW4A16LinearKernel(HeldToOnePrecision, ZentorchWNA16LinearKernel):
-    """``zentorch_woq_linear``."""
+    """W4A16 by ``zentorch_woq_linear``."""
 
     of, act_type = "ZentorchWNA16LinearKernel", W4A16_IN
 
 
 class ZentorchW4A8LinearKernel(HeldToOnePrecision, ZentorchWNA16LinearKernel):
-    """``zentorch_dynamic_qlinear`` on INT4 weights, which vLLM has from 0.31 on."""
+    """W4A8 by ``zentorch_dynamic_qlinear`` on INT4 weights, in vLLM 0.31 and later."""
 
     of, act_type = "ZentorchWNA16LinearKernel", W4A8_IN
 
