@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Asking the workers of all engines behind an API server, several with data parallelism."""
+"""Ask the workers of all engines behind an API server; data parallelism has several engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Answer = TypeVar("Answer")
 
 
 def serves_merged(engine: Any) -> bool:
-    """Whether an engine, vLLM's client of it, serves a merged checkpoint with FlexQuant's workers."""
+    """Whether the engine of vLLM's client ``engine`` serves a merged checkpoint with FlexQuant's workers."""
     from flexquant.checkpoint.merged_config import QUANT_METHOD
     from flexquant.serving.registration import WORKER_EXTENSION
 
@@ -23,13 +23,13 @@ def serves_merged(engine: Any) -> bool:
 
 
 async def ask_workers(engine: Any, method: str, *args: Any, timeout: float) -> list[Any]:
-    """Return what every rank of every engine answers to a method of FlexQuant's worker extension.
+    """Call a method of FlexQuant's worker extension on every rank of every engine; return all answers.
 
-    Engines each answer between two of their own steps. Raises TimeoutError after ``timeout`` seconds, or is
-    cancelled: engines answer all the same, in the order in which they were asked.
+    Each engine answers between two of its own steps. Raises TimeoutError after ``timeout`` seconds. After a
+    timeout or a cancellation the engines still answer, in the order in which they were asked.
     """
-    # AsyncLLM.collective_rpc asks all engines too, but returns the answers of the first alone. The engines
-    # get no timeout: after one, vLLM's executor takes the late answer for that to its next question.
+    # AsyncLLM.collective_rpc also asks all engines, but returns only the first one's answers. The engines get
+    # no timeout: after one, vLLM's executor would take the late answer for the answer to its next question.
     client = engine.engine_core
     ranks: list[list[Any]] = await answer_of(
         asyncio.gather(
@@ -44,9 +44,9 @@ async def ask_workers(engine: Any, method: str, *args: Any, timeout: float) -> l
 
 
 async def answer_of(question: Awaitable[Answer], timeout: float | None) -> Answer:
-    """Return the answer to a question, which goes on where who waits for it is cancelled.
+    """Return the answer to a question, which continues if the waiting task is cancelled.
 
-    Raises TimeoutError after ``timeout`` seconds (None: waits for ever), and leaves the question under way.
+    Raises TimeoutError after ``timeout`` seconds (None: no limit); the question continues then, too.
     """
     asked = asyncio.ensure_future(question)
     await asyncio.wait({asked}, timeout=timeout)

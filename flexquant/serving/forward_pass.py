@@ -116,17 +116,17 @@ class PassObserver:
         self._left_over: Pass | None = None
         self._in_capture = False
         self.is_serving = False
-        """Whether the scheduler's passes have begun, the first of which holds a prompt.
+        """Whether the scheduler's passes have begun; the first of them holds a prompt.
 
-        Before, vLLM's own passes warm up and capture CUDA graphs.
+        Before that, vLLM's own passes warm up and capture CUDA graphs.
         """
         self.is_warming_up = False
-        """Whether the next pass has prompts that are vLLM's own (:mod:`flexquant.serving.model_state`)."""
+        """Whether the next pass has prompts of vLLM's own (:mod:`flexquant.serving.model_state`)."""
         self._is_interrupted = False
         self.request_names: Callable[[], Sequence[str]] | None = None
-        """Tells the requests of the next pass in order, if they are followed."""
+        """Returns the names of the next pass's requests in order; None if requests are not followed."""
         self.moments: RunningMoments | None = None
-        """Tells when each pass comes, if the policy tells moments apart."""
+        """Gives each pass its moment; None if the policy does not tell moments apart."""
 
     def observe(self, layers: Mapping[str, Any]) -> None:
         """Give attention layers, by name, an observed backend; call this before vLLM makes their KV cache.

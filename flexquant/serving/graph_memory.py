@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""How much device memory the CUDA graphs of each plan take."""
+"""Measure how much device memory the CUDA graphs of each plan take."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ logger = init_logger("vllm.flexquant.graphs")
 
 
 class GraphMemory:
-    """Device memory taken by the graphs of each plan: what is free before and after a capture.
+    """Device memory of each plan's graphs, from the free memory before and after a capture.
 
-    What a FULL capture took is known at the next sample only, since none can be taken while it lasts. A graph
-    that vLLM captures twice counts once.
+    The memory of a FULL capture is known only at the next sample, since none can be taken during a capture. A
+    graph that vLLM captures twice counts once.
     """
 
     def __init__(self) -> None:
         self._bytes: dict[tuple[str, str, int], int] = {}
-        """By mode, plan and tokens."""
+        """(Mode, plan, tokens) -> bytes."""
         self._free = 0
         self._pending: tuple[str, str, int] | None = None
 
     def sample(self) -> None:
-        """Outside of a capture: charge what was taken since the last sample to the capture in between."""
+        """Outside of a capture: attribute memory taken since the last sample to the capture in between."""
         free = torch.accelerator.get_memory_info()[0]
         if self._pending is not None:
             self._bytes[self._pending] = self._free - free
@@ -38,7 +38,7 @@ class GraphMemory:
         self._bytes[self._pending] = 0
 
     def log(self) -> None:
-        """Log the bytes of each plan's graphs; if the last is a FULL one, the smallest, it counts nothing."""
+        """Log the bytes of each plan's graphs; a FULL graph captured last, the smallest, is not counted."""
         for mode, plan in sorted({key[:2] for key in self._bytes}):
             taken = {tokens: size for (*which, tokens), size in self._bytes.items() if which == [mode, plan]}
             logger.info(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A serving model takes another policy, on all ranks of its engine or on none.
+"""Change the policy of a serving model, on all ranks of its engine or on none.
 
-:mod:`flexquant.serving.policy_change` says whether it can, and what that would change.
+:mod:`flexquant.serving.policy_change` decides whether the model can take a policy, and what that changes.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class LivePolicy:
         graphs: PlanGraphs,
         build_plan: Callable[[Plan], Any],
     ) -> None:
-        """``plans`` are the model's, by name; those of later policies, made by ``build_plan``, are added."""
+        """Prepare for changes; ``build_plan`` makes plans of later policies, which are added to ``plans``."""
         self._model = model
         self._vllm_config = vllm_config
         self._plans = plans
         self._graphs = graphs
         self._build_plan = build_plan
         self._loaded = model.routes
-        """The first routes, which say what was loaded of each variant."""
+        """The first routes, which determine the layers that were loaded of each variant."""
         self._before: dict[str, ServedPolicy] = {}
-        """By the name of the last change, the policy before it; the same on all ranks."""
+        """Name of the last change -> the policy before it; the same on all ranks."""
 
     def change(
         self,
@@ -68,11 +68,10 @@ class LivePolicy:
     ) -> dict[str, Any]:
         """Route by another policy from the next pass on; return what that changes.
 
-        ``name`` is what users call it; ``seen`` holds digests of policies that it may replace, None: any;
-        ``change`` names the change for :meth:`restore`. No pass may be under way. Where CUDA graphs are
-        missing, ``runner``, vLLM's model runner, captures them; None: nothing is changed, and what would
-        change is returned. Raises :class:`FlexQuantError`, and changes nothing, if the model cannot take the
-        policy, on whichever rank.
+        ``name`` is the policy's name for users. ``seen`` holds digests of the policies that it may replace;
+        None: any. ``change`` names the change for :meth:`restore`. No pass may be running. ``runner``, vLLM's
+        model runner, captures missing CUDA graphs; None only returns what would change. Raises
+        :class:`FlexQuantError`, and changes nothing, if the model cannot take the policy on some rank.
         """
 
         def check() -> tuple[ServedPolicy, dict[str, Any]]:
@@ -100,16 +99,16 @@ class LivePolicy:
         return told
 
     def restore(self, change: str, runner: Any) -> None:
-        """Go back to the policy before a change, if this is the last one that was made here.
+        """Return to the policy before ``change``, if that is the last change that was made here.
 
-        Other engines have not taken it. Raises :class:`FlexQuantError` as :meth:`change` does, and can be
-        called again then.
+        It is called if other engines have not taken the policy. Raises :class:`FlexQuantError` as
+        :meth:`change` does, and can be called again then.
         """
         self._take(self._before.get(change, self._model.policy), runner)
         self._before.pop(change, None)
 
     def _take(self, after: ServedPolicy, runner: Any) -> None:
-        """Route by a policy; ranks agree on every step that can fail, and on nothing after the last one."""
+        """Route by a policy; ranks agree after every step that can fail, and no later step can."""
         before = self._model.policy
 
         def prepare() -> tuple[dict[str, Any], RunningMoments | None]:
@@ -132,7 +131,7 @@ class LivePolicy:
             logger.exception("policy %s is served, but this rank could not note that", after.name)
 
     def _capture_again(self, runner: Any, before: ServedPolicy) -> None:
-        """Capture CUDA graphs for the policy; if a rank cannot, all go back to the one ``before``."""
+        """Capture CUDA graphs for the policy; if a rank fails, all return to the policy ``before``."""
 
         def capture() -> None:
             self._graphs.capture_again(runner, self._vllm_config)

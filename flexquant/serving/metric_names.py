@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What FlexQuant's metrics are called, for the worker that counts and for who reads them."""
+"""Define the names of FlexQuant's metrics, for the worker that counts and for readers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ HELP = {
     WEIGHT_BYTES: "Bytes of weights on a rank, as kernels keep them; 'shared' by several variants.",
     POLICY: "1 for the policy that routes, 0 for one that did before it.",
 }
-"""Of counters without the ``_total`` that Prometheus puts behind their names."""
+"""Name of a metric -> its help text; names of counters lack the ``_total`` that Prometheus appends."""
 SIZE_BUCKETS = (1, 2, 3, *(factor << power for power in range(1, 13) for factor in (2, 3)), 1 << 14)
 """Upper ends of the buckets of SIZE: 1, 2, 3, 4, 6, 8, 12, 16, ..., 8192, 12288, 16384."""

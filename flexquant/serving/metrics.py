@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Passes, tokens and seconds of every plan and phase, on the ``/metrics`` of vLLM's API server.
+"""Count passes, tokens and seconds of every plan and phase, for the ``/metrics`` of vLLM's API server.
 
-They are counted in a worker, where no pass is missed, also if vLLM replays it from a FULL graph. That is a
-process of its own, so it counts in files of prometheus_client's multiprocess mode, which hold the values in
-shared memory, and whoever answers ``/metrics`` reads them there: with one API server a collector beside
-vLLM's own metrics, with several vLLM itself, which then keeps its own metrics in such files too. Of the
-workers of an engine one counts, since all take the same passes.
+A worker counts, since it sees every pass, even one that vLLM replays from a FULL graph. A worker is a process
+of its own, so it counts in files of prometheus_client's multiprocess mode, which hold the values in shared
+memory. ``/metrics`` reads them from there: with one API server through a collector beside vLLM's own metrics,
+with several through vLLM itself, which then keeps its own metrics in such files too. One worker of an engine
+counts, since all workers run the same passes.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.flexquant.metrics")
 
 FOLDER = "FLEXQUANT_METRICS_DIR"
-"""Environment variable with the folder of the files: set in the front end, inherited by the workers."""
+"""Environment variable with the folder of the files; the front end sets it, and workers inherit it."""
 OF_SEVERAL_SERVERS = "PROMETHEUS_MULTIPROC_DIR"
-"""prometheus_client's own; vLLM sets it where it starts several API servers."""
+"""prometheus_client's environment variable, which vLLM sets if it starts several API servers."""
 
 _own_folder: tempfile.TemporaryDirectory[str] | None = None
 _collector: MultiProcessCollector | None = None
 
 
 def offer_metrics() -> None:
-    """In the front end: have the counters of the workers that it will start on its ``/metrics``.
+    """In the front end: show the counters of the workers that it will start on its ``/metrics``.
 
-    An API server that vLLM's front end starts as a child shares the folder that the front end made. A program
-    of its own makes its own, whatever it inherits from who started it.
+    An API server that vLLM's front end starts as a child shares the front end's folder. A separate program
+    makes a folder of its own, even if it inherits the variable.
     """
     global _own_folder, _collector
     if OF_SEVERAL_SERVERS in os.environ:
@@ -78,9 +78,9 @@ def offer_metrics() -> None:
 
 
 def metrics_of_worker(vllm_config: VllmConfig) -> PassMetrics | None:
-    """Return what this worker counts in; None if another counts for its engine, or nobody could read it.
+    """Return the counters of this worker; None if another worker counts for its engine, or nobody reads them.
 
-    The first rank of the last pipeline stage counts: it alone computes logits, with which a pass ends.
+    The first rank of the last pipeline stage counts, as it computes logits, with which a pass ends.
     """
     parallel = vllm_config.parallel_config
     folder = Path(os.environ.get(FOLDER, ""))
@@ -96,23 +96,23 @@ def metrics_of_worker(vllm_config: VllmConfig) -> PassMetrics | None:
 
 
 Labels = tuple[tuple[str, str], ...]
-"""Names and values."""
+"""(Name, value) of each label."""
 FILE_BYTES = 1 << 20
-"""Of a file of counters at first; a plan and phase takes 12 KiB of it, more where its name is long."""
+"""Initial bytes of a file of counters; a plan and phase takes 12 KiB, or more if its name is long."""
 ENTRY_BYTES = 32
-"""At most what an entry takes beside its key: length, padding, value and timestamp."""
+"""Upper bound on the bytes of an entry beside its key: length, padding, value and timestamp."""
 SIZE_ENDS = [floatToGoString(end) for end in (*SIZE_BUCKETS, float("inf"))]
 
 
 class SharedNumbers(MmapedDict):
-    """The numbers of a new file by key, each with its place on the disk before it is written.
+    """The numbers of a new file by key; disk space is reserved for each number before it is written.
 
-    The library maps a file with holes, and lets it grow by holes; a write to a hole ends the process when the
-    disk is full.
+    prometheus_client maps a sparse file, and extends it sparsely; on a full disk, a write to a hole kills the
+    process.
     """
 
     def __init__(self, file: Path) -> None:
-        """Raises FlexQuantError where there is no room for FILE_BYTES."""
+        """Make the file; raise FlexQuantError if the disk has no room for FILE_BYTES."""
         try:
             with file.open("wb") as f:
                 os.posix_fallocate(f.fileno(), 0, FILE_BYTES)
@@ -125,9 +125,9 @@ class SharedNumbers(MmapedDict):
         self._is_full = False
 
     def _init_value(self, key: str) -> None:
-        """Give a key its place.
+        """Reserve the place of a key's number.
 
-        On a full disk all new keys get one place that nobody reads: their numbers are lost.
+        On a full disk all new keys share one place that nobody reads: their numbers are lost.
         """
         if not self._is_full:
             self._reserve(self._used + len(key.encode()) + 2 * ENTRY_BYTES)
@@ -154,7 +154,7 @@ class SharedNumbers(MmapedDict):
 
 
 class SharedNumber:
-    """A number in shared memory that nobody else changes, so that it need not be read there."""
+    """A number in shared memory that only this object changes, so it never reads the number back."""
 
     __slots__ = ("_key", "_memory", "_value")
 
@@ -170,16 +170,16 @@ class SharedNumber:
 
 @dataclass(frozen=True)
 class Counters:
-    """Those of one plan and phase."""
+    """Counters of one plan and phase."""
 
     forward: SharedNumber
     tokens: SharedNumber
     padded_tokens: SharedNumber
     seconds: SharedNumber
     size: SharedNumber
-    """Sum of all sizes."""
+    """Sum of the sizes of all passes."""
     buckets: list[SharedNumber]
-    """Passes by size, in the order of SIZE_ENDS."""
+    """Number of passes in each bucket of sizes, in the order of SIZE_ENDS."""
     replays: Callable[[CUDAGraphMode], SharedNumber]
 
 
@@ -187,37 +187,37 @@ class PassMetrics:
     """The counters of one engine, in shared memory."""
 
     def __init__(self, folder: Path, labels: Labels, device: torch.device) -> None:
-        """``labels`` are those of every metric; ``device`` runs the passes."""
+        """Make the files in ``folder``; every metric gets the ``labels``; ``device`` runs the passes."""
         self._labels = labels
         self._counters = SharedNumbers(folder / f"counter_flexquant{os.getpid()}.db")
         self._sizes = SharedNumbers(folder / f"histogram_flexquant{os.getpid()}.db")
-        # Of several engines that tell the same the largest value is shown.
+        # If several engines report the same gauge, the largest value is shown.
         self._gauges = SharedNumbers(folder / f"gauge_max_flexquant{os.getpid()}.db")
         self._of = functools.cache(self._make_counters)
         self._timer: PassTimer[SharedNumber] = PassTimer(device, SharedNumber.add)
         self._seconds: SharedNumber | None = None
-        """Those of the plan and phase that were counted last."""
+        """Seconds of the plan and phase that were counted last."""
         self._policy: Labels | None = None
 
     def announce_weights(self, nbytes: BytesByRange) -> None:
-        """Tell the bytes of weights by variant and range of layers."""
+        """Publish the bytes of weights by variant and range of layers."""
         for variant, of_variant in nbytes.items():
             for layers, size in of_variant.items():
                 self._set(WEIGHT_BYTES, size, ("variant", variant), ("layers", layers))
 
     def announce_policy(self, name: str, digest: str) -> None:
-        """Tell which policy routes from now on; ``digest`` is its document's."""
+        """Publish which policy routes from now on; ``digest`` is the digest of its document."""
         if self._policy is not None:
             self._set(POLICY, 0, *self._policy)
         self._policy = (("policy", name), ("digest", digest))
         self._set(POLICY, 1, *self._policy)
 
     def begin_pass(self) -> None:
-        """A pass begins, of which more is known when it is counted."""
+        """Note that a pass begins; :meth:`count_pass` says which."""
         self._timer.begin()
 
     def count_pass(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
-        """Count a pass; ``graph``: the mode of the CUDA graphs that it runs from."""
+        """Count a pass; ``graph`` is the mode of the CUDA graphs that it runs from."""
         counters = self._of(plan, forward_pass.phase)
         self._seconds = counters.seconds
         counters.forward.add(1)
@@ -230,12 +230,12 @@ class PassMetrics:
             counters.replays(graph).add(1)
 
     def end_pass(self) -> None:
-        """The pass that was counted last has ended."""
+        """Note that the pass that was counted last has ended."""
         if self._seconds is not None:
             self._timer.end(self._seconds)
 
     def counted(self) -> list[dict[str, str | float]]:
-        """Return a record for each plan and phase that has run: the counters by their names."""
+        """Return a record for each plan and phase that has run, with the counters by name."""
         cells: dict[tuple[str, str], dict[str, str | float]] = {}
         for key, value, _ in self._counters.read_all_values():
             metric, _, labels, _ = json.loads(key)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""``FlexQuantForCausalLM``: the model class that vLLM builds for a merged checkpoint."""
+"""Define ``FlexQuantForCausalLM``, the model class that vLLM builds for a merged checkpoint."""
 
 from __future__ import annotations
 
@@ -50,15 +50,17 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.flexquant.model")
 
 Output = torch.Tensor | IntermediateTensors | tuple[torch.Tensor, list[torch.Tensor]]
-"""Of a forward pass: hidden states [tokens, hidden], with EAGLE-3 also those that its draft model reads; on
-all pipeline-parallel ranks but the last, what the next one takes as ``intermediate_tensors``."""
+"""Output of a forward pass: hidden states [tokens, hidden], with EAGLE-3 also those that its draft reads.
+
+On all pipeline-parallel ranks but the last, it is what the next rank takes as ``intermediate_tensors``.
+"""
 
 
 class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3, SupportsLoRA):
     """Several variants of one causal LM over one KV cache; every forward pass takes one plan.
 
-    With pipeline parallelism each rank holds its own decoder layers of every variant. All ranks find the same
-    route, since vLLM describes a pass to all of them alike.
+    With pipeline parallelism each rank holds its own decoder layers of every variant. All ranks choose the
+    same route, since vLLM describes a pass in the same way to all of them.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -94,25 +96,25 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
             must_be_unsmoothed=vllm_config.lora_config is not None,
         )
         self._aux_layers: tuple[int, ...] | None = None
-        """The layers that EAGLE-3 reads, as vLLM set them; plans that are built later get them too."""
-        # A plain dict: plans are views, and must not show their weights to vLLM a second time.
+        """Layers that EAGLE-3 reads, as vLLM set them; plans that are built later get them too."""
+        # Use a plain dict: plans are views, and vLLM must not see their weights a second time.
         self._plans: dict[str, Any] = {plan.name: self._build_plan(plan) for plan in routes.plans}
         self._lora_manager: LoRAModelManager | None = None
         if vllm_config.lora_config is not None:
             offer_to_adapters(self, self._plans[routes.plans[0].name])
-        # What pipeline-parallel ranks hand on has the same shape in all variants.
+        # What pipeline-parallel ranks pass on has the same shape in all variants.
         if make_empty := getattr(next(iter(variants.values())), "make_empty_intermediate_tensors", None):
             self.make_empty_intermediate_tensors = make_empty
         self._last_plan = routes.plans[0].name
         mode = vllm_config.compilation_config.cudagraph_mode
         self._graphs = PlanGraphs(has_full=mode is not None and mode.has_full_cudagraphs())
         self.live_policy = LivePolicy(self, vllm_config, self._plans, self._graphs, self._build_plan)
-        """Takes other policies."""
+        """Changes the policy while serving."""
         self._memory: WeightMemory | None = WeightMemory(variants)
         self.weight_bytes: dict[str, int] = {}
-        """By variant, as kernels keep them; known when all are loaded."""
+        """Variant -> bytes of its weights as kernels keep them; known once all are loaded."""
         self.weight_bytes_by_layers: BytesByRange = {}
-        # For vLLM 0.26, which does not call the model's process_weights_after_loading.
+        # vLLM 0.26 does not call the model's process_weights_after_loading.
         self._until_first_pass = self.register_forward_pre_hook(lambda *_: self._announce())
 
     def _build_plan(self, plan: Plan) -> Any:
@@ -122,7 +124,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         return built
 
     def is_unused_checkpoint_weight(self, name: str) -> bool:
-        """Tell vLLM's loader (0.32 on) which shards it need not open: those of what is not loaded."""
+        """Tell vLLM's loader (0.32 on) which tensors are not loaded, so that it can skip their shards."""
         return not self._loader.wants(name)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -130,7 +132,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         return {f"variants.{name}" for name in self._loader.load(weights)}
 
     def process_weights_after_loading(self) -> None:
-        """Forward vLLM's model-level hook (0.27 on) to the variants that define it, and announce them."""
+        """Pass vLLM's model-level hook (0.27 on) to the variants that define it, and announce them."""
         for variant in self.variants.values():
             if hook := getattr(variant, "process_weights_after_loading", None):
                 hook()
@@ -139,7 +141,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self._announce()
 
     def _announce(self) -> None:
-        """Log what is served, and begin the trace if one is asked for; later calls do nothing."""
+        """Log what is served, and begin the trace if one is configured; later calls do nothing."""
         if self._memory is None:
             return
         self._until_first_pass.remove()
@@ -165,29 +167,29 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
 
     @property
     def routes(self) -> RouteTable:
-        """The plan of every pass."""
+        """The route table, which gives every pass its plan."""
         return self.policy.routes
 
     @property
     def model(self) -> nn.Module:
-        """A plan's inner model, whose embedding draft models share: there is one for all plans."""
+        """A plan's inner model; draft models share its embedding, which all plans have in common."""
         return self._plans[self.routes.plans[0].name].model
 
     @property
     def lm_head(self) -> nn.Module:
-        """A plan's lm_head, which draft models share: there is one for all plans. It may be the embedding."""
+        """A plan's lm_head, possibly the embedding; draft models share it, and all plans have the same."""
         plan = self._plans[self.routes.plans[0].name]
         return getattr(plan, "lm_head", None) or plan.model.embed_tokens
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
-        """Let every plan return the hidden states before these decoder layers, which EAGLE-3 drafts from."""
+        """Have every plan return the hidden states before these decoder layers, which EAGLE-3 reads."""
         for plan in self._plans.values():
             set_aux_layers(plan, layers)
         self._aux_layers = layers
 
     @property
     def lora_manager(self) -> LoRAModelManager | None:
-        """What holds vLLM's LoRA adapters; set by vLLM when it has wrapped the layers."""
+        """Manager of vLLM's LoRA adapters; vLLM sets it after it has wrapped the layers."""
         return self._lora_manager
 
     @lora_manager.setter
@@ -197,7 +199,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self._lora_manager = manager
 
     def get_model_state_cls(self) -> type:
-        """vLLM's V2 runner asks for the class that prepares its passes."""
+        """Return the class that prepares the passes of vLLM's V2 runner."""
         return observed_model_state(self._vllm_config, self.observer)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -238,7 +240,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         return self._plans[plan.name](**inputs)
 
     def _served(self, forward_pass: Pass, graph: CUDAGraphMode) -> None:
-        """Note a pass of vLLM's scheduler, and the mode of the CUDA graphs that it runs from."""
+        """Record a pass of vLLM's scheduler, and the mode of the CUDA graphs that it runs from."""
         self._graphs.finish()
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment).name
         moment = self.routes.moment_name(forward_pass.phase, forward_pass.moment)
@@ -248,14 +250,14 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self._served(forward_pass, CUDAGraphMode.FULL)
 
     def _run_all(self, inputs: dict[str, Any]) -> Output:
-        """A profiling run: every plan is compiled, and its memory counted, before the KV cache is sized."""
+        """Run every plan in vLLM's profiling run, so that each is compiled and its memory is counted."""
         for name, plan in self._plans.items():
             with self._graphs.compiling(name):
                 output = plan(**inputs)
         return output
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Return logits [tokens, vocabulary] of the last pass, with its plan's lm_head."""
+        """Return the logits [tokens, vocabulary] of the last pass, computed by its plan's lm_head."""
         self.observer.settle()
         self.records.end()
         logits = self._plans[self._last_plan].compute_logits(hidden_states)
@@ -265,7 +267,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
 
 
 def set_aux_layers(plan: Any, layers: tuple[int, ...]) -> None:
-    """Let a plan return the hidden states before these layers; FlexQuantError where its class cannot."""
+    """Have a plan return the hidden states before these layers; raise FlexQuantError if it cannot."""
     if not isinstance(plan, SupportsEagle3):
         raise FlexQuantError(
             f"vLLM's {type(plan).__name__} does not support EAGLE-3; use another speculative method"

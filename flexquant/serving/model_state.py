@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which passes of vLLM's V2 model runner are its own: before it serves, it warms up with requests of its own.
+"""Recognise the warm-up passes of vLLM's V2 model runner, which it runs with requests of its own.
 
-They look like anybody's, prompts and all, but for the names of the requests. The V1 runner warms up without.
+Only the requests' names distinguish them from users' requests. The V1 runner warms up without requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> type:
-    """Return the class that prepares the V2 runner's passes: vLLM's own, telling ``observer`` of warm-ups."""
+    """Return vLLM's class that prepares the V2 runner's passes, extended to tell ``observer`` of warm-ups."""
     base: Any
     if vllm_config.model_config.is_hybrid:
         from flexquant.serving.vllm_api import MambaHybridModelState as base
@@ -34,5 +34,5 @@ def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> typ
 
 
 def is_of_vllm(request_id: str) -> bool:
-    """Whether vLLM's warm-up made a request; the names of users' requests begin with its kind or number."""
+    """Whether vLLM's warm-up made a request; names of users' requests begin with a kind or a number."""
     return request_id.startswith("_") and "warmup" in request_id

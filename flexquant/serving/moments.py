@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""When each pass comes, for policies that tell moments of decoding apart.
+"""Count passes, for policies that tell moments of decoding apart.
 
-The passes are counted as vLLM describes them, alike to every rank, so that all ranks count alike: the passes
-of vLLM's scheduler and no others. A policy that is taken while requests are under way begins to count anew:
-the change is to it what a prompt is.
+vLLM describes its scheduler's passes in the same way to every rank, and only these are counted, so all ranks
+count alike. A policy that is taken while requests are running begins to count anew, as if a prompt had just
+been computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RunningMoments:
-    """Tells the moment of one pass after another."""
+    """Gives one pass after another its moment."""
 
     def __init__(self, trigger: Trigger | None) -> None:
         self._since_prompt = 0
@@ -36,7 +36,7 @@ class RunningMoments:
             self._signals, self._switch = Signals(trigger), Switch(trigger)
 
     def place(self, begun: Pass, holds_prompt: bool) -> Pass:
-        """Return the pass that begins, with its moment (:func:`count_since_prompt`)."""
+        """Return the beginning pass with its moment (:func:`count_since_prompt`)."""
         decodes = begun.phase == "decode"
         if self._signals is not None:
             self._signals.begin_pass(decodes)
@@ -56,11 +56,11 @@ class RunningMoments:
         return self._switch.is_on
 
     def measure(self, logits: torch.Tensor | None, device: torch.device) -> None:
-        """Take note of logits that were computed (:meth:`Signals.measure`)."""
+        """Take the computed logits (:meth:`Signals.measure`)."""
         if self._signals is not None:
             self._signals.measure(logits, device)
 
 
 def running_moments(routes: RouteTable) -> RunningMoments | None:
-    """Return what follows the passes for a policy; None if it tells no moments apart."""
+    """Return a policy's counter of passes; None if the policy tells no moments apart."""
     return RunningMoments(routes.trigger) if routes.has_moments else None

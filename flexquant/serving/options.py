@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What is served, as vLLM's ``--additional-config`` carries it: the user's options and the resolved policy.
+"""Read the user's options and the resolved policy, which vLLM's ``--additional-config`` carries.
 
 The front end reads the policy once, checks it and puts the parsed document into the configuration beside the
-user's options. vLLM hands that configuration to every worker that the front end starts, so that their ranks
-route by the same document: no worker opens a file. Workers of several front ends, one on each of several
-machines, compare what they were given (:mod:`flexquant.serving.ranks`).
+user's options. vLLM passes the configuration to every worker that the front end starts, so their ranks route
+by the same document, and no worker opens a file. Workers of several front ends, one on each of several
+machines, compare what they received (:mod:`flexquant.serving.ranks`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ RESOLVED_KEY = "flexquant_policy"
 """Key of ``additional_config`` with the policy that the front end has read."""
 
 KINDS = {bool: (bool, "true or false"), int: (int, "a whole number from 1 on")}
-"""By the type of an option's default: the type that it takes, and what messages call it. Others take text."""
+"""Type of an option's default -> type of its values, and their name in messages; other options take text."""
 
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """What ``--additional-config '{"flexquant": {...}}'`` may hold."""
+    """Options in ``--additional-config '{"flexquant": {...}}'``."""
 
     policy: str | None = None
     """Name of a built-in policy or path of a YAML file; None: the checkpoint's, else the default."""
     trace: str | None = None
     """File that receives one JSON line per forward pass (phase, tokens, plan ...); None: no trace."""
     trace_mib: int = 1024
-    """MiB at which each such file ends, from 1 on."""
+    """Largest size of a trace file in MiB, at least 1."""
     requests: bool = False
     """Whether `vllm serve` remembers which plans served each request."""
     verify: bool = False
@@ -80,8 +80,8 @@ def additional_config(vllm_config: VllmConfig) -> dict[str, Any]:
 def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> Policy:
     """In the front end: read the policy, and put its document into ``vllm_config`` for the workers.
 
-    What tuning measured stays out of it, since serving does not use it. Raises :class:`FlexQuantError` for
-    an unknown policy, an unreadable file and a document that breaks the schema.
+    Measured times are left out, since serving does not use them. Raises :class:`FlexQuantError` for an
+    unknown policy, an unreadable file and a document that breaks the schema.
     """
     name, policy = choose_policy(ServingOptions.from_vllm(vllm_config).policy, merged.policy)
     document = {key: value for key, value in policy.document.items() if key != "measured"}
@@ -91,7 +91,7 @@ def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> Policy:
 
 
 def resolved_policy(vllm_config: VllmConfig) -> tuple[str, Policy]:
-    """In a worker: return the display name of the policy that the front end read, and the policy."""
+    """In a worker: return the name and the policy that the front end has read."""
     resolved = additional_config(vllm_config).get(RESOLVED_KEY)
     if resolved is None:
         raise FlexQuantError(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a worker writes down of its passes: in the trace, if one is asked for, and in the metrics."""
+"""Record a worker's passes in the trace, if one is configured, and in the metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexquant.serving.trace import Trace, trace_file
 
 
 class PassRecords:
-    """The trace and the metrics of one worker, each of which may be missing."""
+    """The trace and the metrics of one worker; either can be missing."""
 
     def __init__(self, metrics: PassMetrics | None, trace: Trace | None) -> None:
         self._metrics = metrics
@@ -29,17 +29,17 @@ class PassRecords:
 
     @classmethod
     def of_worker(cls, vllm_config: VllmConfig) -> PassRecords:
-        """Return those that the configuration asks of this worker."""
+        """Return the records that this worker keeps under the configuration."""
         file, mib = trace_file(vllm_config), ServingOptions.from_vllm(vllm_config).trace_mib
         return cls(metrics_of_worker(vllm_config), Trace(file, mib) if file is not None else None)
 
     def announce_weights(self, nbytes: BytesByRange) -> None:
-        """Tell the bytes of weights by variant and range of layers."""
+        """Publish the bytes of weights by variant and range of layers."""
         if self._metrics is not None:
             self._metrics.announce_weights(nbytes)
 
     def announce_policy(self, policy: ServedPolicy, **details: Any) -> None:
-        """Tell by which policy passes are routed from now on; ``details`` go into the trace."""
+        """Record the policy that routes passes from now on; ``details`` go into the trace."""
         if self._metrics is not None:
             self._metrics.announce_policy(policy.name, policy.digest)
         if self._trace is not None:
@@ -47,14 +47,15 @@ class PassRecords:
             self._trace.begin({"flexquant": __version__, "policy": policy.name, "plans": plans, **details})
 
     def begin(self) -> None:
-        """A pass begins, of which more is known when it is served."""
+        """Note that a pass begins; :meth:`serve` says which."""
         if self._metrics is not None:
             self._metrics.begin_pass()
 
     def serve(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode, moment: str = "") -> None:
-        """Write down a pass of vLLM's scheduler.
+        """Record a pass of vLLM's scheduler.
 
-        ``graph``: the mode of the CUDA graphs that it runs from; ``moment``: the name of its span of moments.
+        ``graph`` is the mode of the CUDA graphs that it runs from, ``moment`` the name of its span of
+        moments.
         """
         self._last = (forward_pass, plan, moment)
         if forward_pass.requests is not None:
@@ -65,16 +66,16 @@ class PassRecords:
             self._metrics.count_pass(forward_pass, plan, graph)
 
     def end(self) -> None:
-        """The pass that was served last has ended."""
+        """Note that the pass that was served last has ended."""
         if self._metrics is not None:
             self._metrics.end_pass()
 
     def counted(self) -> list[dict[str, str | float]] | None:
-        """Return a record for each plan and phase that has run; None where another worker counts."""
+        """Return a record for each plan and phase that has run; None if another worker counts."""
         return self._metrics.counted() if self._metrics is not None else None
 
     def last_pass(self) -> dict[str, Any] | None:
-        """Return what the last pass held and its plan, as the trace writes it; None before the first."""
+        """Return the last pass and its plan, in the form of the trace; None before the first pass."""
         if self._last is None:
             return None
         forward_pass, plan, moment = self._last

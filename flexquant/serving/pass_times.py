@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""How long forward passes take: from the description of the batch until the logits are asked for.
+"""Time forward passes, from the description of the batch until the logits are requested.
 
-On a GPU both moments are events in its stream, read when they have passed: nothing waits for the GPU. On a
-CPU, which computes as it is asked, the clock is read.
+On a GPU both moments are events in its stream, which are read once they have passed, so nothing waits for the
+GPU. A CPU computes synchronously, so the clock is read.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Label = TypeVar("Label")
 
 
 class PassTimer(Generic[Label]):
-    """Times passes that follow one another; a pass whose logits nobody asks for has no time."""
+    """Times successive passes; a pass whose logits nobody requests has no time."""
 
     def __init__(self, device: torch.device, timed: Callable[[Label, float], None]) -> None:
-        """``timed`` is called with what :meth:`end` was given and the seconds, on a GPU some passes later."""
+        """Time passes; ``timed`` is called with :meth:`end`'s label and the seconds, on a GPU with delay."""
         self._timed = timed
         self._device = None if device.type == "cpu" else device
         self._began: float | torch.Event | None = None
         self._under_way: deque[tuple[Label, torch.Event, torch.Event]] = deque()
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Note that a pass begins."""
         self._began = time.perf_counter() if self._device is None else self._event()
 
     def end(self, label: Label) -> None:
-        """The pass that began last has ended; if it has already, nothing happens."""
+        """Note that the pass that began last has ended; a second call does nothing."""
         began, self._began = self._began, None
         if isinstance(began, float):
             self._timed(label, time.perf_counter() - began)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Plans as views over the variants, each with compile state of its own.
+"""Build plans as views over the variants, each with compile state of its own.
 
-A *plan* names a variant for every decoder layer. It is a shallow copy of a model whose ``layers`` are
-picked from the variants: it owns no weight, and there is no branch in it, so that it compiles, captures
-and fuses like the plain model. The decoder layer, norms included, is the unit of mixing, since
-SmoothQuant moves scales between a layer's norms and its linears.
+A *plan* names a variant for every decoder layer. It is a shallow copy of a model whose ``layers`` are taken
+from the variants: it owns no weights and has no branches, so it compiles, captures and fuses like the plain
+model. Plans mix whole decoder layers, norms included, since SmoothQuant moves scales between a layer's norms
+and its linears.
 
-Each plan needs compile state of its own. vLLM compiles once per module instance, and finds compiled
-artefacts on disk under a hash of the configuration and the *name* of the forward, not of what the
-instance holds: two plans of one class would collide, and the second would silently run the first's
-graph. Each plan therefore gets a copy of the config with a digest of all that it computes with in
-``additional_config`` (which vLLM hashes), and is set up under a model tag of its own with that digest (which
-names vLLM's Inductor cache folder: all plans of a model write below the folder of the first). The policy is
-not part of the key: another policy, or another path of the same one, finds the plans that are compiled.
+Each plan needs compile state of its own. vLLM compiles once per module instance, and finds compiled artefacts
+on disk by a hash of the configuration and the *name* of the forward, not of the instance's content: two plans
+of one class would collide, and the second would silently run the first's graph. Each plan therefore gets a
+copy of the config with a digest of all that it computes with in ``additional_config``, which vLLM hashes. It
+is set up under a model tag with the same digest, which names vLLM's Inductor cache folder: all plans of a
+model write below the first plan's folder. The policy is not part of the key, so another policy, or another
+path of the same policy, finds the compiled plans.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flexquant.serving.vllm_api import TorchCompileWithNoGuardsWrapper, set_curr
 
 
 def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
-    """Copy a module without its weights, with some of its children replaced."""
+    """Copy a module without copying its weights, with some of its children replaced."""
     view = copy.copy(module)
     view._modules = {**module._modules, **children}
     return view
@@ -45,7 +45,7 @@ def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
 def decoder_path(model: Any) -> str:
     """Return the name of the module that holds a model's decoder layers as its ``layers``.
 
-    That is ``model`` for text models. A vision model has it in its language model, or as its language model.
+    It is ``model`` for text models. In a vision model it lies in the language model, or is that model itself.
     """
     if not getattr(model, "supports_multimodal", False):
         return "model"
@@ -55,7 +55,7 @@ def decoder_path(model: Any) -> str:
 
 
 def with_module(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
-    """Return a shallow copy of ``root`` that holds ``module`` in the place of the one named ``path``."""
+    """Return a shallow copy of ``root`` in which ``module`` replaces the module named ``path``."""
     name, _, below = path.partition(".")
     child = with_module(root.get_submodule(name), below, module) if below else module
     return shallow_copy(root, **{name: child})
@@ -64,10 +64,10 @@ def with_module(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
 def build_plan(
     variants: Mapping[str, Any], plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivation]
 ) -> nn.Module:
-    """Return a causal LM whose decoder layer i is that of variant ``plan.layers[i]``.
+    """Return a causal LM whose decoder layer i is taken from variant ``plan.layers[i]``.
 
-    ``merged`` and ``derived`` say how the ``variants`` are quantised. Everything outside the decoder layers
-    comes from the variant that runs the plan's last layer.
+    ``merged`` and ``derived`` state how the ``variants`` are quantised. Modules outside of the decoder layers
+    come from the variant that runs the plan's last layer.
     """
     base = variants[plan.layers[-1]]
     path = decoder_path(base)
@@ -76,7 +76,7 @@ def build_plan(
     if is_compiled(inner):
         digest = plan_digest(plan, merged, derived)
         give_own_compile_state(inner, plan.name, digest, inner.vllm_config)
-    # vLLM's call of eval() for the whole model comes later, and does not reach views.
+    # vLLM calls eval() on the whole model later, which does not reach views.
     return with_module(base, path, inner).eval()
 
 
@@ -86,10 +86,10 @@ def is_compiled(inner: nn.Module) -> bool:
 
 
 def plan_digest(plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivation]) -> str:
-    """Return a SHA-256 in hexadecimal of what the compiled code of a plan depends on, beside vLLM's own key.
+    """Return the SHA-256, in hexadecimal, of what a plan's compiled code depends on beside vLLM's own key.
 
-    That is the variant of every layer, and for each of them the quantisation config of the checkpoint's
-    variant and the precision of activations that a derived one has.
+    These are the variant of every layer, and for each variant the quantisation config of the checkpoint's
+    variant and the precision of a derived variant's activations.
     """
     schemes = {}
     for name in plan.variants:
@@ -109,7 +109,7 @@ def plan_digest(plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivati
 
 
 def give_own_compile_state(inner: Any, plan_name: str, digest: str, vllm_config: VllmConfig) -> None:
-    """Let ``inner``, a shallow copy of a compiled module, be compiled and cached on its own."""
+    """Have ``inner``, a shallow copy of a compiled module, compiled and cached by itself."""
     others = additional_config(vllm_config)
     for key in (OPTIONS_KEY, RESOLVED_KEY):
         others.pop(key, None)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Another policy for a model that serves already: can it be taken, and what would it change?
+"""Decide whether a serving model can take another policy, and what that changes.
 
-It may use the decoder layers that were loaded of each variant at the start; where plans are compiled, only
-those plans. Between two steps of the engine no pass is under way, so the new routes hold from one pass to the
-next. What is in the KV cache stays: all variants read it.
+The policy can use the decoder layers that were loaded of each variant at the start; if plans are compiled, it
+can use only those plans. No pass runs between two steps of the engine, so the new routes apply from one pass
+to the next. The KV cache stays, as all variants read it.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ class ServedPolicy:
     """The policy by which a model routes."""
 
     name: str
-    """What users call it: a built-in policy's name, a file's path, or what they gave."""
+    """Name for users: a built-in policy's name, a file's path, or the name that they gave."""
     digest: str
     """SHA-256 of the policy document, in hexadecimal."""
     routes: RouteTable
 
     def described(self) -> dict[str, str]:
-        """Return what tells it from others, for people."""
+        """Return the name and the digest, for people."""
         return {"name": self.name, "digest": self.digest}
 
 
 def served_policy(vllm_config: VllmConfig, merged: MergedConfig, name: str, policy: Policy) -> ServedPolicy:
-    """Work a policy out for a server; raise :class:`FlexQuantError` if it cannot serve ``merged`` by it."""
+    """Build the routes of a policy; raise :class:`FlexQuantError` if ``merged`` cannot be served by it."""
     routes = build_routes(vllm_config, merged, policy)
     check_supported(vllm_config, merged, routes)
     return ServedPolicy(name, digest_of(policy.document), routes)
 
 
 def check_seen(before: ServedPolicy, seen: Collection[str] | None, name: str) -> None:
-    """Raise :class:`FlexQuantError` if who applies the policy ``name`` has not seen the one that it replaces.
+    """Raise :class:`FlexQuantError` if the policy ``before`` has changed since the caller saw it.
 
-    ``seen``: digests; None: whichever it is.
+    ``seen`` are the digests that the caller has seen; None: the policy ``name`` may replace any policy.
     """
     if seen is not None and before.digest not in seen:
         raise FlexQuantError(
@@ -69,10 +69,10 @@ def check_change(
     derived: Mapping[str, Derivation],
     compiled_plans: Collection[str] | None,
 ) -> None:
-    """Raise :class:`FlexQuantError` if a policy needs what a serving model does not have.
+    """Raise :class:`FlexQuantError` if a policy needs layers, variants or plans that a serving model lacks.
 
-    ``layers`` are those that it has loaded of each variant, ``derived`` the variants that it has computed;
-    ``compiled_plans`` names the plans that it has compiled, None if it compiles nothing.
+    ``layers`` are the loaded layers of each variant, ``derived`` the derived variants. ``compiled_plans`` are
+    the names of the compiled plans; None if the model is not compiled.
     """
     needed = after.routes.layers
     if missing := sorted(needed.keys() - layers.keys()):
@@ -105,7 +105,7 @@ def check_change(
 
 
 def check_capture(vllm_config: VllmConfig, graphs: PlanGraphs, after: ServedPolicy) -> bool:
-    """Return whether CUDA graphs have to be captured for a policy; FlexQuantError if that cannot be done."""
+    """Return whether CUDA graphs have to be captured for a policy; raise FlexQuantError if they cannot be."""
     if graphs.fit(after.routes):
         return False
     for asked, what in (
@@ -121,9 +121,10 @@ def check_capture(vllm_config: VllmConfig, graphs: PlanGraphs, after: ServedPoli
 
 
 def describe_change(before: ServedPolicy, after: ServedPolicy, *, captures: bool) -> dict[str, Any]:
-    """Return what a change does, as data that JSON can hold.
+    """Describe a change as JSON-able data.
 
-    The policies; whether CUDA graphs are captured for it; and as ``routes`` the passes that get another plan.
+    It has both policies, whether CUDA graphs are captured, and in ``routes`` the passes that get another
+    plan.
     """
     return {
         "before": before.described(),

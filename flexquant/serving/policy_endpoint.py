@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""``POST /flexquant/policy``: another policy for a server, between two steps of its engine.
+"""Serve ``POST /flexquant/policy``, which changes a server's policy between two steps of its engine.
 
-The body is a policy document, YAML or JSON. Of the query, ``name`` is what the policy is called from then
-on, and ``dry_run`` asks only what would change. All ranks are asked first whether they can take it. vLLM runs
-such a question in the loop of its engine, where no step is under way, and passes it on to the ranks in one
-order with the steps: so they all change between the same two steps, and no request notices. Where CUDA graphs
-have to be captured, vLLM's own pause holds all requests back meanwhile. Each engine takes the policy only in
-the place of one that the first question has seen, so that of two API servers that are asked at once one is
-refused, or both; and if an engine refuses, those that have taken the policy go back. An engine that takes too
-long is not asked to go back: it may be taking the policy.
+The body is a policy document, YAML or JSON. In the query, ``name`` becomes the policy's name, and ``dry_run``
+only asks what would change. All ranks are first asked whether they can take the policy. vLLM runs such a
+question in the loop of its engine, where no step is running, and passes questions and steps to the ranks in
+the same order. So all ranks change between the same two steps, without an effect on requests. If CUDA graphs
+have to be captured, vLLM's own pause holds all requests meanwhile.
+
+Each engine takes the policy only if it still has a policy that the first question saw. So if two API servers
+change the policy at once, one of them is refused, or both. If an engine refuses, the engines that have taken
+the policy go back. An engine that does not answer in time is not asked to go back, as it may be taking the
+policy.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from flexquant.serving.engine_client import answer_of
 logger = init_logger("vllm.flexquant.policy")
 
 MAX_BYTES = 1 << 17
-"""Of a posted policy: 30 times a tuned one. Worse ones of that size take seconds to read."""
+"""Largest size of a posted policy, 30 times a tuned one; the worst of that size take seconds to read."""
 CAPTURE_TIMEOUT = 1800.0
-"""Seconds for a change that captures CUDA graphs."""
+"""Largest number of seconds for a change that captures CUDA graphs."""
 
 REFUSALS = refusals(
     _400="A parameter of the query is wrong.",
@@ -72,12 +74,11 @@ async def change_policy(
     name: Annotated[str, Query(min_length=1, max_length=200)] = "posted policy",
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Have the server take the policy in the body, and return what that changes.
+    """Change the server's policy to that in the body, and return what changes.
 
-    Raises HTTPException 413 for a body of more than 128 KiB, 422 for one that is no policy, and 409 for a
-    policy that this server cannot take, each with the reason; nothing is changed then. Raises HTTPException
-    504 while the engines are still at it. The body is read as YAML beside the server's loop, which goes on
-    meanwhile.
+    Raises HTTPException 413 for a body of more than 128 KiB, 422 for a body that is no policy, and 409 for a
+    policy that this server cannot take, each with the reason; nothing changes then. Raises HTTPException 504
+    if the engines do not finish in time. A thread parses the body, so the server's loop does not wait.
     """
     body = await read_body(request)
     async with _one_at_a_time:
@@ -97,7 +98,7 @@ async def change_policy(
 
 
 def read_policy(body: bytes, name: str) -> Policy:
-    """Return the policy in a body; raises HTTPException 422 if there is none."""
+    """Return the policy in a body; raise HTTPException 422 if there is none."""
     try:
         if not name.isprintable():
             raise FlexQuantError(f"the name {name!r} is not printable; give another one")
@@ -107,7 +108,7 @@ def read_policy(body: bytes, name: str) -> Policy:
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body; raises HTTPException 413 as soon as it is too large."""
+    """Return the body; raise HTTPException 413 as soon as it is too large."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -117,7 +118,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def _change(request: Request, policy: Policy, seen: list[str]) -> list[dict[str, Any]]:
-    """Have all engines take a policy in the place of those of these digests, or none."""
+    """Have all engines, or none, replace a policy that has one of the digests ``seen``."""
     change = uuid.uuid4().hex
     try:
         return await _ask_change(request, policy, False, seen, change)
@@ -129,9 +130,9 @@ async def _change(request: Request, policy: Policy, seen: list[str]) -> list[dic
 
 
 async def _go_back(request: Request, change: str, why: BaseException) -> None:
-    """Have the engines that have made a change undo it, also those that are still at it.
+    """Have the engines undo a change, including engines that are still making it.
 
-    Raises HTTPException, with both reasons, if one cannot.
+    Raises HTTPException, with both reasons, if an engine cannot.
     """
     try:
         await _ask_all(request, CAPTURE_TIMEOUT, "flexquant_restore_policy", change)
@@ -154,7 +155,7 @@ async def _ask_change(request: Request, policy: Policy, dry_run: bool, *more: An
 
 
 async def _ask_all(request: Request, timeout: float, method: str, *args: Any) -> list[dict[str, Any]]:
-    """Return what all ranks answer; raises HTTPException 409 with the reason of one that refuses."""
+    """Return the answers of all ranks; raise HTTPException 409 with the reason if one refuses."""
     ranks = await ask_ranks(request, method, *args, timeout=timeout)
     for rank in ranks:
         if "refused" in rank:
@@ -169,7 +170,7 @@ async def _running() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _paused(request: Request) -> AsyncIterator[None]:
-    """Hold requests back, and keep them; an operator's own pause stays."""
+    """Pause requests, without dropping them, in the block; an operator's own pause stays."""
     engine = request.app.state.flexquant_engine
     was_paused = await engine.is_paused()
     timeout = None
@@ -178,7 +179,7 @@ async def _paused(request: Request) -> AsyncIterator[None]:
             await engine.pause_generation(mode="keep", clear_cache=False)
         yield
     except TimeoutError:
-        timeout = 0.0  # engines resume when they have done what they were asked before
+        timeout = 0.0  # engines resume once they have done what was asked before
         raise
     finally:
         if not was_paused:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""All ranks route alike: they have the same routes over the same quantisation, or none serves.
+"""Check that all ranks have the same routes and the same quantisation; if not, none serves.
 
-On one machine that cannot be otherwise, since the front end reads the policy for all workers. Of several
-machines, started by a command on each, every one has a front end of its own, which reads its own files.
+On one machine they always agree, since the front end reads the policy for all workers. With several machines,
+each has a front end of its own, which reads its own files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Result = TypeVar("Result")
 def check_ranks_agree(routes: RouteTable, quantization_config: dict[str, Any]) -> None:
     """Raise :class:`FlexQuantError`, on all ranks, if one has other routes or another merged checkpoint.
 
-    ``quantization_config``: the section of the merged checkpoint's config.json. Every rank has to call this.
+    ``quantization_config`` is that section of the merged checkpoint's config.json. Every rank has to call
+    this.
     """
     world = get_world_group()
     if world.world_size == 1:
@@ -60,9 +61,9 @@ def check_ranks_agree(routes: RouteTable, quantization_config: dict[str, Any]) -
 
 
 def on_all_ranks(step: Callable[[], Result]) -> Result:
-    """Return the result of a step that succeeds on every rank of an engine; each of them has to call this.
+    """Return the result of a step that succeeds on every rank of an engine; every rank has to call this.
 
-    Raises :class:`FlexQuantError`, on all ranks, where it fails on one, whatever it raises there.
+    Raises :class:`FlexQuantError`, on all ranks, if the step raises anything on one of them.
     """
     result: Result | None = None
     failure: Exception | None = None
@@ -73,7 +74,7 @@ def on_all_ranks(step: Callable[[], Result]) -> Result:
         if not isinstance(e, FlexQuantError):
             logger.exception("a step that all ranks have to take together has failed")
     everyones = [reason_of(failure)]
-    # Not the world group: replicas of a mixture of experts are in it too, each at a moment of its own.
+    # Do not use the world group: it also has replicas of a mixture of experts, which run at other times.
     for group in (get_tp_group(), get_pp_group()):
         theirs: list[list[str]] = [[]] * group.world_size
         torch.distributed.all_gather_object(theirs, everyones, group=group.cpu_group)
@@ -84,7 +85,7 @@ def on_all_ranks(step: Callable[[], Result]) -> Result:
 
 
 def reason_of(failure: Exception | None) -> str:
-    """Say in one sentence why something failed; empty for None."""
+    """Return in one sentence why something failed; empty for None."""
     if failure is None or isinstance(failure, FlexQuantError):
         return str(failure or "")
     return f"{type(failure).__name__} ({failure}), and the worker's log tells where"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What vLLM can be asked for and a merged checkpoint under a policy cannot have, by topic."""
+"""Refuse vLLM's features that a merged checkpoint under a policy does not support, by topic."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3")
 DRAFTS_FROM_TARGET = ("eagle", "eagle3")
-"""Methods whose draft models may take embedding and lm_head from the model that they draft for."""
+"""Methods whose draft models can take embedding and lm_head from the model that they draft for."""
 
 
 def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
-    """Yield what is asked for and not supported, each with what to do instead."""
+    """Yield a sentence for each requested feature that is not supported, with what to do instead."""
     topics = (_of_model, _of_vision, _of_adapters, _of_ranks, _of_speculation, _of_memory, _of_graphs)
     return chain.from_iterable(topic(vllm_config, merged, routes) for topic in topics)
 
@@ -165,7 +165,7 @@ def _of_graphs(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
 
 
 def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:
-    """Whether all plans end in the same lm_head; a derived variant has its own if that may be quantised."""
+    """Whether all plans use the same lm_head; a derived variant has its own if it may be quantised."""
     last = {plan.layers[-1] for plan in routes.plans}
     if len(last) == 1:
         return True

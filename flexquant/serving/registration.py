@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What vLLM has to know before it loads a merged checkpoint.
+"""Register with vLLM what it needs before it loads a merged checkpoint.
 
-vLLM meets a merged checkpoint in three places, in this order: the quantisation method named in its
-config (:class:`FlexQuantConfig`), the architecture's configuration hook
-(:class:`FlexQuantModelConfig`: everything that can be refused is refused here, before any process is
-started or byte loaded), and the model class, registered by name and imported by the worker only.
+vLLM uses three things, in this order: the quantisation method named in the checkpoint's config
+(:class:`FlexQuantConfig`); the architecture's configuration hook (:class:`FlexQuantModelConfig`), which
+refuses everything that can be refused before a process is started or a byte is loaded; and the model class,
+which is registered by name and imported only by the worker.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ WORKER_EXTENSION = "flexquant.serving.worker_extension.FlexQuantWorker"
 
 
 class FlexQuantConfig(QuantizationConfig):
-    """The merged checkpoint's section, as vLLM's quantisation config.
+    """The merged checkpoint's ``quantization_config``, as vLLM's quantisation config.
 
-    It quantises no layer itself: :mod:`flexquant.serving.variants` gives each variant vLLM's own config.
+    It quantises no layer itself: :mod:`flexquant.serving.variants` gives each variant a config of vLLM's own.
     """
 
     def __init__(self, merged: MergedConfig) -> None:
@@ -55,7 +55,7 @@ class FlexQuantConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        # Every variant's own config is asked for its own minimum when it is built.
+        # Each variant's own config is asked for its minimum when the variant is built.
         return 0
 
     @staticmethod
@@ -73,7 +73,7 @@ class FlexQuantConfig(QuantizationConfig):
 
 
 class FlexQuantModelConfig(VerifyAndUpdateConfig):
-    """In the front end: read the policy for all workers, and refuse early what cannot be served."""
+    """In the front end, reads the policy for all workers, and refuses early what cannot be served."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
@@ -94,7 +94,7 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         find_compiled_code_again()
         verify_if_asked(vllm_config)
         offer_metrics()
-        # vLLM's workers can be asked for what FlexQuant knows, unless the operator extends them otherwise.
+        # Extend vLLM's workers by FlexQuant's methods, unless the operator has set another extension.
         parallel = vllm_config.parallel_config
         parallel.worker_extension_cls = parallel.worker_extension_cls or WORKER_EXTENSION
         if base := MODELS_CONFIG_MAP.get(merged.base_architecture):
@@ -102,7 +102,7 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
 
 
 def register_with_vllm() -> None:
-    """Register the quantisation method, the configuration hook and the model classes, once a process."""
+    """Register the quantisation method, the configuration hook and the model classes, once per process."""
     if QUANT_METHOD in QUANTIZATION_METHODS:
         return
     register_quantization_config(QUANT_METHOD)(FlexQuantConfig)

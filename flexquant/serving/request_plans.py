@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which plans computed the tokens of each request, in order, for who asks when it has been answered."""
+"""Remember which plans computed the tokens of each request, in order, until after it is answered."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 KEPT = 4096
-"""Requests that are remembered, the last ones to come; more only where more are under way."""
+"""Number of latest requests that are remembered; more only if more are running."""
 NUMBER = re.compile(r"^\d+_")
 RANDOM = re.compile(r"-[0-9a-f]{8}$")
 REST = re.compile(r"([-_]\d+)?(-[0-9a-f]{16}-beam-\d+)?(-[0-9a-f]{8})?")
-"""Of the name of a request: in front of the ``id`` of its response, at the end, and all that is behind it."""
+"""Matches all that may follow the ``id`` of a response in the name of a request."""
 
 
 class Run(NamedTuple):
@@ -26,26 +26,26 @@ class Run(NamedTuple):
     moment: str
 
     def to_data(self) -> dict[str, Any]:
-        """Return it as data that JSON can hold, without a moment where there is none."""
+        """Return JSON-able data, without ``moment`` if it is empty."""
         data = self._asdict()
         return data if self.moment else {key: data[key] for key in ("plan", "tokens")}
 
 
 class RequestPlans:
-    """For the last requests, and those under way, how many tokens which plan has computed."""
+    """The tokens that each plan has computed, for the latest and the running requests."""
 
     def __init__(self) -> None:
         self._runs: dict[str, list[Run]] = {}
         self._forgotten: dict[str, None] = {}
-        """The last that were forgotten: if one goes on, it is incomplete."""
+        """Requests that were forgotten last; if one continues, it is incomplete."""
         self._incomplete: set[str] = set()
         self.under_way: Callable[[], Container[str]] = lambda: ()
-        """Tells the requests that may go on, which are not forgotten."""
+        """Returns the running requests, which are not forgotten."""
 
     def record(self, tokens: Mapping[str, int], plan: str, moment: str = "") -> None:
-        """Note a pass of ``plan``: by the name of each request in it, how many of its tokens.
+        """Record a pass of ``plan``; ``tokens`` maps each request in it to its number of tokens.
 
-        ``moment`` is the name of the pass's span of moments, empty where the policy tells none apart.
+        ``moment`` is the name of the pass's span of moments, empty if the policy tells none apart.
         """
         for request, number in tokens.items():
             if request in self._forgotten and request not in self._runs:
@@ -59,7 +59,7 @@ class RequestPlans:
             self._forget(len(self._runs) - KEPT)
 
     def _forget(self, number: int) -> None:
-        """Forget so many requests, the first of those that have ended."""
+        """Forget ``number`` requests, the oldest of those that have ended."""
         under_way = self.under_way()
         for request in [*islice((name for name in self._runs if name not in under_way), number)]:
             del self._runs[request]
@@ -70,10 +70,10 @@ class RequestPlans:
             del self._forgotten[request]
 
     def find(self, response: str) -> list[dict[str, Any]]:
-        """Return the requests that a response answers, each with its runs of one plan in order.
+        """Return the requests that a response answers, each with its runs in order.
 
-        ``response`` is its ``id``. One response may answer several prompts, or one prompt several times. A
-        request whose first runs have been forgotten is ``incomplete``.
+        ``response`` is the response's ``id``. A response can answer several prompts, or one prompt several
+        times. A request whose first runs have been forgotten is ``incomplete``.
         """
         return [
             {"request": request, "plans": [run.to_data() for run in runs]}
@@ -83,10 +83,10 @@ class RequestPlans:
         ]
 
     def tokens(self, requests: Collection[str]) -> dict[str, dict[str, int]]:
-        """Return, for those of the requests that are known in full, how many tokens each plan has computed.
+        """Return request -> plan -> number of tokens, for the requests that are remembered in full.
 
-        They are named as a caller of the engine names them. Several answers to one prompt (``n``) are one
-        such request, and counted together.
+        ``requests`` are the names that a caller of the engine gives. Several answers to one prompt (``n``)
+        are one such request, and counted together.
         """
         wanted = set(requests)
         found: dict[str, Counter[str]] = {}
@@ -105,9 +105,9 @@ class RequestPlans:
 def answers(response: str, request: str) -> bool:
     """Whether the response with this ``id`` answers the request of this name.
 
-    In front of the ``id``, vLLM writes which of several answers to one prompt (``n``) a request is; behind,
-    which of several prompts, which path of a beam search, and eight random digits. Nothing shorter than the
-    ``id`` finds it: who knows none learns none.
+    vLLM writes in front of the ``id`` which of several answers to one prompt (``n``) the request is. Behind
+    the ``id`` it writes which of several prompts, which path of a beam search, and eight random digits. Only
+    the whole ``id`` finds a request, so that nobody can find requests of others.
     """
     number = NUMBER.match(request)
     return any(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which plans computed the tokens of a request, in OpenTelemetry, beside vLLM's own span of the request.
+"""Report to OpenTelemetry which plans computed the tokens of a request, beside vLLM's span of the request.
 
-vLLM ends that span as soon as a request is answered, and what has ended takes no more attributes. So each
-gets a child, ``flexquant.request``, over the same time, in the trace that the caller may have begun. The
-workers are asked for the requests of a moment at once, between two steps of the engine.
+vLLM ends its span as soon as a request is answered, and an ended span takes no more attributes. So each span
+gets a child, ``flexquant.request``, over the same time, in the caller's trace if there is one. The workers
+are asked about several requests at once, between two steps of the engine.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ logger = init_logger("vllm.flexquant.spans")
 
 NAME = "flexquant.request"
 MOMENT = 0.2
-"""Seconds in which requests end that the workers are asked for at once."""
+"""Seconds over which ended requests are collected before the workers are asked about them."""
 TIMEOUT = 60.0
-"""Seconds for the workers' answer."""
+"""Largest number of seconds for the workers' answer."""
 
 
 def tokens_attribute(plan: str) -> str:
-    """Name the attribute with the tokens that a plan has computed."""
+    """Return the name of the attribute with the tokens that a plan has computed."""
     return f"flexquant.plan.{plan}.tokens"
 
 
 class RequestSpans(SpanProcessor):
-    """Notes the requests whose spans vLLM ends, and gives each its child."""
+    """Collects the requests whose spans vLLM ends, and gives each span its child."""
 
     def __init__(self, engine: Any) -> None:
-        """``engine``: vLLM's client; called in the loop that it runs in."""
+        """Take ``engine``, vLLM's client; call this in the loop in which the client runs."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Queue[ReadableSpan] = asyncio.Queue()
 
     def on_end(self, span: ReadableSpan) -> None:
-        """OpenTelemetry's call for every span that ends, in whichever thread."""
+        """Take an ended span; OpenTelemetry calls this for every span, in any thread."""
         if SpanAttributes.GEN_AI_REQUEST_ID in (span.attributes or {}):
             self._loop.call_soon_threadsafe(self._ended.put_nowait, span)
 
     async def run(self) -> None:
-        """Give children until cancelled; where the workers do not answer, spans go without."""
+        """Give spans their children until cancelled; spans get none if the workers do not answer."""
         while True:
             spans = [await self._ended.get()]
             await asyncio.sleep(MOMENT)
@@ -57,7 +57,7 @@ class RequestSpans(SpanProcessor):
                 spans.append(self._ended.get_nowait())
             try:
                 await self._give_children(spans)
-            except Exception as e:  # of the engine, which other routes report; or it has ended
+            except Exception as e:  # the engine's error, which other routes report, or its end
                 logger.warning("the spans of %d requests are without their plans: %s", len(spans), e)
 
     async def _give_children(self, spans: list[ReadableSpan]) -> None:
@@ -79,9 +79,9 @@ def _give_child(span: ReadableSpan, attributes: dict[str, int]) -> None:
 
 
 def follow_spans(engine: Any) -> asyncio.Task[None] | None:
-    """Give the spans of requests their children from now on, where vLLM has set up a tracer; else None.
+    """Start to give requests' spans their children; return the task, or None if vLLM has no tracer.
 
-    The task has to be kept.
+    The caller has to keep the task.
     """
     provider = trace.get_tracer_provider()
     if not isinstance(provider, TracerProvider):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What one rank serves and has counted, for ``GET /flexquant``."""
+"""Collect what one rank serves and has counted, for ``GET /flexquant``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def status_of(model: FlexQuantForCausalLM) -> dict[str, Any]:
-    """Return bytes and kernels by variant, routes by phase, and counters, as data that JSON can hold.
+    """Return bytes and kernels by variant, routes by phase, and counters, as JSON-able data.
 
-    ``counted`` is None where another rank counts, ``last_pass`` before the first pass.
+    ``counted`` is None if another rank counts, ``last_pass`` is None before the first pass.
     """
     return {
         "flexquant": __version__,

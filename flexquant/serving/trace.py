@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A file that tells of every forward pass what it held and which plan ran it."""
+"""Write a trace file with the contents and the plan of every forward pass."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = init_logger("vllm.flexquant.trace")
 
 
 def trace_file(vllm_config: VllmConfig) -> str | None:
-    """Return the file of this worker's trace; None if none is asked for.
+    """Return the file of this worker's trace; None if no trace is configured.
 
-    Every worker has a file of its own: the first the one that the user named, the others with ``.dp1`` (the
-    data-parallel replica) or ``.rank1`` (the rank within it, tensor and pipeline parallel) behind it.
+    Every worker has a file of its own. The first worker's file has the user's name; the others' names end in
+    ``.dp1`` (the data-parallel replica) or ``.rank1`` (the rank within it, tensor and pipeline parallel).
     """
     file = ServingOptions.from_vllm(vllm_config).trace
     if file is None:
@@ -34,11 +34,12 @@ def trace_file(vllm_config: VllmConfig) -> str | None:
 class Trace:
     """A file with one JSON object per line: first what is served, then every forward pass in order.
 
-    It ends, with a warning, where it is as large as it may be or cannot be written: serving goes on.
+    If the file reaches its largest size or cannot be written, the trace ends with a warning, and serving
+    continues.
     """
 
     def __init__(self, path: str, mib: int) -> None:
-        """``mib``: how large the file may be."""
+        """Open the file; ``mib`` is its largest size in MiB."""
         try:
             self._file: BinaryIO | None = open(path, "wb", buffering=0)  # noqa: SIM115 - lives with the model
         except OSError as e:
@@ -47,7 +48,7 @@ class Trace:
         self._encode = msgspec.json.Encoder().encode
 
     def begin(self, header: dict[str, Any]) -> None:
-        """Write what is served; comes before every :meth:`record`."""
+        """Write what is served; called before the first :meth:`record`."""
         self._write(header)
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -59,11 +60,11 @@ class Trace:
             self._end(f"it may have {self._mib} MiB ('flexquant.trace_mib')")
             return
         try:
-            while line:  # a full disk takes a part, and refuses the rest with the reason
+            while line:  # a full disk takes a part of the line, and raises the error for the rest
                 line = line[self._file.write(line) :]
             self._size = size
         except OSError as e:
-            with suppress(OSError):  # as of a pipe, which has no end to cut
+            with suppress(OSError):  # a pipe cannot be truncated
                 self._file.truncate(self._size)
             self._end(f"it cannot be written ({e.strerror})")
 
@@ -71,7 +72,7 @@ class Trace:
         logger.warning("the trace '%s' ends here, and serving goes on: %s", self._path, why)
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # a file system may find only now that it has no room
+            with suppress(OSError):  # some file systems report a full disk only now
                 file.close()
 
     def record(self, forward_pass: Pass, plan: str) -> None:

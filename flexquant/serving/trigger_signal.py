@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The signal of a policy's trigger: one number for each decode pass, computed on the device from its logits.
+"""Compute the signal of a policy's trigger: one number for each decode pass, on the device, from its logits.
 
-The logits are the model's, before temperature, penalties and masks, and their softmax, in float32, is the
-distribution that a sequence's next token is sampled from at temperature 1:
+The logits are the model's, before temperature, penalties and masks. p is their softmax in float32, from which
+a sequence's next token is sampled at temperature 1:
 
     entropy         -sum p ln p                in nats, from 0 to the logarithm of the vocabulary's size
-    inverse_margin  1 / (largest p - second)   from 1; infinite where two tokens are the likeliest
+    inverse_margin  1 / (largest p - second)   from 1; infinite if two tokens are equally likely
 
-The sequences' numbers become the pass's by their mean, maximum, or a quantile (interpolated linearly). A
-logit that is no number makes its sequence's and the pass's none, which counts as unsure.
+The mean, the maximum or a quantile (interpolated linearly) combines the sequences' numbers into the pass's
+signal. A NaN logit makes its sequence's number and the signal NaN, which counts as unsure.
 
-Nobody waits for it. While a pass is prepared on the host, the one before may still run on the device. So the
-plan of a decode pass follows from the signals of all decode passes but the one just before it, on every
-device alike, and the copy that is read then was asked for a whole pass ago. Of tensor-parallel ranks the
-first tells the others, on the device too: all read the same bits, also where it alone has the logits.
+Nothing waits for the signal. While a pass is prepared on the host, the pass before can still run on the
+device. So, on every device, the plan of a decode pass depends on the signals of all decode passes but the one
+just before it, and the copy that is read then was started a whole pass earlier. The first tensor-parallel
+rank sends its signal to the others, also on the device: all ranks read the same bits, even if only the first
+has the logits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from flexquant.serving.vllm_api import get_tp_group
 
 
 class Signals:
-    """The signals of decode passes, on their way from the device."""
+    """The signals of decode passes that are being copied from the device."""
 
     def __init__(self, trigger: SignalTrigger) -> None:
         self._trigger = trigger
@@ -37,14 +38,14 @@ class Signals:
         self._has_begun = self._is_due = False
 
     def begin_pass(self, is_decode: bool) -> None:
-        """A pass of the scheduler begins: if it decodes, the next logits are its."""
+        """Note that a pass of the scheduler begins; if it decodes, the next logits belong to it."""
         self._has_begun, self._is_due = True, is_decode
 
     def measure(self, logits: torch.Tensor | None, device: torch.device) -> None:
-        """Send the signal of the pass that decodes, if ``logits`` [sequences, vocabulary] are its.
+        """Compute and send the signal, if ``logits`` [sequences, vocabulary] belong to a decode pass.
 
-        They are None on a rank that does not gather them. Before the first pass the signal is computed and
-        dropped, so that vLLM's profiling counts the memory that it takes.
+        The logits are None on a rank that does not gather them. Before the first pass the signal is computed
+        and dropped, so that vLLM's profiling counts its memory.
         """
         if self._has_begun and not self._is_due:
             return
@@ -67,7 +68,7 @@ class Signals:
         self._sent.append((host, copied))
 
     def arrived(self) -> Iterator[float]:
-        """Yield the signals of all decode passes but the last, each once."""
+        """Yield the signals of all decode passes but the last; each signal is yielded once."""
         while len(self._sent) > 1:
             signal, copied = self._sent.popleft()
             if copied is not None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Variants side by side: one model for each precision, over one set of attention layers.
+"""Build several variants in one process: a model for each precision, over one set of attention layers.
 
 A *variant* is a whole model: vLLM's own class for the base architecture, built with that variant's own
 compressed-tensors config, so that every linear layer has vLLM's own kernel for its scheme. Building the
@@ -13,9 +13,9 @@ lm_head, what reads images) are replaced in the same way, and exist once; so do 
 (:mod:`flexquant.serving.expert_layers`). A *derived* variant (:mod:`flexquant.serving.w4a8`) is its source
 built once more with other kernels in the INT4 layers; it shares all else with the source.
 
-Of each variant only the decoder layers that some plan takes from it have memory. The others are built with
-their linears and experts on the meta device, so that vLLM's classes find what they ask for, and are then left
-out (:class:`AbsentLayer`). What variants have in common in a layer is that of the first one with the layer.
+Only the decoder layers that some plan takes from a variant have memory. The others are built with their
+linears and experts on the meta device, so that vLLM's classes find what they need, and are then removed
+(:class:`AbsentLayer`). Modules that variants share in a layer come from the first variant that has the layer.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LM_HEAD = "lm_head"
 
 
 class AbsentLayer(nn.Module):
-    """In the place of a decoder layer that no plan takes from its variant."""
+    """Takes the place of a decoder layer that no plan takes from its variant."""
 
 
 def variant_vllm_config(vllm_config: VllmConfig, variant: Variant, base_architecture: str) -> VllmConfig:
@@ -69,10 +69,10 @@ def variant_vllm_config(vllm_config: VllmConfig, variant: Variant, base_architec
     model_config.hf_config = copy.deepcopy(model_config.hf_config)
     model_config.hf_config.quantization_config = copy.deepcopy(variant.quantization_config)
     model_config.hf_config.architectures = [base_architecture]
-    # Often the config itself: with all variants in it, every change of one would compile all plans anew.
+    # This is often the config itself; with all variants in it, changing one would recompile all plans.
     model_config.hf_text_config = model_config.hf_config.get_text_config()
     if variant.own_head is False and getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
-        # The lm_head for which vLLM untied both is another variant's.
+        # vLLM untied lm_head and embedding because of another variant's lm_head.
         model_config.hf_config.tie_word_embeddings = True
         model_config.hf_text_config.tie_word_embeddings = True
     model_config.quantization = variant.quantization_config["quant_method"]
@@ -84,7 +84,7 @@ def variant_vllm_config(vllm_config: VllmConfig, variant: Variant, base_architec
 
 @contextmanager
 def scratch_forward_context(vllm_config: VllmConfig) -> Iterator[dict[str, Any]]:
-    """Let layers register under names that are already taken; yield what they registered."""
+    """Let layers register under names that are already in use; yield what they register."""
     compilation = vllm_config.compilation_config
     real, compilation.static_forward_context = compilation.static_forward_context, {}
     in_order = list(compilation.static_all_moe_layers)
@@ -96,9 +96,9 @@ def scratch_forward_context(vllm_config: VllmConfig) -> Iterator[dict[str, Any]]
 
 
 def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
-    """Replace each key of ``replacements``, wherever it is a child below ``root``, by its value.
+    """Replace each key of ``replacements`` by its value, wherever it is a child below ``root``.
 
-    An lm_head that is tied to a replaced embedding is tied to the one in its place.
+    An lm_head that is tied to a replaced embedding is tied to the replacement.
     """
     for old, new in replacements.items():
         if isinstance(new, VocabParallelEmbedding):
@@ -120,7 +120,7 @@ def memory_for(layers: Collection[int], quant_config: Any) -> Iterator[None]:
         method = method_of(layer, prefix)
         if method is None or is_in(prefix, layers) or isinstance(layer, AttentionLayerBase):
             return method
-        # What transforms a linear's inputs, around its own method, has matrices that all layers share.
+        # A method that transforms a linear's inputs wraps the linear's own; all layers share its matrices.
         method_of_weights = getattr(method, "quant_method", method)
         create_weights = method_of_weights.create_weights
 
@@ -139,9 +139,9 @@ def memory_for(layers: Collection[int], quant_config: Any) -> Iterator[None]:
 
 
 def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, Any]) -> None:
-    """Take the decoder layers but ``layers`` out of a variant, and their experts out of ``registered``.
+    """Remove all decoder layers but ``layers`` from a variant, and their experts from ``registered``.
 
-    Their attention stays registered: its name has its place in the order of the KV cache's layers.
+    Their attention stays registered, as its name has a place in the order of the KV cache's layers.
     """
     stack: Any = variant.get_submodule(decoder_path(variant)).layers
     for number in layers_here(variant) - set(layers):
@@ -151,7 +151,7 @@ def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str,
 
 
 def layers_here(variant: nn.Module) -> set[int]:
-    """Return the decoder layers that a variant has on this rank; those of others are empty modules."""
+    """Return the decoder layers that a variant has on this rank; other ranks' layers are empty modules."""
     stack: Any = variant.get_submodule(decoder_path(variant)).layers
     return {number for number, layer in enumerate(stack) if any(True for _ in layer.parameters())}
 
@@ -161,7 +161,7 @@ def build_variants(
 ) -> dict[str, nn.Module]:
     """Build the named variants over one set of attention layers; the weights are loaded later.
 
-    ``names`` may include those that ``routes`` derives. Raises :class:`FlexQuantError` for an architecture
+    ``names`` can include variants that ``routes`` derives. Raises :class:`FlexQuantError` for an architecture
     that is not built with ``model.layers``.
     """
     base_class, _ = ModelRegistry.resolve_model_cls(
@@ -174,7 +174,7 @@ def build_variants(
     def build(name: str, registered: dict[str, Any]) -> nn.Module:
         source = derived[name].source if name in derived else name
         config = variant_vllm_config(vllm_config, merged.variants[source], merged.base_architecture)
-        # What --cpu-offload-gb moves has to be there: vLLM copies each layer as soon as it is built.
+        # --cpu-offload-gb needs layers with memory: vLLM copies each layer as soon as it is built.
         offloads = vllm_config.offload_config.uva.cpu_offload_gb > 0
         memory = nullcontext() if offloads else memory_for(layers[name], config.quant_config)
         with explained_kernels(name, vllm_config), memory:
@@ -216,7 +216,7 @@ def build_variants(
         for path, layer in expert_layers_by_path(variant).items():
             if is_in(path, of_source):
                 there = variants[source].get_submodule(path).modules()
-                # The block around an expert layer holds the shared experts too, and loads them.
+                # The block around an expert layer also holds the shared experts, and loads them.
                 replacements |= dict(zip(layer.modules(), there, strict=True))
             else:
                 name_apart(layer, name, real_context)
@@ -234,9 +234,9 @@ def build_variants(
 
 
 def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
-    """The modules that a derived variant has in common with its source: all but the INT4 linear layers.
+    """Return the modules that a derived variant shares with its source: all but the INT4 linear layers.
 
-    Its expert layers are the source's as a whole, shared experts included.
+    Whole expert layers are shared, shared experts included.
     """
     return tuple(
         name
@@ -246,10 +246,10 @@ def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
 
 
 def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """Return modules by the checkpoint's names for them; raise FlexQuantError for one that is missing.
+    """Return the modules with these names in the checkpoint; raise FlexQuantError if one is missing.
 
-    For an expert layer, what holds the weights of its experts. A class whose logits come from the embedding
-    itself, such as Gemma 2's, has no lm_head.
+    For an expert layer, the module with its experts' weights is returned. A class whose logits come from the
+    embedding itself, such as Gemma 2's, has no lm_head.
     """
     found = dict(model.named_modules(remove_duplicate=False))
     modules = []
@@ -265,7 +265,7 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 
 
 def name_in_vllm(model: nn.Module, name: str) -> str:
-    """Return vLLM's name for a module of the checkpoint, as the model's class maps names of tensors."""
+    """Return vLLM's name for a module of the checkpoint, by the name mapping of the model's class."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     mapped = mapper.apply_list([f"{name}.weight"]) if mapper is not None else []
     return mapped[0].removesuffix(".weight") if mapped else name
@@ -274,9 +274,9 @@ def name_in_vllm(model: nn.Module, name: str) -> str:
 def check_cache_layers(
     registered: Mapping[str, Any], replaced: Container[nn.Module], architecture: str
 ) -> None:
-    """Refuse layers of which there is one for all variants, and which hold linears that each has its own of.
+    """Refuse layers that all variants share, but that hold linears of which each variant has its own.
 
-    Such are state-space mixers and linear attention. ``replaced``: the modules that variants have in common.
+    Examples are state-space mixers and linear attention. ``replaced`` are the modules that variants share.
     """
     for name, layer in registered.items():
         if not (layer in replaced and isinstance(layer, nn.Module)):

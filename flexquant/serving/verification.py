@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""On request, before anything is loaded: is the checkpoint, byte for byte, what the merge wrote?"""
+"""On request, check before loading that the checkpoint is, byte for byte, what the merge wrote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 VERIFIED = "FLEXQUANT_VERIFIED"
-"""Environment variable with the folder that the front end has verified: its API servers need not again."""
+"""Environment variable with the folder that the front end has verified, so that its API servers skip it."""
 
 logger = init_logger("vllm.flexquant.verification")
 
@@ -28,8 +28,8 @@ logger = init_logger("vllm.flexquant.verification")
 def verify_if_asked(vllm_config: VllmConfig) -> None:
     """In the front end: with the option ``verify``, read the checkpoint and compare it with its hashes.
 
-    Each front end does so once, and no worker. Raises :class:`FlexQuantError`, which names the shard, for a
-    byte that is not what the merge wrote, and for a model that is no folder on this machine.
+    Each front end does so once; workers do not. Raises :class:`FlexQuantError`, which names the shard, for a
+    byte that differs from what the merge wrote, and for a model that is no folder on this machine.
     """
     if not ServingOptions.from_vllm(vllm_config).verify:
         return

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The names of vLLM that FlexQuant imports although vLLM does not promise that they stay.
+"""Import names of vLLM that vLLM does not promise to keep.
 
-They are listed, with what they are for, in :mod:`flexquant.serving.vllm_names`. Each is looked up in vLLM
-when it is imported from here, so that a process loads only those modules of vLLM that it needs. The imports
-below are for type checkers; a test compares them with the list.
+:mod:`flexquant.serving.vllm_names` lists them with their purposes. Each is looked up in vLLM when it is
+imported from here, so a process loads only the modules of vLLM that it needs. The imports below are for type
+checkers; a test compares them with the list.
 """
 
 from __future__ import annotations

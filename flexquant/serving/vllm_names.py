@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What FlexQuant uses of vLLM, name by name: the file to open for a new version of vLLM.
+"""List every name of vLLM that FlexQuant uses; this is the file to open for a new version of vLLM.
 
-The rule: :data:`PUBLIC` names, which vLLM documents for users and plugins, are imported from vLLM wherever
-they are needed. Every other name of vLLM is listed in :data:`NAMES` and imported from
-:mod:`flexquant.serving.vllm_api`, which finds it here; the benchmarks, which are no part of the package, take
-theirs from vLLM itself, but are listed too. Tests hold the code to it.
+:data:`PUBLIC` names, which vLLM documents for users and plugins, are imported from vLLM wherever they are
+needed. Every other name of vLLM is listed in :data:`NAMES` and imported from
+:mod:`flexquant.serving.vllm_api`, which looks it up here. The benchmarks, which are not part of the package,
+import names from vLLM itself, but these are listed too. Tests enforce this.
 
 ``make check-vllm VERSION=...`` compares the tables with the source of any published vLLM, without installing
 it; ``VLLM_VERSIONS.md`` beside this file is its answer for the supported ones. Nothing here imports vLLM.
@@ -26,30 +26,30 @@ NEEDED = {
     "0.32.0": "vLLM asks which shards a model does not want, and names a plan's compiled code by its tag",
     "0.33.0": "a W4A16 layer has no kernel in batch-invariant mode: a policy with W4A8 is refused there",
 }
-"""By version, what FlexQuant does for it that it did not do for older ones."""
+"""Version of vLLM -> what FlexQuant does for it, beyond what older versions needed."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """Names that come from one module of vLLM and can go together, each with what it is for.
+    """Names from one module of vLLM that become unnecessary together, each with its purpose.
 
-    ``Name`` is what is imported, ``Class.attribute`` what is reached into. A parenthesis holds the parameters
-    that FlexQuant passes, those before ``*`` by position, those after it by keyword.
+    ``Name`` is imported; ``Class.attribute`` is accessed. Parentheses hold the parameters that FlexQuant
+    passes, those before ``*`` by position, those after it by keyword.
     """
 
     module: str
     goes_when: str
-    """What has to change, in vLLM or in FlexQuant, for the names to be needed no more."""
+    """Change in vLLM or in FlexQuant after which the names are not needed any more."""
     uses: Mapping[str, str] = field(default_factory=dict)
     """Names that FlexQuant imports, reads, sets or calls."""
     overrides: Mapping[str, str] = field(default_factory=dict)
-    """Methods that FlexQuant's subclasses define, with the parameters that vLLM passes: all abstract ones."""
+    """Methods that FlexQuant's subclasses define, all abstract ones included, with vLLM's parameters."""
     mentions: Mapping[str, str] = field(default_factory=dict)
-    """Attributes of any object, environment variables and operators that the module's code speaks of."""
+    """Attributes of any object, environment variables and operators that occur in the module's code."""
     since: tuple[int, int] | None = None
-    """First minor version that has them, None: the oldest; FlexQuant does without them in older ones."""
+    """First minor version that has them, None: the oldest; FlexQuant needs none of them before."""
     until: tuple[int, int] | None = None
-    """Last minor version that has them, None: the newest; FlexQuant does without them in newer ones."""
+    """Last minor version that has them, None: the newest; FlexQuant needs none of them after."""
 
 
 PUBLIC: dict[str, tuple[str, ...]] = {
@@ -59,7 +59,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.models": ("ModelRegistry",),
     "vllm.platforms": ("PlatformEnum", "current_platform"),
 }
-"""Names that may be imported from vLLM anywhere, by module."""
+"""Module of vLLM -> names that may be imported from it anywhere."""
 
 _KERNELS = "vllm.model_executor.kernels.linear"
 _QUANTIZATION = "vllm.model_executor.layers.quantization"

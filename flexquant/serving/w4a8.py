@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""W4A8: the INT4 weights of a W4A16 variant, multiplied with activations quantised to 8 bit per token.
+"""Derive W4A8: multiply a W4A16 variant's INT4 weights with activations quantised to 8 bit per token.
 
-On a GPU vLLM's Marlin kernel does it. Stock vLLM turns that on for a whole process
-(``VLLM_MARLIN_INPUT_DTYPE``), and only for layers that Marlin runs anyway, which on Hopper is not the case
-(Machete does). Here one variant asks for it: each of its INT4 layers exchanges its kernel before the weights
-are loaded. What the layer reads from
-the checkpoint stays the same; the kernel lays the weights out anew, so that this costs half a byte a weight.
+On a GPU vLLM's Marlin kernel does this. Stock vLLM enables it for a whole process
+(``VLLM_MARLIN_INPUT_DTYPE``), and only for layers that Marlin runs anyway, which it does not on Hopper
+(Machete runs them). Here a single variant uses it: each of its INT4 layers exchanges its kernel before the
+weights are loaded. The layer reads the same tensors from the checkpoint, but the kernel needs another layout,
+which costs half a byte a weight.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MarlinW4A8LinearKernel(MarlinLinearKernel):
 
 
 def use_8bit_activations(model: nn.Module, activations: str) -> None:
-    """Let the INT4 layers below ``model``, weights not loaded yet, quantise their inputs per token.
+    """Have the INT4 layers below ``model``, whose weights are not loaded, quantise their inputs per token.
 
     ``activations``: ``int8`` or ``fp8``. Layers of other schemes stay as they are. Raises
     :class:`FlexQuantError` where this device has no kernel for it, or packed weights do not suit it.
@@ -63,7 +63,7 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
                 "policy"
             )
         config = dataclasses.replace(scheme.kernel.config, act_type=DTYPES[activations])
-        # All else that group_problem refuses is refused before; a layer's width is known only here.
+        # group_problem has refused everything else before; a layer's width is known only here.
         one_group = activations == "int8" and config.group_size in (-1, config.partition_weight_shape[0])
         problem = f"its {ONE_SCALE}" if one_group else kernel.can_implement(config)[1]
         if problem:

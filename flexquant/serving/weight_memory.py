@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""How much memory weights take once kernels have laid them out.
+"""Count how much memory weights take once kernels have laid them out.
 
-Counted is what a rank holds after vLLM's ``process_weights_after_loading``: every parameter, and every copy
-of a weight that a kernel packed for itself; memory that several modules use counts once. On a CPU vLLM gives
-weights to oneDNN and leaves an empty parameter or none; it gives it that of the lm_head too, and keeps this
-parameter (:mod:`flexquant.serving.cpu.embeddings`). oneDNN cannot be asked how much it holds: its copy counts
-as the weight did when it was loaded, in the same type. Buffers and workspaces are no weights.
+The count covers what a rank holds after vLLM's ``process_weights_after_loading``: every parameter, and every
+copy of a weight that a kernel has packed. Memory that several modules use counts once. On a CPU vLLM passes
+weights to oneDNN and leaves an empty parameter or none. It also passes the lm_head's weight to oneDNN, but
+keeps that parameter (:mod:`flexquant.serving.cpu.embeddings`). oneDNN does not report how much it holds, so
+its copy counts like the loaded weight, in the same dtype. Buffers and workspaces do not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flexquant.serving.linear_kernels import linear_sizes
 from flexquant.serving.vllm_api import AttentionLayerBase, CPUDNNLGEMMHandler, LinearBase
 
 WEIGHT = re.compile(r"(w13_|w2_)?weight(_packed)?$")
-"""Names of the parameters that a kernel may take away; those of experts begin with ``w13_`` and ``w2_``."""
+"""Matches the names of parameters that a kernel can remove; experts' begin with ``w13_`` or ``w2_``."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Piece:
 
 
 class WeightMemory:
-    """The memory of the weights of models: made when they are built, asked when they are processed."""
+    """The memory of models' weights; construct it once the models are built, ask it after loading."""
 
     def __init__(self, models: Mapping[str, nn.Module], to_be_packed: Collection[nn.Module] = ()) -> None:
-        """``models``: by name, or single layers; their parameters have the shapes and types to be loaded.
+        """Note the parameters of ``models`` (or single layers), by name, with the shapes and dtypes to load.
 
-        ``to_be_packed``: of models without weights, the modules of which a kernel will keep a copy, too.
+        ``to_be_packed`` are modules of models without weights that a kernel will keep an additional copy of.
         """
         self._models = dict(models)
         self._to_be_packed = to_be_packed
@@ -59,11 +59,11 @@ class WeightMemory:
         }
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of each model's weights, and under ``shared`` those that several models hold."""
+        """Return the bytes of each model's weights, and under ``shared`` those that several models use."""
         return {name: sum(sizes.values()) for name, sizes in self.nbytes_by_range().items()}
 
     def nbytes_by_range(self) -> BytesByRange:
-        """Return the bytes of weights as :meth:`nbytes` does, by the decoder layers that they lie in."""
+        """Return the bytes of weights as :meth:`nbytes` does, by range of decoder layers."""
         owners: dict[Piece, tuple[int | None, list[str]]] = {}
         for name, model in self._models.items():
             pieces = {
@@ -80,9 +80,10 @@ class WeightMemory:
         return {name: by_range(of_layers) for name, of_layers in sizes.items()}
 
     def nbytes_in_16_bit(self, model: nn.Module) -> int:
-        """Return the bytes that the weights of one of the models, or a view of several, would take in 16 bit.
+        """Return the bytes that the weights of a model, or of a view of several, would take in 16 bit.
 
-        Two for each weight, no scales. What is not a linear layer keeps the copies that its kernel made.
+        A weight counts two bytes, without scales. Modules that are not linear layers keep their kernels'
+        copies.
         """
         elements = 0
         others: set[Piece] = set()
@@ -103,7 +104,7 @@ class WeightMemory:
         """Yield the memory of one module's own weights."""
         own = module.parameters(recurse=False)
         if isinstance(module, AttentionLayerBase) and any(p.is_meta for p in own):
-            return  # scales of the KV cache, which vLLM lets go once it has loaded them
+            return  # scales of the KV cache, which vLLM frees once it has loaded them
         parameters = {name: p for name, p in module.named_parameters(recurse=False) if p.numel()}
         packed = list(packed_for_cpu(module))
         for tensor in (*parameters.values(), *(p for p in packed if isinstance(p, torch.Tensor))):
@@ -118,9 +119,10 @@ class WeightMemory:
 
 
 def packed_for_cpu(module: nn.Module) -> Iterator[torch.Tensor | CPUDNNLGEMMHandler]:
-    """Yield what vLLM's CPU kernels keep of a weight beside the parameters.
+    """Yield the copies of a weight that vLLM's CPU kernels keep beside the parameters.
 
-    Those for 16 bit make ``cpu_linear``, a function around it; zentorch's put tensors beside them.
+    Kernels for 16 bit keep theirs in ``cpu_linear``, a function; zentorch's put tensors beside the
+    parameters.
     """
     if isinstance(module, LinearBase):
         yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""From the merged checkpoint's prefixed tensors to the variants, through each variant's own loader."""
+"""Load the merged checkpoint's prefixed tensors into the variants, through each variant's own loader."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 REQUIRED_PARAMETER = re.compile(r"(^|\.)(w13_|w2_)?weight(_packed|_scale)?$")
-"""Parameters that every checkpoint has; vLLM's schemes also create optional ones (zero points ...).
+"""Matches parameters that every checkpoint has; vLLM's schemes also create optional ones (zero points ...).
 
-With ``w13_`` and ``w2_`` begin those that vLLM fuses from all experts of a layer.
+Names of parameters that vLLM fuses from all experts of a layer begin with ``w13_`` or ``w2_``.
 """
 
 NamedTensor = tuple[str, torch.Tensor]
 
 
 RUN = 64
-"""Tensors handed over at once: several variants may want them, and a whole checkpoint is not to be held."""
+"""Tensors that are passed on at once; several variants can need them, and not all fit into memory."""
 
 
 class VariantLoader:
-    """Hands tensors to variants; a module that variants share by reference is loaded by the first with it."""
+    """Passes tensors to variants; the first variant that has a shared module loads it."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class VariantLoader:
         *,
         must_be_unsmoothed: bool = False,
     ) -> None:
-        """``variants``: by name, the models that were built, with these decoder ``layers``.
+        """Prepare to load ``variants``, the built models by name, which have these decoder ``layers``.
 
-        Other tensors are skipped, except, with ``must_be_unsmoothed``, norms of layers that were not built:
-        variants may have no layer in common to compare.
+        Tensors of other layers are skipped. With ``must_be_unsmoothed``, their norms are read all the same,
+        because variants may have no layer in common whose norms can be compared.
         """
         self._variants = variants
         self._layers = layers
@@ -70,11 +70,11 @@ class VariantLoader:
         return list(self._variants) if prefix == SHARED_PREFIX else self._readers.get(prefix, [])
 
     def load(self, weights: Iterable[NamedTensor]) -> set[str]:
-        """Load all weights; return the names of the parameters, variant's name first.
+        """Load all weights; return the names of the parameters, with the variant's name first.
 
-        Every variant's own loader gets its tensors in the checkpoint's order and in several calls, of
-        :data:`RUN` at most. vLLM's loaders keep nothing from one call to the next: of what they fuse, such as
-        Q, K and V, each tensor is put into its part of the parameter by itself.
+        Every variant's own loader gets its tensors in the checkpoint's order, in several calls of at most
+        :data:`RUN` tensors. vLLM's loaders keep no state between calls: each tensor of a fused parameter,
+        such as Q, K and V, is put into its part by itself.
 
         Raises :class:`FlexQuantError` if a tensor is missing, and for smoothed variants that must not be.
         """
@@ -92,17 +92,17 @@ class VariantLoader:
         return {f"{name}.{parameter}" for name in loaded for parameter in loaded[name]}
 
     def _takers(self, prefix: str, key: str) -> list[str]:
-        """The variants that a tensor is loaded into: of a module that they have in common the first."""
+        """Return the variants that a tensor is loaded into; for a shared module, only the first."""
         readers = [name for name in self._readers_of(prefix) if not self._is_copy(name, prefix, key)]
         takers = [name for name in readers if is_in(key, self._layers[name])]
         held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
         return takers[:1] if held_once else takers
 
     def _is_copy(self, name: str, prefix: str, key: str) -> bool:
-        """Whether a variant's tensor is its embedding once more, under the name of the lm_head.
+        """Whether a variant's tensor is a copy of its embedding, under the name of the lm_head.
 
-        Raises :class:`FlexQuantError` for one that may be another head than that of the other variants,
-        though they were merged with one in common.
+        Raises :class:`FlexQuantError` for an lm_head that may differ from the other variants', although the
+        merge recorded that they share it.
         """
         if not HEAD.search(key):
             return False
@@ -121,7 +121,7 @@ class VariantLoader:
             name: dict(variant.named_parameters(remove_duplicate=False))
             for name, variant in self._variants.items()
         }
-        # A parameter may have several names, in one variant or by reference in several.
+        # A parameter can have several names, in one variant or, by reference, in several.
         filled = {id(of_variant[name][p]) for name in loaded for p in loaded[name] & of_variant[name].keys()}
         for name, variant in self._variants.items():
             missing = [
@@ -138,7 +138,7 @@ class VariantLoader:
 
 
 def _runs(weights: Iterable[NamedTensor]) -> Iterator[tuple[str, list[NamedTensor]]]:
-    """Yield neighbours of one prefix together, at most :data:`RUN`, the prefix taken off their keys."""
+    """Yield each prefix with consecutive tensors, at most :data:`RUN`, whose keys lack the prefix."""
     for prefix, group in groupby(weights, key=lambda item: _split(item[0])[0]):
         tensors = ((_split(key)[1], tensor) for key, tensor in group)
         while run := list(islice(tensors, RUN)):

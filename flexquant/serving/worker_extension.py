@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What vLLM's workers can be asked by name (``collective_rpc``), beside what vLLM lets them be asked."""
+"""Add methods to vLLM's workers, which can be called by name (``collective_rpc``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexquant.serving.status import status_of
 
 
 class FlexQuantWorker:
-    """vLLM makes it a base class of its worker (``--worker-extension-cls``)."""
+    """Methods for vLLM's worker; vLLM adds this class to its bases (``--worker-extension-cls``)."""
 
     def flexquant_status(self: Any) -> dict[str, Any]:
         """Return what this rank serves and has counted (:func:`status_of`)."""
@@ -20,9 +20,9 @@ class FlexQuantWorker:
     def flexquant_follow_requests(self: Any) -> None:
         """From the next pass on, remember which plans serve each request.
 
-        The V1 runner keeps the requests of the pass that it prepares; of the V2 runner's,
-        :mod:`flexquant.serving.model_state` tells. Both keep the requests that have not ended, V2 without
-        those that were preempted.
+        The V1 runner holds the requests of the pass that it prepares; for the V2 runner,
+        :mod:`flexquant.serving.model_state` reports them. Both hold the requests that have not ended, V2
+        without preempted ones.
         """
         model, runner = self.get_model(), self.model_runner
         model.observer.request_names = lambda: runner.input_batch.req_ids
@@ -46,9 +46,9 @@ class FlexQuantWorker:
         seen: list[str] | None = None,
         change: str = "",
     ) -> dict[str, Any]:
-        """Take another policy, as :meth:`LivePolicy.change` does; ``dry_run``: only tell.
+        """Change the policy, as :meth:`LivePolicy.change` does; ``dry_run`` only returns what would change.
 
-        A policy that cannot be taken is returned as ``{"refused": reason}``.
+        If the policy cannot be taken, ``{"refused": reason}`` is returned.
         """
         try:
             runner = None if dry_run else self.model_runner
@@ -59,7 +59,7 @@ class FlexQuantWorker:
     def flexquant_restore_policy(self: Any, change: str) -> dict[str, Any]:
         """Undo a change that other engines have not taken (:meth:`LivePolicy.restore`).
 
-        What cannot be undone is returned as ``{"refused": reason}``.
+        If that is not possible, ``{"refused": reason}`` is returned.
         """
         try:
             self.get_model().live_policy.restore(change, self.model_runner)

@@ -36,7 +36,7 @@ ZENTORCH_INT8 = "ZentorchInt8ScaledMMLinearKernel"
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 OTHER_SIZES = (64, 256)
-"""Numbers of tokens in a pass with which kernels of variants without decode passes are timed."""
+"""Numbers of tokens with which kernels are timed for prefill and mixed passes."""
 FEWEST_WEIGHTS = 1 << 18
 """Least number of weights in a layer whose kernels are timed; smaller layers take vLLM's first kernel."""
 

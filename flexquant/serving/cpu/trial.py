@@ -24,10 +24,10 @@ import torch
 from torch import nn
 
 COLD_BYTES = 64 << 20
-"""Weights of all copies of a layer: a model too finds its weights in memory, not in the caches."""
+"""Bytes of all copies of a layer; like a model's, its weights then come from memory, not from caches."""
 MAX_COPIES = 8
 MANY_TOKENS = 64
-"""From here on multiplying takes so much longer than fetching the weights that one copy and one run do."""
+"""Tokens from which on one copy and one run suffice, since multiplying then dominates reading weights."""
 RUNS = 5
 
 

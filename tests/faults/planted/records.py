@@ -33,7 +33,7 @@ RECORDS = (
         "closing-the-trace-ends-the-engine",
         "A trace whose file cannot even be closed ends the engine.",
         "flexquant/serving/trace.py",
-        "            with suppress(OSError):  # a file system may find only now that it has no room\n",
+        "            with suppress(OSError):  # some file systems report a full disk only now\n",
         "            if not file.closed:\n",
         (TRACE + "test_a_file_that_fails_once_more_when_it_is_closed_ends_it",),
     ),
