@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Documents described by pydantic models, with messages that name file, line, what is allowed and what to do.
+"""Read documents with pydantic models; messages name file and line, what is allowed and what to do.
 
-A mapping of a document is a :class:`Section`: its fields are the keys. A field says with :func:`says` what a
-wrong value is answered with. From the same models comes the JSON Schema for editors.
+A mapping of a document is a :class:`Section`, whose fields are the keys. A field gives with :func:`says` the
+advice for a wrong value. The same models make the JSON Schema for editors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flexquant.documents.yaml_document import Document, KeyPath, show
 
 
 class Problem(ValueError):
-    """What a validator raises; ``at`` leads from what is validated to the wrong place."""
+    """A validator's error; ``at`` is the path from the validated value to the wrong place."""
 
     def __init__(self, text: str, at: Sequence[str | int] = ()) -> None:
         super().__init__(text)
@@ -34,10 +34,10 @@ class Problem(ValueError):
 
 
 def says(advice: str, whole: bool = False) -> WrapValidator:
-    """Answer a wrong value with ``is VALUE; ADVICE``.
+    """Refuse a wrong value with the message ``is VALUE; ADVICE``.
 
-    What is wrong inside of a value gets its own message, unless the advice is for the ``whole`` of it. Null
-    is always wrong: a key that has a default can be left out.
+    A problem inside of a value gets its own message, unless the advice is for the ``whole`` value. Null is
+    always wrong, as a key with a default can be left out.
     """
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -63,7 +63,7 @@ Number = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True), says("g
 
 
 class Section(BaseModel):
-    """A mapping of a document. It has all keys that the fields require, and no others."""
+    """A mapping of a document, with all required keys and no unknown ones."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_by_name=True
@@ -90,7 +90,7 @@ S = TypeVar("S", bound=Section)
 
 
 def read_section(section: type[S], document: Document, path: KeyPath = ()) -> S:
-    """Return what lies at ``path`` of a document; raise FlexQuantError for the first thing that is wrong."""
+    """Return the section at ``path`` of a document; raise FlexQuantError for the first problem in it."""
     value = document.data
     for part in path:
         value = value[part]
@@ -104,7 +104,7 @@ def read_section(section: type[S], document: Document, path: KeyPath = ()) -> S:
 
 
 def _path_in(value: Any, loc: Sequence[str | int]) -> KeyPath:
-    """Return the keys and indices of a location of pydantic's, which also names the branches of unions."""
+    """Return the keys and indices in a location of pydantic, which also names branches of unions."""
     path: list[str | int] = []
     for part in loc:
         if isinstance(value, dict) and part in value or isinstance(value, list) and isinstance(part, int):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The keys of a policy document, schema ``flexquant.policy/v1``.
+"""Define the keys of a policy document, schema ``flexquant.policy/v1``.
 
-From these models comes the JSON Schema with which editors complete and check a policy: `flexquant policy
+These models also make the JSON Schema with which editors complete and check a policy. `flexquant policy
 schema` prints it, and ``policy.schema.json`` lies beside the built-in policies.
 """
 
@@ -25,14 +25,14 @@ LAYERS = re.compile(r"(0|-?[1-9]\d*)(?:-(0|-?[1-9]\d*))?")
 MAX_PATTERN = 100_000
 Phase = Literal["prefill", "decode", "mixed"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""A pass of prompt chunks only; of sequences in generation only; of both."""
+"""Phases of passes: prompt chunks only, sequences in generation only, both."""
 Activations = Literal["int8", "fp8"]
 IN_DECODE = {
     "batch_size": "use 'tokens' instead",
     "since_prompt": "add 'phase: decode'",
     "unsure": "add 'phase: decode'",
 }
-"""Conditions of decode rules only, and what to do in other rules."""
+"""Condition that only decode rules may have -> what to do in other rules."""
 
 
 def _check_name(name: str) -> str:
@@ -74,7 +74,7 @@ SizeKey = Annotated[str, AfterValidator(_check_size), Field(json_schema_extra={"
 
 NOT_EMPTY = ConfigDict(json_schema_extra={"minProperties": 1})
 KEYS_AS_GIVEN = {"additionalProperties": False}
-"""In the JSON Schema of a mapping: all keys match the pattern of its keys."""
+"""JSON Schema of a mapping whose keys must all match the pattern of its keys."""
 
 
 class BoundsSection(Section):
@@ -84,7 +84,7 @@ class BoundsSection(Section):
 
     min: Positive = 1
     max: OptionalPositive = None
-    """Without it there is no upper end."""
+    """Largest number; without it there is no upper end."""
 
     @model_validator(mode="after")
     def _check(self) -> BoundsSection:
@@ -96,7 +96,7 @@ class BoundsSection(Section):
 
 
 class When(Section):
-    """Which forward passes a rule takes; all conditions have to hold."""
+    """Conditions of a rule; it takes the forward passes for which all of them hold."""
 
     model_config = NOT_EMPTY
 
@@ -163,16 +163,16 @@ class DerivedSection(Section):
     source: Variant = Field(alias="from")
     """The variant whose INT4 weights it has."""
     activations: Annotated[Activations, says(f"give one of {', '.join(get_args(Activations))}")]
-    """What activations are quantised to, per token."""
+    """Type to which activations are quantised, per token."""
 
 
 class SignalSection(Section):
     """A signal of the logits that turns the trigger on and off."""
 
     signal: Annotated[Signal, says(f"give one of {', '.join(SIGNALS)}")]
-    """What is computed from the logits of each sequence."""
+    """Number that is computed from the logits of each sequence."""
     aggregate: Annotated[Aggregate, says(f"give one of {', '.join(AGGREGATES)}")]
-    """How the signals of a pass become one number."""
+    """Function that combines the signals of a pass's sequences into one number."""
     enter: Number
     """Passes are unsure once the signal reaches this."""
     leave: Annotated[Number | None, says("give a number of at least 0")] = None
@@ -180,7 +180,7 @@ class SignalSection(Section):
     dwell: Positive = 1
     """Least number of passes between two changes."""
     quantile: Annotated[Number | None, says("give a number of at least 0")] = None
-    """Which quantile, from 0 to 1, with `aggregate: quantile`."""
+    """Quantile, from 0 to 1, for `aggregate: quantile`."""
 
     @model_validator(mode="after")
     def _check(self) -> SignalSection:
@@ -211,7 +211,7 @@ class ScheduleSection(Section):
 
 
 class Experimental(Section):
-    """What may change or go."""
+    """Keys that may change or be removed in later releases."""
 
     trigger: Annotated[
         Annotated[SignalSection, Tag("<signal>")] | Annotated[ScheduleSection, Tag("<schedule>")],
@@ -219,7 +219,7 @@ class Experimental(Section):
             lambda value: "<schedule>" if isinstance(value, dict) and "schedule" in value else "<signal>"
         ),
     ]
-    """When decode passes are `unsure`."""
+    """Trigger that makes decode passes `unsure`."""
 
 
 def _check_times(times: list[float]) -> list[float]:
@@ -249,7 +249,7 @@ Curves = Annotated[
 
 
 class MeasuredSection(Section):
-    """What passes took where the policy was tuned; `flexquant tune` writes it."""
+    """Times of passes on the machine on which the policy was tuned; `flexquant tune` writes them."""
 
     origin: Annotated[dict[str, Any], says("give a mapping")]
     """Machine, versions, date and command; or the device whose times were predicted."""
@@ -311,7 +311,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def inlined_json_schema() -> dict[str, Any]:
-    """Return the same without references, to be part of an OpenAPI document."""
+    """Return the JSON Schema without references, for an OpenAPI document."""
     schema = PolicySection.model_json_schema(by_alias=True)
     definitions = schema.pop("$defs")
 

@@ -6,8 +6,8 @@
       trigger: {signal: entropy, aggregate: max, enter: 2.5, leave: 1.5, dwell: 8}
 
 A signal is one number for each decode pass, computed from the logits of its sequences
-(:mod:`flexquant.serving.trigger_signal`). A schedule makes passes unsure whatever the logits are: every
-fourth pass, a random half, or the passes that were unsure in the trace of another run.
+(:mod:`flexquant.serving.worker.trigger_signal`). A schedule makes passes unsure whatever the logits are:
+every fourth pass, a random half, or the passes that were unsure in the trace of another run.
 
     experimental:
       trigger: {schedule: "1000"}
@@ -34,7 +34,7 @@ class SignalTrigger:
     """``mean``, ``max`` or ``quantile``, which combines the signals of a pass's sequences into one number."""
     enter: float
     leave: float
-    """At most ``enter``."""
+    """Signal below which the trigger turns off; at most ``enter``."""
     dwell: int
     """Least number of passes between two changes of the trigger."""
     quantile: float | None = None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a model is given to go on from when it writes its own calibration text: requests and first words.
+"""Draw the prompts from which a model writes its own calibration text: requests and first words.
 
-They lie in openings.yaml. English, which comes first there, has requests with a place for a topic, and code;
-the other languages are used where the model knows them. ``sentence`` says the same in every language, so that
-a model which knows two of them finds it about as likely in both.
+openings.yaml holds them. English, the first language there, has requests with a place for a topic, and code;
+the other languages are used if the model knows them. ``sentence`` has the same meaning in every language, so
+a model that knows two languages finds it about as likely in both.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import yaml
 
 @dataclass(frozen=True)
 class Language:
-    """One language that a model may know."""
+    """A language that a model may know."""
 
     sentence: str
     requests: tuple[str, ...]
-    """What a user asks; ``{}`` stands for one of TOPICS."""
+    """Questions of users; ``{}`` stands for one of TOPICS."""
     openings: tuple[str, ...]
-    """How a text begins."""
+    """First words of texts."""
 
 
 _DATA: dict[str, Any] = yaml.safe_load(
