@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.serving_tables import read
 from benchmarks.table import markdown
-from flexquant.sensitivity.report import RESAMPLES, estimate
+from flexquant.layers.sensitivity_report import RESAMPLES, estimate
 
 FILE = "layered/layered.json"
 

@@ -22,14 +22,14 @@ from typing import Any
 from benchmarks.speed.results import git_commit
 from flexquant.checkpoint.output import staged_file
 from flexquant.cli._study import add_study, study_of, tell
+from flexquant.layers.budget import Budget
+from flexquant.layers.plans import Layers, all_in, describe
+from flexquant.layers.searching import Search
+from flexquant.layers.sensitivity import Study
+from flexquant.layers.sensitivity_report import estimate, matplotlib
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.choose import find_measured
 from flexquant.policy.pass_times import PassTimes
-from flexquant.search.budget import Budget
-from flexquant.search.searching import Search
-from flexquant.sensitivity.measuring import Study
-from flexquant.sensitivity.plans import Layers, all_in, describe
-from flexquant.sensitivity.report import estimate, matplotlib
 
 SEARCHED = "searched"
 

@@ -35,7 +35,7 @@ from benchmarks.process_memory import MemoryOverTime
 from benchmarks.recorded_routes import Answer, compare_answers
 from flexquant.measuring.server import VLLMServer
 from flexquant.policy.rules import load_policy
-from flexquant.serving.client import ADMIN_KEY, apply_policy
+from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 
 PAGES = Path(__file__).parents[1]
 POLICIES = ("phase", "w8a8", "phase-batch", "w4a16", "phase-batch-layer")

@@ -33,15 +33,15 @@ from benchmarks.speed.subjects import FLEXQUANT, Subject, parse_subject
 from benchmarks.speed.workloads import WRITTEN, Workload
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from flexquant.planning.arrivals import make_trace
+from flexquant.planning.pass_cost import PassCost
+from flexquant.planning.replaying import replay
+from flexquant.planning.scheduler import Limits
+from flexquant.planning.server import Machine, server_limits
+from flexquant.planning.simulation_report import summarise
+from flexquant.planning.times import check_times, find_times, route_table
+from flexquant.planning.trace import Request, read_trace
 from flexquant.policy.rules import load_policy
-from flexquant.simulation.arrivals import make_trace
-from flexquant.simulation.pass_cost import PassCost
-from flexquant.simulation.replaying import replay
-from flexquant.simulation.report import summarise
-from flexquant.simulation.scheduler import Limits
-from flexquant.simulation.server import Machine, server_limits
-from flexquant.simulation.times import check_times, find_times, route_table
-from flexquant.simulation.trace import Request, read_trace
 
 COMPARED = (
     "mean_ttft_ms",

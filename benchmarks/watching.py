@@ -46,7 +46,7 @@ TIMES_AS_OFTEN = 10
 
 def measure_worker(model: Path, effort: Effort) -> dict[str, Any]:
     """Compare an engine that counts, times and traces its passes with the same engine when it does not."""
-    from flexquant.serving.pass_records import PassRecords
+    from flexquant.serving.worker.pass_records import PassRecords
 
     with tempfile.TemporaryDirectory() as folder:
         options = {"trace": str(Path(folder) / "trace.jsonl"), "requests": True}

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flexquant.planning.pass_cost import PassCost
+from flexquant.planning.replaying import Replay, replay
+from flexquant.planning.scheduler import Limits
+from flexquant.planning.times import route_table
+from flexquant.planning.trace import Request
 from flexquant.policy.pass_times import PassTimes, Time
 from flexquant.policy.rules import load_policy
-from flexquant.simulation.pass_cost import PassCost
-from flexquant.simulation.replaying import Replay, replay
-from flexquant.simulation.scheduler import Limits
-from flexquant.simulation.times import route_table
-from flexquant.simulation.trace import Request
 
 # A decode pass takes 10 ms a sequence, prefill 1 ms a token, of one prompt or many; context costs nothing.
 LINEAR = {"w8a8": ({1: 0.010}, {1: 0.001})}

@@ -27,7 +27,7 @@ from benchmarks.speed.synthetic import group_size, linear_tensors, quantisation_
 from benchmarks.speed.worker import answer_requests
 from flexquant.measuring.server import free_port
 from flexquant.serving.cpu.choosing import has_zentorch, possible_kernels
-from flexquant.serving.linear_kernels import find_kernel, remake
+from flexquant.serving.worker.linear_kernels import find_kernel, remake
 
 ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
 """Bytes of weights that all copies of a layer have together: several times the L2 of an H200 (50 MB)."""
@@ -93,7 +93,7 @@ def build_layers(scheme: str, outputs: int, inputs: int) -> tuple[list[nn.Module
     """Return copies of a linear [inputs -> outputs] with equal random weights, ready to run, and one's bytes.
 
     ``scheme`` may name a kernel for CPUs, as in ``w4a16@TorchCPUInt4LinearKernel``. The bytes are those of
-    weights and scales as the kernel holds them (see :mod:`flexquant.serving.weight_memory`). Raises
+    weights and scales as the kernel holds them (see :mod:`flexquant.serving.worker.weight_memory`). Raises
     NoKernelError.
     """
     scheme, _, kernel = scheme.partition("@")
@@ -118,7 +118,7 @@ def build_layer(
     )
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from flexquant.serving.weight_memory import WeightMemory
+    from flexquant.serving.worker.weight_memory import WeightMemory
 
     section = quantisation_section(stored, group_size(inputs))
     config = CompressedTensorsConfig.from_config(section) if section else None
@@ -151,7 +151,7 @@ def build_layer(
 
 def use_8bit_activations(layer: nn.Module) -> None:
     from flexquant.errors import FlexQuantError
-    from flexquant.serving import w4a8
+    from flexquant.serving.worker import w4a8
 
     try:
         w4a8.use_8bit_activations(layer, "int8")

@@ -13,7 +13,7 @@ from flexquant.cli._arguments import parse_count, parse_names
 from flexquant.evaluation.settings import Settings
 
 if TYPE_CHECKING:
-    from flexquant.sensitivity.measuring import Study
+    from flexquant.layers.sensitivity import Study
 
 DEFAULTS = Settings(batch_sizes=(16,), samples=32, prompt_tokens=128, tokens=32)
 
@@ -58,7 +58,7 @@ def add_study(parser: argparse.ArgumentParser, files: str) -> None:
 def study_of(args: argparse.Namespace) -> Study:
     """Return the study that the options describe; raise FlexQuantError for inputs that cannot be measured."""
     from flexquant.evaluation.subject import Subject
-    from flexquant.sensitivity.measuring import Study
+    from flexquant.layers.sensitivity import Study
     from flexquant.tuning.candidates import find_variants
 
     settings = Settings((args.batch_size,), args.samples, args.prompt_tokens, args.tokens, args.seed)

@@ -30,7 +30,7 @@ from flexquant.policy.rules import builtin_policies, load_policy
 from flexquant.policy.schema import PHASES, Phase, json_schema
 from flexquant.policy.times_table import format_times
 from flexquant.policy.trigger import describe_trigger
-from flexquant.serving.client import ADMIN_KEY, apply_policy
+from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 
 HELP = "list, validate, show and apply policies"
 

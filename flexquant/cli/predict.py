@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Predict how a merged checkpoint runs on a device, without the device: pass times, crossovers, memory.
 
-The cost model counts bytes, operations and overheads (flexquant/prediction/roofline.py). It helps to choose a
+The cost model counts bytes, operations and overheads (flexquant/planning/roofline.py). It helps to choose a
 device or a first policy; 'flexquant tune' measures.
 
 examples:
@@ -59,9 +59,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from flexquant.prediction.device import builtin_devices, load_device
-    from flexquant.prediction.model_shape import read_model_shape
-    from flexquant.prediction.report import format_report, make_report
+    from flexquant.planning.device import builtin_devices, load_device
+    from flexquant.planning.model_shape import read_model_shape
+    from flexquant.planning.prediction_report import format_report, make_report
 
     if args.list_devices:
         devices = {name: load_device(name).description for name in builtin_devices()}

@@ -59,11 +59,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import staged_file
     from flexquant.evaluation.report import writable_folder
+    from flexquant.layers.budget import Budget
+    from flexquant.layers.plans import describe
+    from flexquant.layers.search_report import format_table, policy_document, policy_text, save_plot
+    from flexquant.layers.searching import Search
     from flexquant.policy.choose import choose_policy, find_measured
-    from flexquant.search.budget import Budget
-    from flexquant.search.report import format_table, policy_document, policy_text, save_plot
-    from flexquant.search.searching import Search
-    from flexquant.sensitivity.plans import describe
 
     budget = Budget(args.max_kl, args.max_slowdown, args.layers)
     study = study_of(args)

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import staged_file
     from flexquant.evaluation.report import writable_folder
-    from flexquant.sensitivity.report import format_table, save_plot
+    from flexquant.layers.sensitivity_report import format_table, save_plot
 
     study = study_of(args)
     with writable_folder(args.output, "--output") as folder:

@@ -34,9 +34,9 @@ from flexquant.policy.routes import RouteTable
 from flexquant.policy.rules import Policy
 
 if TYPE_CHECKING:
-    from flexquant.prediction.device import Device
-    from flexquant.prediction.model_shape import ModelShape
-    from flexquant.simulation.trace import Request
+    from flexquant.planning.device import Device
+    from flexquant.planning.model_shape import ModelShape
+    from flexquant.planning.trace import Request
 
 HELP = "judge policies on a request trace, without a GPU"
 
@@ -122,12 +122,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from flexquant.simulation.pass_cost import PassCost
-    from flexquant.simulation.replaying import replay
-    from flexquant.simulation.report import compare, format_table, summarise
-    from flexquant.simulation.server import Machine, server_limits
-    from flexquant.simulation.times import check_times, route_table
-    from flexquant.simulation.trace import read_trace
+    from flexquant.planning.pass_cost import PassCost
+    from flexquant.planning.replaying import replay
+    from flexquant.planning.server import Machine, server_limits
+    from flexquant.planning.simulation_report import compare, format_table, summarise
+    from flexquant.planning.times import check_times, route_table
+    from flexquant.planning.trace import read_trace
 
     if args.tensor_parallel_size is not None and args.device is None:
         raise UsageError(
@@ -186,7 +186,7 @@ def _find_policies_and_times(
     args: argparse.Namespace, model: tuple[MergedConfig, int] | None
 ) -> tuple[dict[str, Policy], PassTimes, str, tuple[ModelShape, Device] | None]:
     """Return the policies, the times, their source and, if predicted, the model and the device."""
-    from flexquant.simulation.times import find_times
+    from flexquant.planning.times import find_times
 
     if model is None:
         if args.device is not None:
@@ -200,9 +200,9 @@ def _find_policies_and_times(
     if args.device is None:
         return policies, *find_times(args.policy, args.times, stored), None
 
-    from flexquant.prediction.device import load_device
-    from flexquant.prediction.model_shape import read_model_shape
-    from flexquant.prediction.predicting import CONTEXT, pass_times
+    from flexquant.planning.device import load_device
+    from flexquant.planning.model_shape import read_model_shape
+    from flexquant.planning.predicting import CONTEXT, pass_times
 
     w4a8 = any("w4a8" in policy.derived for policy in policies.values())
     device = load_device(args.device)
@@ -212,7 +212,7 @@ def _find_policies_and_times(
 
 def _kv_cache_tokens(model: ModelShape, device: Device, table: RouteTable, trace: list[Request]) -> int:
     """Return the tokens of KV cache that fit beside the variants of the table's plans, with all layers."""
-    from flexquant.prediction.predicting import UTILIZATION, kv_cache_tokens
+    from flexquant.planning.predicting import UTILIZATION, kv_cache_tokens
 
     variants = list(dict.fromkeys(variant for plan in table.plans for variant in plan.variants))
     longest = max(request.input + request.output for request in trace)

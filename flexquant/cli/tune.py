@@ -32,8 +32,8 @@ from flexquant.errors import UsageError
 from flexquant.tuning.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
+    from flexquant.layers.sensitivity import Study
     from flexquant.policy.rules import Policy
-    from flexquant.sensitivity.measuring import Study
     from flexquant.tuning.objectives import Goal
     from flexquant.tuning.policy_file import Output, Tuned
     from flexquant.tuning.rounds import Grid
@@ -186,7 +186,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     tuning.measure(tell, progress_bar)
     tuned = tuning.decide()
     if study is not None:
-        from flexquant.search.limiting import limit_loss
+        from flexquant.layers.limiting import limit_loss
 
         tuned = limit_loss(
             tuned,
@@ -203,7 +203,7 @@ def _study(args: argparse.Namespace, variants: dict[str, Policy]) -> Study:
     """Return the study that measures losses; raise FlexQuantError for inputs that cannot be measured."""
     from flexquant.evaluation.subject import Subject
     from flexquant.evaluation.text import read_rows
-    from flexquant.sensitivity.measuring import Study
+    from flexquant.layers.sensitivity import Study
 
     subject = Subject.open(args.folder)
     study = Study.of(subject, variants, args.text, args.reference, DEFAULTS)

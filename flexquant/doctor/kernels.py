@@ -13,8 +13,6 @@ from torch import nn
 
 from flexquant.doctor.findings import Finding
 from flexquant.serving.cpu.kernels import REPLACED
-from flexquant.serving.expert_layers import expert_layers, experts_kernel_name
-from flexquant.serving.linear_kernels import find_kernel, kernel_name, linear_sizes
 from flexquant.serving.vllm_api import (
     _POSSIBLE_FP8_KERNELS,
     _POSSIBLE_INT8_KERNELS,
@@ -23,6 +21,8 @@ from flexquant.serving.vllm_api import (
     MPLinearKernel,
     is_supported_and_can_implement_kernel,
 )
+from flexquant.serving.worker.expert_layers import expert_layers, experts_kernel_name
+from flexquant.serving.worker.linear_kernels import find_kernel, kernel_name, linear_sizes
 
 
 @dataclass

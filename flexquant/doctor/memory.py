@@ -14,8 +14,8 @@ from flexquant.checkpoint.layer_ranges import describe_bytes, format_bytes
 from flexquant.doctor.findings import Finding, Level
 from flexquant.serving.cpu.embeddings import to_be_packed
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
-from flexquant.serving.linear_kernels import find_kernel
-from flexquant.serving.weight_memory import WeightMemory
+from flexquant.serving.worker.linear_kernels import find_kernel
+from flexquant.serving.worker.weight_memory import WeightMemory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +55,7 @@ def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -
 
 
 def _add_zero_points(model: nn.Module) -> None:
-    """Give a model without weights what PyTorch's INT4 kernel keeps beside each scale: a zero point."""
+    """Add to a model without weights the zero points that PyTorch's INT4 kernel keeps beside the scales."""
     for module in list(model.modules()):
         if isinstance(kernel := find_kernel(module), TorchCPUInt4LinearKernel):
             zeros = torch.empty_like(getattr(module, kernel.w_s_name), device="meta")

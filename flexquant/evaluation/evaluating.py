@@ -16,7 +16,6 @@ from flexquant.checkpoint.output import check_free_space
 from flexquant.checkpoint.provenance import folder_label
 from flexquant.evaluation.measure import (
     Answer,
-    Scores,
     compare_answers,
     decode_forced,
     engine_options,
@@ -31,7 +30,7 @@ from flexquant.evaluation.schedule import (
     find_candidates,
     make_schedule,
 )
-from flexquant.evaluation.scores import Quality, summarise
+from flexquant.evaluation.scores import Quality, Scores, summarise
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
 from flexquant.evaluation.text import hash_text, question_prompts, read_questions, read_rows

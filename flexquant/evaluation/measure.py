@@ -17,24 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flexquant.errors import FlexQuantError
+from flexquant.evaluation.scores import EXTRA_ARGS_KEY, Scores
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 
 PROCESSOR = "flexquant.evaluation.forced_decoding:ForcedDecoding"
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of every forced token, each array [rows, tokens]; the prefill pass predicts position 0."""
-
-    nll: np.ndarray
-    """Negative log-likelihood of the text's token, in nats."""
-    kl: np.ndarray | None = None
-    """KL(reference || policy) in nats; None without a reference."""
-    same_top: np.ndarray | None = None
-    """Whether policy and reference agree on the likeliest token; None without a reference."""
 
 
 def engine_options(
@@ -78,8 +67,6 @@ def decode_forced(
     to write log-probabilities into, ``compare_with`` a folder that the reference has filled so.
     """
     from vllm import SamplingParams
-
-    from flexquant.evaluation.forced_decoding import EXTRA_ARGS_KEY
 
     for folder_to_fill in filter(None, (folder, store_in)):
         folder_to_fill.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flexquant.evaluation.measure import Scores
+EXTRA_ARGS_KEY = "flexquant_evaluation"
+"""The key of vLLM's ``extra_args`` under which a request says how it is scored."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of every forced token, each array [rows, tokens]; the prefill pass predicts position 0."""
+
+    nll: np.ndarray
+    """Negative log-likelihood of the text's token, in nats."""
+    kl: np.ndarray | None = None
+    """KL(reference || policy) in nats; None without a reference."""
+    same_top: np.ndarray | None = None
+    """Whether policy and reference agree on the likeliest token; None without a reference."""
 
 
 def log_probabilities(logits: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,9 @@
 
 The bytes are those stored in the checkpoint, scales and norms included, as its safetensors headers give them.
 They are the same on every machine, while a kernel may hold somewhat more
-(:mod:`flexquant.serving.weight_memory`). Embedding and lm_head, which the policies share, are left out. The
-16-bit model has 2.0. A derived variant counts like its source, and both count if both are loaded, since their
-kernels need different layouts.
+(:mod:`flexquant.serving.worker.weight_memory`). Embedding and lm_head, which the policies share, are left
+out. The 16-bit model has 2.0. A derived variant counts like its source, and both count if both are loaded,
+since their kernels need different layouts.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def check_derivable(name: str, derivation: Derivation, source: Variant) -> None:
 
     Also refuse a variant for which this device has no kernel.
     """
-    from flexquant.serving.w4a8 import check_signs, find_kernel, group_problem
+    from flexquant.serving.worker.w4a8 import check_signs, find_kernel, group_problem
 
     groups = source.quantization_config["config_groups"].values()
     weights = [group.get("weights") or {} for group in groups if not group.get("input_activations")]

@@ -5,7 +5,7 @@
 The front end reads the policy once, checks it and puts the parsed document into the configuration beside the
 user's options. vLLM passes the configuration to every worker that the front end starts, so their ranks route
 by the same document, and no worker opens a file. Workers of several front ends, one on each of several
-machines, compare what they received (:mod:`flexquant.serving.ranks`).
+machines, compare what they received (:mod:`flexquant.serving.worker.ranks`).
 """
 
 from __future__ import annotations

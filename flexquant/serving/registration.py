@@ -34,13 +34,13 @@ from flexquant.serving.vllm_api import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-WORKER_EXTENSION = "flexquant.serving.worker_extension.FlexQuantWorker"
+WORKER_EXTENSION = "flexquant.serving.worker.worker_extension.FlexQuantWorker"
 
 
 class FlexQuantConfig(QuantizationConfig):
     """The merged checkpoint's ``quantization_config``, as vLLM's quantisation config.
 
-    It quantises no layer itself: :mod:`flexquant.serving.variants` gives each variant a config of vLLM's own.
+    It quantises no layer itself: `worker.variants` gives each variant a config of vLLM's own.
     """
 
     def __init__(self, merged: MergedConfig) -> None:
@@ -83,9 +83,9 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
             choose_graph_mode,
             find_compiled_code_again,
         )
-        from flexquant.serving.metrics import offer_metrics
         from flexquant.serving.options import resolve_policy
         from flexquant.serving.verification import verify_if_asked
+        from flexquant.serving.worker.metrics import offer_metrics
 
         merged = MergedConfig.from_json(vllm_config.model_config.hf_config.quantization_config)
         routes = build_routes(vllm_config, merged, resolve_policy(vllm_config, merged))

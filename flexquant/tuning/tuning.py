@@ -16,8 +16,8 @@ from flexquant.checkpoint.provenance import folder_label
 from flexquant.errors import UsageError
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.measuring.workers import Worker, start_workers
+from flexquant.planning.model_shape import read_model_shape
 from flexquant.policy.rules import Policy
-from flexquant.prediction.model_shape import read_model_shape
 from flexquant.tuning.deciding import (
     TooNoisyError,
     check_decidable,

@@ -23,9 +23,10 @@ class Fault:
     tests: tuple[str, ...]
     """pytest's node ids; at least one of these tests has to fail."""
     environment: str = "serve"
-    """The environment that the tests run in: ``serve``, ``quantize`` or ``interpreter``.
+    """The environment that the tests run in: ``serve``, ``quantize``, ``interpreter`` or ``ranks``.
 
-    ``interpreter`` is ``serve`` with Triton's interpreter, for vLLM's V2 runner.
+    ``interpreter`` is ``serve`` with Triton's interpreter, for vLLM's V2 runner. ``ranks`` is ``serve`` with
+    all cores, of which each rank takes one.
     """
 
     @property

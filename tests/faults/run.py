@@ -18,6 +18,7 @@ and what came of all of them in ``outcomes.json`` there.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -106,7 +107,7 @@ def environment_of(copy: Path, environment: str) -> dict[str, str]:
 
 
 def python_of(environment: str) -> str:
-    folder = "serve" if environment == "interpreter" else environment
+    folder = "serve" if environment in ("interpreter", "ranks") else environment
     return str(ROOT / ".venv" / folder / "bin" / "python")
 
 
@@ -169,21 +170,26 @@ def fresh_copy(name: str) -> Path:
     return copy
 
 
-def baseline(environment: str, faults: Sequence[Fault]) -> str:
-    """Run all tests of an environment on an unbroken copy; return what is wrong, if anything."""
+def baseline(environment: str, faults: Sequence[Fault], jobs: int) -> list[str]:
+    """Run all tests of an environment on an unbroken copy; return what is wrong."""
     copy = fresh_copy(f"unbroken-{environment}")
     try:
         check_imports(copy, environment)
         tests = dict.fromkeys(test for fault in faults for test in fault.tests)
-        done = run_pytest(copy, environment, tests, limit=BASELINE_LIMIT)
+        side_by_side = ["-n", str(jobs), "--dist", "loadfile"] if environment != "ranks" else []
+        done = run_pytest(copy, environment, tests, *side_by_side, limit=BASELINE_LIMIT)
     except (RuntimeError, OSError, subprocess.SubprocessError) as e:
-        return str(e)
+        return [str(e)]
     finally:
         shutil.rmtree(copy)
-    for what, tests_found in (("fails", done.failed), ("is skipped", done.skipped)):
-        for name, message in tests_found.items():
-            return f"{name} {what} ({message})"
-    return "" if done.status == 0 else f"pytest exits with {done.status}; see {copy.with_suffix('.log')}"
+    problems = [
+        f"{name} {what} ({message})"
+        for what, tests_found in (("fails", done.failed), ("is skipped", done.skipped))
+        for name, message in tests_found.items()
+    ]
+    if done.status != 0 and not problems:
+        problems = [f"pytest exits with {done.status}; see {copy.with_suffix('.log')}"]
+    return problems
 
 
 def try_fault(fault: Fault) -> Outcome:
@@ -234,15 +240,19 @@ def main() -> int:
     numbers: Queue[int] = Queue()
     for job in range(arguments.jobs):
         numbers.put(job)
+    problems = []
+    for environment in dict.fromkeys(fault.environment for fault in faults):
+        chosen = [fault for fault in faults if fault.environment == environment]
+        problems += baseline(environment, chosen, arguments.jobs)
+    for problem in problems:
+        print(f"on the unbroken source: {problem}; repair that first", flush=True)
+    outcomes = []
     share = {"initializer": take_a_share_of_the_cores, "initargs": (numbers, arguments.jobs)}
     with ProcessPoolExecutor(arguments.jobs, **share) as pool:
-        environments = list(dict.fromkeys(fault.environment for fault in faults))
-        chosen = [[f for f in faults if f.environment == environment] for environment in environments]
-        problems = [problem for problem in pool.map(baseline, environments, chosen) if problem]
-        for problem in problems:
-            print(f"on the unbroken source: {problem}; repair that first")
-        outcomes = []
-        for fault, outcome in zip(faults, pool.map(try_fault, faults) if not problems else (), strict=False):
+        beside = [fault for fault in faults if fault.environment != "ranks"] if not problems else []
+        alone = [fault for fault in faults if fault.environment == "ranks"] if not problems else []
+        found = itertools.chain(pool.map(try_fault, beside), map(try_fault, alone))
+        for fault, outcome in zip([*beside, *alone], found, strict=True):
             outcomes.append(outcome)
             print(f"{outcome.verdict:<6}{outcome.seconds:5.0f} s  {outcome.name}: {fault.breaks}")
             print(textwrap.shorten(f"{outcome.test} {outcome.message}", 200), flush=True)

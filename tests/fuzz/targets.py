@@ -17,10 +17,10 @@ from flexquant.checkpoint.merged_config import CONFIG_FILE, read_merged_config
 from flexquant.checkpoint.safetensors_io import read_header
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
+from flexquant.planning.device import parse_device
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import parse_policy, parse_policy_text
 from flexquant.policy.schema import PHASES
-from flexquant.prediction.device import parse_device
 from flexquant.quantization.recipe import parse_recipe
 from tests.fuzz.checkpoint_files import write_folder
 from tests.fuzz.corpus import sound
@@ -99,7 +99,7 @@ def safetensors_index(data: bytes) -> None:
 def sources(data: bytes) -> None:
     """Merge two variants: one checkpoint twice, and one beside a sound one."""
     from flexquant.merge import merge_checkpoints  # imports torch, which the other targets do without
-    from flexquant.prediction.model_shape import read_model_shape
+    from flexquant.planning.model_shape import read_model_shape
 
     try:
         document = json.loads(data)

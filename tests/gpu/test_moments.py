@@ -13,8 +13,8 @@ from vllm.compilation.counter import compilation_counter
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy.trigger import AGGREGATES, SIGNALS, SignalTrigger
-from flexquant.serving import trigger_signal
-from flexquant.serving.trigger_signal import Signals, signal_of
+from flexquant.serving.worker import trigger_signal
+from flexquant.serving.worker.trigger_signal import Signals, signal_of
 from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
 from tests.gpu.test_plans_in_graphs import expected_sizes, sizes_of_pieces, unwrap
 from tests.gpu.test_policy_change import change

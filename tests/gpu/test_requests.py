@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flexquant.serving import request_plans
+from flexquant.serving.worker import request_plans
 from tests.gpu.conftest import RUNNERS, graph_engine
 from tests.gpu.test_policy_change import add, step
 

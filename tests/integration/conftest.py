@@ -24,7 +24,7 @@ import yaml
 from flexquant.measuring import engine as in_process
 from flexquant.policy.rules import Policy, load_policy, parse_policy
 from flexquant.serving.config import build_routes
-from flexquant.serving.moments import running_moments
+from flexquant.serving.worker.moments import running_moments
 from tests.conftest import STARTS
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from flexquant import cli
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import load_policy
-from flexquant.serving.client import ADMIN_KEY, apply_policy
-from flexquant.serving.metrics import FOLDER
+from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
+from flexquant.serving.worker.metrics import FOLDER
 from flexquant.tuning.traffic import Traffic, watch
 from tests.integration.otlp_collector import Collector, Span
 from tests.policies import LAYERED_DECODE

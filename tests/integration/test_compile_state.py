@@ -19,7 +19,7 @@ from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_curr
 from vllm.platforms import current_platform
 
 from flexquant.serving.config import find_compiled_code_again
-from flexquant.serving.plan_views import give_own_compile_state, shallow_copy
+from flexquant.serving.worker.plan_views import give_own_compile_state, shallow_copy
 
 
 class Scale(nn.Module):

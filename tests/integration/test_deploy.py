@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flexquant.serving.client import ADMIN_KEY
+from flexquant.serving.frontend.client import ADMIN_KEY
 from tests import programs
 
 FOLDER = programs.ROOT / "examples" / "deploy"

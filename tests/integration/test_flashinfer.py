@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
-from flexquant.serving.forward_pass import Pass
+from flexquant.serving.worker.forward_pass import Pass
 from tests.integration.test_phases import HEADS, Observed, make_vllm_config
 
 pytest.importorskip("flashinfer", reason="`make test-full` runs it in a process of its own")

@@ -35,8 +35,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
 from flexquant.serving.config import build_routes, check_supported, choose_graph_mode
-from flexquant.serving.graphs import PlanGraphs
 from flexquant.serving.options import resolved_policy
+from flexquant.serving.worker.graphs import PlanGraphs
 from tests.policies import FLOOR
 
 SIZES = [1, 2, 4, 8, 16, 24, 32, 40]

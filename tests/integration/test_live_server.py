@@ -18,7 +18,7 @@ import pytest
 from flexquant import cli
 from flexquant.measuring.server import vllm_serve
 from flexquant.policy.rules import load_policy
-from flexquant.serving.client import ADMIN_KEY
+from flexquant.serving.frontend.client import ADMIN_KEY
 from flexquant.serving.metric_names import (
     FORWARD,
     PADDED_TOKENS,

@@ -109,7 +109,7 @@ def test_answers_are_those_of_an_engine_with_all_layers(one_layer, tiny_merged):
 
 def test_layers_that_no_plan_takes_never_have_memory(tiny_merged, tmp_path, monkeypatch):
     """The layers have no memory even before they are left out."""
-    from flexquant.serving import variants
+    from flexquant.serving.worker import variants
 
     (tmp_path / "policy.yaml").write_text(ONE_LAYER)
     without: list[set[int | None]] = []

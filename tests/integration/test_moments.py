@@ -19,7 +19,7 @@ import yaml
 from vllm import SamplingParams
 
 from flexquant.policy.trigger import SignalTrigger, Switch
-from flexquant.serving.answers import ServedRequests, Status
+from flexquant.serving.frontend.answers import ServedRequests, Status
 from tests.integration.conftest import answers, engine, generate, take_policy
 from tests.policies import FLOOR, TRIGGERED, scheduled, triggered
 

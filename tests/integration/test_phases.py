@@ -23,8 +23,8 @@ from benchmarks.speed.shapes import SHAPES
 from flexquant.errors import FlexQuantError
 from flexquant.policy.moments import CALM, Moment
 from flexquant.policy.trigger import Schedule
-from flexquant.serving.forward_pass import Pass, PassObserver, describe_pass
-from flexquant.serving.moments import RunningMoments
+from flexquant.serving.worker.forward_pass import Pass, PassObserver, describe_pass
+from flexquant.serving.worker.moments import RunningMoments
 
 HEADS = 4
 NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]

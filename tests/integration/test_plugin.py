@@ -37,7 +37,7 @@ before = set(sys.modules)
 import flexquant
 flexquant.register()
 new = set(sys.modules) - before
-print([m for m in new if m.startswith(('torch', 'flexquant.serving.model', 'flexquant.serving.variants'))
+print([m for m in new if m.startswith(('torch', 'flexquant.serving.worker'))
        or (m.startswith('vllm.model_executor.models.') and m.split('.')[-1] in ('llama', 'qwen2', 'gemma3'))])
 """
     assert python(code) == "[]"

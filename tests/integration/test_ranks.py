@@ -14,7 +14,7 @@ import pytest
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
-from flexquant.serving.ranks import check_ranks_agree, on_all_ranks
+from flexquant.serving.worker.ranks import check_ranks_agree, on_all_ranks
 
 CONFIG = {"variants": {"w8a8": {}, "w4a16": {}}}
 FIRST = ("phase", 64, CONFIG)

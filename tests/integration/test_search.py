@@ -17,10 +17,10 @@ from flexquant.documents.yaml_document import to_yaml
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
+from flexquant.layers.limiting import limit_loss
+from flexquant.layers.plans import describe
+from flexquant.layers.sensitivity import Study
 from flexquant.policy.rules import load_policy
-from flexquant.search.limiting import limit_loss
-from flexquant.sensitivity.measuring import Study
-from flexquant.sensitivity.plans import describe
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.deciding import Decision, Range
 from flexquant.tuning.policy_file import Tuned

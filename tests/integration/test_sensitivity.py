@@ -13,7 +13,7 @@ import pytest
 from flexquant import cli
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.settings import Settings
-from flexquant.sensitivity.plans import describe, with_layer
+from flexquant.layers.plans import describe, with_layer
 from tests.checkpoints import make_checkpoint
 from tests.conftest import STARTS
 

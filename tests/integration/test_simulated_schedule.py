@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from flexquant.prediction.device import builtin_devices, load_device
-from flexquant.simulation.arrivals import make_trace
-from flexquant.simulation.scheduler import Batch, Limits, Scheduler, Sequence
-from flexquant.simulation.server import Machine, server_limits
-from flexquant.simulation.trace import Request
+from flexquant.planning.arrivals import make_trace
+from flexquant.planning.device import builtin_devices, load_device
+from flexquant.planning.scheduler import Batch, Limits, Scheduler, Sequence
+from flexquant.planning.server import Machine, server_limits
+from flexquant.planning.trace import Request
 from tests.checkpoints import make_checkpoint
 
 Schedule = list[dict[int, int]]

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import CompressedTensorsWNA16
-from flexquant.serving.w4a8 import find_kernel, is_int4_layer, use_8bit_activations
+from flexquant.serving.worker.w4a8 import find_kernel, is_int4_layer, use_8bit_activations
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import (
     Answers,

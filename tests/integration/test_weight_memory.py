@@ -24,7 +24,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from benchmarks.speed import kernels
 from benchmarks.speed.synthetic import linear_tensors
-from flexquant.serving.weight_memory import WeightMemory
+from flexquant.serving.worker.weight_memory import WeightMemory
 
 def resident():
     gc.collect()

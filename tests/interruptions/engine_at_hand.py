@@ -13,7 +13,7 @@ for name in (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "vllm.model_executor.models.llama",
-    "flexquant.serving.model",
+    "flexquant.serving.worker.model",
     "matplotlib.pyplot",
 ):
     importlib.import_module(name)

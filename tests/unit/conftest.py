@@ -16,7 +16,7 @@ from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.synthetic import SCHEMES, write_checkpoint
 from flexquant import cli
 from flexquant.merge import merge_checkpoints
-from flexquant.prediction.device import Device, load_device
+from flexquant.planning.device import Device, load_device
 from tests.checkpoints import make_checkpoint
 from tests.prediction import DEVICE
 

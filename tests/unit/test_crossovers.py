@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks.speed.results import ROOT, read_cells
 from benchmarks.speed.tables import kernel_results
-from flexquant.prediction.device import Device, load_device
-from flexquant.prediction.linears import Linear
-from flexquant.prediction.predicting import MAX_SIZE
-from flexquant.prediction.roofline import linear_cost
+from flexquant.planning.device import Device, load_device
+from flexquant.planning.linears import Linear
+from flexquant.planning.predicting import MAX_SIZE
+from flexquant.planning.roofline import linear_cost
 from tests.prediction import square
 
 # Published for Marlin's W4A16 and CUTLASS's W8A8, N = K = 8192: the first is faster at the first number of

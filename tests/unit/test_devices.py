@@ -11,13 +11,13 @@ import pytest
 from flexquant.documents.schema import read_section
 from flexquant.documents.yaml_document import from_data
 from flexquant.errors import FlexQuantError
+from flexquant.planning.device import Device, builtin_devices, load_device
+from flexquant.planning.linears import Linear
+from flexquant.planning.model_shape import read_model_shape
+from flexquant.planning.predicting import predict_pass_times
+from flexquant.planning.roofline import Cost, linear_cost, pass_cost, quantisation_cost
 from flexquant.policy.pass_times import pass_times
 from flexquant.policy.schema import MeasuredSection
-from flexquant.prediction.device import Device, builtin_devices, load_device
-from flexquant.prediction.linears import Linear
-from flexquant.prediction.model_shape import read_model_shape
-from flexquant.prediction.predicting import predict_pass_times
-from flexquant.prediction.roofline import Cost, linear_cost, pass_cost, quantisation_cost
 from tests.prediction import DEVICE, square
 
 

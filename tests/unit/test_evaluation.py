@@ -16,9 +16,10 @@ import torch
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import evaluate
-from flexquant.evaluation.measure import Scores, compare_answers, engine_options, most_tokens
+from flexquant.evaluation.measure import compare_answers, engine_options, most_tokens
 from flexquant.evaluation.schedule import Passes, Run, find_candidates, make_schedule
 from flexquant.evaluation.scores import (
+    Scores,
     kl_divergence,
     log_probabilities,
     same_top_token,

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.evaluation.measure import Scores
 from flexquant.evaluation.plot import save_plot
 from flexquant.evaluation.report import format_table, write_results
 from flexquant.evaluation.scores import (
+    Scores,
     summarise,
 )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.serving.metrics import FILE_BYTES, SharedNumber, SharedNumbers
+from flexquant.serving.worker.metrics import FILE_BYTES, SharedNumber, SharedNumbers
 from tests import programs
 from tests.interruptions.full_disk import OWN_MOUNTS
 
@@ -21,7 +21,7 @@ KEYS = [f"{number} {'k' * 300}" for number in range(4000)]
 COUNT = """
 import json, sys
 from pathlib import Path
-from flexquant.serving.metrics import SharedNumber, SharedNumbers
+from flexquant.serving.worker.metrics import SharedNumber, SharedNumbers
 from tests.unit.test_metrics_files import KEYS
 file = Path(sys.argv[1]) / "counter.db"
 memory = SharedNumbers(file)

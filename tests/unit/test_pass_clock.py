@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from flexquant.serving.endpoints import add_up
-from flexquant.serving.pass_times import PassTimer
+from flexquant.serving.frontend.endpoints import add_up
+from flexquant.serving.worker.pass_times import PassTimer
 
 
 def test_a_pass_is_timed_once_and_only_if_it_began() -> None:

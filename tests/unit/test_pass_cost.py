@@ -7,11 +7,11 @@ from __future__ import annotations
 import pytest
 
 from flexquant.errors import FlexQuantError
+from flexquant.planning.pass_cost import PassCost
+from flexquant.planning.scheduler import Chunk, Sequence
+from flexquant.planning.trace import Request
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.routes import Plan
-from flexquant.simulation.pass_cost import PassCost
-from flexquant.simulation.scheduler import Chunk, Sequence
-from flexquant.simulation.trace import Request
 from tests.pass_times import make_times
 
 

@@ -12,7 +12,7 @@ import pytest
 from flexquant.checkpoint.merged_config import MergedConfig, Variant
 from flexquant.policy.routes import Plan
 from flexquant.policy.rules import Derivation
-from flexquant.serving.plan_views import plan_digest
+from flexquant.serving.worker.plan_views import plan_digest
 
 
 def section(bits: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import load_policy
-from flexquant.serving.client import ADMIN_KEY, apply_policy
+from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 
 KEY = "an administrator's key"
 

@@ -22,9 +22,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from flexquant.checkpoint.merged_config import QUANT_METHOD
-from flexquant.serving import policy_endpoint
-from flexquant.serving.client import ADMIN_KEY
-from flexquant.serving.endpoints import FlexQuantEndpoints, sum_up
+from flexquant.serving.frontend import policy_endpoint
+from flexquant.serving.frontend.client import ADMIN_KEY
+from flexquant.serving.frontend.endpoints import FlexQuantEndpoints, sum_up
 from flexquant.serving.registration import WORKER_EXTENSION
 
 ADMIN = "an administrator's key"

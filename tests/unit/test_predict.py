@@ -13,11 +13,9 @@ import pytest
 
 from flexquant import cli
 from flexquant.errors import FlexQuantError
-from flexquant.policy.pass_times import Time
-from flexquant.policy.rules import load_policy
-from flexquant.prediction.device import Device, builtin_devices, load_device
-from flexquant.prediction.model_shape import read_model_shape
-from flexquant.prediction.predicting import (
+from flexquant.planning.device import Device, builtin_devices, load_device
+from flexquant.planning.model_shape import read_model_shape
+from flexquant.planning.predicting import (
     MAX_SIZE,
     Winner,
     errors,
@@ -27,8 +25,10 @@ from flexquant.prediction.predicting import (
     max_requests,
     predict_pass_times,
 )
-from flexquant.prediction.report import collapse, describe_origin, format_report, make_report
-from flexquant.prediction.roofline import pass_cost
+from flexquant.planning.prediction_report import collapse, describe_origin, format_report, make_report
+from flexquant.planning.roofline import pass_cost
+from flexquant.policy.pass_times import Time
+from flexquant.policy.rules import load_policy
 from tests.prediction import run_predict
 
 

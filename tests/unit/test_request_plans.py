@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexquant.serving.request_plans import KEPT, RequestPlans
+from flexquant.serving.worker.request_plans import KEPT, RequestPlans
 
 COMPLETION, CHAT, RESPONSE = "cmpl-97de04d2af853d53", "chatcmpl-a1643df193f2ed39", "resp_bd0a3713"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ def room_of(module: str) -> str:
 
 
 def imports(file: Path) -> set[str]:
-    """Return the rooms of the FlexQuant modules that a file imports, anywhere in it."""
+    """Return the FlexQuant modules, without ``flexquant.``, that a file imports anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         names = []
@@ -50,11 +51,8 @@ def imports(file: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module == "flexquant":
             names = [f"flexquant.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        for name in names:
-            if name.split(".")[0] == "flexquant":
-                room = room_of(name.partition(".")[2])
-                found.add("" if room.startswith("__") else room)
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        found |= {name.partition(".")[2] for name in names if name.split(".")[0] == "flexquant"}
     return found
 
 
@@ -63,7 +61,8 @@ def found() -> dict[str, set[str]]:
     for module, file in modules().items():
         room = room_of(module)
         if room not in ENTRANCES:
-            rooms.setdefault(room, set()).update(imports(file) - EVERYBODYS - {room})
+            imported = {room_of(name) for name in imports(file) if not name.startswith("__")}
+            rooms.setdefault(room, set()).update(imported - EVERYBODYS - {room})
     return rooms
 
 
@@ -80,6 +79,22 @@ def test_there_is_no_circle_since_each_imports_rooms_above_it() -> None:
     for room, imported in documented().items():
         assert imported <= above, f"{room} imports a room that stands below it"
         above.add(room)
+
+
+def test_no_file_imports_one_that_imports_it() -> None:
+    """Not even inside a function or for types; but ``flexquant/__init__.py`` opens the plugin lazily."""
+    files = {module: file for module, file in modules().items() if module}
+    graph = {module: (imports(file) & files.keys()) - {module} for module, file in files.items()}
+    list(TopologicalSorter(graph).static_order())
+
+
+def test_the_front_end_and_the_workers_do_not_import_each_other() -> None:
+    """They run in different processes."""
+    for side, other in (("frontend", "worker"), ("worker", "frontend"), ("cpu", "frontend")):
+        files = {module: file for module, file in modules().items() if module.startswith(f"serving.{side}.")}
+        assert files
+        for module, file in files.items():
+            assert not [n for n in imports(file) if n.startswith(f"serving.{other}")], module
 
 
 def test_the_entrances_import_lazily_what_they_open() -> None:

@@ -17,10 +17,10 @@ from flexquant.policy.moments import CALM, Moment
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from flexquant.policy.trigger import Schedule, SignalTrigger
-from flexquant.serving import trigger_signal
-from flexquant.serving.forward_pass import Pass
-from flexquant.serving.moments import RunningMoments, running_moments
-from flexquant.serving.trigger_signal import signal_of
+from flexquant.serving.worker import trigger_signal
+from flexquant.serving.worker.forward_pass import Pass
+from flexquant.serving.worker.moments import RunningMoments, running_moments
+from flexquant.serving.worker.trigger_signal import signal_of
 
 CPU = torch.device("cpu")
 MAX_ENTROPY = SignalTrigger("entropy", "max", enter=0.5, leave=0.3, dwell=1)

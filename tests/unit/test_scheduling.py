@@ -9,10 +9,10 @@ import dataclasses
 import pytest
 
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.simulation.arrivals import BUILTIN
-from flexquant.simulation.report import summarise
-from flexquant.simulation.scheduler import Limits, Scheduler, Sequence
-from flexquant.simulation.trace import Request, read_trace
+from flexquant.planning.arrivals import BUILTIN
+from flexquant.planning.scheduler import Limits, Scheduler, Sequence
+from flexquant.planning.simulation_report import summarise
+from flexquant.planning.trace import Request, read_trace
 from tests.pass_times import make_times, passes, run_trace
 
 # schedules by hand

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from flexquant.errors import FlexQuantError, UsageError
+from flexquant.layers.budget import Budget, Measured, front
+from flexquant.layers.chain import beside, greedy_chain
+from flexquant.layers.search_report import policy_document
+from flexquant.layers.searching import Found
 from flexquant.policy.rules import parse_policy
 from flexquant.policy.schema import SCHEMA
-from flexquant.search.budget import Budget, Measured, front
-from flexquant.search.chain import beside, greedy_chain
-from flexquant.search.report import policy_document
-from flexquant.search.searching import Found
 
 HIGH, MIDDLE, LOW = "w8a8", "w4a8", "w4a16"
 SECONDS = {HIGH: 0.03, LOW: 0.02}

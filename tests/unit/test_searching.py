@@ -16,13 +16,13 @@ from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
+from flexquant.layers.budget import Budget, Measured, front
+from flexquant.layers.limiting import limit_loss
+from flexquant.layers.plans import Layers, describe
+from flexquant.layers.searching import Found, Search
+from flexquant.layers.sensitivity import Study
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.schema import SCHEMA
-from flexquant.search.budget import Budget, Measured, front
-from flexquant.search.limiting import limit_loss
-from flexquant.search.searching import Found, Search
-from flexquant.sensitivity.measuring import Study
-from flexquant.sensitivity.plans import Layers, describe
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.deciding import Decision, Range
 from flexquant.tuning.policy_file import Tuned

@@ -9,9 +9,9 @@ import math
 import numpy as np
 import pytest
 
+from flexquant.layers.plans import Layers, describe, rule_use, with_layer
+from flexquant.layers.sensitivity_report import costs, estimate, format_table, wins
 from flexquant.policy.rules import parse_policy
-from flexquant.sensitivity.plans import Layers, describe, rule_use, with_layer
-from flexquant.sensitivity.report import costs, estimate, format_table, wins
 
 HIGH, MIDDLE, LOW = "w8a8", "w4a8", "w4a16"
 KL = {

@@ -11,14 +11,14 @@ import pytest
 
 from benchmarks.simulation import limits_of
 from benchmarks.speed.servers import ServerOptions
+from flexquant.planning.pass_cost import PassCost
+from flexquant.planning.replaying import replay
+from flexquant.planning.scheduler import Limits
+from flexquant.planning.server import Machine, default_capture_sizes, server_limits
+from flexquant.planning.times import route_table
+from flexquant.planning.trace import Request
 from flexquant.policy.rules import parse_policy
 from flexquant.policy.schema import SCHEMA
-from flexquant.simulation.pass_cost import PassCost
-from flexquant.simulation.replaying import replay
-from flexquant.simulation.scheduler import Limits
-from flexquant.simulation.server import Machine, default_capture_sizes, server_limits
-from flexquant.simulation.times import route_table
-from flexquant.simulation.trace import Request
 from tests.pass_times import CPU_LIMITS, CROSSED, make_times, passes, run_trace
 
 GIB = 2**30

@@ -14,17 +14,17 @@ import pytest
 from flexquant import cli
 from flexquant.checkpoint.merged_config import MergedConfig, Variant
 from flexquant.errors import FlexQuantError
+from flexquant.planning.arrivals import make_trace
+from flexquant.planning.model_shape import read_model_shape
+from flexquant.planning.pass_cost import PassCost
+from flexquant.planning.replaying import replay
+from flexquant.planning.scheduler import Chunk, Limits, Sequence
+from flexquant.planning.server import default_capture_sizes
+from flexquant.planning.simulation_report import compare, format_table, summarise
+from flexquant.planning.times import check_times, find_times, route_table
+from flexquant.planning.trace import Request, write_trace
 from flexquant.policy.rules import load_policy, parse_policy
 from flexquant.policy.schema import SCHEMA
-from flexquant.prediction.model_shape import read_model_shape
-from flexquant.simulation.arrivals import make_trace
-from flexquant.simulation.pass_cost import PassCost
-from flexquant.simulation.replaying import replay
-from flexquant.simulation.report import compare, format_table, summarise
-from flexquant.simulation.scheduler import Chunk, Limits, Sequence
-from flexquant.simulation.server import default_capture_sizes
-from flexquant.simulation.times import check_times, find_times, route_table
-from flexquant.simulation.trace import Request, write_trace
 from tests.pass_times import CPU_LIMITS, CROSSED, make_times, run_trace
 from tests.policies import FLOOR
 

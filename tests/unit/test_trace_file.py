@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.serving.forward_pass import Pass
-from flexquant.serving.trace import Trace
+from flexquant.serving.worker.forward_pass import Pass
+from flexquant.serving.worker.trace import Trace
 
 HEADER = {"policy": "phase"}
 

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.simulation import find_trace, sent_requests
 from flexquant.documents.named_files import builtin_names
 from flexquant.errors import FlexQuantError
-from flexquant.simulation.arrivals import BUILTIN, make_builtin
-from flexquant.simulation.trace import PACKAGE, SUFFIX, Request, read_trace, write_trace
+from flexquant.planning.arrivals import BUILTIN, make_builtin
+from flexquant.planning.trace import PACKAGE, SUFFIX, Request, read_trace, write_trace
 
 
 def test_builtin_traces_are_what_the_seed_makes() -> None:

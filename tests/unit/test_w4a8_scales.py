@@ -22,7 +22,7 @@ from flexquant.serving.cpu import trial
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel, TorchCPUW4A8LinearKernel
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.cpu.vendors import AMXW4A8LinearKernel, CPUW4A16LinearKernel
-from flexquant.serving.w4a8 import MarlinW4A8LinearKernel, find_kernel
+from flexquant.serving.worker.w4a8 import MarlinW4A8LinearKernel, find_kernel
 from tests.checkpoints import make_checkpoint
 
 INPUTS, OUTPUTS, GROUP = 256, 128, 64

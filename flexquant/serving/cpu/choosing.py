@@ -27,8 +27,8 @@ from flexquant.policy.schema import PHASES
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.cpu.kernels import REPLACED
 from flexquant.serving.cpu.remembering import find_fastest
-from flexquant.serving.linear_kernels import find_kernel, remake
 from flexquant.serving.vllm_api import CPUInt8ScaledMMLinearKernel, MPLinearKernel, scalar_types
+from flexquant.serving.worker.linear_kernels import find_kernel, remake
 
 logger = init_logger("vllm.flexquant.cpu")
 

@@ -14,7 +14,7 @@ from torch import nn
 from vllm.platforms import current_platform
 
 from flexquant.serving.vllm_api import ParallelLMHead, VocabParallelEmbedding
-from flexquant.serving.weight_memory import packed_for_cpu
+from flexquant.serving.worker.weight_memory import packed_for_cpu
 
 
 def multiplied(model: nn.Module) -> list[Any]:

@@ -14,7 +14,7 @@ GRAPHS = (
     Fault(
         "warm-up-taken-for-serving",
         "vLLM's own requests, before it captures CUDA graphs, count as the first that are served.",
-        "flexquant/serving/model_state.py",
+        "flexquant/serving/worker/model_state.py",
         "observer.is_warming_up = any(is_of_vllm(name) for name in input_batch.req_ids)",
         "pass",
         (REPLAYS + "[V2-PIECEWISE-by-batch]",),
@@ -23,7 +23,7 @@ GRAPHS = (
     Fault(
         "reachable-plan-not-captured",
         "Of the plans that a size can take, only the first has PIECEWISE graphs.",
-        "flexquant/serving/graphs.py",
+        "flexquant/serving/worker/graphs.py",
         "        for name in reachable:\n",
         "        for name in [*reachable][:1]:\n",
         (REPLAYS + "[V1-PIECEWISE-by-batch]",),
@@ -31,7 +31,7 @@ GRAPHS = (
     Fault(
         "graphs-of-two-sizes-exchanged",
         "The FULL graph of a size holds the plan of another.",
-        "flexquant/serving/model.py",
+        "flexquant/serving/worker/model.py",
         "        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment)\n",
         "        other = 1 if self.observer.is_serving else 2\n"
         "        plan = self.routes.lookup(forward_pass.phase, other * forward_pass.tokens)\n",
@@ -40,7 +40,7 @@ GRAPHS = (
     Fault(
         "device-read-in-forward",
         "The model waits for a value of the device, which no CUDA graph can hold.",
-        "flexquant/serving/model.py",
+        "flexquant/serving/worker/model.py",
         "        tokens = positions.shape[-1]\n",
         "        tokens = positions.shape[-1] + 0 * int(positions.sum())\n",
         (REPLAYS + "[V1-FULL_DECODE_ONLY-by-batch]",),
@@ -48,7 +48,7 @@ GRAPHS = (
     Fault(
         "replays-not-counted",
         "A pass that is replayed from a FULL graph is in no counter of /metrics.",
-        "flexquant/serving/pass_records.py",
+        "flexquant/serving/worker/pass_records.py",
         "        if self._metrics is not None:\n            self._metrics.count_pass(",
         "        if self._metrics is not None and graph != CUDAGraphMode.FULL:\n"
         "            self._metrics.count_pass(",
@@ -57,7 +57,7 @@ GRAPHS = (
     Fault(
         "full-graphs-outlive-a-policy",
         "Another policy is taken without other FULL graphs, whatever plans they hold.",
-        "flexquant/serving/graphs.py",
+        "flexquant/serving/worker/graphs.py",
         "return all(routes.lookup(*cell).name == plan for cell, plan in self._full.items()) and all(",
         "return all(",
         (CHANGES + "test_every_replay_is_of_the_plan_that_the_policy_gives[FULL_DECODE_ONLY-V1]",),
@@ -65,7 +65,7 @@ GRAPHS = (
     Fault(
         "pieces-not-captured-for-a-policy",
         "Another policy is taken without the PIECEWISE graphs that only it needs.",
-        "flexquant/serving/graphs.py",
+        "flexquant/serving/worker/graphs.py",
         "            for plan in routes.reachable(size.num_tokens)\n",
         "            for plan in routes.reachable(size.num_tokens)[:0]\n",
         (CHANGES + "test_every_replay_is_of_the_plan_that_the_policy_gives[PIECEWISE-V1]",),
@@ -73,7 +73,7 @@ GRAPHS = (
     Fault(
         "pieces-of-a-failed-capture-stay",
         "A plan of which some pieces were captured before one failed counts as captured.",
-        "flexquant/serving/graphs.py",
+        "flexquant/serving/worker/graphs.py",
         "            for size in wrapper.concrete_cudagraph_entries.keys() - kept:\n",
         "            for size in kept - kept:\n",
         (CHANGES + "test_pieces_of_a_capture_that_failed_are_captured_the_next_time[V1]",),
@@ -81,7 +81,7 @@ GRAPHS = (
     Fault(
         "graphs-asked-for-that-no-capture-made",
         "Where the graphs of the policy before cannot be captured again, passes ask for them all the same.",
-        "flexquant/serving/live_policy.py",
+        "flexquant/serving/worker/live_policy.py",
         "                self._graphs.do_without(runner)\n",
         "",
         (CHANGES + "test_where_no_capture_succeeds_passes_run_without_graphs[V1]",),
@@ -89,7 +89,7 @@ GRAPHS = (
     Fault(
         "last-replay-told-by-the-next-policy",
         "A replay before a change of the policy is counted for the plan that it would have had after it.",
-        "flexquant/serving/live_policy.py",
+        "flexquant/serving/worker/live_policy.py",
         "            self._model.observer.settle()\n            missing = [",
         "            missing = [",
         (CHANGES + "test_a_replay_before_the_change_counts_for_the_policy_before[V1]",),

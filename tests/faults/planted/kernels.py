@@ -26,7 +26,7 @@ KERNELS = (
     Fault(
         "w4a8-of-asymmetric-weights",
         "A policy that derives W4A8 from asymmetric weights fails when its engine starts.",
-        "flexquant/serving/w4a8.py",
+        "flexquant/serving/worker/w4a8.py",
         'if weights.get("num_bits") != 4 or not weights.get("symmetric", True):',
         'if weights.get("num_bits") != 4:',
         ("tests/unit/test_w4a8_scales.py::test_weights_without_w4a8_are_refused_with_the_policy",),

@@ -34,7 +34,7 @@ MEASURING = (
     Fault(
         "what-costs-time-counts-for-nothing",
         "The layer that wins most is raised first, whatever its time.",
-        "flexquant/search/chain.py",
+        "flexquant/layers/chain.py",
         "won / longer if longer > 0",
         "won if longer > 0",
         ("tests/unit/test_search.py::test_of_three_variants_a_layer_takes_what_wins_most_for_its_time",),
@@ -42,7 +42,7 @@ MEASURING = (
     Fault(
         "plan-of-the-wrong-passes",
         "The searched plan decodes as many sequences as there are layers, not as many as were asked for.",
-        "flexquant/search/report.py",
+        "flexquant/layers/search_report.py",
         'if rule.matches("decode", sequences, sequences)',
         'if rule.matches("decode", len(found.chosen.layers), 1)',
         ("tests/unit/test_search.py",),
@@ -50,7 +50,7 @@ MEASURING = (
     Fault(
         "layer-that-costs-least-raised-first",
         "The chain raises first what costs least.",
-        "flexquant/search/chain.py",
+        "flexquant/layers/chain.py",
         "step: (*worth(*step), -step[0])",
         "step: (worth(*step)[0], -worth(*step)[1], -step[0])",
         ("tests/unit/test_search.py::test_the_chain_raises_the_layer_that_costs_most_first",),
@@ -58,7 +58,7 @@ MEASURING = (
     Fault(
         "loss-not-limited",
         "A tuned policy keeps a variant that loses more than it may.",
-        "flexquant/search/limiting.py",
+        "flexquant/layers/limiting.py",
         'if losses[rule["use"]] <= most:',
         'if losses[rule["use"]] <= 10 * most:',
         ("tests/integration/test_search.py::test_a_tuned_policy_loses_no_more_than_it_may",),
@@ -108,7 +108,7 @@ MEASURING = (
     Fault(
         "scheduler-ignores-the-budget",
         "A simulated pass takes a waiting prompt whole, whatever the token budget.",
-        "flexquant/simulation/scheduler.py",
+        "flexquant/planning/scheduler.py",
         "            tokens = min(sequence.length, budget)\n",
         "            tokens = sequence.length\n",
         ("tests/unit/test_scheduling.py::test_chunked_prefill_leaves_decode_its_token",),
@@ -116,7 +116,7 @@ MEASURING = (
     Fault(
         "padding-ignored",
         "A simulated pass costs its own tokens instead of those of its CUDA graph.",
-        "flexquant/simulation/scheduler.py",
+        "flexquant/planning/scheduler.py",
         "return next((size for size in self.capture_sizes if size >= tokens), tokens)",
         "return tokens",
         ("tests/unit/test_server_limits.py::test_the_padded_batch_size_decides",),

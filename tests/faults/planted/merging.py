@@ -140,7 +140,7 @@ MERGING = (
     Fault(
         "variants-untied-by-the-head-of-another",
         "A variant without an lm_head does not start beside one that has it.",
-        "flexquant/serving/variants.py",
+        "flexquant/serving/worker/variants.py",
         "if variant.own_head is False and",
         "if variant.own_head is None and",
         ("tests/integration/test_tied_heads.py::test_every_variant_has_the_head_that_stock_vllm_gives_it",),

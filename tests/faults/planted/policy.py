@@ -85,7 +85,7 @@ POLICY = (
     Fault(
         "signal-read-at-once",
         "A pass waits for the signal of the pass before it, which the device may still compute.",
-        "flexquant/serving/trigger_signal.py",
+        "flexquant/serving/worker/trigger_signal.py",
         "while len(self._sent) > 1:",
         "while self._sent:",
         (RUNNING + "test_a_pass_follows_from_all_decode_passes_but_the_one_before_it",),
@@ -93,7 +93,7 @@ POLICY = (
     Fault(
         "each-rank-for-itself",
         "A rank takes its own signal, not that of the first.",
-        "flexquant/serving/trigger_signal.py",
+        "flexquant/serving/worker/trigger_signal.py",
         "self._send(get_tp_group().broadcast(signal))",
         "self._send(signal)",
         (RUNNING + "test_a_rank_without_logits_takes_the_signal_of_the_first",),
@@ -101,7 +101,7 @@ POLICY = (
     Fault(
         "prompts-measured-too",
         "The logits of a prompt are taken for those of a decode pass.",
-        "flexquant/serving/trigger_signal.py",
+        "flexquant/serving/worker/trigger_signal.py",
         "self._has_begun, self._is_due = True, is_decode",
         "self._has_begun, self._is_due = True, True",
         (RUNNING + "test_a_pass_follows_from_all_decode_passes_but_the_one_before_it",),

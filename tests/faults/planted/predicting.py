@@ -10,7 +10,7 @@ PREDICTING = (
     Fault(
         "logits-of-every-token",
         "The lm_head is counted for every token of a prompt.",
-        "flexquant/prediction/roofline.py",
+        "flexquant/planning/roofline.py",
         'sequences = size if phase == "decode" else 1',
         "sequences = size",
         ("tests/unit/test_devices.py::test_a_pass_by_hand",),
@@ -18,7 +18,7 @@ PREDICTING = (
     Fault(
         "one-layers-overhead",
         "What a layer takes beside its linears is counted once a pass.",
-        "flexquant/prediction/roofline.py",
+        "flexquant/planning/roofline.py",
         "model.num_layers * device.layer_seconds",
         "device.layer_seconds",
         ("tests/unit/test_devices.py::test_a_pass_by_hand",),
@@ -26,7 +26,7 @@ PREDICTING = (
     Fault(
         "tiles-in-the-order-of-the-file",
         "Tiles hold up to so many tokens in the order in which a file gives them.",
-        "flexquant/prediction/device.py",
+        "flexquant/planning/device.py",
         "tuple(sorted(tiles, key=lambda tile: tile.tokens))",
         "tuple(tiles)",
         ("tests/unit/test_devices.py::test_tiles_may_be_given_in_any_order",),
@@ -34,7 +34,7 @@ PREDICTING = (
     Fault(
         "own-kernel-ignored",
         "A device's own kernel for 8-bit weights is ignored.",
-        "flexquant/prediction/device.py",
+        "flexquant/planning/device.py",
         'if scheme == "w8a16" and scheme not in self.kernels:',
         'if scheme == "w8a16":',
         ("tests/unit/test_devices.py::test_8_bit_weights_take_their_own_kernel_or_that_of_w4a16",),
@@ -42,7 +42,7 @@ PREDICTING = (
     Fault(
         "part-of-a-kv-head",
         "More devices than there are KV heads each hold a part of one.",
-        "flexquant/prediction/model_shape.py",
+        "flexquant/planning/model_shape.py",
         'max(1, (config.get("num_key_value_heads") or heads) / tensor_parallel_size)',
         '(config.get("num_key_value_heads") or heads) / tensor_parallel_size',
         ("tests/unit/test_model_shape.py::test_a_device_holds_one_kv_head_at_least",),
@@ -50,7 +50,7 @@ PREDICTING = (
     Fault(
         "errors-of-the-slowest",
         "A prediction is compared with the slowest of the measured times.",
-        "flexquant/prediction/predicting.py",
+        "flexquant/planning/predicting.py",
         "seconds / time.median\n",
         "seconds / time.high\n",
         ("tests/unit/test_predict.py::test_errors_are_those_of_the_medians",),
@@ -58,7 +58,7 @@ PREDICTING = (
     Fault(
         "report-of-whole-answers",
         "A report counts the context of requests at their end instead of half way.",
-        "flexquant/prediction/report.py",
+        "flexquant/planning/prediction_report.py",
         "input_tokens + output_tokens // 2",
         "input_tokens + output_tokens",
         ("tests/unit/test_predict.py::test_a_report_is_of_requests_that_are_half_answered",),
@@ -66,7 +66,7 @@ PREDICTING = (
     Fault(
         "percentile-mistaken",
         "What is called the 99th percentile is the 90th.",
-        "flexquant/simulation/report.py",
+        "flexquant/planning/simulation_report.py",
         "np.percentile(milliseconds, (50, 99))",
         "np.percentile(milliseconds, (50, 90))",
         ("tests/unit/test_simulate.py::test_the_slowest_of_a_hundred_decides_the_99th_percentile",),
@@ -74,7 +74,7 @@ PREDICTING = (
     Fault(
         "simulated-prompts-in-decode-overlooked",
         "A simulated decode pass with a prompt's last token does not begin the count anew.",
-        "flexquant/simulation/replaying.py",
+        "flexquant/planning/replaying.py",
         "count_since_prompt(since_prompt, phase_of(batch), holds_prompt(batch))",
         "count_since_prompt(since_prompt, phase_of(batch), False)",
         ("tests/unit/test_simulate.py::test_the_first_passes_after_a_prompt_take_the_rule_for_them",),

@@ -16,7 +16,7 @@ RECORDS = (
     Fault(
         "full-disk-under-the-trace",
         "A trace that cannot be written ends the engine.",
-        "flexquant/serving/trace.py",
+        "flexquant/serving/worker/trace.py",
         '            self._end(f"it cannot be written ({e.strerror})")\n',
         "            raise\n",
         (TRACE + "test_a_full_disk_ends_it",),
@@ -24,7 +24,7 @@ RECORDS = (
     Fault(
         "half-a-line-in-the-trace",
         "A trace ends with the part of a line that the disk took.",
-        "flexquant/serving/trace.py",
+        "flexquant/serving/worker/trace.py",
         "self._file.truncate(self._size)",
         "self._file.flush()",
         (TRACE + "test_a_full_disk_ends_it",),
@@ -32,7 +32,7 @@ RECORDS = (
     Fault(
         "closing-the-trace-ends-the-engine",
         "A trace whose file cannot even be closed ends the engine.",
-        "flexquant/serving/trace.py",
+        "flexquant/serving/worker/trace.py",
         "            with suppress(OSError):  # some file systems report a full disk only now\n",
         "            if not file.closed:\n",
         (TRACE + "test_a_file_that_fails_once_more_when_it_is_closed_ends_it",),
@@ -40,7 +40,7 @@ RECORDS = (
     Fault(
         "trace-without-a-bound",
         "A trace grows until the disk is full.",
-        "flexquant/serving/trace.py",
+        "flexquant/serving/worker/trace.py",
         "if size > self._mib << 20:",
         "if size < 0:",
         (TRACE + "test_it_ends_at_the_size_that_it_may_have",),
@@ -48,7 +48,7 @@ RECORDS = (
     Fault(
         "metrics-grow-by-holes",
         "The files that a worker counts in have their place on the disk at first, and grow without.",
-        "flexquant/serving/metrics.py",
+        "flexquant/serving/worker/metrics.py",
         "os.posix_fallocate(self._f.fileno(), 0, capacity)",
         "self._f.truncate(capacity)",
         ("tests/unit/test_metrics_files.py::test_on_a_full_disk_the_numbers_that_have_a_place_go_on",),
@@ -56,7 +56,7 @@ RECORDS = (
     Fault(
         "requests-forgotten-under-way",
         "Where many requests are under way, the first are forgotten and begin anew.",
-        "flexquant/serving/request_plans.py",
+        "flexquant/serving/worker/request_plans.py",
         "(name for name in self._runs if name not in under_way)",
         "(name for name in self._runs)",
         (REQUESTS + "test_requests_under_way_are_kept_however_many_they_are",),
@@ -64,7 +64,7 @@ RECORDS = (
     Fault(
         "incomplete-not-marked",
         "A request whose first runs have been forgotten looks like a shorter one.",
-        "flexquant/serving/request_plans.py",
+        "flexquant/serving/worker/request_plans.py",
         "                self._incomplete.add(request)\n",
         "                pass\n",
         (REQUESTS + "test_a_request_that_goes_on_after_it_was_forgotten_is_marked",),
@@ -72,7 +72,7 @@ RECORDS = (
     Fault(
         "all-requests-taken-for-ended",
         "A worker does not ask vLLM's runner which requests are under way.",
-        "flexquant/serving/worker_extension.py",
+        "flexquant/serving/worker/worker_extension.py",
         "        model.records.requests.under_way = lambda: under_way\n",
         "        assert under_way is not None\n",
         ("tests/gpu/test_requests.py::test_requests_under_way_are_not_forgotten[V1]",),
@@ -80,7 +80,7 @@ RECORDS = (
     Fault(
         "unforeseen-on-one-rank",
         "A rank that fails in a way that nobody foresaw leaves the others to themselves.",
-        "flexquant/serving/ranks.py",
+        "flexquant/serving/worker/ranks.py",
         "    except Exception as e:\n",
         "    except FlexQuantError as e:\n",
         (CHANGE + "test_a_failure_that_nobody_foresaw_changes_nothing",),
@@ -88,7 +88,7 @@ RECORDS = (
     Fault(
         "pipeline-ranks-not-asked",
         "Of the ranks of an engine only those that share a layer take a step together.",
-        "flexquant/serving/ranks.py",
+        "flexquant/serving/worker/ranks.py",
         "for group in (get_tp_group(), get_pp_group()):",
         "for group in (get_tp_group(),):",
         ("tests/integration/test_ranks.py::test_a_step_fails_on_all_ranks_or_on_none[1]",),
@@ -96,7 +96,7 @@ RECORDS = (
     Fault(
         "derivation-not-compared",
         "Another policy takes a variant for one that was derived from another source.",
-        "flexquant/serving/policy_change.py",
+        "flexquant/serving/worker/policy_change.py",
         "if after.routes.derived.get(name) != derived.get(name):",
         "if name not in needed:",
         (CHANGE + "test_a_variant_that_was_derived_from_another_is_refused",),
@@ -104,7 +104,7 @@ RECORDS = (
     Fault(
         "derivation-without-passes",
         "A policy is refused for a variant that it derives for no pass.",
-        "flexquant/serving/policy_change.py",
+        "flexquant/serving/worker/policy_change.py",
         "    for name in sorted(needed):\n",
         "    for name in after.routes.derived:\n",
         (CHANGE + "test_a_variant_that_is_derived_for_no_pass_need_not_be_there",),
@@ -112,7 +112,7 @@ RECORDS = (
     Fault(
         "policy-in-the-place-of-an-unseen-one",
         "Of two who change the policy at once, the second replaces what it has not seen.",
-        "flexquant/serving/policy_change.py",
+        "flexquant/serving/worker/policy_change.py",
         "if seen is not None and before.digest not in seen:",
         "if seen is not None and not seen:",
         (CHANGE + "test_a_policy_replaces_those_alone_that_its_sender_has_seen_and_goes_back_by_name",),
@@ -120,7 +120,7 @@ RECORDS = (
     Fault(
         "engines-left-apart",
         "Where one engine refuses a policy, the others keep it.",
-        "flexquant/serving/policy_endpoint.py",
+        "flexquant/serving/frontend/policy_endpoint.py",
         '        await _ask_all(request, CAPTURE_TIMEOUT, "flexquant_restore_policy", change)\n',
         "        return\n",
         (ENDPOINT + "test_an_engine_that_has_taken_another_meanwhile_keeps_it_and_the_others_go_back",),
@@ -128,7 +128,7 @@ RECORDS = (
     Fault(
         "going-back-hides-the-reason",
         "Where engines cannot go back from a policy, it is not told why one has refused it.",
-        "flexquant/serving/policy_endpoint.py",
+        "flexquant/serving/frontend/policy_endpoint.py",
         'f"{_reason(why)}; and engines',
         'f"engines',
         (ENDPOINT + "test_engines_that_cannot_go_back_are_told_of_beside_the_reason",),
@@ -136,7 +136,7 @@ RECORDS = (
     Fault(
         "cancelled-change-stays",
         "Engines that have taken a policy keep it where its sender is cancelled before the others answer.",
-        "flexquant/serving/policy_endpoint.py",
+        "flexquant/serving/frontend/policy_endpoint.py",
         "    except BaseException as e:\n",
         "    except Exception as e:\n",
         (ENDPOINT + "test_a_change_whose_sender_is_cancelled_is_undone",),
@@ -144,7 +144,7 @@ RECORDS = (
     Fault(
         "back-from-what-is-under-way",
         "Engines go back from a policy that another one is still taking.",
-        "flexquant/serving/policy_endpoint.py",
+        "flexquant/serving/frontend/policy_endpoint.py",
         "    except TimeoutError:\n        raise\n",
         "",
         (ENDPOINT + "test_a_change_that_takes_long_goes_on_and_no_engine_goes_back[False]",),
@@ -152,7 +152,7 @@ RECORDS = (
     Fault(
         "no-answer-while-graphs-are-captured",
         "Who posts a policy hears nothing before its CUDA graphs are captured, however long that takes.",
-        "flexquant/serving/policy_endpoint.py",
+        "flexquant/serving/frontend/policy_endpoint.py",
         "        timeout = 0.0",
         "        timeout = None",
         (ENDPOINT + "test_a_change_that_takes_long_goes_on_and_no_engine_goes_back[True]",),
@@ -160,7 +160,7 @@ RECORDS = (
     Fault(
         "late-answer-to-the-next-question",
         "vLLM's executor stops waiting for its ranks, and takes their answer for that to its next question.",
-        "flexquant/serving/engine_client.py",
+        "flexquant/serving/frontend/engine_client.py",
         '"collective_rpc", method, None, args',
         '"collective_rpc", method, timeout, args',
         (ENDPOINT + "test_all_engines_take_it",),
@@ -168,7 +168,7 @@ RECORDS = (
     Fault(
         "policy-half-taken",
         "A rank that cannot note a policy in its trace leaves the others to go on alone.",
-        "flexquant/serving/live_policy.py",
+        "flexquant/serving/worker/live_policy.py",
         "        except Exception:\n",
         "        except FlexQuantError:\n",
         (CHANGE + "test_a_policy_that_cannot_be_noted_is_taken_all_the_same_and_goes_back",),
@@ -176,7 +176,7 @@ RECORDS = (
     Fault(
         "no-second-way-back",
         "A policy that could not be restored is forgotten.",
-        "flexquant/serving/live_policy.py",
+        "flexquant/serving/worker/live_policy.py",
         "self._take(self._before.get(change, self._model.policy), runner)",
         "self._take(self._before.pop(change, self._model.policy), runner)",
         (CHANGE + "test_a_policy_that_cannot_be_restored_can_be_the_next_time",),
@@ -184,7 +184,7 @@ RECORDS = (
     Fault(
         "disagreement-not-told",
         "The status tells the first engine's policy, whatever the others route by.",
-        "flexquant/serving/endpoints.py",
+        "flexquant/serving/frontend/endpoints.py",
         "if len(policies) > 1 else {}",
         "if not policies else {}",
         (ENDPOINT + "test_the_status_says_where_engines_disagree",),
@@ -192,7 +192,7 @@ RECORDS = (
     Fault(
         "first-key-alone",
         "Of several keys of vLLM's only the first is taken.",
-        "flexquant/serving/endpoints.py",
+        "flexquant/serving/frontend/access.py",
         "for key in keys]\n    if not any",
         "for key in keys[:1]]\n    if not any",
         (ENDPOINT + "test_every_key_of_vllms_is_taken",),
@@ -200,7 +200,7 @@ RECORDS = (
     Fault(
         "key-follows-a-redirect",
         "The administrator's key goes to whomever the server names.",
-        "flexquant/serving/client.py",
+        "flexquant/serving/frontend/client.py",
         "urllib.request.build_opener(_NoRedirects)",
         "urllib.request.build_opener()",
         (CLIENT + "test_the_key_follows_no_redirect",),
@@ -208,7 +208,7 @@ RECORDS = (
     Fault(
         "key-in-a-message",
         "A key that is not printable ASCII is taken.",
-        "flexquant/serving/client.py",
+        "flexquant/serving/frontend/client.py",
         "if not (key.isprintable() and key.isascii()):",
         "if key is None:",
         (CLIENT + "test_a_key_that_is_not_printable_ascii_is_refused_and_not_shown",),
@@ -216,7 +216,7 @@ RECORDS = (
     Fault(
         "key-of-latin-1",
         "A key is taken that clients send as other bytes than the server reads.",
-        "flexquant/serving/client.py",
+        "flexquant/serving/frontend/client.py",
         " and key.isascii()",
         "",
         (CLIENT + "test_a_key_that_is_not_printable_ascii_is_refused_and_not_shown",),
@@ -224,7 +224,7 @@ RECORDS = (
     Fault(
         "newline-in-the-key",
         "A newline behind the administrator's key is taken for a part of it.",
-        "flexquant/serving/client.py",
+        "flexquant/serving/frontend/client.py",
         'os.environ.get(ADMIN_KEY, "").strip()',
         'os.environ.get(ADMIN_KEY, "")',
         (CLIENT + "test_space_around_the_key_is_none_of_it",),
@@ -232,7 +232,7 @@ RECORDS = (
     Fault(
         "pass-timed-twice",
         "A pass whose logits are asked for twice is counted twice.",
-        "flexquant/serving/pass_times.py",
+        "flexquant/serving/worker/pass_times.py",
         "began, self._began = self._began, None",
         "began = self._began",
         ("tests/unit/test_pass_clock.py::test_a_pass_is_timed_once_and_only_if_it_began",),
@@ -240,7 +240,7 @@ RECORDS = (
     Fault(
         "counters-of-one-engine",
         "Of several engines' counters the first alone are told.",
-        "flexquant/serving/endpoints.py",
+        "flexquant/serving/frontend/endpoints.py",
         "cells.setdefault(where, Counter()).update(",
         "cells[where] = cells.get(where) or Counter(",
         ("tests/unit/test_pass_clock.py::test_counters_of_engines_are_added_by_plan_and_phase",),

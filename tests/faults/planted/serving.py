@@ -23,7 +23,7 @@ SERVING = (
     Fault(
         "no-head-no-sharing",
         "Variants whose logits come from the embedding have embeddings of their own.",
-        "flexquant/serving/variants.py",
+        "flexquant/serving/worker/variants.py",
         "for name in names:\n        if (module",
         "for name in names if LM_HEAD in found else ():\n        if (module",
         ("tests/integration/test_architectures.py::test_variants_without_an_lm_head_share_the_embedding",),
@@ -31,7 +31,7 @@ SERVING = (
     Fault(
         "adapter-of-one-variant",
         "Layers of further variants are wrapped for LoRA, but keep matrices that nobody fills.",
-        "flexquant/serving/adapters.py",
+        "flexquant/serving/worker/adapters.py",
         "layer.lora_a_stacked, layer.lora_b_stacked = filled.lora_a_stacked, filled.lora_b_stacked",
         "assert filled",
         ("tests/integration/test_adapters.py::test_every_variant_with_adapters_is_stock_vllm",),
@@ -39,7 +39,7 @@ SERVING = (
     Fault(
         "smoothed-with-adapters",
         "Adapters are served over a smoothed variant.",
-        "flexquant/serving/weights.py",
+        "flexquant/serving/worker/weights.py",
         "        check_unsmoothed(norms)\n",
         "",
         ("tests/integration/test_adapters.py::test_a_smoothed_variant_is_refused",),
@@ -47,7 +47,7 @@ SERVING = (
     Fault(
         "phases-exchanged",
         "A pass of single tokens is no decode pass, and one of prompts is.",
-        "flexquant/serving/forward_pass.py",
+        "flexquant/serving/worker/forward_pass.py",
         "if longest <= tokens_per_sequence:",
         "if longest > tokens_per_sequence:",
         (PHASES,),
@@ -55,7 +55,7 @@ SERVING = (
     Fault(
         "mixed-told-as-decode",
         "A pass with sequences in generation beside prompts takes the decode plan.",
-        "flexquant/serving/forward_pass.py",
+        "flexquant/serving/worker/forward_pass.py",
         'phase = "mixed"',
         'phase = "decode"',
         (PHASES,),
@@ -63,7 +63,7 @@ SERVING = (
     Fault(
         "speculated-tokens-ignored",
         "A decode pass with speculated tokens is taken for a prefill pass.",
-        "flexquant/serving/forward_pass.py",
+        "flexquant/serving/worker/forward_pass.py",
         "if longest <= tokens_per_sequence:",
         "if longest <= 1:",
         (PHASES,),
@@ -71,7 +71,7 @@ SERVING = (
     Fault(
         "metrics-with-holes",
         "The files that a worker counts in have no bytes until they are written.",
-        "flexquant/serving/metrics.py",
+        "flexquant/serving/worker/metrics.py",
         "os.posix_fallocate(f.fileno(), 0, FILE_BYTES)",
         "f.truncate(FILE_BYTES)",
         ("tests/unit/test_metrics_files.py::test_every_byte_has_its_place_on_the_disk",),
@@ -79,7 +79,7 @@ SERVING = (
     Fault(
         "padding-decodes-too",
         "Where every sequence has one token, those that pad a CUDA graph are counted.",
-        "flexquant/serving/forward_pass.py",
+        "flexquant/serving/worker/forward_pass.py",
         "sequences = int(starts[-1])",
         "sequences = len(starts) - 1",
         (PHASES,),
@@ -87,7 +87,7 @@ SERVING = (
     Fault(
         "aux-hidden-states-of-one-plan",
         "EAGLE-3 gets the hidden states that it drafts from in the passes of one plan only.",
-        "flexquant/serving/model.py",
+        "flexquant/serving/worker/model.py",
         "for plan in self._plans.values():\n            set_aux_layers",
         "for plan in list(self._plans.values())[:1]:\n            set_aux_layers",
         ("tests/integration/test_speculative.py",),
@@ -95,7 +95,7 @@ SERVING = (
     Fault(
         "aux-hidden-states-of-plans-from-the-start",
         "A plan that a later policy needs does not return what EAGLE-3 drafts from.",
-        "flexquant/serving/model.py",
+        "flexquant/serving/worker/model.py",
         "        self._aux_layers = layers\n",
         "",
         ("tests/integration/test_speculative.py::test_a_plan_that_a_later_policy_needs_drafts_too",),
@@ -103,7 +103,7 @@ SERVING = (
     Fault(
         "unused-layers-with-memory",
         "Layers that no plan takes are built with memory, and left out only then.",
-        "flexquant/serving/variants.py",
+        "flexquant/serving/worker/variants.py",
         "if method is None or is_in(prefix, layers) or",
         "if True or",
         (LOADING + "test_layers_that_no_plan_takes_never_have_memory",),
@@ -111,7 +111,7 @@ SERVING = (
     Fault(
         "shared-matrix-without-memory",
         "A layer that no plan takes makes, without memory, the matrix that it shares with those in use.",
-        "flexquant/serving/variants.py",
+        "flexquant/serving/worker/variants.py",
         'getattr(method, "quant_method", method)',
         "method",
         (LOADING + "test_a_matrix_that_absent_layers_share_has_memory",),
@@ -127,7 +127,7 @@ SERVING = (
     Fault(
         "a-policy-with-absent-layers",
         "A policy is taken whose plans have layers that the server has not loaded.",
-        "flexquant/serving/policy_change.py",
+        "flexquant/serving/worker/policy_change.py",
         "if absent := numbers - set(layers[name]):",
         "if absent := numbers - numbers:",
         (LOADING + "test_another_policy_may_take_the_layers_that_are_there_and_no_others",),
@@ -135,7 +135,7 @@ SERVING = (
     Fault(
         "padding-counted-as-scheduled",
         "The trace says that padding was scheduled.",
-        "flexquant/serving/forward_pass.py",
+        "flexquant/serving/worker/forward_pass.py",
         "longest, int(lengths.sum()), requests)",
         "longest, tokens, requests)",
         (PHASES,),
@@ -143,7 +143,7 @@ SERVING = (
     Fault(
         "shared-weights-counted-for-each-variant",
         "The doctor says that weights which variants share are one variant's.",
-        "flexquant/serving/weight_memory.py",
+        "flexquant/serving/worker/weight_memory.py",
         "sizes[SHARED if len(names) > 1 else names[0]]",
         "sizes[names[0]]",
         ("tests/integration/test_doctor.py::test_weights_are_those_of_the_checkpoint",),
@@ -167,7 +167,7 @@ SERVING = (
     Fault(
         "replays-forgotten",
         "A step that is replayed from a FULL graph is not told.",
-        "flexquant/serving/forward_pass.py",
+        "flexquant/serving/worker/forward_pass.py",
         "            self._left_over = found\n",
         "",
         (PHASES,),
@@ -175,7 +175,7 @@ SERVING = (
     Fault(
         "captures-told-as-served",
         "Passes that only capture a CUDA graph are told as passes of the scheduler.",
-        "flexquant/serving/forward_pass.py",
+        "flexquant/serving/worker/forward_pass.py",
         "and self.is_serving and not self._in_capture:",
         ":",
         (PHASES,),
@@ -183,7 +183,7 @@ SERVING = (
     Fault(
         "route-from-stale-metadata",
         "A pass takes the plan of the pass before it.",
-        "flexquant/serving/forward_pass.py",
+        "flexquant/serving/worker/forward_pass.py",
         "        return described if described.tokens == tokens else described._replace(tokens=tokens)\n",
         "        self._read, before = described, getattr(self, '_read', described)\n"
         "        return before._replace(tokens=tokens)\n",
@@ -192,7 +192,7 @@ SERVING = (
     Fault(
         "layers-shifted-in-a-plan",
         "A plan runs, as layer i, the layer i - 1 of the variant.",
-        "flexquant/serving/plan_views.py",
+        "flexquant/serving/worker/plan_views.py",
         "variants[v].get_submodule(path).layers[i] for i, v in enumerate(plan.layers)",
         "variants[v].get_submodule(path).layers[max(i - 1, 0)] for i, v in enumerate(plan.layers)",
         (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
@@ -200,7 +200,7 @@ SERVING = (
     Fault(
         "variants-shifted-in-a-plan",
         "A layered plan takes, for layer i, the variant of the layer i - 1.",
-        "flexquant/serving/plan_views.py",
+        "flexquant/serving/worker/plan_views.py",
         "variants[v].get_submodule(path).layers[i] for i, v in enumerate(plan.layers)",
         "variants[plan.layers[i - 1]].get_submodule(path).layers[i] for i, _ in enumerate(plan.layers)",
         (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
@@ -208,7 +208,7 @@ SERVING = (
     Fault(
         "first-layers-norm-and-head",
         "Norm and head behind a layered plan are those of its first layer's variant.",
-        "flexquant/serving/plan_views.py",
+        "flexquant/serving/worker/plan_views.py",
         "base = variants[plan.layers[-1]]",
         "base = variants[plan.layers[0]]",
         (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
@@ -216,7 +216,7 @@ SERVING = (
     Fault(
         "images-left-out",
         "The embeddings of images do not reach the pass.",
-        "flexquant/serving/vision.py",
+        "flexquant/serving/worker/vision.py",
         "multimodal_embeddings=multimodal_embeddings",
         "multimodal_embeddings=None",
         ("tests/integration/test_vision.py::test_a_constant_policy_equals_stock_vllm",),
@@ -224,7 +224,7 @@ SERVING = (
     Fault(
         "another-plans-head",
         "Logits always come from the head of the first plan.",
-        "flexquant/serving/model.py",
+        "flexquant/serving/worker/model.py",
         "logits = self._plans[self._last_plan].compute_logits(hidden_states)",
         "logits = self._plans[self.routes.plans[0].name].compute_logits(hidden_states)",
         (VIEWS + "test_logits_come_from_the_head_of_the_last_passes_plan",),
@@ -232,7 +232,7 @@ SERVING = (
     Fault(
         "first-plan-runs-all",
         "Every pass is run by the first plan, while the trace names its own.",
-        "flexquant/serving/model.py",
+        "flexquant/serving/worker/model.py",
         "        return self._plans[plan.name](**inputs)\n\n",
         "        return self._plans[self.routes.plans[0].name](**inputs)\n\n",
         (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
@@ -240,7 +240,7 @@ SERVING = (
     Fault(
         "trace-tells-the-plan-before",
         "The trace is written before the plan is chosen, and names that of the pass before.",
-        "flexquant/serving/model.py",
+        "flexquant/serving/worker/model.py",
         "self.records.serve(forward_pass, plan, graph, moment)",
         "self.records.serve(forward_pass, self._last_plan, graph, moment)",
         (VIEWS + "test_the_trace_tells_the_plan_of_every_pass_in_order",),
@@ -248,10 +248,11 @@ SERVING = (
     Fault(
         "other-engines-not-asked",
         "Of data-parallel engines the first alone is asked for its counters and told of another policy.",
-        "flexquant/serving/engine_client.py",
+        "flexquant/serving/frontend/engine_client.py",
         "for core in client.core_engines\n",
         "for core in client.core_engines[:1]\n",
         ("tests/integration/test_data_parallel.py::test_both_take_another_policy",),
+        "ranks",
     ),
     Fault(
         "live-times-not-taken",
@@ -264,7 +265,7 @@ SERVING = (
     Fault(
         "any-key-will-do",
         "The routes ask for a key, and take every one.",
-        "flexquant/serving/endpoints.py",
+        "flexquant/serving/frontend/access.py",
         "    if not any(matches):\n",
         "    if False and matches:\n",
         ("tests/integration/test_live_server.py::test_the_status_asks_for_vllms_key[one server]",),
@@ -272,7 +273,7 @@ SERVING = (
     Fault(
         "everybody-waits-for-a-posted-policy",
         "A posted policy is read in the loop of the server, which answers nobody meanwhile.",
-        "flexquant/serving/policy_endpoint.py",
+        "flexquant/serving/frontend/policy_endpoint.py",
         "await asyncio.to_thread(read_policy, body, name)",
         "read_policy(body, name)",
         ("tests/integration/test_hostile_callers.py::test_nobody_waits_for_a_body_that_is_slow_to_read",),
@@ -280,7 +281,7 @@ SERVING = (
     Fault(
         "span-of-no-time",
         "FlexQuant's span of a request begins when the request has ended.",
-        "flexquant/serving/request_spans.py",
+        "flexquant/serving/frontend/request_spans.py",
         "start_time=span.start_time",
         "start_time=span.end_time",
         (
@@ -299,7 +300,7 @@ SERVING = (
     Fault(
         "ranks-not-compared",
         "Ranks with other routes than the first serve beside it.",
-        "flexquant/serving/ranks.py",
+        "flexquant/serving/worker/ranks.py",
         "    if world.world_size == 1:\n",
         "    if world.world_size > 0:\n",
         ("tests/integration/test_ranks.py",),
@@ -329,7 +330,7 @@ SERVING = (
     Fault(
         "text-config-left-untied",
         "A tied vision variant beside one with an lm_head gets a head of its own, which nobody fills.",
-        "flexquant/serving/variants.py",
+        "flexquant/serving/worker/variants.py",
         "        model_config.hf_text_config.tie_word_embeddings = True\n",
         "",
         ("tests/integration/test_vision.py::test_a_variant_that_is_tied_beside_one_with_a_head_of_its_own",),
@@ -337,7 +338,7 @@ SERVING = (
     Fault(
         "two-kv-caches",
         "The second variant keeps its own attention layers, with a KV cache of their own.",
-        "flexquant/serving/variants.py",
+        "flexquant/serving/worker/variants.py",
         "                    replacements[layer] = real_context[layer_name]\n",
         '                    layer.layer_name = f"{name}.{layer_name}"\n'
         "                    real_context[layer.layer_name] = layer\n",
@@ -346,7 +347,7 @@ SERVING = (
     Fault(
         "experts-of-the-first-variant",
         "All variants' expert layers have one name, so that those of one variant run for all.",
-        "flexquant/serving/expert_layers.py",
+        "flexquant/serving/worker/expert_layers.py",
         '    layer.layer_name = f"{layer.layer_name}@{variant}"\n',
         "    context.setdefault(layer.layer_name, layer)\n    return\n",
         ("tests/integration/test_experts.py::test_pure_plans_equal_stock_vllm_and_layered_plans_run",),
@@ -354,7 +355,7 @@ SERVING = (
     Fault(
         "shared-experts-that-nothing-calls",
         "A derived variant loads shared experts of its own beside those of its source, which it calls.",
-        "flexquant/serving/variants.py",
+        "flexquant/serving/worker/variants.py",
         "replacements |= dict(zip(layer.modules(), there, strict=True))",
         "replacements[layer] = next(iter(there))",
         (
@@ -373,7 +374,7 @@ SERVING = (
     Fault(
         "variant-left-out-of-the-compile-key",
         "The key of a plan's compiled code says how its last variant is quantised, and no other.",
-        "flexquant/serving/plan_views.py",
+        "flexquant/serving/worker/plan_views.py",
         "    for name in plan.variants:\n",
         "    for name in plan.variants[-1:]:\n",
         ("tests/unit/test_plan_digest.py",),
@@ -381,7 +382,7 @@ SERVING = (
     Fault(
         "compile-key-without-schemes",
         "Compiled code is found by the name of its plan, however its variants are quantised.",
-        "flexquant/serving/plan_views.py",
+        "flexquant/serving/worker/plan_views.py",
         'f"{plan_name} {digest}"',
         "plan_name",
         ("tests/integration/test_compile_state.py",),
@@ -389,7 +390,7 @@ SERVING = (
     Fault(
         "inductors-folder-without-schemes",
         "The pieces of a plan are kept in a folder of its name, however its variants are quantised.",
-        "flexquant/serving/plan_views.py",
+        "flexquant/serving/worker/plan_views.py",
         "-{digest[:16]}",
         "",
         ("tests/integration/test_compile_state.py",),
@@ -405,7 +406,7 @@ SERVING = (
     Fault(
         "w4a8-served-as-w4a16",
         "A derived variant keeps the kernels of its source, without a word.",
-        "flexquant/serving/variants.py",
+        "flexquant/serving/worker/variants.py",
         "            use_8bit_activations(variant, derived[name].activations)\n",
         "            pass\n",
         # The second is for CPUs with AMX, whose W4A16 kernel multiplies with 8-bit activations too.
@@ -417,7 +418,7 @@ SERVING = (
     Fault(
         "plans-in-training",
         "Plans run as a model does that is being trained.",
-        "flexquant/serving/plan_views.py",
+        "flexquant/serving/worker/plan_views.py",
         "return with_module(base, path, inner).eval()",
         "return with_module(base, path, inner)",
         ("tests/integration/test_unlike_llama.py::test_pure_plans_equal_stock_vllm[SolarForCausalLM]",),

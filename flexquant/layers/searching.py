@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Run a search: measure each layer alone, propose plans, measure these whole, and choose one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.layers.budget import Budget, Measured
+from flexquant.layers.chain import beside, greedy_chain, raised
+from flexquant.layers.plans import Layers, all_in
+from flexquant.layers.sensitivity import Measure, Study
+from flexquant.layers.sensitivity_report import costs
+from flexquant.policy.pass_times import PassTimes
+
+RANDOM_PLANS = 3
+LAST = 3
+"""Proposed plans to measure, those that raise most within the budget; raising more is not always better."""
+BESIDE = 2
+"""Number of following steps that are tried in place of a plan's last step."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a search."""
+
+    document: dict[str, Any]
+    """The study's document, with every measured plan."""
+    chosen: Measured
+    searched: list[Measured]
+    """The variants alone, the plans with one layer below the highest precision, and the proposed plans."""
+    others: dict[str, Measured]
+    """Baselines for `--compare`, by name (`first`, `random 1`): they raise as many layers, elsewhere."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search for the best plan for decode passes under a budget."""
+
+    study: Study
+    times: PassTimes
+    """Times of every variant, measured by `flexquant tune` or predicted."""
+    budget: Budget
+    sequences: int = 1
+    """Sequences in the decode pass whose time counts."""
+    compare: bool = False
+    """Whether to measure baselines beside the chosen plan."""
+
+    def __post_init__(self) -> None:
+        self.budget.check_layers(self.study.subject.num_layers)
+        missing = [variant for variant in self.study.variants if variant not in self.times.variants]
+        if missing:
+            raise FlexQuantError(
+                f"the policy has times of {', '.join(self.times.variants)}, not of {', '.join(missing)}; "
+                "give one that 'flexquant tune' wrote for these variants"
+            )
+
+    def run(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> Found:
+        """Measure what ``file`` lacks, and choose a plan; raise FlexQuantError if the budget allows none."""
+        number = self.study.subject.num_layers
+        seconds = {variant: self._seconds(all_in(variant, number)) for variant in self.study.variants}
+        with self.study.measuring(file, overwrite=overwrite, progress=progress) as (document, measure):
+
+            def measured(plan: Layers) -> Measured:
+                return Measured(plan, fmean(measure(plan)), self._seconds(plan))
+
+            pure = self.study.alone()
+            if self.budget.max_kl is not None:
+                fastest = min(map(measured, pure), key=lambda plan: plan.seconds)
+                if fastest.kl <= self.budget.max_kl:
+                    return Found(document, fastest, [*map(measured, pure)], {})
+            alone = [*pure, *self.study.leaving(self.study.highest)]
+            self.study.measure_layers(document, measure, alone, progress)
+            chain = greedy_chain(lambda layer, v: costs(document, layer, v).mean, seconds, number)
+            progress("whole plans")
+            if self.budget.max_kl is not None:
+                proposed = self._bisect(chain, measure)
+            else:
+                proposed = list(filter(self._allowed, chain))[-LAST:]
+                proposed += filter(self._allowed, [*beside(chain, proposed[-1], BESIDE)] if proposed else [])
+            plans = [measured(plan) for plan in dict.fromkeys((*alone, *proposed))]
+            chosen = self.budget.choose([plan for plan in plans if self._allowed(plan.layers)])
+            others = (
+                {name: measured(plan) for name, plan in self._others(chosen.layers)} if self.compare else {}
+            )
+        return Found(document, chosen, plans, others)
+
+    def _allowed(self, plan: Layers) -> bool:
+        fastest = min(self._seconds(all_in(variant, len(plan))) for variant in self.study.variants)
+        return self.budget.allows(self._raised(plan), self._seconds(plan) / fastest - 1)
+
+    def _raised(self, plan: Layers) -> int:
+        """Return the number of layers above the lowest precision."""
+        *_, lowest = self.study.variants
+        return sum(variant != lowest for variant in plan)
+
+    def _seconds(self, plan: Layers) -> float:
+        return self.times.seconds(plan, "decode", self.sequences)
+
+    def _bisect(self, chain: list[Layers], measure: Measure) -> list[Layers]:
+        """Return the chain's first plan within the budget's KL divergence, and its two neighbours."""
+        assert self.budget.max_kl is not None
+        first, last = 0, len(chain) - 1
+        while first < last:
+            middle = (first + last) // 2
+            if fmean(measure(chain[middle])) <= self.budget.max_kl:
+                last = middle
+            else:
+                first = middle + 1
+        return chain[max(0, first - 1) : first + 2]
+
+    def _others(self, layers: Layers) -> list[tuple[str, Layers]]:
+        """Return baselines, (name, plan): they raise as many layers as ``layers``, at other places."""
+        number, (highest, *_, lowest) = len(layers), self.study.variants
+        count = self._raised(layers)
+        places = {
+            "first": range(count),
+            "last": range(number - count, number),
+            "first and last": [*range((count + 1) // 2), *range(number - count // 2, number)],
+        }
+        drawn = random.Random(self.study.settings.seed)
+        for index in range(1, RANDOM_PLANS + 1):
+            places[f"random {index}"] = drawn.sample(range(number), count)
+        return [(name, raised(list(chosen), highest, lowest, number)) for name, chosen in places.items()]

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Score one plan after another on one engine, against the log-probabilities of a reference.
+
+Prompts are always prefilled in the highest precision and their continuations decoded by the plan, so that
+only decoding differs from plan to plan. Results are saved after every plan, and an interrupted run resumes
+from them.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexquant.checkpoint.output import check_free_space, staged_file
+from flexquant.checkpoint.provenance import folder_label
+from flexquant.errors import UsageError
+from flexquant.evaluation.measure import decode_forced, engine_options
+from flexquant.evaluation.scores import Scores
+from flexquant.evaluation.settings import Settings
+from flexquant.evaluation.subject import Subject
+from flexquant.evaluation.text import hash_text, read_rows
+from flexquant.layers.plans import Layers, all_in, describe, rule_use, with_layer
+from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
+from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from flexquant.policy.deriving import add_derivations
+from flexquant.policy.rules import Policy
+from flexquant.policy.schema import SCHEMA as POLICY_SCHEMA
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+SCHEMA = "flexquant.sensitivity/v2"
+Measure = Callable[[Layers], list[float]]
+"""Returns the mean KL divergence of every row to the reference under a plan, in nats a token."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """The inputs of a measurement: plans of a merged checkpoint, rows of a text and a reference."""
+
+    subject: Subject
+    variants: Mapping[str, Policy]
+    """Variant -> policy that runs every pass in it; the most precise variant comes first, and prefills."""
+    text: Path
+    reference: str | None
+    """Folder or Hugging Face id of the 16-bit model; None: the most precise variant is the reference."""
+    settings: Settings
+    """Settings with a single batch size."""
+
+    @classmethod
+    def of(
+        cls,
+        subject: Subject,
+        variants: Mapping[str, Policy],
+        text: Path,
+        reference: str | None,
+        settings: Settings,
+    ) -> Study:
+        """Return the study; raise FlexQuantError for rows too long and a reference of another model."""
+        subject.check_length(settings.row_tokens, "a prompt and its continuation")
+        if reference is not None:
+            subject.check_reference(reference)
+        return cls(subject, variants, text, reference, settings)
+
+    @property
+    def highest(self) -> str:
+        return next(iter(self.variants))
+
+    @property
+    def reference_name(self) -> str:
+        return f"{self.highest} itself" if self.reference is None else Path(self.reference).name
+
+    def alone(self) -> list[Layers]:
+        """Return the plans that run every layer in one variant."""
+        return [all_in(variant, self.subject.num_layers) for variant in self.variants]
+
+    def leaving(self, variant: str) -> list[Layers]:
+        """Return every plan that runs all layers but one in this variant."""
+        number = self.subject.num_layers
+        return [
+            with_layer(all_in(variant, number), layer, other)
+            for layer in range(number)
+            for other in self.variants
+            if other != variant
+        ]
+
+    def described(self) -> dict[str, Any]:
+        """Return the study's inputs as JSON-able data; a file of results records them."""
+        return {
+            "schema": SCHEMA,
+            "checkpoint": folder_label(self.subject.folder),
+            "files": {f.name: f.stat().st_size for f in sorted(self.subject.folder.glob("*.safetensors"))},
+            "reference": None if self.reference is None else Path(self.reference).name,
+            "variants": list(self.variants),
+            "layers": self.subject.num_layers,
+            "settings": {**asdict(self.settings), "batch_sizes": list(self.settings.batch_sizes)},
+            "text": {"file": self.text.name, "sha256": hash_text(self.text)},
+        }
+
+    def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> dict[str, Any]:
+        """Measure each layer alone, unless ``file`` has the plan already; return the document in ``file``.
+
+        The document's ``kl`` maps a plan (:func:`flexquant.layers.plans.describe`) to the mean KL
+        divergence of every row to the reference, in nats a token. ``progress`` gets a line for every plan.
+        Raises FlexQuantError for a text that is too short, and for a file of another study unless
+        ``overwrite`` is set.
+        """
+        *_, lowest = self.variants
+        plans = [*self.alone(), *self.leaving(self.highest), *self.leaving(lowest)]
+        with self.measuring(file, overwrite=overwrite, progress=progress) as (document, measure):
+            self.measure_layers(document, measure, plans, progress)
+        return document
+
+    def measure_layers(
+        self,
+        document: dict[str, Any],
+        measure: Measure,
+        plans: Sequence[Layers],
+        progress: Callable[[str], None],
+    ) -> None:
+        """Measure the plans that the document lacks, with what :meth:`measuring` yields."""
+        missing = [plan for plan in plans if describe(plan) not in document["kl"]]
+        for number, plan in enumerate(missing, 1):
+            progress(f"{describe(plan)} ({len(plans) - len(missing) + number} of {len(plans)})")
+            measure(plan)
+
+    @contextmanager
+    def measuring(
+        self, file: Path, *, overwrite: bool, progress: Callable[[str], None]
+    ) -> Iterator[tuple[dict[str, Any], Measure]]:
+        """Yield the document of ``file``, and a function that measures a plan and saves it there.
+
+        The first plan that the document lacks starts the engine.
+        """
+        prepare_environment()
+        rows = read_rows(self.text, self.subject.tokenizer, self.settings)
+        document = self._load(file, overwrite)
+        score: Measure | None = None
+        # vLLM's second model runner has another interface for logits processors.
+        with environment(VLLM_USE_V2_MODEL_RUNNER="0"), ExitStack() as stack:
+
+            def measure(layers: Layers) -> list[float]:
+                nonlocal score
+                name = describe(layers)
+                if name not in document["kl"]:
+                    score = score or stack.enter_context(self._scoring(rows, progress))
+                    document["kl"][name] = score(layers)
+                    self._save(file, document)
+                found: list[float] = document["kl"][name]
+                return found
+
+            yield document, measure
+
+    @contextmanager
+    def _scoring(self, rows: list[list[int]], progress: Callable[[str], None]) -> Iterator[Measure]:
+        """Score the reference, then yield a function that scores a plan on an engine with all variants."""
+        (batch_size,) = self.settings.batch_sizes
+        options = engine_options(batch_size, self.settings.prompt_tokens, self.settings.row_tokens)
+        with tempfile.TemporaryDirectory(prefix="flexquant-sensitivity-") as folder:
+            stored, scores = Path(folder, "reference"), Path(folder, "scores")
+            check_free_space(stored, 4 * len(rows) * self.settings.tokens * self.subject.vocab_size)
+            if self.reference is not None:
+                progress(f"the reference {self.reference}")
+                with engine(self.reference, **options) as llm:
+                    self._score(llm, rows, scores, store_in=stored)
+            # Run eagerly on every device: a compiled engine has no plans but those of its policy.
+            policy = Path(folder, "policy.json")
+            policy.write_text(json.dumps(self._policy_that_loads()))
+            eager = {**options, "enforce_eager": True}
+            with engine(self.subject.folder, flexquant={"policy": str(policy)}, **eager) as llm:
+                if self.reference is None:
+                    progress(f"the reference {self.highest}")
+                    self._take(llm, self.highest)
+                    self._score(llm, rows, scores, store_in=stored)
+
+                def score(layers: Layers) -> list[float]:
+                    self._take(llm, rule_use(layers))
+                    found = self._score(llm, rows, scores, compare_with=stored)
+                    assert found.kl is not None
+                    return [float(mean) for mean in found.kl.mean(axis=1)]
+
+                yield score
+
+    def _load(self, file: Path, overwrite: bool) -> dict[str, Any]:
+        described = self.described()
+        if overwrite or not file.exists():
+            return {**described, "kl": {}}
+        try:
+            document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            different = [key for key, value in described.items() if document.get(key) != value]
+            measured = document["kl"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise UsageError(
+                f"{file} is not what 'flexquant sensitivity' wrote ({e!r}); give another --output"
+            ) from e
+        if different or not isinstance(measured, dict):
+            raise UsageError(
+                f"{file} has results with other {', '.join(different)}; give another --output, or --overwrite"
+            )
+        return document
+
+    def _save(self, file: Path, document: dict[str, Any]) -> None:
+        document |= {
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+            "argv": describe_command(),
+        }
+        with staged_file(file) as partial:
+            partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    def _policy(self, use: Any) -> dict[str, Any]:
+        """Return the policy that decodes by a plan, given as a rule's ``use``."""
+        prefill = {"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}
+        return self._with_rules([prefill, {"use": use}])
+
+    def _policy_that_loads(self) -> dict[str, Any]:
+        """Return the policy to start with, which makes an engine load all layers of every variant."""
+        *few, last = self.variants
+        rules = [{"when": {"tokens": {"max": tokens}}, "use": use} for tokens, use in enumerate(few, 1)]
+        return self._with_rules([*rules, {"use": last}])
+
+    def _with_rules(self, rules: list[dict[str, Any]]) -> dict[str, Any]:
+        document = {"schema": POLICY_SCHEMA, "rules": rules}
+        return add_derivations(document, self.variants, self.variants)
+
+    def _take(self, llm: LLM, use: Any) -> None:
+        """Decode by another plan from now on."""
+        take_policy(llm, "plan", self._policy(use))
+
+    def _score(self, llm: LLM, rows: list[list[int]], folder: Path, **files: Path) -> Scores:
+        (batch_size,) = self.settings.batch_sizes
+        return decode_forced(llm, rows, self.settings.prompt_tokens, batch_size, folder, **files)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Report what each layer costs and gains: differences of KL divergence between plans, with intervals.
+
+All plans are scored on the same rows, so differences are taken row by row. Intervals are 95 % bootstrap
+percentile intervals over the rows, with a fixed seed (B. Efron, R. Tibshirani, An Introduction to the
+Bootstrap, chapter 13).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexquant.errors import FlexQuantError
+from flexquant.layers.plans import Layers, all_in, describe, with_layer
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over rows, in nats a token, and the ends of its interval, which are infinite for one row."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2g} ({self.low:.2g} to {self.high:.2g})"
+
+
+def estimate(rows: Any) -> Estimate:
+    """Return the mean of one number per row, with its interval."""
+    values = np.asarray(rows, dtype=np.float64)
+    if len(values) < 2:
+        return Estimate(float(values.mean()), -np.inf, np.inf)
+    draws = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
+    return Estimate(float(values.mean()), float(low), float(high))
+
+
+def costs(document: dict[str, Any], layer: int, variant: str) -> Estimate:
+    """Return the increase of KL divergence if only this layer leaves the highest precision."""
+    base = all_in(document["variants"][0], document["layers"])
+    return estimate(_kl(document, with_layer(base, layer, variant)) - _kl(document, base))
+
+
+def wins(document: dict[str, Any], layer: int, variant: str) -> Estimate:
+    """Return the decrease of KL divergence if only this layer leaves the lowest precision."""
+    base = all_in(document["variants"][-1], document["layers"])
+    return estimate(_kl(document, base) - _kl(document, with_layer(base, layer, variant)))
+
+
+def _kl(document: dict[str, Any], layers: Layers) -> np.ndarray:
+    return np.array(document["kl"][describe(layers)])
+
+
+def format_table(document: dict[str, Any]) -> str:
+    """Return a Markdown table of the layers; those that gain most in the highest precision come first."""
+    variants, number = document["variants"], document["layers"]
+    of = document["reference"] or f"{variants[0]} itself"
+    alone = ", ".join(f"{v} {estimate(_kl(document, all_in(v, number)))}" for v in variants)
+    effects = _effects(document)
+    ranking = sorted(range(number), key=lambda layer: effects[-1][1][layer].mean, reverse=True)
+    return "\n".join(
+        [
+            f"KL divergence to {of}, nats a token, with all layers in one variant: {alone}.",
+            "",
+            f"| layer | {' | '.join(title for title, _ in effects)} |",
+            "| --- |" + " --- |" * len(effects),
+            *(f"| {layer} | {' | '.join(str(found[layer]) for _, found in effects)} |" for layer in ranking),
+        ]
+    )
+
+
+def _effects(document: dict[str, Any]) -> list[tuple[str, list[Estimate]]]:
+    """Return columns, (title, estimate of each layer); the last is the gain in the highest precision."""
+    variants, layers = document["variants"], range(document["layers"])
+    highest, lowest = variants[0], variants[-1]
+    return [
+        *(
+            (f"costs in {v}, all others in {highest}", [costs(document, layer, v) for layer in layers])
+            for v in variants[1:]
+        ),
+        *(
+            (f"wins in {v}, all others in {lowest}", [wins(document, layer, v) for layer in layers])
+            for v in reversed(variants[:-1])
+        ),
+    ]
+
+
+def save_plot(document: dict[str, Any], file: Path) -> None:
+    """Draw each layer's cost and gain as a PNG; raise FlexQuantError without matplotlib."""
+    figure_of, canvas_of = matplotlib()
+    figure = figure_of(figsize=(9, 4.5), layout="constrained")
+    canvas = canvas_of(figure)
+    axes = figure.subplots()
+    effects = _effects(document)
+    for number, (title, found) in enumerate(effects):
+        means = np.array([e.mean for e in found])
+        apart = np.array([[e.mean - e.low for e in found], [e.high - e.mean for e in found]])
+        places = np.arange(len(found)) + 0.3 * (number / max(1, len(effects) - 1) - 0.5)
+        axes.errorbar(
+            places, means, yerr=np.where(np.isfinite(apart), apart, 0), fmt="o", capsize=2, label=title
+        )
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.set_xlabel("decoder layer")
+    axes.set_ylabel("KL divergence, nats a token")
+    axes.set_title(f"{document['checkpoint']}: each layer alone in another precision")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2)
+    canvas.print_figure(file, format="png")
+
+
+def matplotlib() -> tuple[Any, Any]:
+    """Return the classes that draw a figure into a file; raise FlexQuantError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise FlexQuantError('plots need matplotlib; install it with: pip install "flexquant[eval]"') from e
+    return Figure, FigureCanvasAgg

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Read what the cost model needs of a merged checkpoint (linears, KV cache, bytes), without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.model_config import count_layers, text_config
+from flexquant.errors import FlexQuantError
+from flexquant.planning.linears import Linear, LinearReader
+
+KV_BYTES = 2
+"""Bytes of one number in the KV cache: 16 bits, vLLM's default."""
+DERIVED = "w4a8"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One device's share of a merged checkpoint."""
+
+    num_layers: int
+    kv_bytes_per_token: float
+    attention_flops: float
+    """Operations for one query token and one key token in all layers: scores and weighted sum."""
+    linears: Mapping[str, Mapping[Linear, int]]
+    """Variant -> linear of the decoder layers -> calls in a pass."""
+    head: Linear
+    """lm_head."""
+    own_bytes: Mapping[str, float]
+    """Variant -> bytes of the tensors that no other variant has."""
+    shared_bytes: float
+    tensor_parallel_size: int
+    has_sliding_window: bool
+    """Whether some layers attend to the latest tokens only; they are counted as full attention."""
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return tuple(self.linears)
+
+    @property
+    def resident_bytes(self) -> float:
+        """Bytes of all variants' weights; shared tensors count once."""
+        return self.bytes_of(self.variants)
+
+    def bytes_of(self, variants: Iterable[str]) -> float:
+        """Return the bytes of the weights if only these variants are loaded."""
+        return self.shared_bytes + sum(self.own_bytes[variant] for variant in variants)
+
+
+def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8: bool = False) -> ModelShape:
+    """Read config.json and the safetensors headers of the merged checkpoint in ``folder``.
+
+    ``w4a8`` adds the variant that a policy can derive from INT4 weights; vLLM's kernel keeps a second copy of
+    these. Sliding windows are counted as full attention. Raises FlexQuantError for a folder that is no merged
+    checkpoint, an unknown scheme, latent attention, and attention heads that ``tensor_parallel_size`` does
+    not divide.
+    """
+    checkpoint = MergedCheckpoint.open(folder)
+    config = text_config(checkpoint.config)
+    hidden, heads, vocabulary = (
+        _integer(config, key, folder) for key in ("hidden_size", "num_attention_heads", "vocab_size")
+    )
+    if heads % tensor_parallel_size:
+        raise FlexQuantError(
+            f"{folder} has {heads} attention heads, which {tensor_parallel_size} devices cannot share "
+            "evenly; give a --tensor-parallel-size that divides them"
+        )
+    if config.get("kv_lora_rank"):
+        raise FlexQuantError(
+            f"{folder} has multi-head latent attention, whose passes cannot be predicted; measure them with "
+            "'flexquant tune'"
+        )
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = max(1, (config.get("num_key_value_heads") or heads) / tensor_parallel_size)
+    num_layers = count_layers(config)
+
+    readers = {}
+    for name, variant in checkpoint.merged.variants.items():
+        keys = checkpoint.variant_keys(name)
+        tensors = {original: checkpoint.tensors[key] for original, key in keys.items()}
+        readers[name] = LinearReader(tensors, variant.quantization_config, f"{folder}, variant {name}")
+    active_experts = config.get("num_experts_per_tok") or 1
+    linears: dict[str, Mapping[Linear, int]] = {
+        name: {
+            linear.share(tensor_parallel_size): count
+            for linear, count in reader.decoder_linears(active_experts).items()
+        }
+        for name, reader in readers.items()
+    }
+    own_bytes = {
+        name: sum(r.nbytes for key, r in checkpoint.tensors.items() if key.startswith(variant.prefix))
+        / tensor_parallel_size
+        for name, variant in checkpoint.merged.variants.items()
+    }
+    all_bytes = sum(ref.nbytes for ref in checkpoint.tensors.values()) / tensor_parallel_size
+    shared_bytes = all_bytes - sum(own_bytes.values())
+    if w4a8:
+        source = _source_of_w4a8(linears, folder)
+        linears[DERIVED] = {
+            replace(linear, scheme=DERIVED) if linear.scheme == "w4a16" else linear: count
+            for linear, count in linears[source].items()
+        }
+        own_bytes[DERIVED] = own_bytes[source]
+    return ModelShape(
+        num_layers,
+        num_layers * 2 * kv_heads * head_dim * KV_BYTES,
+        num_layers * 4 * heads * head_dim / tensor_parallel_size,
+        linears,
+        next(iter(readers.values())).head(vocabulary, hidden).share(tensor_parallel_size),
+        own_bytes,
+        shared_bytes,
+        tensor_parallel_size,
+        _has_sliding_window(config),
+    )
+
+
+def _has_sliding_window(config: Mapping[str, Any]) -> bool:
+    """Return as transformers does: by ``layer_types``, else by ``sliding_window`` unless it is off."""
+    if layer_types := config.get("layer_types"):
+        return "sliding_attention" in layer_types
+    return bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False
+
+
+def _source_of_w4a8(linears: Mapping[str, Mapping[Linear, int]], folder: str | Path) -> str:
+    for name, counts in linears.items():
+        if DERIVED not in linears and any(linear.scheme == "w4a16" for linear in counts):
+            return name
+    raise FlexQuantError(
+        f"{folder} has the variants {', '.join(linears)}, of which none has INT4 weights to derive {DERIVED} "
+        f"from, or {DERIVED} is there already; leave out --w4a8"
+    )
+
+
+def _integer(config: Mapping[str, Any], key: str, folder: str | Path) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise FlexQuantError(
+            f"{Path(folder) / 'config.json'} has {key} {value!r}, expected a whole number from 1; merge again"
+        )
+    return value

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Predict the time of one linear, and of a whole forward pass, from bytes, operations and overheads.
+
+A linear with N outputs and K inputs takes for M tokens
+
+    time = call + bytes / bandwidth + operations / rate
+
+*bytes* are the stored weight with its scales, the activations and the 16-bit outputs. *operations* are
+2 M N K, except for kernels with tiles: these cover M x N with whole tiles, and the tiles run in whole waves
+over the processors ("tile and wave quantization", NVIDIA's Matrix Multiplication Background User's Guide), so
+33 tokens in tiles of 64 rows cost as much as 64, and 64 tiles on 132 processors as much as 132. Marlin, which
+runs W4A16, spreads its work evenly. The three parts are added, because GEMMs of tens of microseconds hardly
+overlap them.
+
+Sources of the numbers (rates and bandwidths are the data sheets'; published figures have N = K = 8192):
+
+    calibrated, for each     ``call_us`` on W4A16's gain at M = 1; W4A16's ``efficiency`` on its loss at
+    architecture             M = 8192; on Hopper W4A16's ``bandwidth`` on the gain with larger matrices
+    assumed, for all GPUs    W8A8 reaches 0.6 of the rate and 0.9 of the bandwidth; ``call_in_pass_us``
+                             replaces ``call_us`` in a pass and is the same for all variants
+    predicted                the crossovers, all five within the published brackets
+
+Sensitivity. The crossovers stay within the brackets if W8A8 reaches 0.55 to 0.75 of the rate and W4A16's
+calibrated efficiency changes in proportion, which keeps its published loss; if W8A8's share alone changes,
+from 0.55 to 0.65.
+
+Limits. The form (a sum rather than a maximum) and the tiles were chosen with the published crossovers in
+view. W8A8 is taken as FP8 on all GPUs that have FP8: with INT8 kernels, whose tiles on Hopper have at least
+64 rows, the crossovers hold for the H100 and the A100 class only. The published figures of W4A16 are
+Marlin's; on Hopper vLLM prefers Machete, which uses wgmma and is expected to lose less at many tokens. It is
+not calibrated, as no figures are published. The published GEMMs were launched one by one, so they do not show
+``call_in_pass_us``; as it is the same for all variants, it moves no crossover.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from flexquant.planning.device import Device
+from flexquant.planning.linears import Linear
+from flexquant.planning.model_shape import ModelShape
+
+QUANTISED_ACTIVATIONS = ("w8a8", "fp8", "w4a8")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Parts of a predicted time, in seconds."""
+
+    memory: float = 0.0
+    compute: float = 0.0
+    overhead: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.memory + self.compute + self.overhead
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.memory + other.memory, self.compute + other.compute, self.overhead + other.overhead)
+
+    def __mul__(self, count: int) -> Cost:
+        return Cost(self.memory * count, self.compute * count, self.overhead * count)
+
+
+def linear_cost(linear: Linear, tokens: int, device: Device, in_pass: bool = False) -> Cost:
+    """Return the cost of one call with activations [tokens, inputs], or of all experts together.
+
+    The model assumes that tokens choose their experts evenly and independently. ``in_pass`` tells whether
+    other calls come before and after this one.
+    """
+    kernel = device.kernel(linear.scheme)
+    rows = tokens * linear.active_experts
+    used = linear.experts * (1 - (1 - linear.active_experts / linear.experts) ** tokens)
+    activation_bytes = 1 if linear.scheme in QUANTISED_ACTIVATIONS else 2
+    moved = used * linear.weight_bytes + rows * (activation_bytes * linear.inputs + 2 * linear.outputs)
+    operations = 2 * _padded_outputs(linear, rows, used, device) * linear.inputs
+    call = kernel.call_in_pass_seconds if in_pass else kernel.call_seconds
+    return Cost(moved / kernel.bytes_per_s, operations / kernel.flops_per_s, call)
+
+
+def quantisation_cost(linear: Linear, tokens: int, device: Device) -> Cost:
+    """Return the cost of quantising 16-bit activations [tokens, inputs] to 8 bit, if the scheme does so."""
+    if linear.scheme not in QUANTISED_ACTIVATIONS:
+        return Cost()
+    return Cost(memory=3 * tokens * linear.inputs / device.kernel("bf16").bytes_per_s)
+
+
+def pass_cost(model: ModelShape, variant: str, phase: str, size: int, context: int, device: Device) -> Cost:
+    """Return the cost of a forward pass on one device.
+
+    A decode pass has ``size`` sequences, each with one new token and ``context`` tokens in the KV cache. A
+    prefill pass has one prompt of ``size`` tokens and an empty KV cache. Communication is left out.
+    """
+    sequences = size if phase == "decode" else 1
+    cost = linear_cost(model.head, sequences, device, in_pass=True)
+    for linear, count in model.linears[variant].items():
+        cost += (
+            linear_cost(linear, size, device, in_pass=True) + quantisation_cost(linear, size, device)
+        ) * count
+    attention = attention_cost(model, size * context if phase == "decode" else 0, device)
+    if phase == "prefill":
+        causal_pairs = size * (size + 1) / 2
+        attention += Cost(compute=causal_pairs * model.attention_flops / device.attention_flops_per_s)
+    overhead = device.pass_seconds + model.num_layers * device.layer_seconds
+    return cost + attention + Cost(overhead=overhead)
+
+
+def attention_cost(model: ModelShape, cached_tokens: int, device: Device) -> Cost:
+    """Return the cost of reading ``cached_tokens`` tokens from the KV cache once, in all layers."""
+    return Cost(memory=cached_tokens * model.kv_bytes_per_token / device.kernel("bf16").bytes_per_s)
+
+
+def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -> float:
+    """Return how many elements of its output [rows, outputs] a kernel computes, padding included.
+
+    A kernel with tiles computes whole tiles for each of the ``experts`` experts in use. Its last wave takes
+    as long as if every processor had a tile.
+    """
+    tiles = device.kernel(linear.scheme).tiles
+    if not tiles:
+        return rows * linear.outputs
+    rows_per_expert = ceil(rows / experts)
+    tile = next((tile for tile in tiles if rows_per_expert <= tile.tokens), tiles[-1])
+    blocks = ceil(experts * ceil(rows_per_expert / tile.rows) * ceil(linear.outputs / tile.columns))
+    return ceil(blocks / device.processors) * device.processors * tile.rows * tile.columns

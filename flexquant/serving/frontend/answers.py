@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Define the answers of FlexQuant's routes, for validation and for the server's OpenAPI schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from flexquant.policy.schema import Phase
+
+
+class Answer(BaseModel):
+    """An answer with exactly the declared keys."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class PolicyName(Answer):
+    name: str
+    digest: str
+    """SHA-256 of the policy's document."""
+
+
+class RouteOfTokens(Answer):
+    """The plan of the passes of ``min_tokens`` to ``max_tokens`` tokens, ends included."""
+
+    min_tokens: int
+    max_tokens: int
+    plan: str
+    moment: str | None = None
+    """Name of a :class:`flexquant.policy.moments.Span`, only if the policy tells moments apart."""
+
+
+class LastPass(Answer):
+    """The fields of :class:`~flexquant.serving.worker.forward_pass.Pass`; the last four only with moments."""
+
+    phase: Phase
+    tokens: int
+    sequences: int
+    max_query_len: int
+    scheduled_tokens: int
+    plan: str
+    moment: str | None = None
+    since_prompt: int | None = None
+    unsure: bool | None = None
+    signal: float | None = None
+
+
+class Counted(BaseModel):
+    """Counters of one plan and phase, by their names in ``/metrics`` without ``flexquant:``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    plan: str
+    phase: Phase
+    forward: float
+
+
+class Status(Answer):
+    """What the first rank serves, and the counters of all engines."""
+
+    flexquant: str
+    architecture: str
+    policy: PolicyName
+    plans: dict[str, list[str]]
+    """Plan -> variant of each layer."""
+    routes: dict[Phase, list[RouteOfTokens]]
+    kernels: dict[str, list[str]]
+    """Variant -> names of its kernels."""
+    weight_bytes: dict[str, int]
+    """Variant, or ``shared`` for weights that several variants use -> bytes of its weights."""
+    weight_bytes_by_layers: dict[str, dict[str, int]]
+    """The same bytes by range of decoder layers, e.g. ``0-3``; an empty text is outside of layers."""
+    last_pass: LastPass | None
+    counted: list[Counted] | None
+    ranks: int
+    disagreement: list[PolicyName] | None = None
+    """Policies of all engines, only if they differ."""
+
+
+class Run(Answer):
+    """Consecutive tokens of one plan and one moment."""
+
+    plan: str
+    tokens: int
+    moment: str | None = None
+
+
+class ServedRequest(Answer):
+    request: str
+    plans: list[Run]
+    incomplete: bool | None = None
+    """True if the first runs of the request have been forgotten; else the key is missing."""
+
+
+class ServedRequests(Answer):
+    """Requests that a response answers."""
+
+    requests: list[ServedRequest]
+
+
+class ChangedRoute(Answer):
+    """The fields of :class:`flexquant.policy.route_changes.RouteChange`."""
+
+    phase: Phase
+    min_tokens: int
+    max_tokens: int
+    before: str
+    after: str
+    moment: str | None = None
+
+
+class PolicyChange(Answer):
+    """Effects of changing the policy, or of a dry run."""
+
+    before: PolicyName
+    after: PolicyName
+    captures_graphs: bool
+    routes: list[ChangedRoute]
+    dry_run: bool
+    seconds: float
+
+
+class Reason(Answer):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class Refusal(Answer):
+    """Body of an HTTPException in vLLM's server."""
+
+    error: Reason
+
+
+def refusals(**reasons: str) -> dict[int | str, dict[str, Any]]:
+    """Return OpenAPI responses for statuses, each given as ``_401="why"``.
+
+    Unless 422 or ``_4XX`` is given, FastAPI adds a response of its own, 422 for a wrong parameter; vLLM
+    answers 400.
+    """
+    return {status[1:]: {"model": Refusal, "description": why} for status, why in reasons.items()}

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Add FlexQuant's routes to vLLM's API server: its status, and, with an administrator's key, policy changes.
+
+``GET /flexquant`` returns policy, routes, kernels and counters, and ``GET /flexquant/ui`` shows them as a
+page. ``POST /flexquant/policy`` changes the policy, and exists only if the operator has set a key. vLLM adds
+a plugin's routes only if the operator names the plugin: ``VLLM_PLUGINS=flexquant``.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import itertools
+import secrets
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import HTMLResponse
+
+from flexquant.serving.frontend.access import LATE, ask_briefly, authorise
+from flexquant.serving.frontend.answers import ServedRequests, Status, refusals
+from flexquant.serving.frontend.client import admin_key
+from flexquant.serving.frontend.engine_client import serves_merged
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+
+class FlexQuantEndpoints:
+    """Implements vLLM's ``vllm.endpoint_plugins`` entry point."""
+
+    name = "flexquant"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes; vLLM calls this when it builds the server."""
+        with_key: dict[str, Any] = {"methods": ["GET"], "dependencies": [Depends(authorise)]}
+        nothing = "No merged checkpoint is served."
+        app.add_api_route(
+            "/flexquant",
+            status,
+            response_model=Status,
+            response_model_exclude_unset=True,
+            responses=refusals(_401="Not vLLM's key.", _404=nothing, _504=LATE),
+            **with_key,
+        )
+        app.add_api_route("/flexquant/ui", page, methods=["GET"], response_class=HTMLResponse)
+        app.add_api_route(
+            "/flexquant/requests/{response}",
+            plans_of_response,
+            response_model=ServedRequests,
+            response_model_exclude_unset=True,
+            responses=refusals(
+                _401="Not vLLM's key.", _404="None of the last requests.", _504=LATE, _4XX="Refused."
+            ),
+            **with_key,
+        )
+        if admin_key():
+            from flexquant.serving.frontend.policy_endpoint import add_policy_route
+
+            add_policy_route(app)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Keep vLLM's client of the engine, which the routes ask; vLLM calls this once the client exists."""
+        from flexquant.serving.options import ServingOptions
+
+        state.flexquant_engine = engine_client
+        if serves_merged(engine_client) and ServingOptions.from_vllm(engine_client.vllm_config).requests:
+            await engine_client.collective_rpc("flexquant_follow_requests")
+            if await engine_client.is_tracing_enabled():
+                from flexquant.serving.frontend.request_spans import follow_spans
+
+                state.flexquant_spans = follow_spans(engine_client)
+
+
+async def status(request: Request) -> dict[str, Any]:
+    """Return the first rank's status, with the sums of all engines' counters, and policies that differ.
+
+    Raises HTTPException 404 if no merged checkpoint is served.
+    """
+    return sum_up(await ask_briefly(request, "flexquant_status"))
+
+
+def sum_up(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the statuses of all ranks into one."""
+    counted = [rank["counted"] for rank in ranks if rank["counted"] is not None]
+    policies = [*{rank["policy"]["digest"]: rank["policy"] for rank in ranks}.values()]
+    summed = {**ranks[0], "counted": add_up(counted) if counted else None, "ranks": len(ranks)}
+    return summed | ({"disagreement": policies} if len(policies) > 1 else {})
+
+
+def add_up(counted: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Add the counters of several engines, by plan and phase."""
+    cells: dict[tuple[str, str], Counter[str]] = {}
+    for cell in itertools.chain.from_iterable(counted):
+        where = cell["plan"], cell["phase"]
+        cells.setdefault(where, Counter()).update(
+            {name: value for name, value in cell.items() if name not in ("plan", "phase")}
+        )
+    return [{"plan": plan, "phase": phase, **sums} for (plan, phase), sums in cells.items()]
+
+
+async def plans_of_response(request: Request, response: str) -> dict[str, Any]:
+    """Return which plans computed the tokens of a response, given by its ``id``.
+
+    A response can answer several prompts, or one prompt several times; each answer is a request. Raises
+    HTTPException 404 if none of its requests is remembered, or if requests are not followed.
+    """
+    ranks = await ask_briefly(request, "flexquant_requests", response)
+    found = {record["request"]: record for record in itertools.chain.from_iterable(ranks)}
+    if not found:
+        raise HTTPException(
+            404,
+            f"no request of {response} among the last; give the id of a response, of a server that follows "
+            "requests (additional-config 'flexquant.requests': true)",
+        )
+    return {"requests": list(found.values())}
+
+
+async def page() -> HTMLResponse:
+    """Return the page for people; it holds no data, and fetches the status with a key."""
+    nonce = secrets.token_urlsafe(16)
+    html = importlib.resources.files(__package__).joinpath("status_page.html").read_text("utf-8")
+    policy = f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
+    headers = {
+        "Content-Security-Policy": f"{policy}; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return HTMLResponse(html.replace("NONCE", nonce, 1), headers=headers)

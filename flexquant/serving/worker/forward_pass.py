@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Find what each forward pass holds: its phase, tokens and sequences, which decide its plan.
+
+In every step, on every device, vLLM's model runners describe the batch to the metadata builders of its
+attention backends, with the query lengths on the host. So FlexQuant gives its attention layers a subclass of
+their own backend, whose builder reads the lengths there: the device is not read, and no backend's own
+metadata is needed. The description travels with the metadata to its forward pass.
+
+A step that vLLM replays from a FULL graph builds metadata too, but does not call the model. Its description
+is left over; the step's logits or the next step, whichever comes first, finds it and reports the replay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy.moments import CALM, Moment
+from flexquant.policy.schema import Phase
+from flexquant.serving.vllm_api import subclass_attention_backend
+
+if TYPE_CHECKING:
+    import torch
+
+    from flexquant.serving.vllm_api import AttentionBackend, CommonAttentionMetadata, ForwardContext
+
+
+class Pass(NamedTuple):
+    """Contents of one forward pass."""
+
+    phase: Phase
+    tokens: int
+    """Tokens in the pass, padding included."""
+    sequences: int
+    """Sequences without padding; 0 if the attention backend cannot be observed."""
+    max_query_len: int
+    """Largest number of tokens of one sequence; 0 if the backend cannot be observed."""
+    scheduled_tokens: int
+    """Tokens without padding, as vLLM's scheduler asked; 0 if the backend cannot be observed."""
+    requests: Mapping[str, int] | None = None
+    """Name of a request -> its number of scheduled tokens; None if requests are not followed."""
+    moment: Moment = CALM
+    """The pass's moment; :data:`CALM` if moments are not followed, and for vLLM's own passes."""
+    signal: float | None = None
+    """Latest signal that the moment depends on; None if there is none."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Return JSON-able data, without the requests."""
+        data = self._asdict()
+        del data["requests"], data["moment"], data["signal"]
+        if self.moment != CALM:
+            data |= self.moment._asdict()
+        if self.signal is not None:
+            data["signal"] = self.signal if math.isfinite(self.signal) else None
+        return data
+
+
+UNKNOWN = Pass("prefill", 0, 0, 0, 0)
+
+
+def describe_pass(
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    tokens: int,
+    tokens_per_sequence: int,
+    names: Sequence[str] | None = None,
+) -> Pass:
+    """Describe a pass of ``tokens`` tokens by the offsets at which the sequences' tokens start.
+
+    ``query_start_loc`` is int32 [sequences + 1], on the host; padding sequences come last and have no tokens.
+    No sequence has more than ``max_query_len`` tokens. A decoding sequence has ``tokens_per_sequence``
+    tokens: 1, plus any speculated ones. ``names`` are the requests' names, in the order of the sequences;
+    None: requests are not followed.
+    """
+    starts = query_start_loc.numpy()
+    if max_query_len == 1:  # most passes of a server; this takes a few operations rather than a dozen
+        sequences = int(starts[-1])
+        ones = None if names is None else dict.fromkeys(names[:sequences], 1)
+        return Pass("decode", tokens, sequences, 1, sequences, ones)
+    lengths = starts[1:] - starts[:-1]
+    lengths = lengths[lengths > 0]
+    longest = int(lengths.max(initial=0))
+    phase: Phase = "prefill"
+    if longest <= tokens_per_sequence:
+        phase = "decode"
+    elif (lengths <= tokens_per_sequence).any():
+        phase = "mixed"
+    requests = None if names is None else dict(zip(names, lengths.tolist(), strict=False))
+    return Pass(phase, tokens, len(lengths), longest, int(lengths.sum()), requests)
+
+
+class Moments(Protocol):
+    """Follows the passes of a policy that tells moments of decoding apart (`moments`)."""
+
+    def place(self, begun: Pass, holds_prompt: bool) -> Pass:
+        """Return the beginning pass with its moment."""
+
+    def measure(self, logits: torch.Tensor | None, device: torch.device) -> None:
+        """Take the logits that a pass computed."""
+
+
+class PassObserver:
+    """Observes the passes of one model through the metadata builders of its attention layers."""
+
+    def __init__(
+        self,
+        tokens_per_sequence: int,
+        replayed: Callable[[Pass], None],
+        began: Callable[[], None] | None = None,
+    ) -> None:
+        """Observe passes; ``replayed`` is called with every scheduler's pass that did not call the model.
+
+        ``began`` is called when a pass of the scheduler begins.
+        """
+        self._tokens_per_sequence = tokens_per_sequence
+        self._replayed = replayed
+        self._began = began
+        self._backends: dict[type, type] = {}
+        self._first_layer: str | None = None
+        self._unobserved: str | None = None
+        self._left_over: Pass | None = None
+        self._in_capture = False
+        self.is_serving = False
+        """Whether the scheduler's passes have begun; the first of them holds a prompt.
+
+        Before that, vLLM's own passes warm up and capture CUDA graphs.
+        """
+        self.is_warming_up = False
+        """Whether the next pass has prompts of vLLM's own (`model_state`)."""
+        self._is_interrupted = False
+        self.request_names: Callable[[], Sequence[str]] | None = None
+        """Returns the names of the next pass's requests in order; None if requests are not followed."""
+        self.moments: Moments | None = None
+        """Gives each pass its moment; None if the policy does not tell moments apart."""
+
+    def observe(self, layers: Mapping[str, Any]) -> None:
+        """Give attention layers, by name, an observed backend; call this before vLLM makes their KV cache.
+
+        A layer that keeps its backend elsewhere cannot be observed: :meth:`check_phases` refuses it.
+        """
+        for name, layer in layers.items():
+            backend = getattr(layer, "attn_backend", None)
+            if backend is not None:
+                if backend not in self._backends:
+                    self._backends[backend] = self._observed(backend)
+                layer.attn_backend = self._backends[backend]
+                self._first_layer = self._first_layer or name
+            else:
+                self._unobserved = f"'{name}' ({type(layer).__name__})"
+
+    def check_phases(self) -> None:
+        """Raise :class:`FlexQuantError` if prefill and decode cannot be told apart."""
+        if self._unobserved is not None:
+            raise FlexQuantError(
+                f"layer {self._unobserved} does not say which attention backend it uses, so that prefill and "
+                "decode cannot be told apart; serve a policy whose rules name no phase and no batch size"
+            )
+
+    def read(self, context: ForwardContext, tokens: int) -> Pass | None:
+        """Return the pass, of ``tokens`` padded tokens, for which the model is called.
+
+        None in vLLM's profiling runs and some of its capture runs, which have no attention metadata.
+        """
+        metadata: Any = context.attn_metadata
+        if not metadata:
+            return None
+        described = getattr(metadata.get(self._first_layer), "flexquant_pass", UNKNOWN)
+        self._left_over = None
+        return described if described.tokens == tokens else described._replace(tokens=tokens)
+
+    def settle(self) -> None:
+        """Report the last pass, if it was replayed."""
+        if self._left_over is not None:
+            replayed, self._left_over = self._left_over, None
+            self._replayed(replayed)
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Treat passes in the block as vLLM's own, even if waiting requests describe them."""
+        self.settle()
+        was_serving, self.is_serving, self._is_interrupted = self.is_serving, False, True
+        try:
+            yield
+        finally:
+            self.is_serving, self._is_interrupted = was_serving, False
+
+    def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> Pass:
+        # A FULL graph's metadata has its padded size; other passes get their padded size in read().
+        names = self.request_names() if self.request_names is not None else None
+        found = describe_pass(
+            common.query_start_loc_cpu,
+            common.max_query_len,
+            common.num_actual_tokens,
+            self._tokens_per_sequence,
+            names,
+        )
+        is_own = self.is_warming_up or self._is_interrupted
+        if not (self.is_serving or is_own) and _holds_prompt(common):
+            self.is_serving = True
+        if self._first_layer in layer_names and self.is_serving and not self._in_capture:
+            self.settle()
+            if self.moments is not None:
+                found = self.moments.place(found, _holds_prompt(common))
+            self._left_over = found
+            if self._began is not None:
+                self._began()
+        return found
+
+    @contextmanager
+    def _capture(self) -> Iterator[None]:
+        self._in_capture = True
+        try:
+            yield
+        finally:
+            self._in_capture = False
+
+    def _observed(self, backend: type[AttentionBackend]) -> type[AttentionBackend]:
+        observer = self
+        builder_class: Any = backend.get_builder_cls()
+
+        class ObservedBuilder(builder_class):
+            def __init__(
+                self, kv_cache_spec: Any, layer_names: list[str], *args: Any, **options: Any
+            ) -> None:
+                super().__init__(kv_cache_spec, layer_names, *args, **options)
+                self.layer_names = layer_names  # builders of multi-head latent attention do not keep them
+
+            def build(
+                self,
+                common_prefix_len: int,
+                common_attn_metadata: CommonAttentionMetadata,
+                *args: Any,
+                **options: Any,
+            ) -> Any:
+                metadata = super().build(common_prefix_len, common_attn_metadata, *args, **options)
+                metadata.flexquant_pass = observer._describe(common_attn_metadata, self.layer_names)
+                return metadata
+
+            def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+                with observer._capture():
+                    return super().build_for_cudagraph_capture(common_attn_metadata)
+
+        return subclass_attention_backend("FlexQuant", backend, ObservedBuilder)
+
+
+def _holds_prompt(common: CommonAttentionMetadata) -> bool:
+    """Whether a sequence has tokens of its prompt in the pass, as far as vLLM reports it."""
+    return common.is_prefilling is not None and bool(common.is_prefilling.any())

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Capture CUDA graphs of several plans at start-up: every graph that a pass can need, and no other.
+
+vLLM captures a model by calling it once for every size. What it captures depends on the mode:
+
+*FULL* graphs hold a whole forward pass and are replayed without calling the model. vLLM captures them with
+the attention metadata of the passes that will replay them, so routing as usual puts the right plan in.
+
+*PIECEWISE* graphs lie inside each compiled plan, between its attention layers, and are replayed by running
+the plan. The metadata of the capturing call (there may be none) shows at most one of the phases that a size
+serves. vLLM captures each size once, but several plans can run at that size. So at the first pass of a size
+FlexQuant captures every plan that the policy can choose for it. vLLM's own wrappers tell whether a plan's
+graphs exist, since vLLM captures twice: first to estimate the memory, dropping these graphs, and then for
+good. The scheduler's passes capture nothing: if a graph is missing then, the pass runs without it, with a
+warning.
+
+Another policy (`live_policy`) can need other graphs: another plan in a FULL graph, or
+the pieces of another plan for a size. vLLM then captures again, while no pass runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
+
+from flexquant.policy.routes import RouteTable
+from flexquant.policy.schema import Phase
+from flexquant.serving.vllm_api import (
+    BatchDescriptor,
+    CUDAGraphWrapper,
+    ForwardContext,
+    IntermediateTensors,
+    monitor,
+    override_forward_context,
+    set_current_vllm_config,
+)
+from flexquant.serving.worker.graph_memory import GraphMemory
+
+logger = init_logger("vllm.flexquant.graphs")
+
+
+class PlanGraphs:
+    """The CUDA graphs of a model's plans."""
+
+    def __init__(self, *, has_full: bool) -> None:
+        """Begin without graphs; ``has_full`` tells whether vLLM captures FULL graphs."""
+        self._has_full = has_full
+        self._wrappers: dict[str, list[CUDAGraphWrapper]] = {}
+        self._pieces: set[BatchDescriptor] = set()
+        """Sizes of the PIECEWISE graphs."""
+        self._full: dict[tuple[Phase, int], str] = {}
+        """(Phase, padded tokens) -> plan of the FULL graph."""
+        self._memory: GraphMemory | None = GraphMemory()
+        self._missing: set[tuple[str, BatchDescriptor | None]] = set()
+
+    @contextmanager
+    def compiling(self, plan: str) -> Iterator[None]:
+        """Enclose a plan's first run, in which vLLM compiles it and wraps its pieces for PIECEWISE graphs."""
+        before = set(CUDAGraphWrapper._all_instances)
+        yield
+        made = [wrapper for wrapper in CUDAGraphWrapper._all_instances if wrapper not in before]
+        self._wrappers.setdefault(plan, []).extend(made)
+
+    def capture_missing(
+        self,
+        plans: Mapping[str, nn.Module],
+        reachable: Iterable[str],
+        context: ForwardContext,
+        inputs: dict[str, Any],
+        tokens: int,
+    ) -> None:
+        """In a PIECEWISE pass of ``tokens`` padded tokens, capture the plans that lack graphs of its size.
+
+        ``reachable`` names the plans that the policy can take at that size.
+        """
+        if not monitor.cudagraph_capturing_enabled or self._memory is None:
+            return
+        if context.batch_descriptor is not None:
+            self._pieces.add(context.batch_descriptor)
+        for name in reachable:
+            if self._has_graphs(name, context.batch_descriptor):
+                continue
+            # A first run without capture loads kernels and lets them choose their configuration.
+            with _without_graphs(context):
+                plans[name](**inputs)
+            self._memory.sample()
+            plans[name](**inputs)
+            self._memory.captured(name, CUDAGraphMode.PIECEWISE, tokens)
+            self._memory.sample()
+
+    def replay(
+        self, name: str, plan: nn.Module, context: ForwardContext, inputs: dict[str, Any]
+    ) -> torch.Tensor | IntermediateTensors:
+        """In a PIECEWISE pass, run a plan, with its pieces' graphs if it has graphs of this size."""
+        if self._has_graphs(name, context.batch_descriptor):
+            return plan(**inputs)
+        if (name, context.batch_descriptor) not in self._missing:
+            self._missing.add((name, context.batch_descriptor))
+            logger.warning(
+                "plan %s has no CUDA graphs for %s, which is a bug of FlexQuant: such passes run without",
+                name,
+                context.batch_descriptor,
+            )
+        with _without_graphs(context):
+            return plan(**inputs)
+
+    def _has_graphs(self, name: str, descriptor: BatchDescriptor | None) -> bool:
+        """Whether a plan's pieces are captured for a size; True if it has no piece that can be captured.
+
+        Some pieces hold no operator and never have a graph, so several pieces may have to be checked; the
+        piece that had a graph is checked first the next time.
+        """
+        wrappers = self._wrappers[name]
+        for position, wrapper in enumerate(wrappers):
+            if descriptor in wrapper.concrete_cudagraph_entries:
+                wrappers.insert(0, wrappers.pop(position))
+                return True
+        return not wrappers
+
+    def watch_full_capture(self, plan: str, phase: Phase, tokens: int) -> None:
+        """Note that ``plan`` runs a pass of ``tokens`` padded tokens, in a FULL capture or its warm-up."""
+        if self._memory is None or not self._has_full:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self._full[phase, tokens] = plan
+            self._memory.captured(plan, CUDAGraphMode.FULL, tokens)
+        else:
+            self._memory.sample()
+
+    def finish(self) -> None:
+        """Note that serving begins: log once what was captured, and capture nothing more."""
+        if self._memory is not None:
+            self._memory.log()
+            self._memory = None
+
+    def fit(self, routes: RouteTable) -> bool:
+        """Whether the existing graphs hold the plans that ``routes`` give to the passes that replay them."""
+        return all(routes.lookup(*cell).name == plan for cell, plan in self._full.items()) and all(
+            self._has_graphs(plan.name, size)
+            for size in self._pieces
+            for plan in routes.reachable(size.num_tokens)
+        )
+
+    def capture_again(self, runner: Any, vllm_config: VllmConfig) -> None:
+        """Have vLLM capture the graphs that :meth:`fit` misses, by the model's routes; no pass may run.
+
+        ``runner`` is vLLM's model runner. If it raises, graphs can be missing, and a plan can have some of
+        its pieces without the others. All FULL graphs are dropped first, since vLLM tells them apart by size
+        only; PIECEWISE graphs stay. A capture writes nothing into the KV cache.
+        """
+        self._memory = GraphMemory()
+        torch.accelerator.synchronize()
+        if (v2 := getattr(runner, "cudagraph_manager", None)) is not None:
+            v2.graphs.clear()
+        for wrapper in CUDAGraphWrapper._all_instances:
+            if wrapper.runtime_mode == CUDAGraphMode.FULL:
+                wrapper.concrete_cudagraph_entries.clear()
+        with set_current_vllm_config(vllm_config):
+            runner.capture_model()
+        self.finish()
+
+    def pieces(self) -> dict[CUDAGraphWrapper, set[BatchDescriptor]]:
+        """Return the sizes of the existing PIECEWISE graphs, for :meth:`drop_pieces`."""
+        wrappers = itertools.chain.from_iterable(self._wrappers.values())
+        return {wrapper: {*wrapper.concrete_cudagraph_entries} for wrapper in wrappers}
+
+    def drop_pieces(self, *, but: Mapping[CUDAGraphWrapper, set[BatchDescriptor]]) -> None:
+        """Drop the PIECEWISE graphs of a failed capture, which are all graphs that are not in ``but``.
+
+        vLLM notes a piece before it captures it; after a failure it would capture it while serving.
+        """
+        for wrapper, kept in but.items():
+            for size in wrapper.concrete_cudagraph_entries.keys() - kept:
+                del wrapper.concrete_cudagraph_entries[size]
+
+    def do_without(self, runner: Any) -> None:
+        """Have vLLM run all passes without CUDA graphs from now on, and drop the existing graphs."""
+        if (v2 := getattr(runner, "cudagraph_manager", None)) is not None:
+            v2.graphs.clear()
+            v2._graphs_captured = False
+        else:
+            runner.cudagraph_dispatcher.keys_initialized = False
+        for wrapper in CUDAGraphWrapper._all_instances:
+            wrapper.concrete_cudagraph_entries.clear()
+        self._full.clear()
+        self._pieces.clear()
+        self._memory = None
+
+
+@contextmanager
+def _without_graphs(context: ForwardContext) -> Iterator[None]:
+    eager = copy.copy(context)
+    eager.cudagraph_runtime_mode = CUDAGraphMode.NONE
+    with override_forward_context(eager):
+        yield

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Change the policy of a serving model, on all ranks of its engine or on none.
+
+`policy_change` decides whether the model can take a policy, and what that changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.logger import init_logger
+
+from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import parse_policy
+from flexquant.serving.worker.moments import RunningMoments, running_moments
+from flexquant.serving.worker.plan_views import decoder_path, is_compiled
+from flexquant.serving.worker.policy_change import (
+    ServedPolicy,
+    check_capture,
+    check_change,
+    check_seen,
+    describe_change,
+    served_policy,
+)
+from flexquant.serving.worker.ranks import on_all_ranks
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from flexquant.checkpoint.merged_config import MergedConfig
+    from flexquant.policy.routes import Plan, RouteTable
+    from flexquant.serving.worker.forward_pass import PassObserver
+    from flexquant.serving.worker.graphs import PlanGraphs
+    from flexquant.serving.worker.pass_records import PassRecords
+
+logger = init_logger("vllm.flexquant.live_policy")
+
+
+class RoutedModel(Protocol):
+    """What a change of policy needs of the serving model."""
+
+    merged: MergedConfig
+    policy: ServedPolicy
+    observer: PassObserver
+    records: PassRecords
+
+    @property
+    def routes(self) -> RouteTable: ...
+
+
+class LivePolicy:
+    """One rank's part in the changes of its engine's policy."""
+
+    def __init__(
+        self,
+        model: RoutedModel,
+        vllm_config: VllmConfig,
+        plans: dict[str, Any],
+        graphs: PlanGraphs,
+        build_plan: Callable[[Plan], Any],
+    ) -> None:
+        """Prepare for changes; ``build_plan`` makes plans of later policies, which are added to ``plans``."""
+        self._model = model
+        self._vllm_config = vllm_config
+        self._plans = plans
+        self._graphs = graphs
+        self._build_plan = build_plan
+        self._loaded = model.routes
+        """The first routes, which determine the layers that were loaded of each variant."""
+        self._before: dict[str, ServedPolicy] = {}
+        """Name of the last change -> the policy before it; the same on all ranks."""
+
+    def change(
+        self,
+        name: str,
+        document: dict[str, Any],
+        runner: Any | None,
+        seen: Collection[str] | None = None,
+        change: str = "",
+    ) -> dict[str, Any]:
+        """Route by another policy from the next pass on; return what that changes.
+
+        ``name`` is the policy's name for users. ``seen`` holds digests of the policies that it may replace;
+        None: any. ``change`` names the change for :meth:`restore`. No pass may be running. ``runner``, vLLM's
+        model runner, captures missing CUDA graphs; None only returns what would change. Raises
+        :class:`FlexQuantError`, and changes nothing, if the model cannot take the policy on some rank.
+        """
+
+        def check() -> tuple[ServedPolicy, dict[str, Any]]:
+            check_seen(before, seen, name)
+            after = served_policy(self._vllm_config, self._model.merged, name, parse_policy(document, name))
+            if not after.routes.ignores_phase():
+                self._model.observer.check_phases()
+            compiles = any(
+                is_compiled(plan.get_submodule(decoder_path(plan))) for plan in self._plans.values()
+            )
+            check_change(
+                after,
+                layers=self._loaded.layers,
+                derived=self._loaded.derived,
+                compiled_plans=list(self._plans) if compiles else None,
+            )
+            captures = check_capture(self._vllm_config, self._graphs, after)
+            return after, describe_change(before, after, captures=captures)
+
+        before = self._model.policy
+        after, told = on_all_ranks(check)
+        if runner is not None:
+            self._take(after, runner)
+            self._before = {change: before}
+        return told
+
+    def restore(self, change: str, runner: Any) -> None:
+        """Return to the policy before ``change``, if that is the last change that was made here.
+
+        It is called if other engines have not taken the policy. Raises :class:`FlexQuantError` as
+        :meth:`change` does, and can be called again then.
+        """
+        self._take(self._before.get(change, self._model.policy), runner)
+        self._before.pop(change, None)
+
+    def _take(self, after: ServedPolicy, runner: Any) -> None:
+        """Route by a policy; ranks agree after every step that can fail, and no later step can."""
+        before = self._model.policy
+
+        def prepare() -> tuple[dict[str, Any], RunningMoments | None]:
+            self._model.observer.settle()
+            missing = [plan for plan in after.routes.plans if plan.name not in self._plans]
+            return {plan.name: self._build_plan(plan) for plan in missing}, running_moments(after.routes)
+
+        plans, moments = on_all_ranks(prepare)
+        if after is before:
+            return
+        self._plans |= plans
+        self._model.policy = after
+        if not self._graphs.fit(after.routes):
+            self._capture_again(runner, before)
+        self._model.observer.moments = moments
+        logger.info("FlexQuant: policy %s instead of %s", after.name, before.name)
+        try:
+            self._model.records.announce_policy(after)
+        except Exception:
+            logger.exception("policy %s is served, but this rank could not note that", after.name)
+
+    def _capture_again(self, runner: Any, before: ServedPolicy) -> None:
+        """Capture CUDA graphs for the policy; if a rank fails, all return to the policy ``before``."""
+
+        def capture() -> None:
+            self._graphs.capture_again(runner, self._vllm_config)
+
+        pieces = self._graphs.pieces()
+        with self._model.observer.interrupted():
+            try:
+                on_all_ranks(capture)
+                return
+            except FlexQuantError as e:
+                failure = e
+            name, self._model.policy = self._model.policy.name, before
+            self._graphs.drop_pieces(but=pieces)
+            try:
+                on_all_ranks(capture)
+                served = "is served as before"
+            except FlexQuantError as e:
+                self._graphs.do_without(runner)
+                served = (
+                    f"is served without CUDA graphs, since its own could not be captured again ({e}); start "
+                    "the server anew to have them back"
+                )
+        raise FlexQuantError(
+            f"the CUDA graphs of {name} could not be captured on every rank ({failure}); {before.name} "
+            f"{served}"
+        ) from failure

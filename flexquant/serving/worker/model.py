@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Define ``FlexQuantForCausalLM``, the model class that vLLM builds for a merged checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
+
+from flexquant import __version__
+from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
+from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.errors import FlexQuantError
+from flexquant.policy.routes import Plan, RouteTable
+from flexquant.serving.config import tokens_per_sequence
+from flexquant.serving.cpu.embeddings import unpack_the_looked_up
+from flexquant.serving.cpu.kernels import provide_cpu_kernels
+from flexquant.serving.options import resolved_policy
+from flexquant.serving.vllm_api import (
+    AttentionLayerBase,
+    IntermediateTensors,
+    SupportsEagle,
+    SupportsEagle3,
+    SupportsLoRA,
+    SupportsPP,
+    get_forward_context,
+)
+from flexquant.serving.worker.adapters import offer_to_adapters, share_adapters, tell_devices
+from flexquant.serving.worker.forward_pass import Pass, PassObserver
+from flexquant.serving.worker.graphs import PlanGraphs
+from flexquant.serving.worker.live_policy import LivePolicy
+from flexquant.serving.worker.model_state import observed_model_state
+from flexquant.serving.worker.moments import running_moments
+from flexquant.serving.worker.pass_records import PassRecords
+from flexquant.serving.worker.plan_views import build_plan
+from flexquant.serving.worker.policy_change import served_policy
+from flexquant.serving.worker.ranks import check_ranks_agree
+from flexquant.serving.worker.variants import build_variants
+from flexquant.serving.worker.weight_memory import WeightMemory
+from flexquant.serving.worker.weights import VariantLoader
+
+if TYPE_CHECKING:
+    from flexquant.serving.vllm_api import LoRAModelManager
+
+logger = init_logger("vllm.flexquant.model")
+
+Output = torch.Tensor | IntermediateTensors | tuple[torch.Tensor, list[torch.Tensor]]
+"""Output of a forward pass: hidden states [tokens, hidden], with EAGLE-3 also those that its draft reads.
+
+On all pipeline-parallel ranks but the last, it is what the next rank takes as ``intermediate_tensors``.
+"""
+
+
+class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3, SupportsLoRA):
+    """Several variants of one causal LM over one KV cache; every forward pass takes one plan.
+
+    With pipeline parallelism each rank holds its own decoder layers of every variant. All ranks choose the
+    same route, since vLLM describes a pass in the same way to all of them.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        provide_cpu_kernels()
+        self.config = vllm_config.model_config.hf_config
+        self.merged = MergedConfig.from_json(self.config.quantization_config)
+        self.policy = served_policy(vllm_config, self.merged, *resolved_policy(vllm_config))
+        routes = self.policy.routes
+        check_ranks_agree(routes, self.config.quantization_config)
+
+        names = [name for name in (*self.merged.variants, *routes.derived) if name in routes.layers]
+        variants = build_variants(vllm_config, self.merged, names, routes, prefix)
+        self.variants = nn.ModuleDict(variants)
+        self.records = PassRecords.of_worker(vllm_config)
+        self.observer = PassObserver(
+            tokens_per_sequence(vllm_config), self._replayed, lambda: self.records.begin()
+        )
+        registered = vllm_config.compilation_config.static_forward_context
+        self.observer.observe(
+            {name: layer for name, layer in registered.items() if isinstance(layer, AttentionLayerBase)}
+        )
+        if not routes.ignores_phase():
+            self.observer.check_phases()
+        self.observer.moments = running_moments(routes)
+        self._vllm_config = vllm_config
+        self._derived = routes.derived
+        self._loader = VariantLoader(
+            variants,
+            self.merged,
+            routes.derived,
+            routes.layers,
+            must_be_unsmoothed=vllm_config.lora_config is not None,
+        )
+        self._aux_layers: tuple[int, ...] | None = None
+        """Layers that EAGLE-3 reads, as vLLM set them; plans that are built later get them too."""
+        # Use a plain dict: plans are views, and vLLM must not see their weights a second time.
+        self._plans: dict[str, Any] = {plan.name: self._build_plan(plan) for plan in routes.plans}
+        self._lora_manager: LoRAModelManager | None = None
+        if vllm_config.lora_config is not None:
+            offer_to_adapters(self, self._plans[routes.plans[0].name])
+        # What pipeline-parallel ranks pass on has the same shape in all variants.
+        if make_empty := getattr(next(iter(variants.values())), "make_empty_intermediate_tensors", None):
+            self.make_empty_intermediate_tensors = make_empty
+        self._last_plan = routes.plans[0].name
+        mode = vllm_config.compilation_config.cudagraph_mode
+        self._graphs = PlanGraphs(has_full=mode is not None and mode.has_full_cudagraphs())
+        self.live_policy = LivePolicy(self, vllm_config, self._plans, self._graphs, self._build_plan)
+        """Changes the policy while serving."""
+        self._memory: WeightMemory | None = WeightMemory(variants)
+        self.weight_bytes: dict[str, int] = {}
+        """Variant -> bytes of its weights as kernels keep them; known once all are loaded."""
+        self.weight_bytes_by_layers: BytesByRange = {}
+        # vLLM 0.26 does not call the model's process_weights_after_loading.
+        self._until_first_pass = self.register_forward_pre_hook(lambda *_: self._announce())
+
+    def _build_plan(self, plan: Plan) -> Any:
+        built = build_plan(dict(self.variants.items()), plan, self.merged, self._derived)
+        if self._aux_layers is not None:
+            set_aux_layers(built, self._aux_layers)
+        return built
+
+    def is_unused_checkpoint_weight(self, name: str) -> bool:
+        """Tell vLLM's loader (0.32 on) which tensors are not loaded, so that it can skip their shards."""
+        return not self._loader.wants(name)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the variants that were built; return the names of the loaded parameters."""
+        return {f"variants.{name}" for name in self._loader.load(weights)}
+
+    def process_weights_after_loading(self) -> None:
+        """Pass vLLM's model-level hook (0.27 on) to the variants that define it, and announce them."""
+        for variant in self.variants.values():
+            if hook := getattr(variant, "process_weights_after_loading", None):
+                hook()
+        if self._vllm_config.lora_config is not None:
+            tell_devices(dict(self.variants.items()))
+        self._announce()
+
+    def _announce(self) -> None:
+        """Log what is served, and begin the trace if one is configured; later calls do nothing."""
+        if self._memory is None:
+            return
+        self._until_first_pass.remove()
+        for variant in self.variants.values():
+            unpack_the_looked_up(variant)
+        sizes = self.weight_bytes = self._memory.nbytes()
+        by_layers = self.weight_bytes_by_layers = self._memory.nbytes_by_range()
+        in_16_bit = self._memory.nbytes_in_16_bit(self._plans[self.routes.plans[0].name])
+        self._memory = None
+        logger.info(
+            "FlexQuant %s: policy %s; plans %s; weights %s, in all %.0f %% of 16-bit",
+            __version__,
+            self.policy.name,
+            ", ".join(
+                f"{plan.name} ({', '.join(f'{plan.layers.count(v)} layers {v}' for v in plan.variants)})"
+                for plan in self.routes.plans
+            ),
+            describe_bytes(by_layers),
+            100 * sum(sizes.values()) / in_16_bit,
+        )
+        self.records.announce_weights(by_layers)
+        self.records.announce_policy(self.policy, weight_bytes=sizes, weight_bytes_in_16_bit=in_16_bit)
+
+    @property
+    def routes(self) -> RouteTable:
+        """The route table, which gives every pass its plan."""
+        return self.policy.routes
+
+    @property
+    def model(self) -> nn.Module:
+        """A plan's inner model; draft models share its embedding, which all plans have in common."""
+        return self._plans[self.routes.plans[0].name].model
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """A plan's lm_head, possibly the embedding; draft models share it, and all plans have the same."""
+        plan = self._plans[self.routes.plans[0].name]
+        return getattr(plan, "lm_head", None) or plan.model.embed_tokens
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Have every plan return the hidden states before these decoder layers, which EAGLE-3 reads."""
+        for plan in self._plans.values():
+            set_aux_layers(plan, layers)
+        self._aux_layers = layers
+
+    @property
+    def lora_manager(self) -> LoRAModelManager | None:
+        """Manager of vLLM's LoRA adapters; vLLM sets it after it has wrapped the layers."""
+        return self._lora_manager
+
+    @lora_manager.setter
+    def lora_manager(self, manager: LoRAModelManager | None) -> None:
+        if manager is not None:
+            share_adapters(manager)
+        self._lora_manager = manager
+
+    def get_model_state_cls(self) -> type:
+        """Return the class that prepares the passes of vLLM's V2 runner."""
+        return observed_model_state(self._vllm_config, self.observer)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self._plans[self._last_plan].embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> Output:
+        """Run the plan that the policy gives to this pass."""
+        inputs = {
+            "input_ids": input_ids,
+            "positions": positions,
+            "intermediate_tensors": intermediate_tensors,
+            "inputs_embeds": inputs_embeds,
+        }
+        tokens = positions.shape[-1]
+        context = get_forward_context()
+        in_pieces = context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
+        forward_pass = self.observer.read(context, tokens)
+        if in_pieces and not self.observer.is_serving:
+            reachable = [plan.name for plan in self.routes.reachable(tokens)]
+            self._graphs.capture_missing(self._plans, reachable, context, inputs, tokens)
+        if forward_pass is None:
+            any_plan = self.routes.reachable(tokens)[0].name
+            return self._plans[any_plan](**inputs) if in_pieces else self._run_all(inputs)
+        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment)
+        if not in_pieces:
+            self._graphs.watch_full_capture(plan.name, forward_pass.phase, tokens)
+        if self.observer.is_serving:
+            self._served(forward_pass, context.cudagraph_runtime_mode)
+        self._last_plan = plan.name
+        if in_pieces:
+            return self._graphs.replay(plan.name, self._plans[plan.name], context, inputs)
+        return self._plans[plan.name](**inputs)
+
+    def _served(self, forward_pass: Pass, graph: CUDAGraphMode) -> None:
+        """Record a pass of vLLM's scheduler, and the mode of the CUDA graphs that it runs from."""
+        self._graphs.finish()
+        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment).name
+        moment = self.routes.moment_name(forward_pass.phase, forward_pass.moment)
+        self.records.serve(forward_pass, plan, graph, moment)
+
+    def _replayed(self, forward_pass: Pass) -> None:
+        self._served(forward_pass, CUDAGraphMode.FULL)
+
+    def _run_all(self, inputs: dict[str, Any]) -> Output:
+        """Run every plan in vLLM's profiling run, so that each is compiled and its memory is counted."""
+        for name, plan in self._plans.items():
+            with self._graphs.compiling(name):
+                output = plan(**inputs)
+        return output
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits [tokens, vocabulary] of the last pass, computed by its plan's lm_head."""
+        self.observer.settle()
+        self.records.end()
+        logits = self._plans[self._last_plan].compute_logits(hidden_states)
+        if self.observer.moments is not None:
+            self.observer.moments.measure(logits, hidden_states.device)
+        return logits
+
+
+def set_aux_layers(plan: Any, layers: tuple[int, ...]) -> None:
+    """Have a plan return the hidden states before these layers; raise FlexQuantError if it cannot."""
+    if not isinstance(plan, SupportsEagle3):
+        raise FlexQuantError(
+            f"vLLM's {type(plan).__name__} does not support EAGLE-3; use another speculative method"
+        )
+    plan.set_aux_hidden_state_layers(layers)

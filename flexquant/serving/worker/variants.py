@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Build several variants in one process: a model for each precision, over one set of attention layers.
+
+A *variant* is a whole model: vLLM's own class for the base architecture, built with that variant's own
+compressed-tensors config, so that every linear layer has vLLM's own kernel for its scheme. Building the
+same architecture again under the same layer names is what keeps a checkpoint's ``targets`` and ``ignore``
+lists meaningful, but vLLM registers attention layers by name, in ``static_forward_context``, to give each
+its part of the KV cache. So all variants but the first are built against a scratch dictionary, and then
+their attention modules are replaced by the first variant's: *one* KV cache, written and read by all.
+Modules outside the decoder layers whose tensors are the same in every variant (embedding, final norm,
+lm_head, what reads images) are replaced in the same way, and exist once; so do equal experts
+(`expert_layers`). A *derived* variant (`w4a8`) is its source
+built once more with other kernels in the INT4 layers; it shares all else with the source.
+
+Only the decoder layers that some plan takes from a variant have memory. The others are built with their
+linears and experts on the meta device, so that vLLM's classes find what they need, and are then removed
+(:class:`AbsentLayer`). Modules that variants share in a layer come from the first variant that has the layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.models import ModelRegistry
+from vllm.platforms import current_platform
+
+from flexquant.checkpoint.merged_config import MergedConfig, Variant
+from flexquant.checkpoint.module_names import is_in
+from flexquant.errors import FlexQuantError
+from flexquant.serving.cpu.choosing import choose_cpu_kernels, sizes_by_variant
+from flexquant.serving.vllm_api import (
+    AttentionLayerBase,
+    LinearBase,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+    initialize_model,
+)
+from flexquant.serving.worker.expert_layers import (
+    check_precision,
+    expert_layers,
+    expert_layers_by_path,
+    explained_kernels,
+    name_apart,
+    only_experts,
+)
+from flexquant.serving.worker.plan_views import decoder_path
+from flexquant.serving.worker.w4a8 import is_int4_layer, use_8bit_activations
+
+if TYPE_CHECKING:
+    from flexquant.policy.routes import RouteTable
+
+LM_HEAD = "lm_head"
+
+
+class AbsentLayer(nn.Module):
+    """Takes the place of a decoder layer that no plan takes from its variant."""
+
+
+def variant_vllm_config(vllm_config: VllmConfig, variant: Variant, base_architecture: str) -> VllmConfig:
+    """Return the config that vLLM would have for the variant's own checkpoint."""
+    model_config = copy.copy(vllm_config.model_config)
+    model_config.hf_config = copy.deepcopy(model_config.hf_config)
+    model_config.hf_config.quantization_config = copy.deepcopy(variant.quantization_config)
+    model_config.hf_config.architectures = [base_architecture]
+    # This is often the config itself; with all variants in it, changing one would recompile all plans.
+    model_config.hf_text_config = model_config.hf_config.get_text_config()
+    if variant.own_head is False and getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
+        # vLLM untied lm_head and embedding because of another variant's lm_head.
+        model_config.hf_config.tie_word_embeddings = True
+        model_config.hf_text_config.tie_word_embeddings = True
+    model_config.quantization = variant.quantization_config["quant_method"]
+    config = copy.copy(vllm_config)
+    config.model_config = model_config
+    config.quant_config = VllmConfig.get_quantization_config(model_config, vllm_config.load_config)
+    return config
+
+
+@contextmanager
+def scratch_forward_context(vllm_config: VllmConfig) -> Iterator[dict[str, Any]]:
+    """Let layers register under names that are already in use; yield what they register."""
+    compilation = vllm_config.compilation_config
+    real, compilation.static_forward_context = compilation.static_forward_context, {}
+    in_order = list(compilation.static_all_moe_layers)
+    try:
+        yield compilation.static_forward_context
+    finally:
+        compilation.static_forward_context = real
+        compilation.static_all_moe_layers[:] = in_order
+
+
+def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
+    """Replace each key of ``replacements`` by its value, wherever it is a child below ``root``.
+
+    An lm_head that is tied to a replaced embedding is tied to the replacement.
+    """
+    for old, new in replacements.items():
+        if isinstance(new, VocabParallelEmbedding):
+            for head in [module for module in root.modules() if isinstance(module, ParallelLMHead)]:
+                if head is not old and getattr(head, "weight", head) is getattr(old, "weight", old):
+                    head.tie_weights(new)
+    for parent in list(root.modules()):
+        for name, child in parent._modules.items():
+            if child in replacements:
+                parent._modules[name] = replacements[child]
+
+
+@contextmanager
+def memory_for(layers: Collection[int], quant_config: Any) -> Iterator[None]:
+    """Build the linears and experts of all decoder layers but ``layers`` on the meta device."""
+    method_of = quant_config.get_quant_method
+
+    def get_quant_method(layer: nn.Module, prefix: str) -> Any:
+        method = method_of(layer, prefix)
+        if method is None or is_in(prefix, layers) or isinstance(layer, AttentionLayerBase):
+            return method
+        # A method that transforms a linear's inputs wraps the linear's own; all layers share its matrices.
+        method_of_weights = getattr(method, "quant_method", method)
+        create_weights = method_of_weights.create_weights
+
+        def create_without_memory(*args: Any, **kwargs: Any) -> None:
+            with torch.device("meta"):
+                create_weights(*args, **kwargs)
+
+        method_of_weights.create_weights = create_without_memory
+        return method
+
+    quant_config.get_quant_method = get_quant_method
+    try:
+        yield
+    finally:
+        del quant_config.get_quant_method
+
+
+def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, Any]) -> None:
+    """Remove all decoder layers but ``layers`` from a variant, and their experts from ``registered``.
+
+    Their attention stays registered, as its name has a place in the order of the KV cache's layers.
+    """
+    stack: Any = variant.get_submodule(decoder_path(variant)).layers
+    for number in layers_here(variant) - set(layers):
+        for experts in expert_layers(stack[number]):
+            del registered[experts.layer_name]
+        stack[number] = AbsentLayer()
+
+
+def layers_here(variant: nn.Module) -> set[int]:
+    """Return the decoder layers that a variant has on this rank; other ranks' layers are empty modules."""
+    stack: Any = variant.get_submodule(decoder_path(variant)).layers
+    return {number for number, layer in enumerate(stack) if any(True for _ in layer.parameters())}
+
+
+def build_variants(
+    vllm_config: VllmConfig, merged: MergedConfig, names: list[str], routes: RouteTable, prefix: str
+) -> dict[str, nn.Module]:
+    """Build the named variants over one set of attention layers; the weights are loaded later.
+
+    ``names`` can include variants that ``routes`` derives. Raises :class:`FlexQuantError` for an architecture
+    that is not built with ``model.layers``.
+    """
+    base_class, _ = ModelRegistry.resolve_model_cls(
+        [merged.base_architecture], model_config=vllm_config.model_config
+    )
+    real_context = vllm_config.compilation_config.static_forward_context
+    variants: dict[str, nn.Module] = {}
+    derived, layers = routes.derived, routes.layers
+
+    def build(name: str, registered: dict[str, Any]) -> nn.Module:
+        source = derived[name].source if name in derived else name
+        config = variant_vllm_config(vllm_config, merged.variants[source], merged.base_architecture)
+        # --cpu-offload-gb needs layers with memory: vLLM copies each layer as soon as it is built.
+        offloads = vllm_config.offload_config.uva.cpu_offload_gb > 0
+        memory = nullcontext() if offloads else memory_for(layers[name], config.quant_config)
+        with explained_kernels(name, vllm_config), memory:
+            variant = initialize_model(config, prefix=prefix, model_class=base_class)
+        check_structure(variant, merged.base_architecture)
+        leave_out(variant, layers[name], registered)
+        if name in derived:
+            use_8bit_activations(variant, derived[name].activations)
+        check_precision(name, variant, derived[name].activations if name in derived else None)
+        return variant
+
+    def owner(module: str) -> str:
+        return next(name for name in names if is_in(module, layers[name]))
+
+    for name in names:
+        if not variants:
+            variants[name] = build(name, real_context)
+            continue
+        with scratch_forward_context(vllm_config) as registered:
+            variant = build(name, registered)
+        replacements: dict[Any, nn.Module] = {}
+        for layer_name, layer in registered.items():
+            if isinstance(layer, AttentionLayerBase):
+                if owner(layer_name) == name:
+                    real_context[layer_name] = layer
+                elif is_in(layer_name, layers[name]):
+                    replacements[layer] = real_context[layer_name]
+            elif layer not in expert_layers(variant):
+                raise FlexQuantError(
+                    f"layer '{layer_name}' ({type(layer).__name__}) of {merged.base_architecture} is looked "
+                    "up by name at run time and cannot exist in several variants yet; serve one variant's "
+                    "own checkpoint"
+                )
+        source = derived[name].source if name in derived else name
+        of_source = layers[source] if source in variants else ()
+        owners = {module: owner(module) for module in merged.shared_modules}
+        if source in variants:
+            owners |= {m: source for m in modules_as_in_source(variant) if is_in(m, of_source)}
+        for path, layer in expert_layers_by_path(variant).items():
+            if is_in(path, of_source):
+                there = variants[source].get_submodule(path).modules()
+                # The block around an expert layer also holds the shared experts, and loads them.
+                replacements |= dict(zip(layer.modules(), there, strict=True))
+            else:
+                name_apart(layer, name, real_context)
+        here = layers_here(variant)
+        for other in set(owners.values()) - {name}:
+            common = [m for m, has_it in owners.items() if has_it == other and is_in(m, here)]
+            of_other = find_modules(variants[other], common)
+            replacements |= dict(zip(find_modules(variant, common), of_other, strict=True))
+        check_cache_layers(registered, replacements, merged.base_architecture)
+        replace_modules(variant, replacements)
+        variants[name] = variant
+    if current_platform.is_cpu():
+        choose_cpu_kernels(variants, sizes_by_variant(routes))
+    return variants
+
+
+def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
+    """Return the modules that a derived variant shares with its source: all but the INT4 linear layers.
+
+    Whole expert layers are shared, shared experts included.
+    """
+    return tuple(
+        name
+        for name, module in variant.named_modules()
+        if (module._parameters or module._buffers) and not is_int4_layer(module)
+    )
+
+
+def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """Return the modules with these names in the checkpoint; raise FlexQuantError if one is missing.
+
+    For an expert layer, the module with its experts' weights is returned. A class whose logits come from the
+    embedding itself, such as Gemma 2's, has no lm_head.
+    """
+    found = dict(model.named_modules(remove_duplicate=False))
+    modules = []
+    for name in names:
+        if (module := found.get(name, found.get(name_in_vllm(model, name)))) is not None:
+            modules.append(only_experts(module))
+        elif name != LM_HEAD:
+            raise FlexQuantError(
+                f"the checkpoint's variants share the module '{name}', which {type(model).__name__} of this "
+                "vLLM does not have; serve one variant's own checkpoint ('flexquant split')"
+            )
+    return modules
+
+
+def name_in_vllm(model: nn.Module, name: str) -> str:
+    """Return vLLM's name for a module of the checkpoint, by the name mapping of the model's class."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapped = mapper.apply_list([f"{name}.weight"]) if mapper is not None else []
+    return mapped[0].removesuffix(".weight") if mapped else name
+
+
+def check_cache_layers(
+    registered: Mapping[str, Any], replaced: Container[nn.Module], architecture: str
+) -> None:
+    """Refuse layers that all variants share, but that hold linears of which each variant has its own.
+
+    Examples are state-space mixers and linear attention. ``replaced`` are the modules that variants share.
+    """
+    for name, layer in registered.items():
+        if not (layer in replaced and isinstance(layer, nn.Module)):
+            continue
+        own = [child for child in layer.modules() if isinstance(child, LinearBase) and child not in replaced]
+        if own:
+            raise FlexQuantError(
+                f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the linears "
+                "that compute it in one, and cannot exist in several variants; serve one variant's own "
+                "checkpoint ('flexquant split')"
+            )
+
+
+def check_structure(model: nn.Module, architecture: str) -> None:
+    inner = dict(model.named_modules()).get(decoder_path(model))
+    if not isinstance(getattr(inner, "layers", None), nn.ModuleList):
+        raise FlexQuantError(
+            f"{architecture} is not built with 'model.layers' in this vLLM; FlexQuant serves decoder-only "
+            "architectures of that form, such as Llama, Qwen2, Qwen3, Mistral and Gemma 3"
+        )

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Count how much memory weights take once kernels have laid them out.
+
+The count covers what a rank holds after vLLM's ``process_weights_after_loading``: every parameter, and every
+copy of a weight that a kernel has packed. Memory that several modules use counts once. On a CPU vLLM passes
+weights to oneDNN and leaves an empty parameter or none. It also passes the lm_head's weight to oneDNN, but
+keeps that parameter (:mod:`flexquant.serving.cpu.embeddings`). oneDNN does not report how much it holds, so
+its copy counts like the loaded weight, in the same dtype. Buffers and workspaces do not count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range
+from flexquant.checkpoint.module_names import layer_number
+from flexquant.serving.vllm_api import AttentionLayerBase, CPUDNNLGEMMHandler, LinearBase
+from flexquant.serving.worker.expert_layers import expert_layers, expert_weights
+from flexquant.serving.worker.linear_kernels import linear_sizes
+
+WEIGHT = re.compile(r"(w13_|w2_)?weight(_packed)?$")
+"""Matches the names of parameters that a kernel can remove; experts' begin with ``w13_`` or ``w2_``."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of memory with ``elements`` values in ``nbytes`` bytes."""
+
+    identity: Hashable
+    elements: int = field(compare=False)
+    nbytes: int = field(compare=False)
+
+
+class WeightMemory:
+    """The memory of models' weights; construct it once the models are built, ask it after loading."""
+
+    def __init__(self, models: Mapping[str, nn.Module], to_be_packed: Collection[nn.Module] = ()) -> None:
+        """Note the parameters of ``models`` (or single layers), by name, with the shapes and dtypes to load.
+
+        ``to_be_packed`` are modules of models without weights that a kernel will keep an additional copy of.
+        """
+        self._models = dict(models)
+        self._to_be_packed = to_be_packed
+        self._loaded = {
+            module: {
+                name: Piece((module, name), weight.numel(), weight.nbytes)
+                for name, weight in module.named_parameters(recurse=False)
+                if WEIGHT.match(name)
+            }
+            for model in models.values()
+            for module in model.modules()
+        }
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of each model's weights, and under ``shared`` those that several models use."""
+        return {name: sum(sizes.values()) for name, sizes in self.nbytes_by_range().items()}
+
+    def nbytes_by_range(self) -> BytesByRange:
+        """Return the bytes of weights as :meth:`nbytes` does, by range of decoder layers."""
+        owners: dict[Piece, tuple[int | None, list[str]]] = {}
+        for name, model in self._models.items():
+            pieces = {
+                piece: layer_number(path)
+                for path, module in model.named_modules()
+                for piece in self._held(module)
+            }
+            for piece, layer in pieces.items():
+                owners.setdefault(piece, (layer, []))[1].append(name)
+        sizes: dict[str, dict[int | None, int]] = {name: {} for name in [*self._models, SHARED]}
+        for piece, (layer, names) in owners.items():
+            of_owner = sizes[SHARED if len(names) > 1 else names[0]]
+            of_owner[layer] = of_owner.get(layer, 0) + piece.nbytes
+        return {name: by_range(of_layers) for name, of_layers in sizes.items()}
+
+    def nbytes_in_16_bit(self, model: nn.Module) -> int:
+        """Return the bytes that the weights of a model, or of a view of several, would take in 16 bit.
+
+        A weight counts two bytes, without scales. Modules that are not linear layers keep their kernels'
+        copies.
+        """
+        elements = 0
+        others: set[Piece] = set()
+        experts = {layer.routed_experts: expert_weights(layer) for layer in expert_layers(model)}
+        for module in model.modules():
+            if module in experts:
+                elements += experts[module]
+            elif isinstance(module, LinearBase):
+                linear: Any = module
+                inputs, outputs = linear_sizes(linear)
+                elements += inputs * outputs
+                elements += linear.bias.numel() if getattr(linear, "bias", None) is not None else 0
+            else:
+                others |= set(self._held(module))
+        return 2 * (elements + sum(piece.elements for piece in others))
+
+    def _held(self, module: nn.Module) -> Iterator[Piece]:
+        """Yield the memory of one module's own weights."""
+        own = module.parameters(recurse=False)
+        if isinstance(module, AttentionLayerBase) and any(p.is_meta for p in own):
+            return  # scales of the KV cache, which vLLM frees once it has loaded them
+        parameters = {name: p for name, p in module.named_parameters(recurse=False) if p.numel()}
+        packed = list(packed_for_cpu(module))
+        for tensor in (*parameters.values(), *(p for p in packed if isinstance(p, torch.Tensor))):
+            storage = tensor.untyped_storage()
+            identity = storage.data_ptr() or id(tensor)  # without memory, the parameter itself
+            yield Piece(identity, storage.nbytes() // tensor.itemsize, storage.nbytes())
+        in_onednn = any(isinstance(p, CPUDNNLGEMMHandler) for p in packed)
+        for name, weight in self._loaded.get(module, {}).items():
+            is_gone = name not in parameters and not packed
+            if in_onednn or is_gone or module in self._to_be_packed:
+                yield weight
+
+
+def packed_for_cpu(module: nn.Module) -> Iterator[torch.Tensor | CPUDNNLGEMMHandler]:
+    """Yield the copies of a weight that vLLM's CPU kernels keep beside the parameters.
+
+    Kernels for 16 bit keep theirs in ``cpu_linear``, a function; zentorch's put tensors beside the
+    parameters.
+    """
+    if isinstance(module, LinearBase):
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+    for cell in getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ():
+        if isinstance(cell.cell_contents, (torch.Tensor, CPUDNNLGEMMHandler)):
+            yield cell.cell_contents

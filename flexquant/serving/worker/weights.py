@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Load the merged checkpoint's prefixed tensors into the variants, through each variant's own loader."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
+from flexquant.checkpoint.module_names import HEAD, is_in
+from flexquant.errors import FlexQuantError
+from flexquant.serving.worker.adapters import check_unsmoothed
+
+if TYPE_CHECKING:
+    from flexquant.policy.rules import Derivation
+
+
+REQUIRED_PARAMETER = re.compile(r"(^|\.)(w13_|w2_)?weight(_packed|_scale)?$")
+"""Matches parameters that every checkpoint has; vLLM's schemes also create optional ones (zero points ...).
+
+Names of parameters that vLLM fuses from all experts of a layer begin with ``w13_`` or ``w2_``.
+"""
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+RUN = 64
+"""Tensors that are passed on at once; several variants can need them, and not all fit into memory."""
+
+
+class VariantLoader:
+    """Passes tensors to variants; the first variant that has a shared module loads it."""
+
+    def __init__(
+        self,
+        variants: Mapping[str, Any],
+        merged: MergedConfig,
+        derived: Mapping[str, Derivation],
+        layers: Mapping[str, Collection[int]],
+        *,
+        must_be_unsmoothed: bool = False,
+    ) -> None:
+        """Prepare to load ``variants``, the built models by name, which have these decoder ``layers``.
+
+        Tensors of other layers are skipped. With ``must_be_unsmoothed``, their norms are read all the same,
+        because variants may have no layer in common whose norms can be compared.
+        """
+        self._variants = variants
+        self._layers = layers
+        self._must_be_unsmoothed = must_be_unsmoothed
+        self._readers: dict[str, list[str]] = {}
+        self._own_head: dict[str, bool | None] = {}
+        for name in variants:
+            source = derived[name].source if name in derived else name
+            self._readers.setdefault(merged.variants[source].prefix, []).append(name)
+            self._own_head[name] = merged.variants[source].own_head
+        self._by_reference = tuple(f"{module}." for module in merged.shared_modules)
+
+    def wants(self, key: str) -> bool:
+        """Whether a tensor of the merged checkpoint belongs to a variant and layer that were built."""
+        prefix, name = _split(key)
+        return bool(self._takers(prefix, name)) or self._is_compared(prefix, name)
+
+    def _readers_of(self, prefix: str) -> list[str]:
+        return list(self._variants) if prefix == SHARED_PREFIX else self._readers.get(prefix, [])
+
+    def load(self, weights: Iterable[NamedTensor]) -> set[str]:
+        """Load all weights; return the names of the parameters, with the variant's name first.
+
+        Every variant's own loader gets its tensors in the checkpoint's order, in several calls of at most
+        :data:`RUN` tensors. vLLM's loaders keep no state between calls: each tensor of a fused parameter,
+        such as Q, K and V, is put into its part by itself.
+
+        Raises :class:`FlexQuantError` if a tensor is missing, and for smoothed variants that must not be.
+        """
+        loaded: dict[str, set[str]] = {name: set() for name in self._variants}
+        norms: dict[str, dict[str, torch.Tensor]] = {}
+        for prefix, tensors in _runs(weights):
+            for name in self._readers_of(prefix):
+                own = [(key, tensor) for key, tensor in tensors if name in self._takers(prefix, key)]
+                loaded[name] |= self._variants[name].load_weights(own)
+            for key, tensor in tensors:
+                if self._is_compared(prefix, key):
+                    norms.setdefault(key, {})[self._readers[prefix][0]] = tensor
+        check_unsmoothed(norms)
+        self._check_complete(loaded)
+        return {f"{name}.{parameter}" for name in loaded for parameter in loaded[name]}
+
+    def _takers(self, prefix: str, key: str) -> list[str]:
+        """Return the variants that a tensor is loaded into; for a shared module, only the first."""
+        readers = [name for name in self._readers_of(prefix) if not self._is_copy(name, prefix, key)]
+        takers = [name for name in readers if is_in(key, self._layers[name])]
+        held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
+        return takers[:1] if held_once else takers
+
+    def _is_copy(self, name: str, prefix: str, key: str) -> bool:
+        """Whether a variant's tensor is a copy of its embedding, under the name of the lm_head.
+
+        Raises :class:`FlexQuantError` for an lm_head that may differ from the other variants', although the
+        merge recorded that they share it.
+        """
+        if not HEAD.search(key):
+            return False
+        if self._own_head[name] is None and prefix != SHARED_PREFIX and key.startswith(self._by_reference):
+            raise FlexQuantError(
+                f"'{key}' of variant '{name}' may be another than that of other variants, and the release of "
+                "FlexQuant that merged them made one of all; merge again"
+            )
+        return self._own_head[name] is False
+
+    def _is_compared(self, prefix: str, key: str) -> bool:
+        return self._must_be_unsmoothed and "norm" in key and prefix in self._readers
+
+    def _check_complete(self, loaded: Mapping[str, set[str]]) -> None:
+        of_variant = {
+            name: dict(variant.named_parameters(remove_duplicate=False))
+            for name, variant in self._variants.items()
+        }
+        # A parameter can have several names, in one variant or, by reference, in several.
+        filled = {id(of_variant[name][p]) for name in loaded for p in loaded[name] & of_variant[name].keys()}
+        for name, variant in self._variants.items():
+            missing = [
+                parameter
+                for parameter, tensor in variant.named_parameters()
+                if REQUIRED_PARAMETER.search(parameter) and id(tensor) not in filled
+            ]
+            if missing:
+                raise FlexQuantError(
+                    f"variant '{name}' of the merged checkpoint lacks {len(missing)} tensors, the first for "
+                    f"'{missing[0]}'; check it with 'flexquant verify', or merge again. If it is whole, this "
+                    "vLLM's model has weights that the checkpoint was published without, and is not served"
+                )
+
+
+def _runs(weights: Iterable[NamedTensor]) -> Iterator[tuple[str, list[NamedTensor]]]:
+    """Yield each prefix with consecutive tensors, at most :data:`RUN`, whose keys lack the prefix."""
+    for prefix, group in groupby(weights, key=lambda item: _split(item[0])[0]):
+        tensors = ((_split(key)[1], tensor) for key, tensor in group)
+        while run := list(islice(tensors, RUN)):
+            yield prefix, run
+
+
+def _split(key: str) -> tuple[str, str]:
+    """Split a merged key into its prefix, dot included, and the original key."""
+    prefix, dot, name = key.partition(".")
+    return prefix + dot, name

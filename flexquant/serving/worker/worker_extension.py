@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Add methods to vLLM's workers, which can be called by name (``collective_rpc``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexquant.errors import FlexQuantError
+from flexquant.serving.worker.status import status_of
+
+
+class FlexQuantWorker:
+    """Methods for vLLM's worker; vLLM adds this class to its bases (``--worker-extension-cls``)."""
+
+    def flexquant_status(self: Any) -> dict[str, Any]:
+        """Return what this rank serves and has counted (:func:`status_of`)."""
+        return status_of(self.get_model())
+
+    def flexquant_follow_requests(self: Any) -> None:
+        """From the next pass on, remember which plans serve each request.
+
+        The V1 runner holds the requests of the pass that it prepares; for the V2 runner,
+        `model_state` reports them. Both hold the requests that have not ended, V2
+        without preempted ones.
+        """
+        model, runner = self.get_model(), self.model_runner
+        model.observer.request_names = lambda: runner.input_batch.req_ids
+        of_v2 = getattr(runner, "req_states", None)
+        under_way = runner.requests if of_v2 is None else of_v2.req_id_to_index
+        model.records.requests.under_way = lambda: under_way
+
+    def flexquant_requests(self: Any, response: str) -> list[dict[str, Any]]:
+        """Return the requests that a response answers (:meth:`RequestPlans.find`)."""
+        return self.get_model().records.requests.find(response)
+
+    def flexquant_tokens(self: Any, requests: list[str]) -> dict[str, dict[str, int]]:
+        """Return which plan computed how many tokens of each request (:meth:`RequestPlans.tokens`)."""
+        return self.get_model().records.requests.tokens(requests)
+
+    def flexquant_change_policy(
+        self: Any,
+        name: str,
+        document: dict[str, Any],
+        dry_run: bool,
+        seen: list[str] | None = None,
+        change: str = "",
+    ) -> dict[str, Any]:
+        """Change the policy, as :meth:`LivePolicy.change` does; ``dry_run`` only returns what would change.
+
+        If the policy cannot be taken, ``{"refused": reason}`` is returned.
+        """
+        try:
+            runner = None if dry_run else self.model_runner
+            return self.get_model().live_policy.change(name, document, runner, seen, change)
+        except FlexQuantError as e:
+            return {"refused": str(e)}
+
+    def flexquant_restore_policy(self: Any, change: str) -> dict[str, Any]:
+        """Undo a change that other engines have not taken (:meth:`LivePolicy.restore`).
+
+        If that is not possible, ``{"refused": reason}`` is returned.
+        """
+        try:
+            self.get_model().live_policy.restore(change, self.model_runner)
+        except FlexQuantError as e:
+            return {"refused": str(e)}
+        return {}
