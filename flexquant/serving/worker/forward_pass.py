@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from flexquant.errors import FlexQuantError
@@ -81,16 +82,15 @@ def describe_pass(
         sequences = int(starts[-1])
         ones = None if names is None else dict.fromkeys(names[:sequences], 1)
         return Pass("decode", tokens, sequences, 1, sequences, ones)
-    lengths = starts[1:] - starts[:-1]
-    lengths = lengths[lengths > 0]
-    longest = int(lengths.max(initial=0))
+    lengths = [stop - start for start, stop in pairwise(starts.tolist()) if stop > start]
+    longest = max(lengths, default=0)
     phase: Phase = "prefill"
     if longest <= tokens_per_sequence:
         phase = "decode"
-    elif (lengths <= tokens_per_sequence).any():
+    elif min(lengths) <= tokens_per_sequence:
         phase = "mixed"
-    requests = None if names is None else dict(zip(names, lengths.tolist(), strict=False))
-    return Pass(phase, tokens, len(lengths), longest, int(lengths.sum()), requests)
+    requests = None if names is None else dict(zip(names, lengths, strict=False))
+    return Pass(phase, tokens, len(lengths), longest, sum(lengths), requests)
 
 
 class Moments(Protocol):
