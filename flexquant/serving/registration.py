@@ -109,4 +109,4 @@ def register_with_vllm() -> None:
     classes = {ARCHITECTURE: "model"} | {served_architecture(base): "vision" for base in VISION_ARCHITECTURES}
     for name, module in classes.items():
         MODELS_CONFIG_MAP[name] = FlexQuantModelConfig
-        ModelRegistry.register_model(name, f"flexquant.serving.{module}:{name}")
+        ModelRegistry.register_model(name, f"flexquant.serving.worker.{module}:{name}")
