@@ -23,7 +23,7 @@ from benchmarks.speed.results import git_commit
 from flexquant.checkpoint.output import staged_file
 from flexquant.cli._study import add_study, study_of, tell
 from flexquant.layers.budget import Budget
-from flexquant.layers.plans import Layers, all_in, describe
+from flexquant.layers.plans import Layers, all_in, describe_layers
 from flexquant.layers.searching import Search
 from flexquant.layers.sensitivity import Study
 from flexquant.layers.sensitivity_report import estimate, matplotlib
@@ -56,9 +56,11 @@ def measure(study: Study, plans: dict[Layers, str], times: PassTimes, sequences:
     with study.measuring(file, overwrite=False, progress=tell) as (_, score):
         found = []
         for layers, chosen_by in plans.items():
-            tell(f"{chosen_by}: {describe(layers)}")
+            tell(f"{chosen_by}: {describe_layers(layers)}")
             ms = 1000 * times.seconds(layers, "decode", sequences)
-            found.append({"chosen_by": chosen_by, "plan": describe(layers), "ms": ms, "kl": score(layers)})
+            found.append(
+                {"chosen_by": chosen_by, "plan": describe_layers(layers), "ms": ms, "kl": score(layers)}
+            )
     return found
 
 

@@ -36,9 +36,8 @@ from flexquant.measuring.machine import describe_command, describe_machine, desc
 from flexquant.planning.arrivals import make_trace
 from flexquant.planning.pass_cost import PassCost
 from flexquant.planning.replaying import replay
-from flexquant.planning.scheduler import Limits
-from flexquant.planning.server import Machine, server_limits
-from flexquant.planning.simulation_report import summarise
+from flexquant.planning.server import Limits, Machine, server_limits
+from flexquant.planning.simulation_report import summarise_replay
 from flexquant.planning.times import check_times, find_times, route_table
 from flexquant.planning.trace import Request, read_trace
 from flexquant.policy.rules import load_policy
@@ -158,7 +157,7 @@ def measure(subject: Subject, args: argparse.Namespace, trace: list[Request]) ->
         for _ in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:
                 found = bench(server, options, trace, Path(folder))
-            rounds.append(compare(found, summarise(replay(sent_requests(found), table, cost, limits))))
+            rounds.append(compare(found, summarise_replay(replay(sent_requests(found), table, cost, limits))))
             print(format_round(subject.policy, rounds[-1]), flush=True)
     finally:
         server.stop()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexquant.checkpoint.contents import Report, make_report
+from flexquant.checkpoint.contents import CheckpointReport, report_checkpoint
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import SHARED_PREFIX
 from flexquant.checkpoint.model_config import count_layers
@@ -39,9 +39,9 @@ ADVICE = "choose another folder, or replace it with --overwrite"
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     variants: list[QuantizedVariant]
-    report: Report
+    report: CheckpointReport
     """Contents of the merged checkpoint."""
     tensors_compared: dict[str, int]
     """Variant -> number of tensors found equal to its own, bit for bit."""
@@ -60,7 +60,7 @@ def build_checkpoint(
     stage: Stage = no_stage,
     verbose: bool = False,
     **calibration: Any,
-) -> Built:
+) -> BuildResult:
     """Quantise ``model`` by ``recipe``, merge the variants into ``output``, and verify it against them.
 
     The variants stay in ``variants_folder`` (default: ``output`` with ``-variants`` appended to its name).
@@ -111,8 +111,8 @@ def build_checkpoint(
     with stage(f"comparing {output} with the variants, bit for bit") as show:
         compared = verify_checkpoint(output, sources, show)["tensors_compared_with"]
     merged = MergedCheckpoint.open(output)
-    report = make_report(merged.merged, count_layers(merged.config), merged.tensors)
-    return Built(variants, report, compared)
+    report = report_checkpoint(merged.merged, count_layers(merged.config), merged.tensors)
+    return BuildResult(variants, report, compared)
 
 
 def _check_policy(policy: str | None, recipe: Recipe) -> None:

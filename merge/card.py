@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from flexquant.checkpoint.contents import Report, describe_kv, describe_mixing
+from flexquant.checkpoint.contents import CheckpointReport, describe_kv, describe_mixing
 from flexquant.checkpoint.layer_ranges import format_bytes
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.provenance import PROVENANCE_FILE
@@ -55,7 +55,7 @@ Merged by FlexQuant {version} from {sources}. `{provenance}` has the SHA-256 of 
 """
 
 
-def make_card(report: Report, provenance: JsonObject, files: Mapping[str, Path]) -> str:
+def make_card(report: CheckpointReport, provenance: JsonObject, files: Mapping[str, Path]) -> str:
     """Return the model card in Markdown; ``files`` maps sidecar names, recipes included, to their paths."""
     rows = [
         f"| `{name}` | {v.scheme} | {format_bytes(v.own_bytes)} | {v.bits_per_parameter:.2f} |"

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from flexquant.checkpoint.contents import Report, make_report
-from flexquant.checkpoint.merged_config import MergedConfig, Variant, served_architecture
+from flexquant.checkpoint.contents import CheckpointReport, report_checkpoint
+from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, served_architecture
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
 from flexquant.checkpoint.provenance import PROVENANCE_FILE, make_provenance
@@ -44,7 +44,7 @@ def merge_checkpoints(
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     progress: Progress | None = None,
     kv_progress: Progress | None = None,
-) -> Report:
+) -> CheckpointReport:
     """Merge compressed-tensors checkpoints of one model into the folder ``output``.
 
     ``sources`` are (variant name, folder). ``policy`` is the default policy to store, a built-in name or a
@@ -70,7 +70,7 @@ def merge_checkpoints(
         merged = MergedConfig(
             base_architecture=plan.base_architecture,
             variants={
-                s.name: Variant(
+                s.name: StoredVariant(
                     f"{s.name}.", s.quantization_config, s.name in plan.own_heads, _has_negative_scales(s)
                 )
                 for s in plan.sources
@@ -84,14 +84,16 @@ def merge_checkpoints(
         return _describe(plan, merged, stage, finish(progress))
 
 
-def _describe(plan: MergePlan, merged: MergedConfig, stage: Path, digests: Mapping[str, str]) -> Report:
+def _describe(
+    plan: MergePlan, merged: MergedConfig, stage: Path, digests: Mapping[str, str]
+) -> CheckpointReport:
     """Write the files beside the shards; ``digests`` maps merged keys to the SHA-256 of their tensors."""
     for name, path in plan.files.items():
         copy_file(path, stage / name)
     write_json(stage / "config.json", _merged_config(plan.sources[0].config, merged))
     provenance = make_provenance(plan.sources, digests, stage, ["config.json", *plan.files])
     write_json(stage / PROVENANCE_FILE, provenance)
-    report = make_report(merged, plan.num_layers, plan.tensors)
+    report = report_checkpoint(merged, plan.num_layers, plan.tensors)
     (stage / "README.md").write_text(make_card(report, provenance, plan.files), encoding="utf-8")
     return report
 

@@ -21,8 +21,8 @@ from benchmarks.generation.long import long
 from benchmarks.generation.task import Task, prompt_of
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.evaluating import REFERENCE
-from flexquant.evaluation.measure import Answer, engine_options, greedy_answers, most_tokens
-from flexquant.evaluation.schedule import Candidate, Passes, Run, find_candidates, make_schedule
+from flexquant.evaluation.measure import TokenIds, engine_options, greedy_answers, most_tokens
+from flexquant.evaluation.schedule import Candidate, Passes, PolicyRun, find_candidates, make_schedule
 from flexquant.evaluation.subject import Subject
 from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
 from flexquant.policy.schema import SCHEMA
@@ -54,7 +54,7 @@ class Answers:
 
     tasks: dict[str, list[Task]]
     prompts: dict[str, list[list[int]]]
-    by_policy: dict[str, dict[str, list[Answer]]] = field(default_factory=dict)
+    by_policy: dict[str, dict[str, list[TokenIds]]] = field(default_factory=dict)
     passes: dict[str, Passes] = field(default_factory=dict)
     same_as: dict[str, str | None] = field(default_factory=dict)
     """Policy -> the earlier policy that routes alike, whose answers it shares; None if there is none."""
@@ -140,7 +140,7 @@ def check_length(subject: Subject, prompts: Mapping[str, list[list[int]]], token
     return lengths[kind]
 
 
-def policy_that_loads(runs: Sequence[Run]) -> dict[str, Any]:
+def policy_that_loads(runs: Sequence[PolicyRun]) -> dict[str, Any]:
     """Return the policy to start with, under which an engine loads every variant of the runs' policies."""
     variants = list(dict.fromkeys(v for run in runs for plan in run.routes.plans for v in plan.variants))
     derived: dict[str, Any] = {}

@@ -13,12 +13,12 @@ from benchmarks.generation.answering import Answers
 from benchmarks.generation.intervals import compare_paired, median_of, wilson
 from benchmarks.generation.task import Task, is_right, text_of
 from flexquant.evaluation.evaluating import REFERENCE
-from flexquant.evaluation.measure import Answer
+from flexquant.evaluation.measure import TokenIds
 
 CHECKED = ("arithmetic", "instructions")
 
 
-def first_difference(first: Answer, second: Answer) -> int | None:
+def first_difference(first: TokenIds, second: TokenIds) -> int | None:
     """Return the number, from 1, of the first token that differs, the end included; None if none differs."""
     for number, (a, b) in enumerate(zip(first, second, strict=False), 1):
         if a != b:
@@ -77,6 +77,6 @@ def _accuracy(tasks: Sequence[Task], right: Sequence[bool]) -> dict[str, Any]:
     }
 
 
-def _parting(answers: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
+def _parting(answers: Sequence[TokenIds], others: Sequence[TokenIds]) -> dict[str, Any]:
     at = [first_difference(a, b) for a, b in zip(answers, others, strict=True)]
     return {**asdict(median_of(at)), "same": at.count(None), "of": len(at), "at": at}

@@ -27,7 +27,7 @@ from benchmarks.speed.synthetic import group_size, linear_tensors, quantisation_
 from benchmarks.speed.worker import answer_requests
 from flexquant.measuring.server import free_port
 from flexquant.serving.cpu.choosing import has_zentorch, possible_kernels
-from flexquant.serving.worker.linear_kernels import find_kernel, remake
+from flexquant.serving.worker.linear_kernels import kernel_of_layer, remake
 
 ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
 """Bytes of weights that all copies of a layer have together: several times the L2 of an H200 (50 MB)."""
@@ -164,7 +164,7 @@ def take_kernel(layer: Any, name: str) -> None:
 
     Raises NoKernelError if the named one cannot run it.
     """
-    found = find_kernel(layer)
+    found = kernel_of_layer(layer)
     kinds = {kind.__name__: kind for kind in possible_kernels(found)}
     if name and name not in kinds:
         raise NoKernelError(f"{name} is not among {', '.join(kinds) or 'none'}")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range, format_bytes
 from flexquant.checkpoint.logical import logical_shapes
-from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, Variant
+from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, StoredVariant
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import EXPERTS, HEAD, is_in, layer_number
 from flexquant.checkpoint.safetensors_io import TensorRef
@@ -29,7 +29,7 @@ class VariantReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckpointReport:
     base_architecture: str
     num_layers: int
     variants: dict[str, VariantReport]
@@ -55,7 +55,9 @@ class Report:
         return self.policy.get("description") or "stored in the checkpoint, without a description"
 
 
-def make_report(merged: MergedConfig, num_layers: int, tensors: Mapping[str, TensorRef]) -> Report:
+def report_checkpoint(
+    merged: MergedConfig, num_layers: int, tensors: Mapping[str, TensorRef]
+) -> CheckpointReport:
     """Report on the tensors of a merged checkpoint, by merged key; only headers and shapes are read."""
     shared = _with_prefix(tensors, SHARED_PREFIX)
     shared_bytes = _nbytes(shared)
@@ -70,7 +72,7 @@ def make_report(merged: MergedConfig, num_layers: int, tensors: Mapping[str, Ten
             parameters,
             8 * (_nbytes(own) + shared_bytes) / max(1, parameters),
         )
-    return Report(
+    return CheckpointReport(
         base_architecture=merged.base_architecture,
         num_layers=num_layers,
         variants=variants,
@@ -121,7 +123,7 @@ def describe_scheme(quantization_config: JsonObject) -> str:
     return "; ".join(dict.fromkeys(parts)) or str(quantization_config.get("format") or "unknown scheme")
 
 
-def format_report(report: Report) -> str:
+def format_checkpoint_report(report: CheckpointReport) -> str:
     """Return the report as text for a terminal."""
     width = max(len(SHARED), *(len(name) for name in report.variants))
     lines = [
@@ -146,7 +148,7 @@ def format_report(report: Report) -> str:
     return "\n".join(lines)
 
 
-def describe_mixing(report: Report) -> str:
+def describe_mixing(report: CheckpointReport) -> str:
     """Return ``yes``, ``no``, or which variants' layers one plan can mix."""
     if report.layered_plans:
         return "yes"
@@ -183,7 +185,9 @@ def _with_prefix(tensors: Mapping[str, TensorRef], prefix: str) -> dict[str, Ten
     return {key.removeprefix(prefix): ref for key, ref in tensors.items() if key.startswith(prefix)}
 
 
-def _without_copies(tensors: Mapping[str, TensorRef], variants: Iterable[Variant]) -> dict[str, TensorRef]:
+def _without_copies(
+    tensors: Mapping[str, TensorRef], variants: Iterable[StoredVariant]
+) -> dict[str, TensorRef]:
     """Leave out an lm_head that is a copy of the embedding and that none of the variants loads."""
     no_head = all(variant.own_head is False for variant in variants)
     return {key: ref for key, ref in tensors.items() if not (no_head and HEAD.search(key))}

@@ -14,7 +14,7 @@ from flexquant.checkpoint.safetensors_io import TensorRef
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 
 def shape_problem(
@@ -45,7 +45,7 @@ def shape_problem(
     scale, zero_point, bias = (part(name) for name in ("weight_scale", "weight_zero_point", "bias"))
     if scale is None:
         return "has no weight_scale"
-    allowed: dict[str, tuple[TensorRef | None, list[Shape]]] = {
+    allowed: dict[str, tuple[TensorRef | None, list[TensorShape]]] = {
         "weight_scale": (scale, of_scale),
         "weight_zero_point": (zero_point, _zero_point_shapes(args, rows, of_scale, zero_point)),
         "bias": (bias, [(rows,)]),
@@ -59,7 +59,7 @@ def shape_problem(
     return ""
 
 
-def _scale_shapes(args: QuantizationArgs, rows: int, columns: int) -> list[Shape]:
+def _scale_shapes(args: QuantizationArgs, rows: int, columns: int) -> list[TensorShape]:
     if args.strategy == "tensor":
         return [(1,), (1, 1), ()]
     if args.strategy == "block":
@@ -70,8 +70,8 @@ def _scale_shapes(args: QuantizationArgs, rows: int, columns: int) -> list[Shape
 
 
 def _zero_point_shapes(
-    args: QuantizationArgs, rows: int, of_scale: list[Shape], ref: TensorRef | None
-) -> list[Shape]:
+    args: QuantizationArgs, rows: int, of_scale: list[TensorShape], ref: TensorRef | None
+) -> list[TensorShape]:
     if ref is None or ref.dtype != "I32":
         return of_scale
     words = math.ceil(rows * args.num_bits / WORD_BITS)  # packed along the rows

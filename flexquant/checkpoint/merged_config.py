@@ -53,7 +53,7 @@ def check_variant_name(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Variant:
+class StoredVariant:
     """A quantised copy of the model: the prefix of its tensors, and how they are quantised."""
 
     prefix: str
@@ -72,7 +72,7 @@ class MergedConfig:
 
     base_architecture: str
     """The ``architectures[0]`` of every source, e.g. ``LlamaForCausalLM``."""
-    variants: dict[str, Variant]
+    variants: dict[str, StoredVariant]
     shared_modules: tuple[str, ...] = ()
     """Modules whose tensors are all shared, e.g. ``model.embed_tokens`` or ``model.layers.0.mlp.experts``."""
     mixable: tuple[tuple[str, ...], ...] | None = None
@@ -144,7 +144,7 @@ class MergedConfig:
             ) from e
         return cls(
             base_architecture=read.base_architecture,
-            variants={name: Variant(**dict(v)) for name, v in read.variants.items()},
+            variants={name: StoredVariant(**dict(v)) for name, v in read.variants.items()},
             shared_modules=tuple(read.shared_modules),
             mixable=_read_mixable(section, read.variants),
             rescaled=tuple(read.rescaled),

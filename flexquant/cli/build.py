@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from flexquant.build import STAGES_AFTER_QUANTISING, build_checkpoint
-    from flexquant.checkpoint.contents import format_report
+    from flexquant.checkpoint.contents import format_checkpoint_report
     from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS
     from flexquant.quantization.recipe import load_recipe
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             **calibration_options(args),
         )
     print_variants(built.variants)
-    print(f"{args.output}: {format_report(built.report)}")
+    print(f"{args.output}: {format_checkpoint_report(built.report)}")
     return {
         "output": args.output,
         "variants": {v.name: v.to_json() for v in built.variants},

@@ -85,8 +85,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.evaluation.evaluating import evaluate
-    from flexquant.evaluation.plot import save_plot
-    from flexquant.evaluation.report import format_table, writable_folder, write_results
+    from flexquant.evaluation.plot import save_quality_plot
+    from flexquant.evaluation.report import format_quality_table, writable_folder, write_results
     from flexquant.evaluation.text import read_questions
 
     questions: list[str] | None = read_questions(args.questions) if args.questions else None
@@ -104,14 +104,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             settings=settings,
             progress=lambda message: print(message, file=sys.stderr, flush=True),
         )
-    print(format_table(document))
+    print(format_quality_table(document))
     plots = [Path(args.plot)] if args.plot else []
     if args.output:
         write_results(document, args.output)
         plots.append(Path(args.output, "quality.png"))
     if plots:
         try:
-            save_plot(document, plots)
+            save_quality_plot(document, plots)
         except FlexQuantError as e:  # a missing plot must not discard numbers that took minutes or hours
             print(f"flexquant eval: no plot: {e}", file=sys.stderr)
     return document

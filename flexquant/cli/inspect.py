@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from flexquant.checkpoint.contents import bytes_in_use, format_report, make_report
+    from flexquant.checkpoint.contents import bytes_in_use, format_checkpoint_report, report_checkpoint
     from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
     from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
     from flexquant.checkpoint.model_config import count_layers
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     checkpoint = MergedCheckpoint.open(args.folder)
     merged, layers = checkpoint.merged, count_layers(checkpoint.config)
-    report = make_report(merged, layers, checkpoint.tensors)
+    report = report_checkpoint(merged, layers, checkpoint.tensors)
     loaded: BytesByRange = {}
     try:
         _, policy = choose_policy(None, merged.policy)
@@ -46,5 +46,5 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         said = describe_bytes(loaded)
     except FlexQuantError as e:
         said = f"unknown, since the policy cannot be served: {e}"
-    print(f"{args.folder}: {format_report(report)}\nloaded under the default policy: {said}")
+    print(f"{args.folder}: {format_checkpoint_report(report)}\nloaded under the default policy: {said}")
     return {**report.to_json(), "loaded": loaded}

@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from flexquant.checkpoint.contents import format_report
+    from flexquant.checkpoint.contents import format_checkpoint_report
     from flexquant.merge import merge_checkpoints
 
     folders = parse_folders(args.variants)
@@ -55,5 +55,5 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             progress=progress,
             kv_progress=kv_progress,
         )
-    print(f"{args.output}: {format_report(report)}")
+    print(f"{args.output}: {format_checkpoint_report(report)}")
     return {"output": args.output, **report.to_json()}

@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from flexquant.planning.device import builtin_devices, load_device
     from flexquant.planning.model_shape import read_model_shape
-    from flexquant.planning.prediction_report import format_report, make_report
+    from flexquant.planning.prediction_report import format_prediction, report_prediction
 
     if args.list_devices:
         devices = {name: load_device(name).description for name in builtin_devices()}
@@ -73,11 +73,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     device = load_device(args.device)
     model = read_model_shape(args.folder, args.tensor_parallel_size, w4a8=args.w4a8)
     measured = find_measured(args.measured, read_merged_config(Path(args.folder))[0].policy)
-    report = make_report(
+    report = report_prediction(
         model, device, args.input_len, args.output_len, args.gpu_memory_utilization, measured
     )
     count = "" if args.tensor_parallel_size == 1 else f"{args.tensor_parallel_size} x "
-    print(f"{args.folder} on {count}{device.description} ({device.name})\n\n{format_report(report)}")
+    print(f"{args.folder} on {count}{device.description} ({device.name})\n\n{format_prediction(report)}")
     return {"model": args.folder, **report.to_json()}
 
 

@@ -60,8 +60,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from flexquant.checkpoint.output import staged_file
     from flexquant.evaluation.report import writable_folder
     from flexquant.layers.budget import Budget
-    from flexquant.layers.plans import describe
-    from flexquant.layers.search_report import format_table, policy_document, policy_text, save_plot
+    from flexquant.layers.plans import describe_layers
+    from flexquant.layers.search_report import (
+        format_search_table,
+        policy_text,
+        save_search_plot,
+        searched_policy_document,
+    )
     from flexquant.layers.searching import Search
     from flexquant.policy.choose import choose_policy, find_measured
 
@@ -75,16 +80,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     search = Search(study, measured[0], budget, args.sequences, args.compare)
     with writable_folder(args.output, "--output") as folder:
         found = search.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
-    document = policy_document(base, found, dict(study.variants), budget, args.sequences)
-    table = format_table(found)
+    document = searched_policy_document(base, found, dict(study.variants), budget, args.sequences)
+    table = format_search_table(found)
     print(table)
     for name, text in (("searched.yaml", policy_text(document, found)), ("searched.md", table + "\n")):
         with staged_file(folder / name) as partial:
             partial.write_text(text, encoding="utf-8")
-    print(f"chosen: {describe(found.chosen.layers)}; wrote {folder / 'searched.yaml'}")
+    print(f"chosen: {describe_layers(found.chosen.layers)}; wrote {folder / 'searched.yaml'}")
     try:
         with staged_file(folder / "searched.png") as partial:
-            save_plot(found, partial)
+            save_search_plot(found, partial)
     except FlexQuantError as e:
         print(f"no plot: {e}", file=sys.stderr)
     return document

@@ -34,18 +34,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import staged_file
     from flexquant.evaluation.report import writable_folder
-    from flexquant.layers.sensitivity_report import format_table, save_plot
+    from flexquant.layers.sensitivity_report import format_sensitivity_table, save_sensitivity_plot
 
     study = study_of(args)
     with writable_folder(args.output, "--output") as folder:
         document = study.measure(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
-    table = format_table(document)
+    table = format_sensitivity_table(document)
     print(table)
     with staged_file(folder / "sensitivity.md") as partial:
         partial.write_text(table + "\n", encoding="utf-8")
     try:
         with staged_file(folder / "sensitivity.png") as partial:
-            save_plot(document, partial)
+            save_sensitivity_plot(document, partial)
     except FlexQuantError as e:
         print(f"no plot: {e}", file=sys.stderr)
     return document

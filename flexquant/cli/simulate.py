@@ -125,7 +125,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from flexquant.planning.pass_cost import PassCost
     from flexquant.planning.replaying import replay
     from flexquant.planning.server import Machine, server_limits
-    from flexquant.planning.simulation_report import compare, format_table, summarise
+    from flexquant.planning.simulation_report import (
+        format_simulation_table,
+        ratios_to_first,
+        summarise_replay,
+    )
     from flexquant.planning.times import check_times, route_table
     from flexquant.planning.trace import read_trace
 
@@ -157,7 +161,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if predicted is not None and args.kv_cache_tokens is None:
         kv_cache = {name: _kv_cache_tokens(*predicted, table, trace) for name, table in tables.items()}
     results = {
-        name: summarise(replay(trace, table, cost, replace(limits, kv_cache_tokens=kv_cache[name])))
+        name: summarise_replay(replay(trace, table, cost, replace(limits, kv_cache_tokens=kv_cache[name])))
         for name, table in tables.items()
     }
 
@@ -170,7 +174,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print(f"limits: {limits}")
     if predicted is not None and args.kv_cache_tokens is None:
         print("KV cache: " + ", ".join(f"{name} {size} tokens" for name, size in kv_cache.items()))
-    print(format_table(results))
+    print(format_simulation_table(results))
     return {
         "trace": {"name": args.trace, "requests": len(trace), "seconds": seconds, **tokens},
         "speed": args.speed,
@@ -178,7 +182,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "kv_cache_tokens": kv_cache,
         "times": {"source": source, "origin": dict(times.origin)},
         "results": results,
-        "relative_to_first": compare(results),
+        "relative_to_first": ratios_to_first(results),
     }
 
 
@@ -202,12 +206,12 @@ def _find_policies_and_times(
 
     from flexquant.planning.device import load_device
     from flexquant.planning.model_shape import read_model_shape
-    from flexquant.planning.predicting import CONTEXT, pass_times
+    from flexquant.planning.predicting import CONTEXT, roofline_pass_times
 
     w4a8 = any("w4a8" in policy.derived for policy in policies.values())
     device = load_device(args.device)
     shape = read_model_shape(args.model, args.tensor_parallel_size or 1, w4a8=w4a8)
-    return policies, pass_times(shape, device, CONTEXT), args.device, (shape, device)
+    return policies, roofline_pass_times(shape, device, CONTEXT), args.device, (shape, device)
 
 
 def _kv_cache_tokens(model: ModelShape, device: Device, table: RouteTable, trace: list[Request]) -> int:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flexquant.layers.sensitivity import Study
     from flexquant.policy.rules import Policy
     from flexquant.tuning.objectives import Goal
-    from flexquant.tuning.policy_file import Output, Tuned
+    from flexquant.tuning.policy_file import TuningFiles, TuningResult
     from flexquant.tuning.rounds import Grid
 
 HELP = "measure the variants on this machine and write the policy that follows"
@@ -149,11 +149,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from flexquant.measuring.workers import import_ahead
     from flexquant.tuning.candidates import find_variants, leave_out_lossy
     from flexquant.tuning.objectives import Goal, Slo
-    from flexquant.tuning.policy_file import Output
+    from flexquant.tuning.policy_file import TuningFiles
 
     slo = None if args.slo is None else Slo.parse(args.slo)
     goal = Goal(args.objective, slo, args.request_tokens)
-    output = Output(args.output, args.overwrite)
+    output = TuningFiles(args.output, args.overwrite)
     merged, _ = read_merged_config(args.folder)
     variants = find_variants(merged, args.variants)
     remarks = []
@@ -212,7 +212,7 @@ def _study(args: argparse.Namespace, variants: dict[str, Policy]) -> Study:
 
 
 def _propose(
-    args: argparse.Namespace, goal: Goal, output: Output, variants: dict[str, Policy]
+    args: argparse.Namespace, goal: Goal, output: TuningFiles, variants: dict[str, Policy]
 ) -> dict[str, Any]:
     from flexquant.checkpoint.merged_config import read_merged_config
     from flexquant.policy.choose import find_measured
@@ -231,7 +231,7 @@ def _propose(
     return _tell(tuned, write_files(output, tuned, f"{args.folder.name}: time of a pass, scaled"))
 
 
-def _tell(tuned: Tuned, files: list[Path]) -> dict[str, Any]:
+def _tell(tuned: TuningResult, files: list[Path]) -> dict[str, Any]:
     for line in tuned.notes:
         print(line)
     for file in files:

@@ -51,7 +51,7 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
     from flexquant.doctor.memory import examine_memory
     from flexquant.serving.cpu.choosing import zentorch_problem
 
-    vllm_config = configure(folder, arguments)
+    vllm_config = engine_config(folder, arguments)
     if current_platform.is_cpu() and (problem := zentorch_problem()):
         yield Finding("note", "zentorch", problem)
     with built_without_weights(vllm_config) as model:
@@ -63,7 +63,7 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
         yield from examine_memory(vllm_config, model.variants)
 
 
-def configure(folder: str, arguments: Sequence[str]) -> VllmConfig:
+def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
     """Return the configuration that ``vllm serve`` makes; raise FlexQuantError for an unknown argument."""
     from vllm import EngineArgs
 

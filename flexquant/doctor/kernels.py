@@ -22,11 +22,11 @@ from flexquant.serving.vllm_api import (
     is_supported_and_can_implement_kernel,
 )
 from flexquant.serving.worker.expert_layers import expert_layers, experts_kernel_name
-from flexquant.serving.worker.linear_kernels import find_kernel, kernel_name, linear_sizes
+from flexquant.serving.worker.linear_kernels import kernel_name, kernel_of_layer, linear_sizes
 
 
 @dataclass
-class Shape:
+class LayerGroup:
     """Linear layers of one name, shape and kernel."""
 
     name: str
@@ -41,14 +41,14 @@ class Shape:
 
 def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
     """Yield a finding for each kernel of a variant that is built without weights."""
-    shapes: dict[tuple[str, int, int, str], Shape] = {}
+    shapes: dict[tuple[str, int, int, str], LayerGroup] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
             linear: Any = layer
-            kernel, chosen = find_kernel(linear), kernel_name(linear)
+            kernel, chosen = kernel_of_layer(linear), kernel_name(linear)
             key = (name.rsplit(".", 1)[-1], *linear_sizes(linear), chosen)
             if key not in shapes:
-                shapes[key] = Shape(*key, better=_better(kernel) if kernel else {})
+                shapes[key] = LayerGroup(*key, better=_better(kernel) if kernel else {})
             shapes[key].layers += 1
     for chosen in dict.fromkeys(shape.kernel for shape in shapes.values()):
         with_it = [shape for shape in shapes.values() if shape.kernel == chosen]

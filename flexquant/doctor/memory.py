@@ -14,7 +14,7 @@ from flexquant.checkpoint.layer_ranges import describe_bytes, format_bytes
 from flexquant.doctor.findings import Finding, Level
 from flexquant.serving.cpu.embeddings import to_be_packed
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
-from flexquant.serving.worker.linear_kernels import find_kernel
+from flexquant.serving.worker.linear_kernels import kernel_of_layer
 from flexquant.serving.worker.weight_memory import WeightMemory
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -
 def _add_zero_points(model: nn.Module) -> None:
     """Add to a model without weights the zero points that PyTorch's INT4 kernel keeps beside the scales."""
     for module in list(model.modules()):
-        if isinstance(kernel := find_kernel(module), TorchCPUInt4LinearKernel):
+        if isinstance(kernel := kernel_of_layer(module), TorchCPUInt4LinearKernel):
             zeros = torch.empty_like(getattr(module, kernel.w_s_name), device="meta")
             module.register_parameter("flexquant_zero_points", nn.Parameter(zeros, requires_grad=False))
 

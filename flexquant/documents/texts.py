@@ -17,7 +17,7 @@ from flexquant.errors import FlexQuantError, explained
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Text = str | list[dict[str, Any]]
+TextOrMessages = str | list[dict[str, Any]]
 """Plain text, or the messages of one conversation."""
 
 # Read this many times the tokens that are needed, and draw rows from them: a corpus can be large.
@@ -29,7 +29,7 @@ SELF = "self"
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
 
 
-def read_documents(source: str | Path | None) -> Iterator[Text]:
+def read_documents(source: str | Path | None) -> Iterator[TextOrMessages]:
     """Yield the documents of a text file, a ``.jsonl`` file, a folder of such files or a dataset id.
 
     A text file is one document; so is the ``messages`` or ``text`` of each JSONL line or dataset record. A
@@ -48,7 +48,7 @@ def read_documents(source: str | Path | None) -> Iterator[Text]:
 
 
 def draw_rows(
-    documents: Iterable[Text],
+    documents: Iterable[TextOrMessages],
     tokenizer: PreTrainedTokenizerBase,
     *,
     samples: int,
@@ -95,7 +95,7 @@ def tokens_needed(tokenizer: PreTrainedTokenizerBase, *, samples: int, length: i
     return samples * (length - len(start_of_row(tokenizer)))
 
 
-def document_tokens(document: Text, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
+def document_tokens(document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
     """Return the token ids of one document; a conversation is rendered with the model's chat template.
 
     Raises FlexQuantError, which calls the documents ``name``, for a conversation that cannot be rendered.
@@ -110,7 +110,7 @@ def start_of_row(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids[:1] if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else []
 
 
-def as_text(document: Text, tokenizer: PreTrainedTokenizerBase, name: str, **template: Any) -> str:
+def as_text(document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name: str, **template: Any) -> str:
     """Return a document's text; the chat template, called with ``template``, renders a conversation."""
     if isinstance(document, str):
         return document
@@ -130,7 +130,7 @@ def _python_reference() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _read_folder(folder: Path) -> Iterator[Text]:
+def _read_folder(folder: Path) -> Iterator[TextOrMessages]:
     files = sorted(f for f in folder.iterdir() if f.suffix in TEXT_SUFFIXES and f.is_file())
     if not files:
         raise FlexQuantError(
@@ -140,7 +140,7 @@ def _read_folder(folder: Path) -> Iterator[Text]:
     return chain.from_iterable(map(_read_file, files))
 
 
-def _read_file(path: Path) -> Iterator[Text]:
+def _read_file(path: Path) -> Iterator[TextOrMessages]:
     return _read_jsonl(path) if path.suffix == ".jsonl" else iter([_read_text(path)])
 
 
@@ -159,7 +159,7 @@ def _explained_text(path: Path) -> AbstractContextManager[None]:
     return explained(f"cannot read {path} as UTF-8 text", "save it as UTF-8")
 
 
-def _read_jsonl(path: Path) -> Iterator[Text]:
+def _read_jsonl(path: Path) -> Iterator[TextOrMessages]:
     for number, line in enumerate(_read_lines(path), 1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -170,7 +170,7 @@ def _read_jsonl(path: Path) -> Iterator[Text]:
             yield _text_of(record, where)
 
 
-def _read_dataset(name: str) -> Iterator[Text]:
+def _read_dataset(name: str) -> Iterator[TextOrMessages]:
     from datasets import load_dataset
 
     with explained(
@@ -183,7 +183,7 @@ def _read_dataset(name: str) -> Iterator[Text]:
             yield _text_of(record, f"{name}, record {number}")
 
 
-def _text_of(record: Any, where: str) -> Text:
+def _text_of(record: Any, where: str) -> TextOrMessages:
     if isinstance(record, Mapping):
         messages, text = record.get("messages"), record.get("text")
         if isinstance(messages, list) and messages and all(isinstance(m, Mapping) for m in messages):

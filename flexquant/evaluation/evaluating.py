@@ -15,7 +15,7 @@ import yaml
 from flexquant.checkpoint.output import check_free_space
 from flexquant.checkpoint.provenance import folder_label
 from flexquant.evaluation.measure import (
-    Answer,
+    TokenIds,
     compare_answers,
     decode_forced,
     engine_options,
@@ -25,12 +25,12 @@ from flexquant.evaluation.measure import (
 from flexquant.evaluation.schedule import (
     Candidate,
     Passes,
-    Run,
+    PolicyRun,
     describe_plans,
     find_candidates,
     make_schedule,
 )
-from flexquant.evaluation.scores import Quality, Scores, summarise
+from flexquant.evaluation.scores import Quality, Scores, summarise_scores
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
 from flexquant.evaluation.text import hash_text, question_prompts, read_questions, read_rows
@@ -129,12 +129,12 @@ class _Evaluation:
     questions_tokens: int | None
     """Most tokens in a batch of questions."""
     progress: Callable[[str], None]
-    runs: list[Run] = field(default_factory=list)
+    runs: list[PolicyRun] = field(default_factory=list)
     quality: dict[tuple[str, int], Quality] = field(default_factory=dict)
     passes: dict[tuple[str, int], Passes] = field(default_factory=dict)
-    answers: dict[str, list[Answer]] = field(default_factory=dict)
+    answers: dict[str, list[TokenIds]] = field(default_factory=dict)
 
-    def measure(self, runs: list[Run]) -> None:
+    def measure(self, runs: list[PolicyRun]) -> None:
         """Measure the reference and then the runs at one batch size."""
         self.runs += runs
         to_measure = [run for run in runs if run.needs_engine]
@@ -158,7 +158,7 @@ class _Evaluation:
                 )
 
     def _measure_reference(
-        self, reference: str | Path, run: Run, options: dict[str, Any], stored: Path
+        self, reference: str | Path, run: PolicyRun, options: dict[str, Any], stored: Path
     ) -> Scores:
         """Run the 16-bit model in stock vLLM; store its log-probabilities of every step in ``stored``."""
         check_free_space(stored, 4 * len(self.rows) * self.settings.tokens * self.subject.vocab_size)
@@ -175,11 +175,16 @@ class _Evaluation:
             )
             if run.answers:
                 self.answers[REFERENCE] = self._answer(llm, batch_size)
-        self.quality[REFERENCE, batch_size] = summarise(scores)
+        self.quality[REFERENCE, batch_size] = summarise_scores(scores)
         return scores
 
     def _measure_policy(
-        self, run: Run, options: dict[str, Any], folder: Path, stored: Path | None, reference: Scores | None
+        self,
+        run: PolicyRun,
+        options: dict[str, Any],
+        folder: Path,
+        stored: Path | None,
+        reference: Scores | None,
     ) -> None:
         """Run the merged checkpoint under the run's policy; score it and have it answer the questions."""
         name, batch_size = run.candidate.name, run.batch_size
@@ -193,12 +198,12 @@ class _Evaluation:
                 scores = decode_forced(
                     llm, self.rows, self.settings.prompt_tokens, batch_size, folder, compare_with=stored
                 )
-                self.quality[name, batch_size] = summarise(scores, reference)
+                self.quality[name, batch_size] = summarise_scores(scores, reference)
                 self.passes[name, batch_size] = Passes.from_trace(trace)
             if run.answers and run.answers_same_as is None:
                 self.answers[name] = self._answer(llm, batch_size)
 
-    def _answer(self, llm: LLM, batch_size: int) -> list[Answer]:
+    def _answer(self, llm: LLM, batch_size: int) -> list[TokenIds]:
         return greedy_answers(llm, self.prompts, batch_size, self.settings.answer_tokens)
 
     def results(self, candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
@@ -221,7 +226,7 @@ class _Evaluation:
             if run.candidate is candidate
         ]
 
-    def _result(self, run: Run, weights: LayerBytes) -> dict[str, Any]:
+    def _result(self, run: PolicyRun, weights: LayerBytes) -> dict[str, Any]:
         source = run.same_as or (run.candidate.name, run.batch_size)
         passes, batches = self.passes[source], self.settings.samples // run.batch_size
         decode = run.decode_plans.counts(batches, passes.unsure)

@@ -109,12 +109,12 @@ def _read_scores(files: list[Path]) -> Scores:
     return Scores(**{name: np.stack(arrays) for name, arrays in columns.items()})
 
 
-Answer = list[int]
+TokenIds = list[int]
 """Token ids of an answer, the end-of-text token included if it ended with one."""
 
 
 @dataclass(frozen=True)
-class Agreement:
+class AnswerAgreement:
     """How far greedy answers agree with the reference's."""
 
     questions: int
@@ -134,7 +134,7 @@ def most_tokens(prompts: list[list[int]], batch_size: int) -> int:
     return max(sum(map(len, batch)) for batch in batches(prompts, batch_size))
 
 
-def greedy_answers(llm: LLM, prompts: list[list[int]], batch_size: int, answer_tokens: int) -> list[Answer]:
+def greedy_answers(llm: LLM, prompts: list[list[int]], batch_size: int, answer_tokens: int) -> list[TokenIds]:
     """Return the model's greedy answer to each prompt, one batch at a time."""
     from vllm import SamplingParams
 
@@ -147,11 +147,11 @@ def greedy_answers(llm: LLM, prompts: list[list[int]], batch_size: int, answer_t
     return found
 
 
-def compare_answers(reference: Sequence[Answer], answers: Sequence[Answer]) -> Agreement:
+def compare_answers(reference: Sequence[TokenIds], answers: Sequence[TokenIds]) -> AnswerAgreement:
     """Compare the answers to the same questions, in the same order."""
     pairs = list(zip(reference, answers, strict=True))
     shares = [
         sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))) / max(1, len(a))
         for a, b in pairs
     ]
-    return Agreement(len(pairs), sum(a == b for a, b in pairs), sum(shares) / len(shares))
+    return AnswerAgreement(len(pairs), sum(a == b for a, b in pairs), sum(shares) / len(shares))

@@ -12,7 +12,7 @@ from flexquant.checkpoint.output import staged_file
 from flexquant.errors import FlexQuantError
 
 
-def save_plot(document: dict[str, Any], files: list[Path]) -> None:
+def save_quality_plot(document: dict[str, Any], files: list[Path]) -> None:
     """Draw mean KL (log scale; perplexity without a reference) over decode bytes per weight into ``files``.
 
     Runs with equal numbers share one point, labelled with all their names. Raises FlexQuantError without

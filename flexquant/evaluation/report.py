@@ -32,7 +32,7 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 )
 
 
-def format_table(document: dict[str, Any]) -> str:
+def format_quality_table(document: dict[str, Any]) -> str:
     """Return the results as an aligned Markdown table, followed by notes on how they were measured."""
     columns = [(title, [cell(r) for r in document["results"]]) for title, cell in COLUMNS]
     columns = [(title, cells) for title, cells in columns if any(cell != "-" for cell in cells)]
@@ -77,7 +77,7 @@ def write_results(document: dict[str, Any], folder: str | Path) -> list[Path]:
     """
     folder = Path(folder)
     numbers = json.dumps(document, indent=2) + "\n"
-    table = f"# Quality of {document['checkpoint']}\n\n{format_table(document)}\n"
+    table = f"# Quality of {document['checkpoint']}\n\n{format_quality_table(document)}\n"
     files = {folder / "quality.json": numbers, folder / "quality.md": table}
     try:
         folder.mkdir(parents=True, exist_ok=True)

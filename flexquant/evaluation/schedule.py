@@ -101,7 +101,7 @@ class DecodePlans:
 
 
 @dataclass(frozen=True)
-class Run:
+class PolicyRun:
     """One policy at one batch size."""
 
     candidate: Candidate
@@ -128,7 +128,7 @@ def make_schedule(
     prompt_tokens: int,
     tokens: int,
     questions_tokens: int | None,
-) -> list[Run]:
+) -> list[PolicyRun]:
     """Return every policy at every batch size; runs at the smallest, the first, also answer the questions.
 
     A row has ``prompt_tokens`` prompt tokens and ``tokens`` forced ones. ``questions_tokens`` is the largest
@@ -153,7 +153,7 @@ def make_schedule(
             )
             key = routes.trigger, *_all_intervals(routes)
             runs.append(
-                Run(
+                PolicyRun(
                     candidate,
                     batch_size,
                     routes,

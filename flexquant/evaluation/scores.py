@@ -74,7 +74,7 @@ class Quality:
     """Share of the tokens for which policy and reference have the same likeliest token."""
 
 
-def summarise(scores: Scores, reference: Scores | None = None) -> Quality:
+def summarise_scores(scores: Scores, reference: Scores | None = None) -> Quality:
     """Summarise a policy's scores; ``reference`` are the reference's scores on the same rows."""
     log_perplexity = float(scores.nll.astype(np.float64).mean())
     difference = None if reference is None else scores.nll.astype(np.float64) - reference.nll

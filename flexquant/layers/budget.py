@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.layers.plans import Layers, describe
+from flexquant.layers.plans import Layers, describe_layers
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPlan:
     """A plan, its mean KL divergence to the reference in nats a token, and its decode pass in seconds."""
 
     layers: Layers
@@ -60,7 +60,7 @@ class Budget:
             return raised == self.layers
         return self.max_slowdown is None or slowdown <= self.max_slowdown
 
-    def choose(self, plans: Sequence[Measured]) -> Measured:
+    def choose(self, plans: Sequence[MeasuredPlan]) -> MeasuredPlan:
         """Return the best plan within the budget; raise FlexQuantError, naming the nearest, if none is."""
         if self.max_kl is None:
             return min(plans, key=lambda plan: (plan.kl, plan.seconds))
@@ -69,15 +69,15 @@ class Budget:
             nearest = min(plans, key=lambda plan: plan.kl)
             raise FlexQuantError(
                 f"no plan loses at most {self.max_kl:g} nats a token; the nearest, "
-                f"{describe(nearest.layers)}, loses {nearest.kl:.3g}: allow that with --max-kl, or add a "
-                "more precise variant"
+                f"{describe_layers(nearest.layers)}, loses {nearest.kl:.3g}: allow that with --max-kl, or "
+                "add a more precise variant"
             )
         return min(kept, key=lambda plan: (plan.seconds, plan.kl))
 
 
-def front(plans: Sequence[Measured]) -> list[Measured]:
+def front(plans: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
     """Return the Pareto front, the fastest plan first: plans to which no other is both faster and better."""
-    found: list[Measured] = []
+    found: list[MeasuredPlan] = []
     for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.kl)):
         if not found or plan.kl < found[-1].kl:
             found.append(plan)

@@ -11,23 +11,23 @@ from statistics import fmean
 from typing import Any
 
 from flexquant.layers.budget import Budget
-from flexquant.layers.plans import all_in, describe, rule_use
+from flexquant.layers.plans import all_in, describe_layers, rule_use
 from flexquant.layers.searching import Search
 from flexquant.layers.sensitivity import Study
 from flexquant.policy.deriving import add_derivations
 from flexquant.policy.rules import parse_policy
-from flexquant.tuning.policy_file import Tuned
+from flexquant.tuning.policy_file import TuningResult
 
 
 def limit_loss(
-    tuned: Tuned,
+    tuned: TuningResult,
     study: Study,
     most: float,
     file: Path,
     *,
     overwrite: bool,
     progress: Callable[[str], None],
-) -> Tuned:
+) -> TuningResult:
     """Return the tuned policy with other plans in the rules whose variant loses more than ``most``.
 
     A loss is the KL divergence of decode to the study's reference, in nats a token. A decode rule whose
@@ -37,7 +37,7 @@ def limit_loss(
     """
     found = Search(study, tuned.times, Budget(max_kl=most)).run(file, overwrite=overwrite, progress=progress)
     number, kl = study.subject.num_layers, found.document["kl"]
-    losses = {variant: fmean(kl[describe(all_in(variant, number))]) for variant in study.variants}
+    losses = {variant: fmean(kl[describe_layers(all_in(variant, number))]) for variant in study.variants}
     plan = found.chosen
 
     def limited(rule: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +51,8 @@ def limit_loss(
     told = ", ".join(f"{variant} {loss:.3g}" for variant, loss in losses.items())
     notes = [
         f"KL divergence of decode to {study.reference_name} on {study.text.name}, nats a token: {told}.",
-        f"At most {most:g} is allowed: the fastest plan, {describe(plan.layers)}, loses {plan.kl:.3g}.",
+        f"At most {most:g} is allowed: the fastest plan, {describe_layers(plan.layers)}, "
+        f"loses {plan.kl:.3g}.",
     ]
     if document["rules"] != tuned.document["rules"]:
         document["description"] += f"; where that loses more than {most:g} nats a token, another plan"

@@ -22,7 +22,7 @@ def with_layer(layers: Layers, layer: int, variant: str) -> Layers:
     return (*layers[:layer], variant, *layers[layer + 1 :])
 
 
-def describe(layers: Layers) -> str:
+def describe_layers(layers: Layers) -> str:
     """Return e.g. ``w8a8 0-3, w4a16 4-29``; different plans have different texts."""
     return ", ".join(f"{variant} {_range(first, last)}" for variant, first, last in _runs(layers))
 

@@ -9,23 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from flexquant.documents.yaml_document import to_yaml
-from flexquant.layers.budget import Budget, Measured, front
-from flexquant.layers.plans import describe, rule_use
-from flexquant.layers.searching import Found
+from flexquant.layers.budget import Budget, MeasuredPlan, front
+from flexquant.layers.plans import describe_layers, rule_use
+from flexquant.layers.searching import SearchResult
 from flexquant.layers.sensitivity_report import estimate, matplotlib
 from flexquant.policy.deriving import add_derivations
 from flexquant.policy.rules import Policy, parse_policy
 from flexquant.policy.schema import SCHEMA
 
 
-def format_table(found: Found) -> str:
+def format_search_table(found: SearchResult) -> str:
     """Return a Markdown table, the fastest plan first.
 
     The table has the variants alone, the chosen plan, the baselines of ``--compare``, and the plans to which
     no other is both faster and better.
     """
     named = {
-        describe(plan.layers): "chosen by no measurement: " + name for name, plan in found.others.items()
+        describe_layers(plan.layers): "chosen by no measurement: " + name
+        for name, plan in found.others.items()
     }
     plans = {plan.layers: plan for plan in [*found.searched, *found.others.values()]}
     best = {plan.layers for plan in front(list(plans.values()))}
@@ -34,7 +35,7 @@ def format_table(found: Found) -> str:
         "| --- | --- | --- | --- |",
     ]
     for plan in sorted(plans.values(), key=lambda plan: (plan.seconds, plan.kl)):
-        text = describe(plan.layers)
+        text = describe_layers(plan.layers)
         is_pure = len(set(plan.layers)) == 1
         if not (is_pure or plan.layers in best or text in named or plan.layers == found.chosen.layers):
             continue
@@ -48,8 +49,8 @@ def format_table(found: Found) -> str:
     return "\n".join(rows)
 
 
-def policy_document(
-    base: Policy, found: Found, variants: dict[str, Policy], budget: Budget, sequences: int
+def searched_policy_document(
+    base: Policy, found: SearchResult, variants: dict[str, Policy], budget: Budget, sequences: int
 ) -> dict[str, Any]:
     """Return ``base`` as data, with the chosen plan in the rule that decodes ``sequences`` sequences.
 
@@ -67,16 +68,16 @@ def policy_document(
     takes_others = base.rules[place].phases != ("decode",)
     rules[place : place if takes_others else place + 1] = [rule]
     document = add_derivations(document, found.chosen.layers, variants) | {
-        "description": f"decode by a searched plan, {budget}: {describe(found.chosen.layers)}",
+        "description": f"decode by a searched plan, {budget}: {describe_layers(found.chosen.layers)}",
         "rules": rules,
     }
     parse_policy(document, "the searched policy")
     return document
 
 
-def policy_text(document: dict[str, Any], found: Found) -> str:
+def policy_text(document: dict[str, Any], found: SearchResult) -> str:
     """Return the policy as YAML, below a comment with the measurements."""
-    table = format_table(found).splitlines()
+    table = format_search_table(found).splitlines()
     of = found.document["reference"] or f"{found.document['variants'][0]} itself"
     comments = [
         f"KL divergence to {of} on {found.document['text']['file']}, of decoding.",
@@ -87,11 +88,11 @@ def policy_text(document: dict[str, Any], found: Found) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in comments) + to_yaml(document, compact=True)
 
 
-def _counts(plan: Measured) -> str:
+def _counts(plan: MeasuredPlan) -> str:
     return ", ".join(f"{number} {variant}" for variant, number in Counter(plan.layers).most_common())
 
 
-def save_plot(found: Found, file: Path) -> None:
+def save_search_plot(found: SearchResult, file: Path) -> None:
     """Draw KL divergence over decode time as a PNG; raise FlexQuantError without matplotlib."""
     figure_of, canvas_of = matplotlib()
     figure = figure_of(figsize=(7, 4.5), layout="constrained")

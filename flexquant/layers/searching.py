@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from flexquant.errors import FlexQuantError
-from flexquant.layers.budget import Budget, Measured
+from flexquant.layers.budget import Budget, MeasuredPlan
 from flexquant.layers.chain import beside, greedy_chain, raised
 from flexquant.layers.plans import Layers, all_in
 from flexquant.layers.sensitivity import Measure, Study
@@ -27,15 +27,15 @@ BESIDE = 2
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search."""
 
     document: dict[str, Any]
     """The study's document, with every measured plan."""
-    chosen: Measured
-    searched: list[Measured]
+    chosen: MeasuredPlan
+    searched: list[MeasuredPlan]
     """The variants alone, the plans with one layer below the highest precision, and the proposed plans."""
-    others: dict[str, Measured]
+    others: dict[str, MeasuredPlan]
     """Baselines for `--compare`, by name (`first`, `random 1`): they raise as many layers, elsewhere."""
 
 
@@ -61,20 +61,20 @@ class Search:
                 "give one that 'flexquant tune' wrote for these variants"
             )
 
-    def run(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> Found:
+    def run(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> SearchResult:
         """Measure what ``file`` lacks, and choose a plan; raise FlexQuantError if the budget allows none."""
         number = self.study.subject.num_layers
         seconds = {variant: self._seconds(all_in(variant, number)) for variant in self.study.variants}
         with self.study.measuring(file, overwrite=overwrite, progress=progress) as (document, measure):
 
-            def measured(plan: Layers) -> Measured:
-                return Measured(plan, fmean(measure(plan)), self._seconds(plan))
+            def measured(plan: Layers) -> MeasuredPlan:
+                return MeasuredPlan(plan, fmean(measure(plan)), self._seconds(plan))
 
             pure = self.study.alone()
             if self.budget.max_kl is not None:
                 fastest = min(map(measured, pure), key=lambda plan: plan.seconds)
                 if fastest.kl <= self.budget.max_kl:
-                    return Found(document, fastest, [*map(measured, pure)], {})
+                    return SearchResult(document, fastest, [*map(measured, pure)], {})
             alone = [*pure, *self.study.leaving(self.study.highest)]
             self.study.measure_layers(document, measure, alone, progress)
             chain = greedy_chain(lambda layer, v: costs(document, layer, v).mean, seconds, number)
@@ -89,7 +89,7 @@ class Search:
             others = (
                 {name: measured(plan) for name, plan in self._others(chosen.layers)} if self.compare else {}
             )
-        return Found(document, chosen, plans, others)
+        return SearchResult(document, chosen, plans, others)
 
     def _allowed(self, plan: Layers) -> bool:
         fastest = min(self._seconds(all_in(variant, len(plan))) for variant in self.study.variants)

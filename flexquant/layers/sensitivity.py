@@ -25,7 +25,7 @@ from flexquant.evaluation.scores import Scores
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
 from flexquant.evaluation.text import hash_text, read_rows
-from flexquant.layers.plans import Layers, all_in, describe, rule_use, with_layer
+from flexquant.layers.plans import Layers, all_in, describe_layers, rule_use, with_layer
 from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.deriving import add_derivations
@@ -106,7 +106,7 @@ class Study:
     def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> dict[str, Any]:
         """Measure each layer alone, unless ``file`` has the plan already; return the document in ``file``.
 
-        The document's ``kl`` maps a plan (:func:`flexquant.layers.plans.describe`) to the mean KL
+        The document's ``kl`` maps a plan (:func:`flexquant.layers.plans.describe_layers`) to the mean KL
         divergence of every row to the reference, in nats a token. ``progress`` gets a line for every plan.
         Raises FlexQuantError for a text that is too short, and for a file of another study unless
         ``overwrite`` is set.
@@ -125,9 +125,9 @@ class Study:
         progress: Callable[[str], None],
     ) -> None:
         """Measure the plans that the document lacks, with what :meth:`measuring` yields."""
-        missing = [plan for plan in plans if describe(plan) not in document["kl"]]
+        missing = [plan for plan in plans if describe_layers(plan) not in document["kl"]]
         for number, plan in enumerate(missing, 1):
-            progress(f"{describe(plan)} ({len(plans) - len(missing) + number} of {len(plans)})")
+            progress(f"{describe_layers(plan)} ({len(plans) - len(missing) + number} of {len(plans)})")
             measure(plan)
 
     @contextmanager
@@ -147,7 +147,7 @@ class Study:
 
             def measure(layers: Layers) -> list[float]:
                 nonlocal score
-                name = describe(layers)
+                name = describe_layers(layers)
                 if name not in document["kl"]:
                     score = score or stack.enter_context(self._scoring(rows, progress))
                     document["kl"][name] = score(layers)

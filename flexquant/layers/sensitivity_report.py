@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flexquant.errors import FlexQuantError
-from flexquant.layers.plans import Layers, all_in, describe, with_layer
+from flexquant.layers.plans import Layers, all_in, describe_layers, with_layer
 
 RESAMPLES = 10_000
 
@@ -56,10 +56,10 @@ def wins(document: dict[str, Any], layer: int, variant: str) -> Estimate:
 
 
 def _kl(document: dict[str, Any], layers: Layers) -> np.ndarray:
-    return np.array(document["kl"][describe(layers)])
+    return np.array(document["kl"][describe_layers(layers)])
 
 
-def format_table(document: dict[str, Any]) -> str:
+def format_sensitivity_table(document: dict[str, Any]) -> str:
     """Return a Markdown table of the layers; those that gain most in the highest precision come first."""
     variants, number = document["variants"], document["layers"]
     of = document["reference"] or f"{variants[0]} itself"
@@ -93,7 +93,7 @@ def _effects(document: dict[str, Any]) -> list[tuple[str, list[Estimate]]]:
     ]
 
 
-def save_plot(document: dict[str, Any], file: Path) -> None:
+def save_sensitivity_plot(document: dict[str, Any], file: Path) -> None:
     """Draw each layer's cost and gain as a PNG; raise FlexQuantError without matplotlib."""
     figure_of, canvas_of = matplotlib()
     figure = figure_of(figsize=(9, 4.5), layout="constrained")

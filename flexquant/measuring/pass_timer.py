@@ -21,7 +21,7 @@ MIN_STEPS = 3
 MAX_STEPS = 50
 
 
-class PassTimer:
+class PassRunner:
     """Has an engine run passes of one kind, and leaves it idle."""
 
     def __init__(self, llm: LLM) -> None:

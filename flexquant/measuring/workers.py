@@ -54,7 +54,7 @@ def import_ahead() -> None:
 
 
 class Worker:
-    """The parent's handle of a process with an engine and a PassTimer."""
+    """The parent's handle of a process with an engine and a PassRunner."""
 
     def __init__(self, name: str, folder: Path, policy: Policy, options: dict[str, Any], logs: Path) -> None:
         self.name = name
@@ -74,7 +74,7 @@ class Worker:
         self.kernels = self._receive(START_TIMEOUT)
 
     def call(self, method: str, *arguments: float) -> float:
-        """Call a method of PassTimer; raise FlexQuantError if it fails or takes CALL_TIMEOUT seconds."""
+        """Call a method of PassRunner; raise FlexQuantError if it fails or takes CALL_TIMEOUT seconds."""
         try:
             self._connection.send((method, arguments))
         except OSError as e:
@@ -150,11 +150,11 @@ def _serve(connection: Connection, log: str, folder: str, options: dict[str, Any
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    from flexquant.measuring.pass_timer import PassTimer
+    from flexquant.measuring.pass_timer import PassRunner
 
     try:
         with engine(folder, **options) as llm:
-            timer = PassTimer(llm)
+            timer = PassRunner(llm)
             timer.prefill(1, seconds=0)
             (status, *_) = llm.collective_rpc("flexquant_status")
             connection.send((True, sorted({name for names in status["kernels"].values() for name in names})))

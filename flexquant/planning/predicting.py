@@ -12,7 +12,7 @@ from pathlib import Path
 from flexquant.errors import FlexQuantError
 from flexquant.planning.device import Device, load_device
 from flexquant.planning.model_shape import ModelShape, read_model_shape
-from flexquant.planning.roofline import Cost, attention_cost, pass_cost
+from flexquant.planning.roofline import CostParts, attention_cost, pass_cost
 from flexquant.policy.pass_times import Curve, PassTimes, Time
 
 Errors = Mapping[str, Mapping[str, Mapping[int, float]]]
@@ -67,10 +67,10 @@ def predict_pass_times(
     :func:`flexquant.planning.model_shape.read_model_shape` do, and for a scheme that the device lacks.
     """
     loaded = load_device(device) if isinstance(device, str) else device
-    return pass_times(read_model_shape(folder, tensor_parallel_size, w4a8=w4a8), loaded, context)
+    return roofline_pass_times(read_model_shape(folder, tensor_parallel_size, w4a8=w4a8), loaded, context)
 
 
-def pass_times(
+def roofline_pass_times(
     model: ModelShape,
     device: Device,
     context: int,
@@ -97,7 +97,7 @@ def pass_times(
     )
 
 
-def fastest(
+def fastest_by_size(
     model: ModelShape, phase: str, context: int, device: Device, max_size: int = MAX_SIZE
 ) -> list[Winner]:
     """Return the fastest variants for sizes 1 to ``max_size``, in order; each starts at a crossover."""
@@ -162,7 +162,7 @@ def hardware_table(
     requests = max_requests(model, device, tokens, utilization)
     rows = {}
     for variant in model.variants:
-        cost: Cost = pass_cost(model, variant, "decode", requests, context, device)
+        cost: CostParts = pass_cost(model, variant, "decode", requests, context, device)
         scheme = main_scheme(model, variant)
         rows[variant] = HardwareRow(
             device.kernel(scheme).flops_per_s / 1e12,

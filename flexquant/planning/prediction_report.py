@@ -18,10 +18,10 @@ from flexquant.planning.predicting import (
     HardwareRow,
     Winner,
     errors,
-    fastest,
+    fastest_by_size,
     hardware_table,
     max_requests,
-    pass_times,
+    roofline_pass_times,
 )
 from flexquant.policy.pass_times import Curve, PassTimes, device_name
 
@@ -32,7 +32,7 @@ EITHER = "either"
 
 
 @dataclass(frozen=True)
-class Report:
+class PredictionReport:
     device: str
     tensor_parallel_size: int
     """Number of devices; memory, weights and KV cache are those of one device."""
@@ -58,14 +58,14 @@ class Report:
         return {**asdict(self), "times": self.times.to_data()}
 
 
-def make_report(
+def report_prediction(
     model: ModelShape,
     device: Device,
     input_tokens: int,
     output_tokens: int,
     utilization: float,
     measured: tuple[PassTimes, str] | None = None,
-) -> Report:
+) -> PredictionReport:
     """Predict for requests of these lengths; ``measured`` are times to compare with, and their policy's name.
 
     Raises FlexQuantError for a model that does not fit, and for times of other variants.
@@ -74,7 +74,7 @@ def make_report(
     context = input_tokens + output_tokens // 2
     requests = max_requests(model, device, tokens, utilization)
     most = {"decode": min(MAX_SIZE, requests), "prefill": MAX_SIZE}
-    return Report(
+    return PredictionReport(
         device.name,
         model.tensor_parallel_size,
         device.memory_bytes / GIB,
@@ -84,8 +84,8 @@ def make_report(
         model.resident_bytes / GIB,
         model.kv_bytes_per_token / 1024,
         hardware_table(model, device, context, tokens, utilization),
-        pass_times(model, device, context),
-        {phase: fastest(model, phase, context, device, most[phase]) for phase in PHASES},
+        roofline_pass_times(model, device, context),
+        {phase: fastest_by_size(model, phase, context, device, most[phase]) for phase in PHASES},
         model.has_sliding_window,
         None if measured is None else f"{measured[1]} ({describe_origin(measured[0].origin)})",
         None if measured is None else errors(model, device, measured[0]),
@@ -101,7 +101,7 @@ def describe_origin(origin: Mapping[str, Any]) -> str:
     return f"measured on {device_name(origin)}, tensor-parallel size {size}"
 
 
-def format_report(report: Report) -> str:
+def format_prediction(report: PredictionReport) -> str:
     """Return the report as text for a terminal."""
     prompt, output = report.tokens
     header = f"{'':<10}{'rate':>10}{'max':>10}{'max':>10}{'compute':>10}{'memory':>10}{'requests':>10}"

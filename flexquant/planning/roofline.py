@@ -46,7 +46,7 @@ QUANTISED_ACTIVATIONS = ("w8a8", "fp8", "w4a8")
 
 
 @dataclass(frozen=True)
-class Cost:
+class CostParts:
     """Parts of a predicted time, in seconds."""
 
     memory: float = 0.0
@@ -57,14 +57,16 @@ class Cost:
     def seconds(self) -> float:
         return self.memory + self.compute + self.overhead
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.memory + other.memory, self.compute + other.compute, self.overhead + other.overhead)
+    def __add__(self, other: CostParts) -> CostParts:
+        return CostParts(
+            self.memory + other.memory, self.compute + other.compute, self.overhead + other.overhead
+        )
 
-    def __mul__(self, count: int) -> Cost:
-        return Cost(self.memory * count, self.compute * count, self.overhead * count)
+    def __mul__(self, count: int) -> CostParts:
+        return CostParts(self.memory * count, self.compute * count, self.overhead * count)
 
 
-def linear_cost(linear: Linear, tokens: int, device: Device, in_pass: bool = False) -> Cost:
+def linear_cost(linear: Linear, tokens: int, device: Device, in_pass: bool = False) -> CostParts:
     """Return the cost of one call with activations [tokens, inputs], or of all experts together.
 
     The model assumes that tokens choose their experts evenly and independently. ``in_pass`` tells whether
@@ -77,17 +79,19 @@ def linear_cost(linear: Linear, tokens: int, device: Device, in_pass: bool = Fal
     moved = used * linear.weight_bytes + rows * (activation_bytes * linear.inputs + 2 * linear.outputs)
     operations = 2 * _padded_outputs(linear, rows, used, device) * linear.inputs
     call = kernel.call_in_pass_seconds if in_pass else kernel.call_seconds
-    return Cost(moved / kernel.bytes_per_s, operations / kernel.flops_per_s, call)
+    return CostParts(moved / kernel.bytes_per_s, operations / kernel.flops_per_s, call)
 
 
-def quantisation_cost(linear: Linear, tokens: int, device: Device) -> Cost:
+def quantisation_cost(linear: Linear, tokens: int, device: Device) -> CostParts:
     """Return the cost of quantising 16-bit activations [tokens, inputs] to 8 bit, if the scheme does so."""
     if linear.scheme not in QUANTISED_ACTIVATIONS:
-        return Cost()
-    return Cost(memory=3 * tokens * linear.inputs / device.kernel("bf16").bytes_per_s)
+        return CostParts()
+    return CostParts(memory=3 * tokens * linear.inputs / device.kernel("bf16").bytes_per_s)
 
 
-def pass_cost(model: ModelShape, variant: str, phase: str, size: int, context: int, device: Device) -> Cost:
+def pass_cost(
+    model: ModelShape, variant: str, phase: str, size: int, context: int, device: Device
+) -> CostParts:
     """Return the cost of a forward pass on one device.
 
     A decode pass has ``size`` sequences, each with one new token and ``context`` tokens in the KV cache. A
@@ -102,14 +106,14 @@ def pass_cost(model: ModelShape, variant: str, phase: str, size: int, context: i
     attention = attention_cost(model, size * context if phase == "decode" else 0, device)
     if phase == "prefill":
         causal_pairs = size * (size + 1) / 2
-        attention += Cost(compute=causal_pairs * model.attention_flops / device.attention_flops_per_s)
+        attention += CostParts(compute=causal_pairs * model.attention_flops / device.attention_flops_per_s)
     overhead = device.pass_seconds + model.num_layers * device.layer_seconds
-    return cost + attention + Cost(overhead=overhead)
+    return cost + attention + CostParts(overhead=overhead)
 
 
-def attention_cost(model: ModelShape, cached_tokens: int, device: Device) -> Cost:
+def attention_cost(model: ModelShape, cached_tokens: int, device: Device) -> CostParts:
     """Return the cost of reading ``cached_tokens`` tokens from the KV cache once, in all layers."""
-    return Cost(memory=cached_tokens * model.kv_bytes_per_token / device.kernel("bf16").bytes_per_s)
+    return CostParts(memory=cached_tokens * model.kv_bytes_per_token / device.kernel("bf16").bytes_per_s)
 
 
 def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -> float:

@@ -32,7 +32,7 @@ COLUMNS = {
 """Metric -> its two lines of heading in the table; these metrics are compared."""
 
 
-def summarise(replay: Replay) -> dict[str, Any]:
+def summarise_replay(replay: Replay) -> dict[str, Any]:
     """Return the metrics of a replay as JSON-able data; None for a metric that no request has.
 
     ``passes`` holds, by phase and plan, the number of passes and their share of all passes' time.
@@ -73,7 +73,7 @@ def summarise(replay: Replay) -> dict[str, Any]:
     }
 
 
-def compare(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+def ratios_to_first(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     """Return, by policy, each metric of :data:`COLUMNS` divided by the first policy's."""
     first = next(iter(results.values()))
     return {
@@ -82,7 +82,7 @@ def compare(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, flo
     }
 
 
-def format_table(results: Mapping[str, Mapping[str, Any]]) -> str:
+def format_simulation_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the metrics, their ratios to the first policy's, and each policy's time per plan, as tables."""
     names = list(results)
     rows = [
@@ -92,7 +92,7 @@ def format_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     rows += [[name, *(_number(result[key]) for key in COLUMNS)] for name, result in results.items()]
     if len(names) > 1:
         rows.append([f"relative to {names[0]}", *[""] * len(COLUMNS)])
-        ratios = compare(results)
+        ratios = ratios_to_first(results)
         rows += [[name, *(_ratio(ratios[name][key]) for key in COLUMNS)] for name in names[1:]]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) + 1)]
     lines = [_line(row, widths) for row in rows]

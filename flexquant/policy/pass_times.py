@@ -73,7 +73,7 @@ class PassTimes:
         )
 
     def to_data(self) -> dict[str, Any]:
-        """Return plain data that :func:`pass_times` reads back, with rounded times."""
+        """Return plain data that :func:`measured_pass_times` reads back, with rounded times."""
         return {
             "origin": dict(self.origin),
             "context": self.context,
@@ -95,7 +95,7 @@ def device_name(origin: Mapping[str, Any]) -> str:
     return str(machine or origin.get("device") or "an unknown machine")
 
 
-def pass_times(measured: MeasuredSection) -> PassTimes:
+def measured_pass_times(measured: MeasuredSection) -> PassTimes:
     """Return the times that a policy document holds."""
     decode, prefill = (
         {

@@ -32,7 +32,7 @@ from flexquant.documents.named_files import builtin_names, read_named
 from flexquant.documents.schema import read_section
 from flexquant.documents.yaml_document import Document, KeyPath, from_data, from_yaml
 from flexquant.policy.moments import CALM, Moment, Span, spans
-from flexquant.policy.pass_times import PassTimes, pass_times
+from flexquant.policy.pass_times import PassTimes, measured_pass_times
 from flexquant.policy.ranges import Bounds, LayerRange, are_covered
 from flexquant.policy.schema import (
     LAYERS,
@@ -190,7 +190,7 @@ def _validate(document: Document, name: str) -> Policy:
         if variant not in used:
             document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
     trigger = _trigger(found, rules, document)
-    measured = None if found.measured is None else pass_times(found.measured)
+    measured = None if found.measured is None else measured_pass_times(found.measured)
     return Policy(name, found.description, tuple(rules), derived, trigger, measured, document.data)
 
 

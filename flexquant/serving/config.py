@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.merged_config import MergedConfig, Variant
+from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable, build_route_table
@@ -120,7 +120,7 @@ def build_routes(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) 
     return table
 
 
-def check_derivable(name: str, derivation: Derivation, source: Variant) -> None:
+def check_derivable(name: str, derivation: Derivation, source: StoredVariant) -> None:
     """Refuse a derived variant whose source is not symmetric INT4 with 16-bit activations.
 
     Also refuse a variant for which this device has no kernel.

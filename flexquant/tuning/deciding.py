@@ -36,7 +36,7 @@ class TooNoisyError(FlexQuantError):
         self.sizes = sizes
 
 
-Cost = Callable[[str, str, int], float]
+ChoiceCost = Callable[[str, str, int], float]
 """(phase, variant, size) -> cost of choosing the variant there, as the logarithm of a ratio of times."""
 
 
@@ -66,7 +66,7 @@ class Decision:
         return next(r.variant for r in self.ranges[phase] if r.last is None or size <= r.last)
 
 
-def fastest(samples: Samples, variants: Sequence[str]) -> Cost:
+def fastest(samples: Samples, variants: Sequence[str]) -> ChoiceCost:
     """Return the cost of choosing a slower one of ``variants``, which begin with the most precise.
 
     Among the variants that tie with the fastest, by MARGIN and CLOSE, the most precise costs nothing and the
@@ -84,7 +84,10 @@ def fastest(samples: Samples, variants: Sequence[str]) -> Cost:
 
 
 def decide(
-    samples: Samples, variants: Sequence[str], cost: Cost, crossing: Callable[[str, str, str, int], float]
+    samples: Samples,
+    variants: Sequence[str],
+    cost: ChoiceCost,
+    crossing: Callable[[str, str, str, int], float],
 ) -> Decision:
     """Choose a variant for every measured size, at the least total cost, and the ends of the ranges.
 
@@ -142,7 +145,7 @@ def _ranges(
     phase: str,
     sizes: Sequence[int],
     variants: Sequence[str],
-    cost: Cost,
+    cost: ChoiceCost,
     crossing: Callable[[str, str, str, int], float],
 ) -> tuple[Range, ...]:
     path = _cheapest_path(phase, sizes, variants, cost)
@@ -159,7 +162,7 @@ def _ranges(
     return (*ranges, Range(first, None, path[-1], None))
 
 
-def _cheapest_path(phase: str, sizes: Sequence[int], variants: Sequence[str], cost: Cost) -> list[str]:
+def _cheapest_path(phase: str, sizes: Sequence[int], variants: Sequence[str], cost: ChoiceCost) -> list[str]:
     """Return the variants of all sizes with the least total cost; a change costs MARGIN (Viterbi)."""
     totals = dict.fromkeys(variants, 0.0)
     steps: list[dict[str, str]] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flexquant.checkpoint.contents import make_report
+from flexquant.checkpoint.contents import report_checkpoint
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.policy.rules import Policy
@@ -32,7 +32,7 @@ class Memory:
         """Read the checkpoint's headers and this machine's memory; ``find_variants`` gives ``variants``."""
         from vllm.platforms import current_platform
 
-        report = make_report(checkpoint.merged, count_layers(checkpoint.config), checkpoint.tensors)
+        report = report_checkpoint(checkpoint.merged, count_layers(checkpoint.config), checkpoint.tensors)
         sources = {
             name: policy.derived[name].source if name in policy.derived else name
             for name, policy in variants.items()

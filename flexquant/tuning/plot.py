@@ -10,7 +10,7 @@ from flexquant.policy.pass_times import PassTimes
 from flexquant.tuning.deciding import Decision
 
 
-def save_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> None:
+def save_tuning_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> None:
     """Draw decode and prefill side by side, with logarithmic axes, into the PNG ``file``.
 
     Raises ImportError without matplotlib.

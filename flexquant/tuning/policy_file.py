@@ -18,11 +18,11 @@ from flexquant.policy.rules import Policy, parse_policy
 from flexquant.policy.schema import SCHEMA
 from flexquant.policy.times_table import UNITS, format_times
 from flexquant.tuning.deciding import Decision
-from flexquant.tuning.plot import save_plot
+from flexquant.tuning.plot import save_tuning_plot
 
 
 @dataclass(frozen=True)
-class Output:
+class TuningFiles:
     """The paths of the files that a tuning run writes, all in the policy's folder."""
 
     policy: Path
@@ -55,7 +55,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """Result of a run."""
 
     document: dict[str, Any]
@@ -66,11 +66,11 @@ class Tuned:
     """Sentences for the user: where the times were measured, crossovers, what was left out and why."""
 
 
-def policy_document(
+def tuned_policy_document(
     decision: Decision, candidates: Mapping[str, Policy], times: PassTimes, goal: str
 ) -> dict[str, Any]:
     """Return the policy as data; ``candidates`` hold the derivations of derived variants."""
-    description = {"schema": SCHEMA, "description": f"tuned for {goal}: {describe(decision)}"}
+    description = {"schema": SCHEMA, "description": f"tuned for {goal}: {describe_decision(decision)}"}
     document = {
         **add_derivations(description, decision.variants, candidates),
         "rules": _rules(decision),
@@ -80,7 +80,7 @@ def policy_document(
     return document
 
 
-def write_files(output: Output, tuned: Tuned, title: str) -> list[Path]:
+def write_files(output: TuningFiles, tuned: TuningResult, title: str) -> list[Path]:
     """Write the policy and, if matplotlib is installed, the plot with ``title``; return their paths.
 
     In the policy's file, comments with the notes and a table of the times come first. Both files appear once
@@ -93,14 +93,14 @@ def write_files(output: Output, tuned: Tuned, title: str) -> list[Path]:
         policy.write_text(f"{text}\n{to_yaml(tuned.document, compact=True)}", encoding="utf-8")
         try:
             with staged_file(output.plot) as plot:
-                save_plot(tuned.times, tuned.decision, title, plot)
+                save_tuning_plot(tuned.times, tuned.decision, title, plot)
             files.append(output.plot)
         except ImportError:
             pass
     return files
 
 
-def describe(decision: Decision) -> str:
+def describe_decision(decision: Decision) -> str:
     """Return e.g. ``decode in w4a16 up to 12 sequences, then w8a8; prefill in w8a8``."""
     parts = []
     for phase, ranges in decision.ranges.items():

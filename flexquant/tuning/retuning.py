@@ -23,7 +23,7 @@ from flexquant.policy.rules import Policy
 from flexquant.policy.times_table import UNITS
 from flexquant.tuning.deciding import Decision
 from flexquant.tuning.objectives import Goal, meet, optimise
-from flexquant.tuning.policy_file import Tuned, policy_document
+from flexquant.tuning.policy_file import TuningResult, tuned_policy_document
 from flexquant.tuning.samples import PHASES, Samples
 from flexquant.tuning.traffic import Traffic
 
@@ -104,7 +104,7 @@ class Retuning:
             context_seconds=self.times.context_seconds * max(ratios.values()),
         )
 
-    def propose(self, goal: Goal, url: str) -> Tuned:
+    def propose(self, goal: Goal, url: str) -> TuningResult:
         """Return the policy for the traffic; raise FlexQuantError if ``goal`` cannot be met."""
         times = self.scaled()
         samples = Samples()
@@ -124,8 +124,8 @@ class Retuning:
             "scaled_to": f"{self.traffic.passes} passes of {url}",
         }
         times = replace(times, origin=origin)
-        document = policy_document(decision, self.candidates, times, f"{goal}, on live traffic")
-        return Tuned(document, decision, times, self._notes(decision, times, goal, url))
+        document = tuned_policy_document(decision, self.candidates, times, f"{goal}, on live traffic")
+        return TuningResult(document, decision, times, self._notes(decision, times, goal, url))
 
     def gain(self, decision: Decision, times: PassTimes) -> dict[str, tuple[float, float]]:
         """Return phase -> seconds of the observed passes, (as they were served, as proposed)."""

@@ -18,7 +18,7 @@ from flexquant.serving.metric_names import POLICY, SECONDS, SIZE, WEIGHT_BYTES
 
 FEWEST_PASSES = 100
 
-Counters = Mapping[tuple[str, ...], float]
+CounterValues = Mapping[tuple[str, ...], float]
 """(Metric, plan, phase, bucket, policy, variant, layers) -> value; a label that a metric lacks is empty."""
 
 
@@ -56,7 +56,7 @@ def watch(url: str, seconds: float) -> Traffic:
     ``url`` is the URL of ``vllm serve``. Raises FlexQuantError if no merged checkpoint is served there, for
     fewer than FEWEST_PASSES passes, and for a server that was restarted meanwhile.
     """
-    before: Counters = {}
+    before: CounterValues = {}
     if seconds:
         before = _read_counters(url)
         time.sleep(seconds)
@@ -72,7 +72,7 @@ def watch(url: str, seconds: float) -> Traffic:
     return traffic
 
 
-def _read_counters(url: str) -> Counters:
+def _read_counters(url: str) -> CounterValues:
     """Return the counters, summed over the server's engines."""
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -95,7 +95,7 @@ def _read_counters(url: str) -> Counters:
     return found
 
 
-def _check_counted_on(after: Counters, before: Counters, url: str) -> None:
+def _check_counted_on(after: CounterValues, before: CounterValues, url: str) -> None:
     """Raise FlexQuantError if a counter has become less or is gone, which means that the server restarted."""
     for counter, value in before.items():
         if counter[0] in (f"{SIZE}_bucket", f"{SECONDS}_total") and after.get(counter, -1.0) < value:
@@ -112,7 +112,7 @@ def _loaded_whole(ranges: Sequence[tuple[str, str]]) -> list[str]:
     return [variant for variant, layers in ranges if layers == whole]
 
 
-def _traffic(after: Counters, before: Counters) -> Traffic:
+def _traffic(after: CounterValues, before: CounterValues) -> Traffic:
     cumulative: dict[tuple[str, str], dict[float, float]] = defaultdict(dict)
     seconds: dict[tuple[str, str], float] = {}
     for (name, plan, phase, end, *_), value in after.items():

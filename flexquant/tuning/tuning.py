@@ -37,7 +37,7 @@ from flexquant.tuning.notes import (
     unused_notes,
 )
 from flexquant.tuning.objectives import Goal, meet, optimise
-from flexquant.tuning.policy_file import Output, Tuned, policy_document, write_files
+from flexquant.tuning.policy_file import TuningFiles, TuningResult, tuned_policy_document, write_files
 from flexquant.tuning.rounds import Grid, Rounds, between
 from flexquant.tuning.samples import PHASES, Samples
 
@@ -50,7 +50,7 @@ class Tuning:
     def __init__(
         self,
         folder: Path,
-        output: Output,
+        output: TuningFiles,
         variants: dict[str, Policy],
         goal: Goal,
         grid: Grid,
@@ -123,7 +123,7 @@ class Tuning:
             self._save()
             raise
 
-    def decide(self) -> Tuned:
+    def decide(self) -> TuningResult:
         """Return the best policy for the goal; raise FlexQuantError if no policy meets it."""
         if self._goal.slo is not None:
             decision = meet(self._samples, self._names, self._goal.slo)
@@ -136,7 +136,7 @@ class Tuning:
             "rounds": self._grid.effort.rounds,
         }
         times = self._samples.pass_times(self._grid.context, origin)
-        document = policy_document(decision, self._variants, times, str(self._goal))
+        document = tuned_policy_document(decision, self._variants, times, str(self._goal))
         notes = [
             *origin_notes(origin, self._goal),
             *kernel_notes(self._kernels),
@@ -147,9 +147,9 @@ class Tuning:
             *batch_notes(self._samples, self._goal, self._requests(decision.variants)),
             *unused_notes(self._memory, decision),
         ]
-        return Tuned(document, decision, times, notes)
+        return TuningResult(document, decision, times, notes)
 
-    def write(self, tuned: Tuned) -> list[Path]:
+    def write(self, tuned: TuningResult) -> list[Path]:
         """Write the files, then delete the samples: if writing fails, the command can be run again."""
         files = write_files(self._output, tuned, f"{self._run['model']}: time of a pass")
         self._output.samples.unlink(missing_ok=True)

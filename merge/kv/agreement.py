@@ -53,7 +53,7 @@ class Excess:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class MatrixDistance:
     """How far two matrices are apart."""
 
     error: Excess
@@ -68,13 +68,13 @@ class Agreement:
         return self.worst.ratio <= 1
 
 
-def judge(
+def judge_matrices(
     sums: MatrixSums,
     head_rows: int | None = None,
     noise_factor: float = NOISE_FACTOR,
     row_gain: float = ROW_GAIN,
     row_numbers: torch.Tensor | None = None,
-) -> Agreement:
+) -> MatrixDistance:
     """Return how far two matrices are apart; heads of ``head_rows`` rows are also judged one by one.
 
     ``row_numbers`` int64 [rows] are the rows' numbers in the whole matrix; None: they count from 0.
@@ -89,7 +89,7 @@ def judge(
         heads = rows.map(lambda term: term.unflatten(0, size).sum(1))
         head_noise = noise.unflatten(0, size).sum(1)
         candidates.append(_error(heads, head_noise, "relative error of head", noise_factor))
-    return Agreement(error, columns, max(candidates, key=lambda e: e.ratio))
+    return MatrixDistance(error, columns, max(candidates, key=lambda e: e.ratio))
 
 
 def _error(sums: Sums, noise: torch.Tensor, what: str, noise_factor: float) -> Excess:

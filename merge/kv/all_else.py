@@ -25,14 +25,14 @@ ARITHMETIC = 1e-5
 """Effect of float32 arithmetic in another order, as a share of a number's size plus the mean size."""
 
 Parameters = Mapping[str, torch.Tensor]
-Run = Callable[[Parameters], LayerPass]
+RunLayer = Callable[[Parameters], LayerPass]
 """Runs the layer with other parameters; its matrices answer as in the reference's pass."""
 
 
 def explain_difference(
     seen: LayerPass,
     reference: LayerPass,
-    run: Run,
+    run: RunLayer,
     parameters: tuple[Parameters, Parameters],
     steps: Mapping[str, float],
 ) -> str:
@@ -82,7 +82,7 @@ def changed(
 
 
 def rounding_effect(
-    run: Run, parameters: Parameters, steps: Mapping[str, float], reference: LayerPass
+    run: RunLayer, parameters: Parameters, steps: Mapping[str, float], reference: LayerPass
 ) -> dict[str, torch.Tensor]:
     """Return the root-mean-square change of each number of a pass when its parameters are rounded."""
     squares: dict[str, torch.Tensor] = {}

@@ -56,14 +56,14 @@ from dataclasses import dataclass, field
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.source import Source
-from flexquant.merge.kv.agreement import Agreement
+from flexquant.merge.kv.agreement import MatrixDistance
 from flexquant.merge.kv.build_skeleton import build_skeleton
 from flexquant.merge.kv.layer_comparison import LayerComparison
 from flexquant.merge.kv.pair import Pair
 from flexquant.merge.kv.variant_weights import VariantWeights
 from flexquant.merge.kv.workers import workers
 
-Progress = Callable[[int, int], object]
+LayerProgress = Callable[[int, int], object]
 """Called with (layers compared, layers to compare)."""
 
 
@@ -105,7 +105,7 @@ class KVReport:
             "worst": self.worst,
         }
 
-    def record(self, projection: str, variant: str, layer: int, found: Agreement) -> None:
+    def record(self, projection: str, variant: str, layer: int, found: MatrixDistance) -> None:
         entry = {
             "variant": variant,
             "layer": layer,
@@ -118,7 +118,7 @@ class KVReport:
             self.worst[projection] = entry
 
 
-def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None = None) -> KVReport:
+def check_kv_compatibility(sources: Sequence[Source], progress: LayerProgress | None = None) -> KVReport:
     """Decide whether variants can share one KV cache, and whether one plan can mix their layers.
 
     Reads every row that reaches the cache, and a sample of the others. Variants that cannot be mixed with

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor, same_bytes
-from flexquant.merge.kv.agreement import OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, Agreement, judge
+from flexquant.merge.kv.agreement import OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, MatrixDistance, judge_matrices
 from flexquant.merge.kv.all_else import ARITHMETIC, ROUNDING, excess
 from flexquant.merge.kv.dequantize import FLOAT_DTYPES
 from flexquant.merge.kv.sampling import row_numbers, sample_rows
@@ -28,7 +28,7 @@ Columns = tuple[torch.Tensor, torch.Tensor]
 
 def compare_experts(
     weights: Weights, experts: tuple[Experts, Experts], turn: int, given: Columns
-) -> Iterator[tuple[str, tuple[str, str], Agreement]]:
+) -> Iterator[tuple[str, tuple[str, str], MatrixDistance]]:
     """Yield for each matrix its name below the experts, its two modules, and how they agree.
 
     ``given`` are factors of the experts' inputs; ``turn`` chooses the sample of rows.
@@ -68,7 +68,7 @@ def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | No
 
 def _compare_down(
     weights: Weights, modules: tuple[str, str], up: tuple[str, str] | None, turn: int, given: Columns
-) -> Agreement:
+) -> MatrixDistance:
     """Compare down projections; if they disagree, again with the gains of the rows of ``up`` undone."""
     ones = torch.ones(weights[1].reader.shape(modules[1])[1], dtype=torch.float32)
     agreement = _judge(weights, modules, turn, (ones, ones))
@@ -80,11 +80,11 @@ def _compare_down(
 
 def _judge(
     weights: Weights, modules: tuple[str, str], turn: int, columns: Columns, least: int | None = None
-) -> Agreement:
+) -> MatrixDistance:
     count = weights[1].reader.shape(modules[1])[0]
     rows = sample_rows(count, turn) if least is None else sample_rows(count, turn, least)
     sums = _sums(weights, modules, rows, columns)
-    return judge(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, row_numbers(rows))
+    return judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, row_numbers(rows))
 
 
 def _sums(weights: Weights, modules: tuple[str, str], rows: list[range], columns: Columns) -> MatrixSums:

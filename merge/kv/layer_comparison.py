@@ -25,8 +25,8 @@ from flexquant.merge.kv.agreement import (
     OUTPUT_NOISE_FACTOR,
     OUTPUT_ROW_GAIN,
     ROW_GAIN,
-    Agreement,
-    judge,
+    MatrixDistance,
+    judge_matrices,
     unexplained_gains,
 )
 from flexquant.merge.kv.all_else import ROUNDING, changed, column_factors, excess, explain_difference
@@ -63,7 +63,7 @@ class LayerComparison:
         rotation: torch.Tensor | None,
         known_rows: RowsCached,
     ) -> None:
-        self.agreements: list[tuple[str, Agreement]] = []
+        self.agreements: list[tuple[str, MatrixDistance]] = []
         """(Last part of the matrix's name, how it agrees), in the order of the comparisons."""
         self.cache_difference = ""
         """Why the variants cannot share a cache; empty if nothing was found against it."""
@@ -206,7 +206,7 @@ class LayerComparison:
         if rows := _ranges(cached):
             width = next(iter(self._seen.results.values())).shape[-1]
             heads = None if int(cached.sum()) % width else width
-            agreement = judge(self._sums(name, rows, columns), heads, row_numbers=row_numbers(rows))
+            agreement = judge_matrices(self._sums(name, rows, columns), heads, row_numbers=row_numbers(rows))
             self._note(name, modules, agreement, cached=True)
         others = _ranges(~cached)
         turn = self._layer + list(matrices).index(name)
@@ -219,12 +219,12 @@ class LayerComparison:
             return None
         sums, numbers = self._sums(name, sample, columns), row_numbers(sample)
         self.rescaled |= bool((sums.rows.gains() - 1).abs().median() > RESCALED)
-        agreement, gains = judge(sums, None, OUTPUT_NOISE_FACTOR, ROW_GAIN, numbers), None
+        agreement, gains = judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, ROW_GAIN, numbers), None
         if not agreement.agrees:
             gains = self._cancelling_gains(name, others, columns)
             if gains is not None:
                 sums = self._sums(name, sample, columns, 1 / gains)
-            agreement = judge(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, numbers)
+            agreement = judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, numbers)
         self._note(name, modules, agreement, cached=False)
         return gains
 
@@ -252,7 +252,7 @@ class LayerComparison:
             of_variant = variant.matrix(a, rows, columns[0], row_factors)
         return sum_products(of_variant, reference.matrix(b, rows, columns[1]))
 
-    def _note(self, name: str, modules: tuple[str, str], agreement: Agreement, *, cached: bool) -> None:
+    def _note(self, name: str, modules: tuple[str, str], agreement: MatrixDistance, *, cached: bool) -> None:
         """Record how a matrix agrees; a difference that no quantisation explains also forbids sharing."""
         self.agreements.append((name.rpartition(".")[2], agreement))
         if agreement.agrees:
@@ -275,7 +275,7 @@ class LayerComparison:
         self.cache_difference = self.cache_difference or difference
 
 
-def _is_of_another_model(agreement: Agreement) -> bool:
+def _is_of_another_model(agreement: MatrixDistance) -> bool:
     """Whether no quantisation explains the difference, or a norm was changed without its projections."""
     error = agreement.error
     return error.measured > ERROR_CAP or error.ratio > OF_ANOTHER or agreement.columns.ratio > 1

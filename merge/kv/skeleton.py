@@ -34,7 +34,7 @@ TOKENS = 12
 EXPERTS = "experts"
 """Last part of the name of the module that holds a layer's routed experts."""
 
-Answer = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...]], Any]
+MatrixForward = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...]], Any]
 """Called with a matrix's name in its layer, module, own forward and arguments; returns its output."""
 
 
@@ -114,7 +114,7 @@ class Skeleton:
         self,
         layer: int,
         parameters: Mapping[str, torch.Tensor],
-        answer: Answer,
+        answer: MatrixForward,
         hidden: torch.Tensor,
         until_cached: bool = False,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import layered_plans, trigger, where_time_goes
-from flexquant.layers.plans import all_in, describe, with_layer
+from flexquant.layers.plans import all_in, describe_layers, with_layer
 from tests.integration.test_search import LAYERS, write_tuned_and_reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
@@ -50,10 +50,10 @@ def test_layered_plans_are_chosen_on_one_text_and_measured_on_another(
     run(monkeypatch, layered_plans, merged, *files, *numbers)
     document = json.loads((output / "layered.json").read_text())
     plans = {plan["chosen_by"]: plan for plan in document["plans"]}
-    assert plans["w8a8"]["plan"] == describe(all_in("w8a8", LAYERS))
+    assert plans["w8a8"]["plan"] == describe_layers(all_in("w8a8", LAYERS))
     chosen_on = json.loads((output / "sensitivity.json").read_text())["kl"]
     lowest = all_in("w4a16", LAYERS)
-    one_raised = [describe(with_layer(lowest, layer, "w8a8")) for layer in range(LAYERS)]
+    one_raised = [describe_layers(with_layer(lowest, layer, "w8a8")) for layer in range(LAYERS)]
     assert plans["searched, 1"]["plan"] == min(one_raised, key=lambda plan: sum(chosen_on[plan]))
     assert all(len(plan["kl"]) == SAMPLES and plan["ms"] > 0 for plan in plans.values())
     assert document["text"]["file"] == "other.txt" and document["chosen_on"] == "one.txt"

@@ -18,13 +18,13 @@ from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
 from flexquant.layers.limiting import limit_loss
-from flexquant.layers.plans import describe
+from flexquant.layers.plans import describe_layers
 from flexquant.layers.sensitivity import Study
 from flexquant.policy.rules import load_policy
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.deciding import Decision, Range
-from flexquant.tuning.policy_file import Tuned
-from flexquant.tuning.policy_file import policy_document as tuned_document
+from flexquant.tuning.policy_file import TuningResult
+from flexquant.tuning.policy_file import tuned_policy_document as tuned_document
 from tests.checkpoints import make_checkpoint
 from tests.pass_times import CROSSED, make_times
 
@@ -90,7 +90,7 @@ def chosen_plan(folder: Path) -> str:
 
 def test_of_one_layer_the_best_is_chosen(searched: dict[str, float], folder: Path) -> None:
     plans = [
-        describe(layers)
+        describe_layers(layers)
         for layers in itertools.product(("w8a8", "w4a16"), repeat=LAYERS)
         if layers.count("w8a8") == 1
     ]
@@ -143,7 +143,7 @@ def limited_rules(study: Study, most: float, folder: Path) -> list[dict[str, Any
     decode = (Range(1, 4, "w4a16", (4, 5)), Range(5, None, "w8a8", None))
     decision = Decision({"decode": decode, "prefill": (Range(1, None, "w8a8", None),)})
     times = make_times(CROSSED)
-    tuned = Tuned(tuned_document(decision, study.variants, times, "balanced"), decision, times, [])
+    tuned = TuningResult(tuned_document(decision, study.variants, times, "balanced"), decision, times, [])
     file = folder / "results" / "sensitivity.json"
     limited = limit_loss(tuned, study, most, file, overwrite=False, progress=print)
     (folder / "limited.yaml").write_text(to_yaml(limited.document))

@@ -13,7 +13,7 @@ import pytest
 from flexquant import cli
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.settings import Settings
-from flexquant.layers.plans import describe, with_layer
+from flexquant.layers.plans import describe_layers, with_layer
 from tests.checkpoints import make_checkpoint
 from tests.conftest import STARTS
 
@@ -62,7 +62,7 @@ def test_every_plan_is_measured_on_every_row(document: dict[str, Any]) -> None:
         for base, other in zip(alone, ("w4a16", "w8a8"), strict=True)
         for layer in range(LAYERS)
     ]
-    assert document["kl"].keys() == {describe(plan) for plan in (*alone, *layered)}
+    assert document["kl"].keys() == {describe_layers(plan) for plan in (*alone, *layered)}
     assert all(len(rows) == NUMBERS["samples"] and min(rows) > 0 for rows in document["kl"].values())
     assert len({tuple(rows) for rows in document["kl"].values()}) == len(document["kl"])
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flexquant import cli
-from flexquant.checkpoint.merged_config import MergedConfig, Variant
+from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.cli.policy import HELP
 from flexquant.policy.rules import builtin_policies, load_policy
 from tests.pass_times import CROSSED, make_times
@@ -39,7 +39,7 @@ def fail(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def merged(folder: Path, nested: bool = False, num_layers: int = 6, **section: Any) -> str:
-    variants = {name: Variant(f"{name}.", {}) for name in ("w8a8", "w4a16")}
+    variants = {name: StoredVariant(f"{name}.", {}) for name in ("w8a8", "w4a16")}
     layers = {"num_hidden_layers": num_layers}
     config = {
         **({"text_config": layers} if nested else layers),

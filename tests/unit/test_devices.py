@@ -15,8 +15,8 @@ from flexquant.planning.device import Device, builtin_devices, load_device
 from flexquant.planning.linears import Linear
 from flexquant.planning.model_shape import read_model_shape
 from flexquant.planning.predicting import predict_pass_times
-from flexquant.planning.roofline import Cost, linear_cost, pass_cost, quantisation_cost
-from flexquant.policy.pass_times import pass_times
+from flexquant.planning.roofline import CostParts, linear_cost, pass_cost, quantisation_cost
+from flexquant.policy.pass_times import measured_pass_times
 from flexquant.policy.schema import MeasuredSection
 from tests.prediction import DEVICE, square
 
@@ -41,7 +41,7 @@ def test_tiles_run_in_whole_waves(device: Device, tokens: int, tiles: int, rows:
 
 
 def test_quantising_activations_costs_8_bit_schemes_only(device: Device) -> None:
-    assert quantisation_cost(Linear(512, 256, 1, "w4a16"), 10, device) == Cost()
+    assert quantisation_cost(Linear(512, 256, 1, "w4a16"), 10, device) == CostParts()
     assert quantisation_cost(Linear(512, 256, 1, "w8a8"), 10, device).memory == pytest.approx(7680 / 50e9)
 
 
@@ -145,7 +145,7 @@ def test_every_shipped_device_predicts(merged: Path, merged_fp8: Path, name: str
             assert values[0] > 0 and values == sorted(values)
             assert all(time.low == time.median == time.high for time in curve.values())
     document = from_data({"measured": times.to_data()}, "prediction", "policy")
-    again = pass_times(read_section(MeasuredSection, document, ("measured",)))
+    again = measured_pass_times(read_section(MeasuredSection, document, ("measured",)))
     assert again.decode[eight][8].median == pytest.approx(times.decode[eight][8].median, rel=1e-3)
 
 
@@ -176,7 +176,7 @@ def test_a_pass_by_hand(merged: Path, device: Device) -> None:
     calls = sum(model.linears["w4a16"].values())
     assert cost.overhead == pytest.approx(calls * 7e-6 + 5e-6 + 2 * 3e-6 + 100e-6)
     linears = sum(
-        (linear_cost(linear, 64, device) * n for linear, n in model.linears["w4a16"].items()), Cost()
+        (linear_cost(linear, 64, device) * n for linear, n in model.linears["w4a16"].items()), CostParts()
     )
     assert cost.memory - linears.memory == pytest.approx((2 * 320 * 128 + 2 * 128 + 2 * 320) / 50e9)
 

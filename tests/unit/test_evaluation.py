@@ -17,14 +17,14 @@ from flexquant.cli import main
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.measure import compare_answers, engine_options, most_tokens
-from flexquant.evaluation.schedule import Passes, Run, find_candidates, make_schedule
+from flexquant.evaluation.schedule import Passes, PolicyRun, find_candidates, make_schedule
 from flexquant.evaluation.scores import (
     Scores,
     kl_divergence,
     log_probabilities,
     same_top_token,
     standard_error,
-    summarise,
+    summarise_scores,
 )
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
@@ -91,7 +91,7 @@ def test_summary_by_hand():
         kl=np.array([[0.1, 0.3], [0.0, 0.0]], dtype=np.float32),
         same_top=np.array([[True, False], [True, True]]),
     )
-    quality = summarise(scores, reference)
+    quality = summarise_scores(scores, reference)
     assert (quality.tokens, quality.rows) == (4, 2)
     assert quality.log_perplexity == pytest.approx(2.25)
     assert quality.perplexity == pytest.approx(math.exp(2.25))
@@ -106,7 +106,7 @@ def test_summary_by_hand():
 
 
 def test_summary_without_reference_has_perplexity_only():
-    quality = summarise(Scores(nll=np.full((3, 2), math.log(7))))
+    quality = summarise_scores(Scores(nll=np.full((3, 2), math.log(7))))
     assert quality.perplexity == pytest.approx(7)
     assert quality.mean_kl is quality.top1_agreement is quality.log_perplexity_difference is None
 
@@ -146,7 +146,7 @@ def test_a_pass_holds_the_longest_prompts_of_a_batch():
 TOKENS = 7
 
 
-def decode_plans(run: Run, unsure: bool = False) -> list[str]:
+def decode_plans(run: PolicyRun, unsure: bool = False) -> list[str]:
     return [plan.name for plan in (run.decode_plans.unsure if unsure else run.decode_plans.sure)]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.evaluation.schedule import Passes, Run, describe_plans, find_candidates, make_schedule
+from flexquant.evaluation.schedule import Passes, PolicyRun, describe_plans, find_candidates, make_schedule
 from flexquant.evaluation.subject import Subject
 from flexquant.policy.routes import Plan
 from tests.policies import FLOOR, TRIGGERED
@@ -23,7 +23,7 @@ W8A8, W4A16 = (Plan.from_name(name, 2) for name in ("w8a8", "w4a16"))
 
 
 @pytest.fixture(scope="module")
-def runs(merged: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Run]:
+def runs(merged: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], PolicyRun]:
     """Return the runs, keyed by the name of a policy and the batch size."""
     folder = tmp_path_factory.mktemp("policies")
     policies = {"floor": FLOOR, "five": FIVE, "seven": SEVEN, "triggered": TRIGGERED}

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.evaluation.plot import save_plot
-from flexquant.evaluation.report import format_table, write_results
+from flexquant.evaluation.plot import save_quality_plot
+from flexquant.evaluation.report import format_quality_table, write_results
 from flexquant.evaluation.scores import (
     Scores,
-    summarise,
+    summarise_scores,
 )
 
 
 def make_document(**changes) -> dict:
-    quality = summarise(
+    quality = summarise_scores(
         Scores(np.ones((2, 2)), np.array([[0.1, 0.2], [0.1, 0.4]]), np.ones((2, 2), dtype=bool)),
         Scores(np.ones((2, 2))),
     )
@@ -52,7 +52,7 @@ def make_document(**changes) -> dict:
 
 
 def test_table_says_numbers_and_warnings():
-    table = format_table(make_document())
+    table = format_quality_table(make_document())
     header, _, row = table.splitlines()[:3]
     assert [cell.strip() for cell in row.strip("|").split("|")][:3] == ["phase", "2", "w8a8 > w4a16"]
     assert "0.2000 ± 0.0500" in row and "1/3, 50%" in row and "100.0%" in row
@@ -62,17 +62,17 @@ def test_table_says_numbers_and_warnings():
 
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    save_plot(make_document(), [tmp_path / "new" / "plot.svg", tmp_path / "plot.png"])
+    save_quality_plot(make_document(), [tmp_path / "new" / "plot.svg", tmp_path / "plot.png"])
     assert "<svg" in (tmp_path / "new" / "plot.svg").read_text()
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(FlexQuantError, match=r"plot\.docx .* end its name in \.png or \.svg"):
-        save_plot(make_document(), [tmp_path / "plot.docx"])
+        save_quality_plot(make_document(), [tmp_path / "plot.docx"])
 
 
 def test_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(FlexQuantError, match=r'pip install "flexquant\[eval\]"'):
-        save_plot(make_document(), [tmp_path / "plot.svg"])
+        save_quality_plot(make_document(), [tmp_path / "plot.svg"])
 
 
 def test_results_that_cannot_be_written_at_the_end_are_kept_elsewhere(tmp_path, monkeypatch):
@@ -116,4 +116,4 @@ def test_a_plot_that_cannot_be_written_is_one_sentence(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FlexQuantError, match="cannot write the plot"):
-        save_plot(make_document(), [tmp_path / "file" / "plot.png"])
+        save_quality_plot(make_document(), [tmp_path / "file" / "plot.png"])

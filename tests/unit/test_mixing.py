@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flexquant.checkpoint.merged_config import MergedConfig, Variant, read_merged_config
+from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, read_merged_config
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
@@ -96,7 +96,7 @@ def test_releases_that_know_no_groups_read_no_for_all(odd_one_out):
     ],
 )
 def test_a_checkpoint_without_groups_is_read_as_before(written, groups):
-    section = MergedConfig("LlamaForCausalLM", {n: Variant(f"{n}.", {}) for n in VARIANTS}).to_json()
+    section = MergedConfig("LlamaForCausalLM", {n: StoredVariant(f"{n}.", {}) for n in VARIANTS}).to_json()
     del section["mixable"], section["layered_plans"]
     assert MergedConfig.from_json({**section, **written}).mixable_groups == groups
 
@@ -106,6 +106,6 @@ def test_a_checkpoint_without_groups_is_read_as_before(written, groups):
     [[["w8a8", "w4a16"]], [["w8a8", "w4a16", "spin"], ["spin"]], [["w8a8", "w4a16", "fp8"]], "all", [[]], {}],
 )
 def test_groups_that_do_not_name_every_variant_once_are_refused(mixable):
-    section = MergedConfig("LlamaForCausalLM", {n: Variant(f"{n}.", {}) for n in VARIANTS}).to_json()
+    section = MergedConfig("LlamaForCausalLM", {n: StoredVariant(f"{n}.", {}) for n in VARIANTS}).to_json()
     with pytest.raises(FlexQuantError, match="each of w8a8, w4a16, spin once"):
         MergedConfig.from_json({**section, "mixable": mixable})

@@ -7,12 +7,12 @@ from __future__ import annotations
 import torch
 
 from flexquant.serving.frontend.endpoints import add_up
-from flexquant.serving.worker.pass_times import PassTimer
+from flexquant.serving.worker.pass_times import PassClock
 
 
 def test_a_pass_is_timed_once_and_only_if_it_began() -> None:
     timed: list[tuple[str, float]] = []
-    timer: PassTimer[str] = PassTimer(
+    timer: PassClock[str] = PassClock(
         torch.device("cpu"), lambda label, seconds: timed.append((label, seconds))
     )
     timer.end("never begun")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flexquant.checkpoint.merged_config import MergedConfig, Variant
+from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.policy.routes import Plan
 from flexquant.policy.rules import Derivation
 from flexquant.serving.worker.plan_views import plan_digest
@@ -21,7 +21,8 @@ def section(bits: int) -> dict[str, Any]:
 
 
 MERGED = MergedConfig(
-    "LlamaForCausalLM", {"w8a8": Variant("w8a8.", section(8)), "w4a16": Variant("w4a16.", section(4))}
+    "LlamaForCausalLM",
+    {"w8a8": StoredVariant("w8a8.", section(8)), "w4a16": StoredVariant("w4a16.", section(4))},
 )
 LAYERED = Plan.from_layers(("w8a8", "w4a16", "w4a16"))
 W4A8 = Plan.from_layers(("w4a8", "w4a8", "w4a8"))

@@ -19,13 +19,18 @@ from flexquant.planning.predicting import (
     MAX_SIZE,
     Winner,
     errors,
-    fastest,
+    fastest_by_size,
     hardware_table,
     kv_cache_tokens,
     max_requests,
     predict_pass_times,
 )
-from flexquant.planning.prediction_report import collapse, describe_origin, format_report, make_report
+from flexquant.planning.prediction_report import (
+    collapse,
+    describe_origin,
+    format_prediction,
+    report_prediction,
+)
 from flexquant.planning.roofline import pass_cost
 from flexquant.policy.pass_times import Time
 from flexquant.policy.rules import load_policy
@@ -43,7 +48,7 @@ def test_context_is_paid_in_decoding(merged: Path, device: Device) -> None:
 
 def test_fastest_changes_where_times_cross(merged: Path, device: Device) -> None:
     model = read_model_shape(merged)
-    winners = fastest(model, "prefill", 1, device)
+    winners = fastest_by_size(model, "prefill", 1, device)
     assert (winners[0].first, winners[-1].last) == (1, MAX_SIZE)
     for before, after in zip(winners, winners[1:], strict=False):
         assert after.first == before.last + 1
@@ -71,7 +76,7 @@ def test_variants_in_turn_are_collapsed() -> None:
 
 
 def test_fastest_decode_ends_at_the_requests_that_fit(merged: Path, device: Device) -> None:
-    report = make_report(read_model_shape(merged), device, 20_000, 4_000, 0.9)
+    report = report_prediction(read_model_shape(merged), device, 20_000, 4_000, 0.9)
     assert report.max_requests < MAX_SIZE
     assert report.fastest["decode"][-1].last == report.max_requests
     assert report.fastest["prefill"][-1].last == MAX_SIZE
@@ -87,7 +92,7 @@ def test_fastest_decode_ends_at_the_requests_that_fit(merged: Path, device: Devi
             ],
         },
     )
-    text = format_report(made)
+    text = format_prediction(made)
     assert "fastest decode by sequences, up to the 50 that fit: w4a16 1-11, w8a8 from 12\n" in text
     assert text.endswith("fastest prefill by tokens: w4a16 1-54, either 55-140, w8a8 from 141")
 
@@ -240,4 +245,4 @@ def test_errors_are_those_of_the_medians(merged: Path, device: Device) -> None:
 
 
 def test_a_report_is_of_requests_that_are_half_answered(merged: Path, device: Device) -> None:
-    assert make_report(read_model_shape(merged), device, 1000, 200, 0.9).times.context == 1100
+    assert report_prediction(read_model_shape(merged), device, 1000, 200, 0.9).times.context == 1100

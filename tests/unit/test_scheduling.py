@@ -11,7 +11,7 @@ import pytest
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.planning.arrivals import BUILTIN
 from flexquant.planning.scheduler import Limits, Scheduler, Sequence
-from flexquant.planning.simulation_report import summarise
+from flexquant.planning.simulation_report import summarise_replay
 from flexquant.planning.trace import Request, read_trace
 from tests.pass_times import make_times, passes, run_trace
 
@@ -25,7 +25,7 @@ def test_one_request() -> None:
         (2100, 10, "decode", 1, 1),
         (2110, 10, "decode", 1, 1),
     ]
-    found = summarise(result)
+    found = summarise_replay(result)
     assert found["mean_ttft_ms"] == pytest.approx(100)
     assert found["mean_tpot_ms"] == pytest.approx(10)
     assert found["p99_itl_ms"] == pytest.approx(10)
@@ -47,7 +47,7 @@ def test_chunked_prefill_leaves_decode_its_token() -> None:
     assert (first.first_token, second.first_token) == pytest.approx((0.032, 0.061))
     assert (first.last_token, second.last_token) == pytest.approx((0.091, 0.081))
     assert sorted(result.gaps) == pytest.approx([0.010, 0.020, 0.020, 0.029])
-    assert summarise(result)["mean_tpot_ms"] == pytest.approx((59 / 3 + 20) / 2)
+    assert summarise_replay(result)["mean_tpot_ms"] == pytest.approx((59 / 3 + 20) / 2)
 
 
 def test_a_request_that_comes_during_a_pass_waits_for_its_end() -> None:
@@ -57,7 +57,7 @@ def test_a_request_that_comes_during_a_pass_waits_for_its_end() -> None:
         (10, 11, "mixed", 11, 2),
         (5000, 10, "prefill", 10, 1),
     ]
-    assert summarise(result)["busy"] == pytest.approx(31 / 5010)
+    assert summarise_replay(result)["busy"] == pytest.approx(31 / 5010)
 
 
 def test_a_prompt_of_one_token_is_a_decode_pass_to_the_router() -> None:
@@ -103,7 +103,7 @@ def test_the_latest_is_preempted_and_computed_again() -> None:
     assert [s.preemptions for s in result.sequences] == [0, 1]
     assert [s.generated for s in result.sequences] == [4, 4]
     assert max(result.gaps) == pytest.approx(0.035)  # from its first token to the next
-    assert summarise(result)["preemptions"] == 1
+    assert summarise_replay(result)["preemptions"] == 1
 
 
 def test_a_sequence_in_prefill_can_be_preempted_too() -> None:
@@ -184,7 +184,7 @@ def test_every_token_is_served_in_time(
     preemptions = sum(s.preemptions for s in result.sequences)
     assert (sum(p.tokens for p in result.passes) > computed) == (preemptions > 0)
     assert (preemptions > 0) == (kv_cache_tokens is not None)
-    found = summarise(result)
+    found = summarise_replay(result)
     assert sum(found["time_per_plan"].values()) == pytest.approx(1)
     assert sum(row["passes"] for row in found["passes"]) == len(result.passes)
     assert 0 < found["busy"] <= 1

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.layers.budget import Budget, Measured, front
+from flexquant.layers.budget import Budget, MeasuredPlan, front
 from flexquant.layers.chain import beside, greedy_chain
-from flexquant.layers.search_report import policy_document
-from flexquant.layers.searching import Found
+from flexquant.layers.search_report import searched_policy_document
+from flexquant.layers.searching import SearchResult
 from flexquant.policy.rules import parse_policy
 from flexquant.policy.schema import SCHEMA
 
@@ -62,10 +62,10 @@ def test_layers_that_are_raised_next_are_tried_in_place_of_the_last() -> None:
 
 
 PLANS = [
-    Measured((LOW, LOW), 0.5, 0.020),
-    Measured((LOW, HIGH), 0.2, 0.025),
-    Measured((HIGH, LOW), 0.3, 0.025),
-    Measured((HIGH, HIGH), 0.01, 0.030),
+    MeasuredPlan((LOW, LOW), 0.5, 0.020),
+    MeasuredPlan((LOW, HIGH), 0.2, 0.025),
+    MeasuredPlan((HIGH, LOW), 0.3, 0.025),
+    MeasuredPlan((HIGH, HIGH), 0.01, 0.030),
 ]
 
 
@@ -148,6 +148,6 @@ def test_the_plan_takes_the_decode_passes_of_the_rule_for_so_many_sequences(
     rules: list[dict[str, Any]], sequences: int, expected: list[dict[str, Any]]
 ) -> None:
     base = parse_policy({"schema": SCHEMA, "rules": rules}, "the policy")
-    found = Found({}, Measured((LOW, HIGH, HIGH), 0.1, 0.02), [], {})
-    document = policy_document(base, found, {HIGH: base, LOW: base}, Budget(layers=2), sequences)
+    found = SearchResult({}, MeasuredPlan((LOW, HIGH, HIGH), 0.1, 0.02), [], {})
+    document = searched_policy_document(base, found, {HIGH: base, LOW: base}, Budget(layers=2), sequences)
     assert document["rules"] == expected

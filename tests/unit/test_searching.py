@@ -16,16 +16,16 @@ from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
-from flexquant.layers.budget import Budget, Measured, front
+from flexquant.layers.budget import Budget, MeasuredPlan, front
 from flexquant.layers.limiting import limit_loss
-from flexquant.layers.plans import Layers, describe
-from flexquant.layers.searching import Found, Search
+from flexquant.layers.plans import Layers, describe_layers
+from flexquant.layers.searching import Search, SearchResult
 from flexquant.layers.sensitivity import Study
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.schema import SCHEMA
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.deciding import Decision, Range
-from flexquant.tuning.policy_file import Tuned
+from flexquant.tuning.policy_file import TuningResult
 from tests.checkpoints import make_checkpoint
 from tests.pass_times import CROSSED, make_times
 
@@ -66,38 +66,44 @@ def study(merged: Path, tmp_path: Path) -> Study:
 @pytest.fixture
 def file(study: Study, tmp_path: Path) -> Path:
     """Return a file with the results of all plans."""
-    rows = {describe(p): [kl(p)] * 2 for p in product(("w8a8", "w4a16"), repeat=LAYERS)}
+    rows = {describe_layers(p): [kl(p)] * 2 for p in product(("w8a8", "w4a16"), repeat=LAYERS)}
     (tmp_path / "sensitivity.json").write_text(json.dumps({**study.described(), "kl": rows}))
     return tmp_path / "sensitivity.json"
 
 
 @pytest.fixture
-def search(study: Study, file: Path) -> Callable[..., Found]:
-    def run(budget: Budget, **options: bool) -> Found:
+def search(study: Study, file: Path) -> Callable[..., SearchResult]:
+    def run(budget: Budget, **options: bool) -> SearchResult:
         made = Search(study, TIMES, budget, **options)
         return made.run(file, overwrite=False, progress=lambda message: None)
 
     return run
 
 
-def test_a_loss_is_kept_to_with_as_few_raised_layers_as_the_chain_needs(search: Callable[..., Found]) -> None:
+def test_a_loss_is_kept_to_with_as_few_raised_layers_as_the_chain_needs(
+    search: Callable[..., SearchResult],
+) -> None:
     assert search(Budget(max_kl=0.04)).chosen.layers == plan("LHHL")
     assert search(Budget(max_kl=1.0)).chosen.layers == plan("LLLL")
     assert search(Budget(max_kl=0.001)).chosen.layers == plan("HHHH")
 
 
-def test_plans_beside_the_one_that_keeps_to_the_loss_are_measured_too(search: Callable[..., Found]) -> None:
+def test_plans_beside_the_one_that_keeps_to_the_loss_are_measured_too(
+    search: Callable[..., SearchResult],
+) -> None:
     searched = {found.layers for found in search(Budget(max_kl=0.04)).searched}
     assert {plan("LHLL"), plan("LHHL"), plan("LHHH")} <= searched
 
 
-def test_a_slowdown_is_one_above_the_fastest_variant(search: Callable[..., Found]) -> None:
+def test_a_slowdown_is_one_above_the_fastest_variant(search: Callable[..., SearchResult]) -> None:
     # Each raised layer adds 1.5 ms to the 4 ms of a pass in W4A16.
     assert search(Budget(max_slowdown=0.8)).chosen.layers == plan("LHHL")
     assert search(Budget(max_slowdown=0)).chosen.layers == plan("LLLL")
 
 
-def test_what_the_chosen_plan_is_compared_with_raises_as_many_layers(search: Callable[..., Found]) -> None:
+def test_what_the_chosen_plan_is_compared_with_raises_as_many_layers(
+    search: Callable[..., SearchResult],
+) -> None:
     found = search(Budget(layers=3), compare=True)
     assert {name: found.others[name].layers for name in ("first", "last", "first and last")} == {
         "first": plan("HHHL"),
@@ -108,7 +114,7 @@ def test_what_the_chosen_plan_is_compared_with_raises_as_many_layers(search: Cal
 
 
 def test_of_two_plans_as_good_the_slower_one_is_not_on_the_front() -> None:
-    fast, slow = Measured(plan("LH"), 0.1, 0.02), Measured(plan("HH"), 0.1, 0.03)
+    fast, slow = MeasuredPlan(plan("LH"), 0.1, 0.02), MeasuredPlan(plan("HH"), 0.1, 0.03)
     assert front([slow, fast]) == [fast]
 
 
@@ -117,7 +123,7 @@ def test_prompts_keep_the_most_precise_variant_where_a_tuned_policy_loses_too_mu
 ) -> None:
     rules = [{"when": {"phase": "decode"}, "use": "w4a16"}, {"use": "w4a16"}]
     decision = Decision({phase: (Range(1, None, "w4a16", None),) for phase in ("decode", "prefill")})
-    tuned = Tuned({"schema": SCHEMA, "description": "tuned", "rules": rules}, decision, TIMES, [])
+    tuned = TuningResult({"schema": SCHEMA, "description": "tuned", "rules": rules}, decision, TIMES, [])
     limited = limit_loss(tuned, study, 0.04, file, overwrite=False, progress=lambda message: None)
     decode, others = limited.document["rules"]
     assert decode["use"] == {"default": "w4a16", "layers": {"1-2": "w8a8"}}

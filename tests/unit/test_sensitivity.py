@@ -9,8 +9,8 @@ import math
 import numpy as np
 import pytest
 
-from flexquant.layers.plans import Layers, describe, rule_use, with_layer
-from flexquant.layers.sensitivity_report import costs, estimate, format_table, wins
+from flexquant.layers.plans import Layers, describe_layers, rule_use, with_layer
+from flexquant.layers.sensitivity_report import costs, estimate, format_sensitivity_table, wins
 from flexquant.policy.rules import parse_policy
 
 HIGH, MIDDLE, LOW = "w8a8", "w4a8", "w4a16"
@@ -25,7 +25,7 @@ DOCUMENT = {
     "reference": "r",
     "variants": [HIGH, LOW],
     "layers": 2,
-    "kl": {describe(layers): rows for layers, rows in KL.items()},
+    "kl": {describe_layers(layers): rows for layers, rows in KL.items()},
 }
 
 
@@ -38,7 +38,11 @@ def test_differences_are_taken_row_by_row() -> None:
 
 
 def test_the_layer_that_wins_most_comes_first() -> None:
-    rows = [line.split(" | ")[0] for line in format_table(DOCUMENT).splitlines() if line[2:3].isdecimal()]
+    rows = [
+        line.split(" | ")[0]
+        for line in format_sensitivity_table(DOCUMENT).splitlines()
+        if line[2:3].isdecimal()
+    ]
     assert rows == ["| 0", "| 1"]
 
 
@@ -63,7 +67,7 @@ def test_one_row_has_no_interval() -> None:
     ],
 )
 def test_a_plan_is_told_by_its_runs(layers: Layers, text: str) -> None:
-    assert describe(layers) == text
+    assert describe_layers(layers) == text
 
 
 @pytest.mark.parametrize(

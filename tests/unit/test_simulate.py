@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from flexquant import cli
-from flexquant.checkpoint.merged_config import MergedConfig, Variant
+from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.errors import FlexQuantError
 from flexquant.planning.arrivals import make_trace
 from flexquant.planning.model_shape import read_model_shape
 from flexquant.planning.pass_cost import PassCost
 from flexquant.planning.replaying import replay
-from flexquant.planning.scheduler import Chunk, Limits, Sequence
-from flexquant.planning.server import default_capture_sizes
-from flexquant.planning.simulation_report import compare, format_table, summarise
+from flexquant.planning.scheduler import Chunk, Sequence
+from flexquant.planning.server import Limits, default_capture_sizes
+from flexquant.planning.simulation_report import format_simulation_table, ratios_to_first, summarise_replay
 from flexquant.planning.times import check_times, find_times, route_table
 from flexquant.planning.trace import Request, write_trace
 from flexquant.policy.rules import load_policy, parse_policy
@@ -37,7 +37,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 def test_the_right_variant_for_each_phase_beats_both() -> None:
     trace = make_trace(60, 5, 1, 40, 20, 0.5, seed=1)
     times = make_times(CROSSED)
-    found = {name: summarise(run_trace(trace, Limits(), name, times)) for name in ("w8a8", "w4a16", "phase")}
+    found = {
+        name: summarise_replay(run_trace(trace, Limits(), name, times)) for name in ("w8a8", "w4a16", "phase")
+    }
     for static in ("w8a8", "w4a16"):
         for key in ("mean_ttft_ms", "mean_tpot_ms"):
             assert found["phase"][key] < found[static][key]
@@ -46,12 +48,12 @@ def test_the_right_variant_for_each_phase_beats_both() -> None:
         ("mixed", "w8a8"),
         ("decode", "w4a16"),
     }
-    ratios = compare(found)
+    ratios = ratios_to_first(found)
     assert set(ratios["w8a8"].values()) == {1.0}
     assert ratios["phase"]["mean_tpot_ms"] == pytest.approx(
         found["phase"]["mean_tpot_ms"] / found["w8a8"]["mean_tpot_ms"]
     )
-    table = format_table(found)
+    table = format_simulation_table(found)
     assert "relative to w8a8" in table and "time per plan" in table
 
 
@@ -83,7 +85,9 @@ def test_the_first_passes_after_a_prompt_take_the_rule_for_them(tmp_path: Path) 
 
 
 def test_the_slowest_of_a_hundred_decides_the_99th_percentile() -> None:
-    found = summarise(run_trace([Request(float(n), 1 + 999 * (n == 7), 1) for n in range(50)], Limits()))
+    found = summarise_replay(
+        run_trace([Request(float(n), 1 + 999 * (n == 7), 1) for n in range(50)], Limits())
+    )
     assert found["median_ttft_ms"] == pytest.approx(10)
     assert found["p99_ttft_ms"] == pytest.approx(10 + 990 * 0.51)
 
@@ -92,7 +96,7 @@ def test_layers_need_the_model_and_share_the_time() -> None:
     policy, times, limits = load_policy("phase-batch-layer"), make_times(CROSSED), Limits()
     with pytest.raises(FlexQuantError, match="names layers, but how many .* give .* with --model"):
         route_table(policy, times, limits)
-    model = MergedConfig("LlamaForCausalLM", {name: Variant(f"{name}.", {}) for name in CROSSED}), 10
+    model = MergedConfig("LlamaForCausalLM", {name: StoredVariant(f"{name}.", {}) for name in CROSSED}), 10
     plan = route_table(policy, times, limits, model).lookup("decode", 1)
     assert plan.layers.count("w8a8") == 5
     batch = [Chunk(Sequence(Request(0, 1, 1)), 1, 1, True)]
@@ -153,7 +157,7 @@ def test_cli_speed_brings_requests_closer(capsys: pytest.CaptureFixture[str], tu
 def test_cli_takes_the_times_and_the_policy_stored_in_the_model(
     capsys: pytest.CaptureFixture[str], tuned: str, tmp_path: Path
 ) -> None:
-    variants = {name: Variant(f"{name}.", {}) for name in CROSSED}
+    variants = {name: StoredVariant(f"{name}.", {}) for name in CROSSED}
     config = MergedConfig("LlamaForCausalLM", variants, policy=load_policy(tuned).document)
     (tmp_path / "config.json").write_text(
         json.dumps({"num_hidden_layers": 6, "quantization_config": config.to_json()})

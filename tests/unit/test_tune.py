@@ -40,7 +40,7 @@ from flexquant.tuning.notes import (
     unused_notes,
 )
 from flexquant.tuning.objectives import Goal, Slo, meet, optimise
-from flexquant.tuning.policy_file import Output, Tuned, policy_document, write_files
+from flexquant.tuning.policy_file import TuningFiles, TuningResult, tuned_policy_document, write_files
 from flexquant.tuning.rounds import CPU, GPU, QUICK_CPU, QUICK_GPU, Grid, Rounds, between
 from flexquant.tuning.samples import Samples
 from flexquant.tuning.tuning import Tuning
@@ -310,9 +310,9 @@ def test_the_policy_says_what_was_decided(tmp_path):
     samples = measured(crossing_at(11))
     decision = plain(samples)
     times = samples.pass_times(16, {"model": "m", "date": "2026-11-21"})
-    document = policy_document(decision, find_policies(VARIANTS, VARIANTS), times, "latency")
-    tuned = Tuned(document, decision, times, ["Tuned here."])
-    files = write_files(Output(tmp_path / "tuned.yaml"), tuned, "m")
+    document = tuned_policy_document(decision, find_policies(VARIANTS, VARIANTS), times, "latency")
+    tuned = TuningResult(document, decision, times, ["Tuned here."])
+    files = write_files(TuningFiles(tmp_path / "tuned.yaml"), tuned, "m")
     assert files[0] == tmp_path / "tuned.yaml"
     policy = load_policy(str(tmp_path / "tuned.yaml"))
     table = build_route_table(policy, VARIANTS, num_layers=2, max_tokens=256, max_decode_tokens=64)
@@ -332,7 +332,7 @@ def test_a_derived_variant_brings_its_derivation(tmp_path):
     samples = measured({"w8a8": lambda n: 2, "w4a16": lambda n: 1 if n < 8 else 3, "w4a8": lambda n: 1.5})
     decision = plain(samples, variants)
     policies = find_policies(variants, VARIANTS)
-    document = policy_document(decision, policies, samples.pass_times(16, {}), "latency")
+    document = tuned_policy_document(decision, policies, samples.pass_times(16, {}), "latency")
     assert document["derive"] == {"w4a8": {"from": "w4a16", "activations": "int8"}}
     assert decision.variants == ("w4a16", "w4a8")
 
@@ -340,7 +340,9 @@ def test_a_derived_variant_brings_its_derivation(tmp_path):
 def test_one_variant_everywhere_is_one_rule():
     samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 2.0})
     decision = plain(samples)
-    document = policy_document(decision, find_policies(VARIANTS, VARIANTS), samples.pass_times(16, {}), "x")
+    document = tuned_policy_document(
+        decision, find_policies(VARIANTS, VARIANTS), samples.pass_times(16, {}), "x"
+    )
     assert document["rules"] == [{"use": "w8a8"}]
     (note,) = unused_notes(Memory(1e9, 0, {"w8a8": 5, "w4a16": 2_000_000}), decision)
     assert note.startswith("w4a16 is never chosen and so not loaded, which leaves 1.9 MiB")
@@ -373,7 +375,7 @@ def test_another_run_does_not_overwrite_what_an_interrupted_one_measured(merged_
     few = QUICK_CPU.up_to(2, 16)
 
     def tuning(*names, **options):
-        output = Output(tmp_path / "tuned.yaml", **options)
+        output = TuningFiles(tmp_path / "tuned.yaml", **options)
         return Tuning(merged_folder, output, find_variants(merged, names), Goal(), few)
 
     tuning("w8a8", "w4a16")._save()  # as a run does after every size
@@ -390,7 +392,7 @@ def test_sizes_that_are_too_noisy_are_measured_anew(merged_folder, tmp_path):
     noisy = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 1.0}
     few = replace(QUICK_CPU.up_to(2, 16), effort=Effort(6, 6))
     variants = find_variants(read_merged_config(merged_folder)[0], VARIANTS)
-    tuning = Tuning(merged_folder, Output(tmp_path / "tuned.yaml"), variants, Goal(), few)
+    tuning = Tuning(merged_folder, TuningFiles(tmp_path / "tuned.yaml"), variants, Goal(), few)
     tuning._samples = samples = Samples()
     for phase, sizes in (("decode", few.decode), ("prefill", few.prefill)):
         found = measured(noisy, noise=0.6, sizes=sizes)

@@ -13,7 +13,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from safetensors.torch import load_file, save_file
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.merged_config import Variant, read_merged_config
+from flexquant.checkpoint.merged_config import StoredVariant, read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import Derivation
@@ -62,7 +62,7 @@ FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 
 def derive(*weights: dict[str, Any], negative_scales: bool = False) -> None:
     groups = {f"group_{i}": {"targets": ["Linear"], "weights": w} for i, w in enumerate(weights)}
-    source = Variant("w4a16.", {"config_groups": groups}, negative_scales=negative_scales)
+    source = StoredVariant("w4a16.", {"config_groups": groups}, negative_scales=negative_scales)
     check_derivable("fast", Derivation("w4a16", "int8", "p.yaml:3: derive.fast"), source)
 
 

@@ -28,7 +28,7 @@ from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.cpu.kernels import REPLACED
 from flexquant.serving.cpu.remembering import find_fastest
 from flexquant.serving.vllm_api import CPUInt8ScaledMMLinearKernel, MPLinearKernel, scalar_types
-from flexquant.serving.worker.linear_kernels import find_kernel, remake
+from flexquant.serving.worker.linear_kernels import kernel_of_layer, remake
 
 logger = init_logger("vllm.flexquant.cpu")
 
@@ -70,7 +70,7 @@ def choose_cpu_kernels(models: Mapping[str, nn.Module], sizes: Mapping[str, Sequ
     for name, model in models.items():
         for module in model.modules():
             layer: Any = module
-            kernel = find_kernel(layer)
+            kernel = kernel_of_layer(layer)
             kinds = possible_kernels(kernel)
             if len(kinds) > 1 and _is_worth_a_trial(layer):
                 request = {

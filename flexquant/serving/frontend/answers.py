@@ -11,19 +11,19 @@ from pydantic import BaseModel, ConfigDict
 from flexquant.policy.schema import Phase
 
 
-class Answer(BaseModel):
+class Reply(BaseModel):
     """An answer with exactly the declared keys."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class PolicyName(Answer):
+class PolicyName(Reply):
     name: str
     digest: str
     """SHA-256 of the policy's document."""
 
 
-class RouteOfTokens(Answer):
+class RouteOfTokens(Reply):
     """The plan of the passes of ``min_tokens`` to ``max_tokens`` tokens, ends included."""
 
     min_tokens: int
@@ -33,7 +33,7 @@ class RouteOfTokens(Answer):
     """Name of a :class:`flexquant.policy.moments.Span`, only if the policy tells moments apart."""
 
 
-class LastPass(Answer):
+class LastPass(Reply):
     """The fields of :class:`~flexquant.serving.worker.forward_pass.Pass`; the last four only with moments."""
 
     phase: Phase
@@ -48,7 +48,7 @@ class LastPass(Answer):
     signal: float | None = None
 
 
-class Counted(BaseModel):
+class PlanCounts(BaseModel):
     """Counters of one plan and phase, by their names in ``/metrics`` without ``flexquant:``."""
 
     model_config = ConfigDict(extra="allow")
@@ -58,7 +58,7 @@ class Counted(BaseModel):
     forward: float
 
 
-class Status(Answer):
+class Status(Reply):
     """What the first rank serves, and the counters of all engines."""
 
     flexquant: str
@@ -74,13 +74,13 @@ class Status(Answer):
     weight_bytes_by_layers: dict[str, dict[str, int]]
     """The same bytes by range of decoder layers, e.g. ``0-3``; an empty text is outside of layers."""
     last_pass: LastPass | None
-    counted: list[Counted] | None
+    counted: list[PlanCounts] | None
     ranks: int
     disagreement: list[PolicyName] | None = None
     """Policies of all engines, only if they differ."""
 
 
-class Run(Answer):
+class ServedRun(Reply):
     """Consecutive tokens of one plan and one moment."""
 
     plan: str
@@ -88,20 +88,20 @@ class Run(Answer):
     moment: str | None = None
 
 
-class ServedRequest(Answer):
+class ServedRequest(Reply):
     request: str
-    plans: list[Run]
+    plans: list[ServedRun]
     incomplete: bool | None = None
     """True if the first runs of the request have been forgotten; else the key is missing."""
 
 
-class ServedRequests(Answer):
+class ServedRequests(Reply):
     """Requests that a response answers."""
 
     requests: list[ServedRequest]
 
 
-class ChangedRoute(Answer):
+class ChangedRoute(Reply):
     """The fields of :class:`flexquant.policy.route_changes.RouteChange`."""
 
     phase: Phase
@@ -112,7 +112,7 @@ class ChangedRoute(Answer):
     moment: str | None = None
 
 
-class PolicyChange(Answer):
+class PolicyChange(Reply):
     """Effects of changing the policy, or of a dry run."""
 
     before: PolicyName
@@ -123,20 +123,20 @@ class PolicyChange(Answer):
     seconds: float
 
 
-class Reason(Answer):
+class Reason(Reply):
     message: str
     type: str
     param: str | None
     code: int
 
 
-class Refusal(Answer):
+class Refusal(Reply):
     """Body of an HTTPException in vLLM's server."""
 
     error: Reason
 
 
-def refusals(**reasons: str) -> dict[int | str, dict[str, Any]]:
+def refusal_responses(**reasons: str) -> dict[int | str, dict[str, Any]]:
     """Return OpenAPI responses for statuses, each given as ``_401="why"``.
 
     Unless 422 or ``_4XX`` is given, FastAPI adds a response of its own, 422 for a wrong parameter; vLLM

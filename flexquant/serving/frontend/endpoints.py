@@ -20,7 +20,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse
 
 from flexquant.serving.frontend.access import LATE, ask_briefly, authorise
-from flexquant.serving.frontend.answers import ServedRequests, Status, refusals
+from flexquant.serving.frontend.answers import ServedRequests, Status, refusal_responses
 from flexquant.serving.frontend.client import admin_key
 from flexquant.serving.frontend.engine_client import serves_merged
 
@@ -43,7 +43,7 @@ class FlexQuantEndpoints:
             status,
             response_model=Status,
             response_model_exclude_unset=True,
-            responses=refusals(_401="Not vLLM's key.", _404=nothing, _504=LATE),
+            responses=refusal_responses(_401="Not vLLM's key.", _404=nothing, _504=LATE),
             **with_key,
         )
         app.add_api_route("/flexquant/ui", page, methods=["GET"], response_class=HTMLResponse)
@@ -52,7 +52,7 @@ class FlexQuantEndpoints:
             plans_of_response,
             response_model=ServedRequests,
             response_model_exclude_unset=True,
-            responses=refusals(
+            responses=refusal_responses(
                 _401="Not vLLM's key.", _404="None of the last requests.", _504=LATE, _4XX="Refused."
             ),
             **with_key,

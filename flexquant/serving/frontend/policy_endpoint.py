@@ -30,7 +30,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import Policy, parse_policy_text
 from flexquant.policy.schema import SCHEMA, inlined_json_schema
 from flexquant.serving.frontend.access import STATUS_TIMEOUT, ask_ranks, authorise_admin
-from flexquant.serving.frontend.answers import PolicyChange, refusals
+from flexquant.serving.frontend.answers import PolicyChange, refusal_responses
 from flexquant.serving.frontend.engine_client import answer_of
 
 logger = init_logger("vllm.flexquant.policy")
@@ -40,7 +40,7 @@ MAX_BYTES = 1 << 17
 CAPTURE_TIMEOUT = 1800.0
 """Largest number of seconds for a change that captures CUDA graphs."""
 
-REFUSALS = refusals(
+REFUSALS = refusal_responses(
     _400="A parameter of the query is wrong.",
     _401="Not the administrator's key.",
     _404="No merged checkpoint is served.",

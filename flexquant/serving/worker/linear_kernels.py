@@ -12,7 +12,7 @@ from flexquant.serving.vllm_api import LinearBase, MPLinearKernel
 from flexquant.serving.worker.expert_layers import expert_layers, experts_kernel_name
 
 
-def find_kernel(layer: Any) -> Any:
+def kernel_of_layer(layer: Any) -> Any:
     """Return the kernel of a quantised layer; None in 16 bit, and for a scheme without a kernel object."""
     scheme = getattr(layer, "scheme", None)
     if scheme is None:
@@ -22,7 +22,7 @@ def find_kernel(layer: Any) -> Any:
 
 def kernel_name(layer: Any) -> str:
     """Return the name of a linear layer's kernel, or of vLLM's method if it has none."""
-    kernel = find_kernel(layer)
+    kernel = kernel_of_layer(layer)
     return type(kernel).__name__ if kernel else f"{type(layer.quant_method).__name__} (16 bit)"
 
 

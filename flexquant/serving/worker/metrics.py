@@ -45,7 +45,7 @@ from flexquant.serving.metric_names import (
     WEIGHT_BYTES,
 )
 from flexquant.serving.worker.forward_pass import Pass
-from flexquant.serving.worker.pass_times import PassTimer
+from flexquant.serving.worker.pass_times import PassClock
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -169,7 +169,7 @@ class SharedNumber:
 
 
 @dataclass(frozen=True)
-class Counters:
+class PlanCounters:
     """Counters of one plan and phase."""
 
     forward: SharedNumber
@@ -194,7 +194,7 @@ class PassMetrics:
         # If several engines report the same gauge, the largest value is shown.
         self._gauges = SharedNumbers(folder / f"gauge_max_flexquant{os.getpid()}.db")
         self._of = functools.cache(self._make_counters)
-        self._timer: PassTimer[SharedNumber] = PassTimer(device, SharedNumber.add)
+        self._timer: PassClock[SharedNumber] = PassClock(device, SharedNumber.add)
         self._seconds: SharedNumber | None = None
         """Seconds of the plan and phase that were counted last."""
         self._policy: Labels | None = None
@@ -246,7 +246,7 @@ class PassMetrics:
                 cell[name] = value
         return list(cells.values())
 
-    def _make_counters(self, plan: str, phase: str) -> Counters:
+    def _make_counters(self, plan: str, phase: str) -> PlanCounters:
         labels = (("plan", plan), ("phase", phase))
 
         def counter(metric: str, *more: tuple[str, str]) -> SharedNumber:
@@ -255,7 +255,7 @@ class PassMetrics:
         def of_size(sample: str, *more: tuple[str, str]) -> SharedNumber:
             return SharedNumber(self._sizes, self._key(SIZE, f"{SIZE}_{sample}", (*labels, *more)))
 
-        return Counters(
+        return PlanCounters(
             forward=counter(FORWARD),
             tokens=counter(TOKENS),
             padded_tokens=counter(PADDED_TOKENS),

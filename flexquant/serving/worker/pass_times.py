@@ -18,7 +18,7 @@ import torch
 Label = TypeVar("Label")
 
 
-class PassTimer(Generic[Label]):
+class PassClock(Generic[Label]):
     """Times successive passes; a pass whose logits nobody requests has no time."""
 
     def __init__(self, device: torch.device, timed: Callable[[Label, float], None]) -> None:

@@ -18,7 +18,7 @@ REST = re.compile(r"([-_]\d+)?(-[0-9a-f]{16}-beam-\d+)?(-[0-9a-f]{8})?")
 """Matches all that may follow the ``id`` of a response in the name of a request."""
 
 
-class Run(NamedTuple):
+class PlanRun(NamedTuple):
     """Consecutive tokens of a request that passes of one plan and one span of moments computed."""
 
     plan: str
@@ -35,7 +35,7 @@ class RequestPlans:
     """The tokens that each plan has computed, for the latest and the running requests."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, list[Run]] = {}
+        self._runs: dict[str, list[PlanRun]] = {}
         self._forgotten: dict[str, None] = {}
         """Requests that were forgotten last; if one continues, it is incomplete."""
         self._incomplete: set[str] = set()
@@ -54,7 +54,7 @@ class RequestPlans:
             if runs and (runs[-1].plan, runs[-1].moment) == (plan, moment):
                 runs[-1] = runs[-1]._replace(tokens=runs[-1].tokens + number)
             else:
-                runs.append(Run(plan, number, moment))
+                runs.append(PlanRun(plan, number, moment))
         if len(self._runs) > KEPT:
             self._forget(len(self._runs) - KEPT)
 

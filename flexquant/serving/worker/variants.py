@@ -31,7 +31,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.merged_config import MergedConfig, Variant
+from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.checkpoint.module_names import is_in
 from flexquant.errors import FlexQuantError
 from flexquant.serving.cpu.choosing import choose_cpu_kernels, sizes_by_variant
@@ -63,7 +63,9 @@ class AbsentLayer(nn.Module):
     """Takes the place of a decoder layer that no plan takes from its variant."""
 
 
-def variant_vllm_config(vllm_config: VllmConfig, variant: Variant, base_architecture: str) -> VllmConfig:
+def variant_vllm_config(
+    vllm_config: VllmConfig, variant: StoredVariant, base_architecture: str
+) -> VllmConfig:
     """Return the config that vLLM would have for the variant's own checkpoint."""
     model_config = copy.copy(vllm_config.model_config)
     model_config.hf_config = copy.deepcopy(model_config.hf_config)
