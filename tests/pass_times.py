@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from flexquant.planning.pass_cost import PassCost
 from flexquant.planning.replaying import Replay, replay
-from flexquant.planning.scheduler import Limits
+from flexquant.planning.server import Limits
 from flexquant.planning.times import route_table
 from flexquant.planning.trace import Request
 from flexquant.policy.pass_times import PassTimes, Time

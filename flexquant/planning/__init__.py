@@ -8,7 +8,7 @@ Predicting needs neither the device nor vLLM. `roofline` has the cost model and 
 
 A replay runs a trace through vLLM's scheduling, pass by pass. `trace` reads the requests (`arrivals` made the
 built-in traces). `replaying` runs the clock until every request is served: `scheduler` decides what vLLM puts
-into the next forward pass, within the limits that `server` knows, `flexquant.policy.routes` gives the pass
+into the next forward pass, within the limits of a `server`, `flexquant.policy.routes` gives the pass
 its plan, and `pass_cost` its time. `simulation_report` computes TTFT, TPOT, throughput and time per plan.
 `times` finds the measured times and checks that they cover a policy.
 """

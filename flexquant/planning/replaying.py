@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexquant.planning.pass_cost import PassCost
-from flexquant.planning.scheduler import Batch, Limits, Scheduler, Sequence
+from flexquant.planning.scheduler import Batch, Scheduler, Sequence
+from flexquant.planning.server import Limits
 from flexquant.planning.trace import Request
 from flexquant.policy.moments import Moment, count_since_prompt
 from flexquant.policy.routes import RouteTable

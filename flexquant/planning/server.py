@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Compute the limits that ``vllm serve`` chooses by itself (``EngineArgs``, ``VllmConfig`` of vLLM 0.32)."""
+"""Limits of a server, and what ``vllm serve`` (0.32) chooses by itself (``EngineArgs``, ``VllmConfig``)."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flexquant.planning.scheduler import Limits
+from flexquant.errors import FlexQuantError, UsageError
+from flexquant.planning.trace import Request
 from flexquant.policy.pass_times import PassTimes
 
 if TYPE_CHECKING:
@@ -18,6 +20,71 @@ if TYPE_CHECKING:
 BLACKWELL = re.compile(r"\bG?B[123]00\b", re.IGNORECASE)
 """Matches names of data-centre GPUs of compute capability 10, for which vLLM captures larger graphs."""
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a pass and of the running sequences, named like vLLM's arguments."""
+
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+    kv_cache_tokens: int | None = None
+    """Tokens that the KV cache holds, in whole blocks; None: no limit."""
+    block_size: int = 16
+    """Tokens of a block."""
+    capture_sizes: tuple[int, ...] = ()
+    """Tokens of the CUDA graphs, ascending; empty on a CPU and in eager mode."""
+    async_scheduling: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UsageError(
+                f"max-num-batched-tokens is {self.max_num_batched_tokens}, but every one of max-num-seqs' "
+                f"{self.max_num_seqs} sequences needs a token, as vLLM demands; raise the one or lower the "
+                "other"
+            )
+
+    def __str__(self) -> str:
+        graphs = f"CUDA graphs up to {self.capture_sizes[-1]}" if self.capture_sizes else "no CUDA graphs"
+        return (
+            f"{self.max_num_batched_tokens} tokens and {self.max_num_seqs} sequences in a pass, blocks of "
+            f"{self.block_size}, {graphs}, {'a' if self.async_scheduling else ''}synchronous scheduling"
+        )
+
+    @property
+    def blocks(self) -> float:
+        """Number of blocks of the KV cache; infinity without a limit."""
+        return math.inf if self.kv_cache_tokens is None else self.kv_cache_tokens // self.block_size
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return the number of blocks that hold a sequence's tokens."""
+        return -(-tokens // self.block_size)
+
+    @property
+    def passes_in_flight(self) -> int:
+        """Most passes that are scheduled and have not ended."""
+        return 2 if self.async_scheduling else 1
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Most tokens of a decode pass, padding included."""
+        return self.padded(self.max_num_seqs)
+
+    def padded(self, tokens: int) -> int:
+        """Return the tokens of the smallest CUDA graph that holds a pass; ``tokens`` if there is none."""
+        return next((size for size in self.capture_sizes if size >= tokens), tokens)
+
+    def check_fits(self, request: Request, number: int) -> None:
+        """Raise FlexQuantError for a request that the KV cache cannot hold even alone.
+
+        ``number`` is the request's place in the trace, from 1.
+        """
+        tokens = request.input + request.output - 1  # the last token is sampled, but never computed
+        if self.blocks_of(tokens) > self.blocks:
+            raise FlexQuantError(
+                f"request {number} of the trace needs {tokens} tokens of KV cache, but it has "
+                f"{self.blocks} blocks of {self.block_size}; raise --kv-cache-tokens or shorten the request"
+            )
 
 
 @dataclass(frozen=True)

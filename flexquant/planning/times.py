@@ -10,7 +10,7 @@ from typing import Any
 
 from flexquant.checkpoint.merged_config import VARIANT_NAME, MergedConfig
 from flexquant.errors import FlexQuantError
-from flexquant.planning.scheduler import Limits
+from flexquant.planning.server import Limits
 from flexquant.policy.choose import find_measured
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.routes import RouteTable, build_route_table

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The simulator's passes against those of vLLM's own scheduler, without an engine."""
+"""Replays of the simulator against the same with vLLM's own scheduler in the place of FlexQuant's copy."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from flexquant.planning import replaying
 from flexquant.planning.arrivals import make_trace
 from flexquant.planning.device import builtin_devices, load_device
-from flexquant.planning.scheduler import Batch, Limits, Scheduler, Sequence
-from flexquant.planning.server import Machine, server_limits
-from flexquant.planning.trace import Request
+from flexquant.planning.replaying import Replay
+from flexquant.planning.scheduler import Chunk, Sequence
+from flexquant.planning.server import Limits, Machine, server_limits
 from tests.checkpoints import make_checkpoint
-
-Schedule = list[dict[int, int]]
-"""For every pass: request -> the number of its tokens."""
+from tests.pass_times import make_times, run_trace
 
 LIMITS = {
     "plain": Limits(8192, 64),
@@ -29,8 +27,7 @@ LIMITS = {
     "little KV cache": Limits(256, 64, kv_cache_tokens=480),
     "little of all": Limits(48, 7, kv_cache_tokens=400),
 }
-EVERY = 3
-"""Passes between one request and the next; the first requests come together."""
+TIMES = make_times({"w8a8": ({1: 0.010, 64: 0.020}, {16: 0.010, 1024: 0.050})}, 64, 1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +39,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("name", LIMITS)
-def test_passes_are_those_of_vllm(model: Path, name: str, async_scheduling: bool) -> None:
-    trace = make_trace(40, 1, 1, 90, 40, 0.9, seed=3)
+def test_passes_are_those_of_vllm(
+    model: Path, monkeypatch: pytest.MonkeyPatch, name: str, async_scheduling: bool
+) -> None:
+    trace = make_trace(40, 20, 0.5, 90, 40, 0.9, seed=3)
     limits = replace(LIMITS[name], async_scheduling=async_scheduling)
-    ours, preemptions = simulated_schedule(trace, limits)
-    assert ours == vllm_schedule(trace, limits, model)
-    assert (preemptions > 0) == (limits.kv_cache_tokens is not None)
+    ours = run_trace(trace, limits, times=TIMES)
+    assert any(s.preemptions for s in ours.sequences) == (limits.kv_cache_tokens is not None)
+    monkeypatch.setattr(replaying, "Scheduler", lambda limits: SchedulerOfVllm(limits, model))
+    assert everything(ours) == everything(run_trace(trace, limits, times=TIMES))
 
 
 def test_default_limits_are_those_of_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,73 +82,62 @@ def test_default_limits_are_those_of_vllm(model: Path, monkeypatch: pytest.Monke
             assert simulated(gpu) == of_vllm(1), gpu
 
 
-def arriving(trace: list[Request], number: int) -> range:
-    """Return the requests that come before a pass."""
-    first = 0 if number == 0 else 10 + number // EVERY - 1
-    last = 10 + number // EVERY if number % EVERY == 0 else first
-    return range(first, min(last, len(trace)))
+def everything(replay: Replay) -> tuple[Any, ...]:
+    served = [(s.first_token, s.last_token, s.generated, s.preemptions) for s in replay.sequences]
+    return replay.passes, replay.gaps, served
 
 
-def simulated_schedule(trace: list[Request], limits: Limits) -> tuple[Schedule, int]:
-    scheduler = Scheduler(limits)
-    sequences = [Sequence(request) for request in trace]
-    numbers = {id(sequence): i for i, sequence in enumerate(sequences)}
-    in_flight: deque[Batch] = deque()
-    schedule: Schedule = []
-    while True:
-        batch = None
-        if len(in_flight) < limits.passes_in_flight:
-            scheduler.waiting.extend(sequences[i] for i in arriving(trace, len(schedule)))
-            batch = scheduler.schedule()
-            schedule.append({numbers[id(chunk.sequence)]: chunk.tokens for chunk in batch})
-        if batch:
-            in_flight.append(batch)
-        elif in_flight:
-            scheduler.complete(in_flight.popleft())
-        else:
-            return schedule, sum(s.preemptions for s in sequences)
+class BatchOfVllm(list[Chunk]):
+    """A pass, with what vLLM's scheduler said of it."""
+
+    output: Any
 
 
-def vllm_schedule(trace: list[Request], limits: Limits, model: Path) -> Schedule:
-    """Return vLLM's schedule, in the order of ``EngineCore.step`` and ``step_with_batch_queue``."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request as VllmRequest
+class SchedulerOfVllm:
+    """vLLM's scheduler with the methods of FlexQuant's copy."""
 
-    scheduler = vllm_scheduler(limits, model)
-    requests = [
-        VllmRequest(
-            request_id=str(i),
-            prompt_token_ids=[1] * request.input,
-            sampling_params=SamplingParams(max_tokens=request.output, ignore_eos=True),
+    def __init__(self, limits: Limits, model: Path) -> None:
+        self.scheduler = vllm_scheduler(limits, model)
+        self.served: dict[str, tuple[Sequence, Any]] = {}
+        self.waiting = self
+        """The place to which a replay appends requests that arrive."""
+
+    def append(self, sequence: Sequence) -> None:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request as VllmRequest
+
+        request = VllmRequest(
+            request_id=str(len(self.served)),
+            prompt_token_ids=[1] * sequence.request.input,
+            sampling_params=SamplingParams(max_tokens=sequence.request.output, ignore_eos=True),
             pooling_params=None,
         )
-        for i, request in enumerate(trace)
-    ]
-    in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
-    schedule: Schedule = []
-    while True:
-        output = None
-        if len(in_flight) < limits.passes_in_flight:
-            for i in arriving(trace, len(schedule)):
-                scheduler.add_request(requests[i])
-            output = scheduler.schedule()
-            schedule.append({int(name): tokens for name, tokens in output.num_scheduled_tokens.items()})
-        if output and output.num_scheduled_tokens:
-            names = list(output.num_scheduled_tokens)
-            sampled = ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: i for i, name in enumerate(names)},
-                sampled_token_ids=[[] if requests[int(name)].is_prefill_chunk else [2] for name in names],
-                logprobs=None,
-                prompt_logprobs_dict={},
-                pooler_output=[],
-            )
-            in_flight.append((output, sampled))
-        elif in_flight:
-            scheduler.update_from_output(*in_flight.popleft())
-        else:
-            return schedule
+        self.served[request.request_id] = sequence, request
+        self.scheduler.add_request(request)
+
+    def schedule(self) -> BatchOfVllm:
+        output = self.scheduler.schedule()
+        batch = BatchOfVllm()
+        batch.output = output
+        for name, tokens in output.num_scheduled_tokens.items():
+            sequence, request = self.served[name]
+            context = request.num_computed_tokens - tokens
+            batch.append(Chunk(sequence, tokens, context, not request.is_prefill_chunk))
+        return batch
+
+    def complete(self, batch: BatchOfVllm) -> list[Sequence]:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        names = list(batch.output.num_scheduled_tokens)
+        sampled = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[[2] if chunk.yields else [] for chunk in batch],
+        )
+        self.scheduler.update_from_output(batch.output, sampled)
+        for sequence, request in self.served.values():
+            sequence.generated, sequence.preemptions = request.num_output_tokens, request.num_preemptions
+        return [chunk.sequence for chunk in batch if chunk.yields]
 
 
 def vllm_config(limits: Limits, model: Path) -> Any:

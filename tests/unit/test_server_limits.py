@@ -13,8 +13,7 @@ from benchmarks.simulation import limits_of
 from benchmarks.speed.servers import ServerOptions
 from flexquant.planning.pass_cost import PassCost
 from flexquant.planning.replaying import replay
-from flexquant.planning.scheduler import Limits
-from flexquant.planning.server import Machine, default_capture_sizes, server_limits
+from flexquant.planning.server import Limits, Machine, default_capture_sizes, server_limits
 from flexquant.planning.times import route_table
 from flexquant.planning.trace import Request
 from flexquant.policy.rules import parse_policy

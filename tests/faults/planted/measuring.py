@@ -105,20 +105,4 @@ MEASURING = (
             "tests/unit/test_tune.py::test_rounds_are_added_until_the_intervals_are_narrow_or_the_most_rounds_are_measured",
         ),
     ),
-    Fault(
-        "scheduler-ignores-the-budget",
-        "A simulated pass takes a waiting prompt whole, whatever the token budget.",
-        "flexquant/planning/scheduler.py",
-        "            tokens = min(sequence.length, budget)\n",
-        "            tokens = sequence.length\n",
-        ("tests/unit/test_scheduling.py::test_chunked_prefill_leaves_decode_its_token",),
-    ),
-    Fault(
-        "padding-ignored",
-        "A simulated pass costs its own tokens instead of those of its CUDA graph.",
-        "flexquant/planning/scheduler.py",
-        "return next((size for size in self.capture_sizes if size >= tokens), tokens)",
-        "return tokens",
-        ("tests/unit/test_server_limits.py::test_the_padded_batch_size_decides",),
-    ),
 )

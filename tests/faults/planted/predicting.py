@@ -79,4 +79,38 @@ PREDICTING = (
         "count_since_prompt(since_prompt, phase_of(batch), False)",
         ("tests/unit/test_simulate.py::test_the_first_passes_after_a_prompt_take_the_rule_for_them",),
     ),
+    Fault(
+        "scheduler-ignores-the-budget",
+        "A simulated pass takes a waiting prompt whole, whatever the token budget.",
+        "flexquant/planning/scheduler.py",
+        "            tokens = min(sequence.length, budget)\n",
+        "            tokens = sequence.length\n",
+        ("tests/unit/test_scheduling.py::test_chunked_prefill_leaves_decode_its_token",),
+    ),
+    Fault(
+        "padding-ignored",
+        "A simulated pass costs its own tokens instead of those of its CUDA graph.",
+        "flexquant/planning/server.py",
+        "return next((size for size in self.capture_sizes if size >= tokens), tokens)",
+        "return tokens",
+        ("tests/unit/test_server_limits.py::test_the_padded_batch_size_decides",),
+    ),
+    Fault(
+        "preempted-to-the-end",
+        "A preempted sequence of the simulation waits behind all others instead of before them.",
+        "flexquant/planning/scheduler.py",
+        "self.waiting.appendleft(sequence)",
+        "self.waiting.append(sequence)",
+        ("tests/integration/test_simulated_schedule.py::test_passes_are_those_of_vllm",),
+    ),
+    Fault(
+        "admission-by-the-first-chunk",
+        "A simulated prompt is admitted when its first chunk fits into the KV cache.",
+        "flexquant/planning/scheduler.py",
+        "if blocks_of(sequence.length) > self.free_blocks:",
+        "if blocks_of(min(sequence.length, budget)) > self.free_blocks:",
+        (
+            "tests/unit/test_scheduling.py::test_a_prompt_is_admitted_only_when_the_cache_has_room_for_all_of_it",
+        ),
+    ),
 )
