@@ -22,11 +22,12 @@ from typing import Any
 from benchmarks.speed.results import git_commit
 from flexquant.checkpoint.output import staged_file
 from flexquant.cli._study import add_study, study_of, tell
+from flexquant.documents.figures import new_figure
 from flexquant.layers.budget import Budget
 from flexquant.layers.plans import Layers, all_in, describe_layers
 from flexquant.layers.searching import Search
 from flexquant.layers.sensitivity import Study
-from flexquant.layers.sensitivity_report import estimate, matplotlib
+from flexquant.layers.sensitivity_report import estimate
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.choose import find_measured
 from flexquant.policy.pass_times import PassTimes
@@ -66,9 +67,7 @@ def measure(study: Study, plans: dict[Layers, str], times: PassTimes, sequences:
 
 def save_plot(document: dict[str, Any], file: Path) -> None:
     """Draw KL divergence against decode time, as a PNG."""
-    figure_of, canvas_of = matplotlib()
-    figure = figure_of(figsize=(7, 4.5), layout="constrained")
-    canvas = canvas_of(figure)
+    figure, canvas = new_figure(7, 4.5)
     axes = figure.subplots()
     kinds: dict[str, list[tuple[float, float]]] = {}
     for plan in document["plans"]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from flexquant.checkpoint.output import check_free_space
-from flexquant.checkpoint.provenance import folder_label
+from flexquant.checkpoint.provenance import folder_label, hash_file
 from flexquant.evaluation.measure import (
     TokenIds,
     compare_answers,
@@ -33,7 +33,7 @@ from flexquant.evaluation.schedule import (
 from flexquant.evaluation.scores import Quality, Scores, summarise_scores
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
-from flexquant.evaluation.text import hash_text, question_prompts, read_questions, read_rows
+from flexquant.evaluation.text import question_prompts, read_questions, read_rows
 from flexquant.evaluation.weight_bytes import BytesPerWeight, LayerBytes
 from flexquant.measuring.engine import engine, environment, prepare_environment
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
@@ -98,7 +98,7 @@ def evaluate(
         "checkpoint": folder_label(subject.folder),
         "reference": _label(reference),
         "settings": asdict(settings),
-        "text": {"file": Path(text).name, "sha256": hash_text(text)},
+        "text": {"file": Path(text).name, "sha256": hash_file(Path(text))},
         "questions": len(prompts),
         "results": evaluation.results(candidates),
         "machine": describe_machine(),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexquant.checkpoint.output import staged_file
+from flexquant.documents.figures import new_figure
 from flexquant.errors import FlexQuantError
 
 
@@ -18,13 +19,7 @@ def save_quality_plot(document: dict[str, Any], files: list[Path]) -> None:
     Runs with equal numbers share one point, labelled with all their names. Raises FlexQuantError without
     matplotlib, and for a file that cannot be written or whose suffix matplotlib does not know.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise FlexQuantError('plots need matplotlib; install it with: pip install "flexquant[eval]"') from e
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure, canvas = new_figure(7, 5)
     axes = figure.subplots()
     has_kl = document["reference"] is not None
     for marker, ((x, y, error), label) in zip(

@@ -84,8 +84,9 @@ def write_results(document: dict[str, Any], folder: str | Path) -> list[Path]:
         for file, text in files.items():
             with staged_file(file) as partial:
                 partial.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise FlexQuantError(f"cannot write {file} ({e.strerror}); {_keep_aside(numbers)}") from e
+    except (OSError, FlexQuantError) as e:
+        reason = e.strerror if isinstance(e, OSError) else e
+        raise FlexQuantError(f"cannot write {file} ({reason}); {_keep_aside(numbers)}") from e
     return list(files)
 
 

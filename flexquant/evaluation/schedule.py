@@ -25,7 +25,8 @@ from flexquant.errors import UsageError
 from flexquant.evaluation.subject import Subject
 from flexquant.policy.choose import default_name, find_policies
 from flexquant.policy.moments import Moment
-from flexquant.policy.routes import Plan, RouteTable, build_route_table
+from flexquant.policy.plans import Plan
+from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Policy
 from flexquant.policy.schema import Phase
 

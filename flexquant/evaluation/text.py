@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,12 +31,6 @@ def read_rows(text: str | Path, tokenizer: PreTrainedTokenizerBase, settings: Se
         seed=settings.seed,
         name=f"the text {text}",
     )
-
-
-def hash_text(path: str | Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal, read in pieces."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_questions(path: str | Path | None) -> list[str]:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.module_names import LAYER
-from flexquant.policy.routes import Plan, RouteTable
+from flexquant.policy.plans import Plan
+from flexquant.policy.routes import RouteTable
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 """Which layer needs which precision: `flexquant sensitivity` measures it, and `flexquant search` chooses.
 
 sensitivity         runs one plan after another on one engine, and measures its KL divergence to a reference
-plans               writes plans as the variants of their layers
+plans               makes plans from other plans, and writes them for results
 chain               proposes plans by raising one layer after another to a higher precision
 budget              limits what a plan may cost, and chooses the best measured plan within the limit
 searching           runs a search: measures layers alone and whole plans, and chooses

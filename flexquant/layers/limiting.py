@@ -11,10 +11,11 @@ from statistics import fmean
 from typing import Any
 
 from flexquant.layers.budget import Budget
-from flexquant.layers.plans import all_in, describe_layers, rule_use
+from flexquant.layers.plans import all_in, describe_layers
 from flexquant.layers.searching import Search
 from flexquant.layers.sensitivity import Study
 from flexquant.policy.deriving import add_derivations
+from flexquant.policy.plans import Plan
 from flexquant.policy.rules import parse_policy
 from flexquant.tuning.policy_file import TuningResult
 
@@ -44,7 +45,7 @@ def limit_loss(
         if losses[rule["use"]] <= most:
             return rule
         decodes = rule.get("when", {}).get("phase") == "decode"
-        return {**rule, "use": rule_use(plan.layers) if decodes else study.highest}
+        return {**rule, "use": Plan.from_layers(plan.layers).rule_use() if decodes else study.highest}
 
     document = {**tuned.document, "rules": [limited(rule) for rule in tuned.document["rules"]]}
     document = add_derivations(document, plan.layers, study.variants)

@@ -8,12 +8,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from flexquant.documents.figures import new_figure
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.layers.budget import Budget, MeasuredPlan, front
-from flexquant.layers.plans import describe_layers, rule_use
+from flexquant.layers.plans import describe_layers
 from flexquant.layers.searching import SearchResult
-from flexquant.layers.sensitivity_report import estimate, matplotlib
+from flexquant.layers.sensitivity_report import estimate
 from flexquant.policy.deriving import add_derivations
+from flexquant.policy.plans import Plan
 from flexquant.policy.rules import Policy, parse_policy
 from flexquant.policy.schema import SCHEMA
 
@@ -63,7 +65,7 @@ def searched_policy_document(
     )
     rule = {
         "when": {**rules[place].get("when", {}), "phase": "decode"},
-        "use": rule_use(found.chosen.layers),
+        "use": Plan.from_layers(found.chosen.layers).rule_use(),
     }
     takes_others = base.rules[place].phases != ("decode",)
     rules[place : place if takes_others else place + 1] = [rule]
@@ -94,9 +96,7 @@ def _counts(plan: MeasuredPlan) -> str:
 
 def save_search_plot(found: SearchResult, file: Path) -> None:
     """Draw KL divergence over decode time as a PNG; raise FlexQuantError without matplotlib."""
-    figure_of, canvas_of = matplotlib()
-    figure = figure_of(figsize=(7, 4.5), layout="constrained")
-    canvas = canvas_of(figure)
+    figure, canvas = new_figure(7, 4.5)
     axes = figure.subplots()
     kinds = [
         ("searched, and the variants alone", found.searched, "o"),

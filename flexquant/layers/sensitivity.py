@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexquant.checkpoint.output import check_free_space, staged_file
-from flexquant.checkpoint.provenance import folder_label
+from flexquant.checkpoint.provenance import folder_label, hash_file
 from flexquant.errors import UsageError
 from flexquant.evaluation.measure import decode_forced, engine_options
 from flexquant.evaluation.scores import Scores
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
-from flexquant.evaluation.text import hash_text, read_rows
-from flexquant.layers.plans import Layers, all_in, describe_layers, rule_use, with_layer
+from flexquant.evaluation.text import read_rows
+from flexquant.layers.plans import Layers, all_in, describe_layers, with_layer
 from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.deriving import add_derivations
+from flexquant.policy.plans import Plan
 from flexquant.policy.rules import Policy
 from flexquant.policy.schema import SCHEMA as POLICY_SCHEMA
 
@@ -100,7 +101,7 @@ class Study:
             "variants": list(self.variants),
             "layers": self.subject.num_layers,
             "settings": {**asdict(self.settings), "batch_sizes": list(self.settings.batch_sizes)},
-            "text": {"file": self.text.name, "sha256": hash_text(self.text)},
+            "text": {"file": self.text.name, "sha256": hash_file(self.text)},
         }
 
     def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -180,7 +181,7 @@ class Study:
                     self._score(llm, rows, scores, store_in=stored)
 
                 def score(layers: Layers) -> list[float]:
-                    self._take(llm, rule_use(layers))
+                    self._take(llm, Plan.from_layers(layers).rule_use())
                     found = self._score(llm, rows, scores, compare_with=stored)
                     assert found.kl is not None
                     return [float(mean) for mean in found.kl.mean(axis=1)]

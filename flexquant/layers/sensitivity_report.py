@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from flexquant.errors import FlexQuantError
+from flexquant.documents.figures import new_figure
 from flexquant.layers.plans import Layers, all_in, describe_layers, with_layer
 
 RESAMPLES = 10_000
@@ -95,9 +95,7 @@ def _effects(document: dict[str, Any]) -> list[tuple[str, list[Estimate]]]:
 
 def save_sensitivity_plot(document: dict[str, Any], file: Path) -> None:
     """Draw each layer's cost and gain as a PNG; raise FlexQuantError without matplotlib."""
-    figure_of, canvas_of = matplotlib()
-    figure = figure_of(figsize=(9, 4.5), layout="constrained")
-    canvas = canvas_of(figure)
+    figure, canvas = new_figure(9, 4.5)
     axes = figure.subplots()
     effects = _effects(document)
     for number, (title, found) in enumerate(effects):
@@ -114,13 +112,3 @@ def save_sensitivity_plot(document: dict[str, Any], file: Path) -> None:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
     canvas.print_figure(file, format="png")
-
-
-def matplotlib() -> tuple[Any, Any]:
-    """Return the classes that draw a figure into a file; raise FlexQuantError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise FlexQuantError('plots need matplotlib; install it with: pip install "flexquant[eval]"') from e
-    return Figure, FigureCanvasAgg

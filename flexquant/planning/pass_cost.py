@@ -32,7 +32,7 @@ import numpy as np
 from flexquant.errors import FlexQuantError
 from flexquant.planning.scheduler import Batch
 from flexquant.policy.pass_times import Curve, PassTimes
-from flexquant.policy.routes import Plan
+from flexquant.policy.plans import Plan
 
 FIT_RANGE = 16
 """The curvature is fitted to the sizes of at least 1 / FIT_RANGE of the largest."""

@@ -10,64 +10,17 @@ rank and for every replay of a CUDA graph. In decode it can also depend on the m
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from flexquant.checkpoint.layer_ranges import describe_ranges
-from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.errors import FlexQuantError
 from flexquant.policy.moments import CALM, Moment, Span
+from flexquant.policy.plans import Plan
 from flexquant.policy.ranges import LayerRange
 from flexquant.policy.rules import Derivation, Policy, Rule
 from flexquant.policy.schema import PHASES, Phase
 from flexquant.policy.trigger import Trigger
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The variant that runs each decoder layer. Equal plans have equal names."""
-
-    name: str
-    """The variant of most layers, then the other variants with their layers: ``w4a16+w8a8[0-3,29]``."""
-    layers: tuple[str, ...]
-    """Variant of every decoder layer."""
-
-    @classmethod
-    def from_layers(cls, layers: tuple[str, ...]) -> Plan:
-        base = Counter(layers).most_common(1)[0][0]
-        others = [
-            f"{variant}[{describe_ranges(i for i, v in enumerate(layers) if v == variant)}]"
-            for variant in dict.fromkeys(layers)
-            if variant != base
-        ]
-        return cls("+".join([base, *others]), layers)
-
-    @classmethod
-    def from_name(cls, name: str, num_layers: int) -> Plan:
-        """Return the plan with this name, for a model of ``num_layers`` decoder layers.
-
-        Raises FlexQuantError if no plan of such a model has the name.
-        """
-        base, *others = name.split("+")
-        layers = [base] * num_layers
-        for variant, ranges in (part.removesuffix("]").split("[", 1) for part in others if "[" in part):
-            for first, _, last in (run.partition("-") for run in ranges.split(",")):
-                if first.isdecimal() and (last or first).isdecimal():
-                    run = range(int(first), int(last or first) + 1)
-                    layers[run.start : run.stop] = [variant] * len(run)
-        plan = cls.from_layers(tuple(layers)) if len(layers) == num_layers else None
-        if plan is None or plan.name != name:
-            raise FlexQuantError(f"'{name}' is no plan of a model with {num_layers} layers")
-        for variant in plan.variants:
-            check_variant_name(variant)
-        return plan
-
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """The variants that the plan takes layers from, in the order of their first layer."""
-        return tuple(dict.fromkeys(self.layers))
 
 
 class Interval(NamedTuple):
@@ -78,12 +31,33 @@ class Interval(NamedTuple):
     plan: Plan
 
 
+class PhaseRoutes:
+    """The plans of one phase's passes, by span of moments and by token count."""
+
+    def __init__(self, intervals: Mapping[Span, Sequence[Interval]]) -> None:
+        self.spans = tuple(intervals)
+        self.intervals = tuple(intervals.values())
+        """The token counts of each span with their plans, ascending; neighbours have different plans."""
+        self._starts = sorted({span.first for span in self.spans})[1:]
+        self._states = len({span.unsure for span in self.spans})
+        self._routes = [([i.min_tokens for i in rows[1:]], [i.plan for i in rows]) for rows in self.intervals]
+
+    def number(self, moment: Moment) -> int:
+        """Return the number of the span that a moment belongs to."""
+        states = self._states
+        return bisect_right(self._starts, moment.since_prompt) * states + (states > 1 and moment.unsure)
+
+    def lookup(self, tokens: int, moment: Moment) -> Plan:
+        starts, plans = self._routes[self.number(moment) if len(self._routes) > 1 else 0]
+        return plans[bisect_right(starts, tokens)]
+
+
 class RouteTable:
     """Gives every forward pass its plan."""
 
     def __init__(
         self,
-        intervals: Mapping[Phase, Mapping[Span, list[Interval]]],
+        intervals: Mapping[Phase, Mapping[Span, Sequence[Interval]]],
         derived: dict[str, Derivation],
         tokens_per_sequence: int = 1,
         trigger: Trigger | None = None,
@@ -93,22 +67,14 @@ class RouteTable:
         """Name -> derivation of a variant that is computed from a checkpoint's variant while loading."""
         self.trigger = trigger
         """The trigger that makes passes unsure; None if no rule has ``unsure``."""
-        self._spans = {phase: tuple(by_span) for phase, by_span in intervals.items()}
-        self._names = {phase: [span.name for span in spans] for phase, spans in self._spans.items()}
-        self._span_starts = {
-            phase: sorted({span.first for span in spans})[1:] for phase, spans in self._spans.items()
-        }
-        self._states = {phase: len({span.unsure for span in spans}) for phase, spans in self._spans.items()}
-        self._intervals = {phase: tuple(by_span.values()) for phase, by_span in intervals.items()}
         self._tokens_per_sequence = tokens_per_sequence
-        self._routes = {
-            phase: [([i.min_tokens for i in rows[1:]], [i.plan for i in rows]) for rows in by_span]
-            for phase, by_span in self._intervals.items()
-        }
-        self.plans: tuple[Plan, ...] = tuple(
-            dict.fromkeys(row.plan for phase in PHASES for rows in self._intervals[phase] for row in rows)
-        )
+        self._phases = {phase: PhaseRoutes(by_span) for phase, by_span in intervals.items()}
+        self.plans: tuple[Plan, ...] = tuple(dict.fromkeys(row.plan for row in self._rows()))
         """The plans that some pass can take, in the order of phases and token counts."""
+
+    def _rows(self) -> Iterator[Interval]:
+        for phase in PHASES:
+            yield from chain.from_iterable(self._phases[phase].intervals)
 
     @property
     def layers(self) -> dict[str, frozenset[int]]:
@@ -122,27 +88,20 @@ class RouteTable:
     @property
     def has_moments(self) -> bool:
         """Whether the plan of a decode pass depends on its moment."""
-        return len(self._spans["decode"]) > 1
+        return len(self.spans("decode")) > 1
 
     def spans(self, phase: Phase) -> tuple[Span, ...]:
         """Return the spans that the policy tells apart in a phase; only decode can have more than one."""
-        return self._spans[phase]
+        return self._phases[phase].spans
 
     def moment_name(self, phase: Phase, moment: Moment) -> str:
         """Return the name of the span that a moment belongs to; empty for a span of all moments."""
-        return self._names[phase][self._number(phase, moment)]
-
-    def _number(self, phase: Phase, moment: Moment) -> int:
-        states = self._states[phase]
-        return bisect_right(self._span_starts[phase], moment.since_prompt) * states + (
-            states > 1 and moment.unsure
-        )
+        routes = self._phases[phase]
+        return routes.spans[routes.number(moment)].name
 
     def lookup(self, phase: Phase, tokens: int, moment: Moment = CALM) -> Plan:
         """Return the plan for a pass of ``tokens`` padded tokens; beyond the table's end, its last plan."""
-        routes = self._routes[phase]
-        starts, plans = routes[self._number(phase, moment) if len(routes) > 1 else 0]
-        return plans[bisect_right(starts, tokens)]
+        return self._phases[phase].lookup(tokens, moment)
 
     def reachable(self, tokens: int) -> tuple[Plan, ...]:
         """Return the plans that a pass of ``tokens`` padded tokens can take, at any moment.
@@ -150,14 +109,14 @@ class RouteTable:
         A prefill pass has more tokens than one decoding sequence; a mixed pass has a decoding sequence more.
         """
         one = self._tokens_per_sequence
-        most_in_decode = self._intervals["decode"][0][-1].max_tokens
+        most_in_decode = self._phases["decode"].intervals[0][-1].max_tokens
         possible = {"prefill": tokens > one, "decode": tokens <= most_in_decode, "mixed": tokens > one + 1}
         return tuple(
             dict.fromkeys(
                 self.lookup(phase, tokens, span.moment)
                 for phase in PHASES
                 if possible[phase]
-                for span in self._spans[phase]
+                for span in self.spans(phase)
             )
         )
 
@@ -167,13 +126,14 @@ class RouteTable:
 
     def ignores_phase(self) -> bool:
         """Whether a pass's size alone decides its plan, whatever its phase and moment."""
-        starts = {row.min_tokens for phase in PHASES for rows in self._intervals[phase] for row in rows}
+        starts = {row.min_tokens for row in self._rows()}
         one = self._tokens_per_sequence
         return all(len(self.reachable(tokens)) <= 1 for tokens in {*starts, one + 1, one + 2})
 
     def intervals(self, phase: Phase, moment: Moment = CALM) -> list[Interval]:
         """Return a phase's token ranges with their plans, ascending; neighbours have different plans."""
-        return list(self._intervals[phase][self._number(phase, moment)])
+        routes = self._phases[phase]
+        return list(routes.intervals[routes.number(moment)])
 
 
 def build_route_table(

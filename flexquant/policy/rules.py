@@ -33,6 +33,7 @@ from flexquant.documents.schema import read_section
 from flexquant.documents.yaml_document import Document, KeyPath, from_data, from_yaml
 from flexquant.policy.moments import CALM, Moment, Span, spans
 from flexquant.policy.pass_times import PassTimes, measured_pass_times
+from flexquant.policy.plans import plan_name
 from flexquant.policy.ranges import Bounds, LayerRange, are_covered
 from flexquant.policy.schema import (
     LAYERS,
@@ -87,7 +88,7 @@ class Rule:
         exceptions: dict[str, list[str]] = {}
         for layers in self.layers:
             exceptions.setdefault(layers.variant, []).append(layers.text)
-        return "+".join([self.variant, *(f"{name}[{','.join(texts)}]" for name, texts in exceptions.items())])
+        return plan_name(self.variant, {name: ",".join(texts) for name, texts in exceptions.items()})
 
 
 @dataclass(frozen=True)

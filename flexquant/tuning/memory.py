@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from flexquant.checkpoint.contents import report_checkpoint
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import count_layers
+from flexquant.planning.predicting import UTILIZATION
 from flexquant.policy.rules import Policy
-
-UTILISATION = 0.9
-"""Share of a device's memory that vLLM takes by default."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Memory:
             for name, policy in variants.items()
         }
         return cls(
-            UTILISATION * devices * current_platform.get_device_total_memory(),
+            UTILIZATION * devices * current_platform.get_device_total_memory(),
             report.shared_bytes,
             {name: report.variants[source].own_bytes for name, source in sources.items()},
         )
@@ -55,4 +53,4 @@ class Memory:
         """
         left = self.total - sum(self.own.values()) - len(self.own) * self.shared
         share = self.own[variant] + self.shared + left / len(self.own)
-        return UTILISATION * share / self.total
+        return UTILIZATION * share / self.total

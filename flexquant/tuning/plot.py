@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flexquant.documents.figures import new_figure
 from flexquant.policy.pass_times import PassTimes
 from flexquant.tuning.deciding import Decision
 
@@ -13,13 +14,9 @@ from flexquant.tuning.deciding import Decision
 def save_tuning_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> None:
     """Draw decode and prefill side by side, with logarithmic axes, into the PNG ``file``.
 
-    Raises ImportError without matplotlib.
+    Raises MatplotlibMissing without matplotlib.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure, canvas = new_figure(10, 4.5)
     panels = (("decode", "sequences", times.decode), ("prefill", "tokens", times.prefill))
     for axes, (phase, unit, curves) in zip(figure.subplots(1, 2), panels, strict=True):
         for marker, (variant, curve) in zip("osD^vPX", curves.items(), strict=False):

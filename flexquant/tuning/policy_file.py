@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flexquant.checkpoint.output import staged_file
+from flexquant.documents.figures import MatplotlibMissing
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
 from flexquant.policy.deriving import add_derivations
@@ -95,7 +96,7 @@ def write_files(output: TuningFiles, tuned: TuningResult, title: str) -> list[Pa
             with staged_file(output.plot) as plot:
                 save_tuning_plot(tuned.times, tuned.decision, title, plot)
             files.append(output.plot)
-        except ImportError:
+        except MatplotlibMissing:
             pass
     return files
 

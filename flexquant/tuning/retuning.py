@@ -18,7 +18,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.measuring.comparison import percent
 from flexquant.measuring.machine import describe_command
 from flexquant.policy.pass_times import Curve, PassTimes, Time
-from flexquant.policy.routes import Plan
+from flexquant.policy.plans import Plan
 from flexquant.policy.rules import Policy
 from flexquant.policy.times_table import UNITS
 from flexquant.tuning.deciding import Decision

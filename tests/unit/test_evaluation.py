@@ -31,7 +31,7 @@ from flexquant.evaluation.subject import Subject
 from flexquant.evaluation.text import question_prompts, read_questions
 from flexquant.evaluation.weight_bytes import LayerBytes
 from flexquant.merge import merge_checkpoints
-from flexquant.policy.routes import Plan
+from flexquant.policy.plans import Plan
 from tests.checkpoints import make_checkpoint
 from tests.policies import THRESHOLD, rules
 

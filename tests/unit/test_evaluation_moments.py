@@ -11,7 +11,7 @@ import pytest
 
 from flexquant.evaluation.schedule import Passes, PolicyRun, describe_plans, find_candidates, make_schedule
 from flexquant.evaluation.subject import Subject
-from flexquant.policy.routes import Plan
+from flexquant.policy.plans import Plan
 from tests.policies import FLOOR, TRIGGERED
 
 TOKENS = 6

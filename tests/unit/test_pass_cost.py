@@ -11,7 +11,7 @@ from flexquant.planning.pass_cost import PassCost
 from flexquant.planning.scheduler import Chunk, Sequence
 from flexquant.planning.trace import Request
 from flexquant.policy.pass_times import PassTimes
-from flexquant.policy.routes import Plan
+from flexquant.policy.plans import Plan
 from tests.pass_times import make_times
 
 

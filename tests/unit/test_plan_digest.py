@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
-from flexquant.policy.routes import Plan
+from flexquant.policy.plans import Plan
 from flexquant.policy.rules import Derivation
 from flexquant.serving.worker.plan_views import plan_digest
 

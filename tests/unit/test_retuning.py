@@ -15,7 +15,7 @@ import pytest
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.policy.choose import find_policies
 from flexquant.policy.pass_times import PassTimes, Time
-from flexquant.policy.routes import Plan
+from flexquant.policy.plans import Plan
 from flexquant.policy.rules import parse_policy
 from flexquant.serving.metric_names import SECONDS, SIZE
 from flexquant.tuning.objectives import Goal, Slo

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.policy.routes import Plan, RouteTable, build_route_table
+from flexquant.policy.plans import Plan
+from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Policy, load_policy, parse_policy
 from flexquant.policy.schema import PHASES
 

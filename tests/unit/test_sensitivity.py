@@ -9,8 +9,9 @@ import math
 import numpy as np
 import pytest
 
-from flexquant.layers.plans import Layers, describe_layers, rule_use, with_layer
+from flexquant.layers.plans import Layers, describe_layers, with_layer
 from flexquant.layers.sensitivity_report import costs, estimate, format_sensitivity_table, wins
+from flexquant.policy.plans import Plan
 from flexquant.policy.rules import parse_policy
 
 HIGH, MIDDLE, LOW = "w8a8", "w4a8", "w4a16"
@@ -77,7 +78,7 @@ def test_a_policy_reads_back_the_plan_that_was_written(layers: Layers) -> None:
     document = {
         "schema": "flexquant.policy/v1",
         "derive": {MIDDLE: {"from": LOW, "activations": "int8"}},
-        "rules": [{"use": rule_use(layers)}],
+        "rules": [{"use": Plan.from_layers(layers).rule_use()}],
     }
     if MIDDLE not in layers:
         del document["derive"]

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from flexquant.checkpoint.merged_config import MergedConfig
-    from flexquant.policy.routes import Plan, RouteTable
+    from flexquant.policy.plans import Plan
+    from flexquant.policy.routes import RouteTable
     from flexquant.serving.worker.forward_pass import PassObserver
     from flexquant.serving.worker.graphs import PlanGraphs
     from flexquant.serving.worker.pass_records import PassRecords

@@ -16,7 +16,8 @@ from flexquant import __version__
 from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
-from flexquant.policy.routes import Plan, RouteTable
+from flexquant.policy.plans import Plan
+from flexquant.policy.routes import RouteTable
 from flexquant.serving.config import tokens_per_sequence
 from flexquant.serving.cpu.embeddings import unpack_the_looked_up
 from flexquant.serving.cpu.kernels import provide_cpu_kernels

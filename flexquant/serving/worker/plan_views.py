@@ -29,7 +29,7 @@ from vllm.config import VllmConfig
 from flexquant import __version__
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.documents.digest import digest_of
-from flexquant.policy.routes import Plan
+from flexquant.policy.plans import Plan
 from flexquant.policy.rules import Derivation
 from flexquant.serving.options import OPTIONS_KEY, RESOLVED_KEY, additional_config
 from flexquant.serving.vllm_api import TorchCompileWithNoGuardsWrapper, set_current_vllm_config, set_model_tag

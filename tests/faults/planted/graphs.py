@@ -98,8 +98,8 @@ GRAPHS = (
         "graphs-of-one-moment",
         "Of the plans that a size takes at several moments, the last moment's alone has PIECEWISE graphs.",
         "flexquant/policy/routes.py",
-        "                for span in self._spans[phase]\n",
-        "                for span in self._spans[phase][-1:]\n",
+        "                for span in self.spans(phase)\n",
+        "                for span in self.spans(phase)[-1:]\n",
         ("tests/gpu/test_moments.py::test_every_replay_is_of_the_plan_of_its_moment[V1]",),
     ),
 )

@@ -54,8 +54,8 @@ POLICY = (
         "floor-one-pass-short",
         "The rule for the first passes after a prompt leaves out the last of them.",
         "flexquant/policy/routes.py",
-        "bisect_right(self._span_starts[phase], moment.since_prompt)",
-        "bisect_right(self._span_starts[phase], moment.since_prompt + 1)",
+        "bisect_right(self._starts, moment.since_prompt)",
+        "bisect_right(self._starts, moment.since_prompt + 1)",
         ("tests/unit/test_moments.py::test_the_first_passes_after_a_prompt_take_the_rule_for_them",),
     ),
     Fault(

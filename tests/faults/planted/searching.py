@@ -39,7 +39,7 @@ SEARCHING = (
         "Where a tuned policy loses too much, its prompts too take the plan that was searched for decode.",
         "flexquant/layers/limiting.py",
         "if decodes else study.highest",
-        "if decodes else rule_use(plan.layers)",
+        "if decodes else Plan.from_layers(plan.layers).rule_use()",
         (SEARCH + "test_prompts_keep_the_most_precise_variant_where_a_tuned_policy_loses_too_much",),
     ),
     Fault(

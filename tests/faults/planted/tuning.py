@@ -85,8 +85,8 @@ TUNING = (
         "memory-of-one-device",
         "Of several devices the memory of one counts.",
         "flexquant/tuning/memory.py",
-        "UTILISATION * devices * current",
-        "UTILISATION * current",
+        "UTILIZATION * devices * current",
+        "UTILIZATION * current",
         (TUNE + "test_the_memory_of_all_devices_counts",),
     ),
 )

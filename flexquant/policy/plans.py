@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Represent a plan, the variant of every decoder layer: its name, and its form in a policy's rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from flexquant.checkpoint.layer_ranges import describe_range, describe_ranges
+from flexquant.checkpoint.merged_config import check_variant_name
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.errors import FlexQuantError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The variant that runs each decoder layer. Equal plans have equal names."""
+
+    name: str
+    """The variant of most layers, then the other variants with their layers: ``w4a16+w8a8[0-3,29]``."""
+    layers: tuple[str, ...]
+    """Variant of every decoder layer."""
+
+    @classmethod
+    def from_layers(cls, layers: tuple[str, ...]) -> Plan:
+        base = Counter(layers).most_common(1)[0][0]
+        others = {
+            variant: describe_ranges(i for i, v in enumerate(layers) if v == variant)
+            for variant in dict.fromkeys(layers)
+            if variant != base
+        }
+        return cls(plan_name(base, others), layers)
+
+    @classmethod
+    def from_name(cls, name: str, num_layers: int) -> Plan:
+        """Return the plan with this name, for a model of ``num_layers`` decoder layers.
+
+        Raises FlexQuantError if no plan of such a model has the name.
+        """
+        base, *others = name.split("+")
+        layers = [base] * num_layers
+        for variant, ranges in (part.removesuffix("]").split("[", 1) for part in others if "[" in part):
+            for first, _, last in (run.partition("-") for run in ranges.split(",")):
+                if first.isdecimal() and (last or first).isdecimal():
+                    run = range(int(first), int(last or first) + 1)
+                    layers[run.start : run.stop] = [variant] * len(run)
+        plan = cls.from_layers(tuple(layers)) if len(layers) == num_layers else None
+        if plan is None or plan.name != name:
+            raise FlexQuantError(f"'{name}' is no plan of a model with {num_layers} layers")
+        for variant in plan.variants:
+            check_variant_name(variant)
+        return plan
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The variants that the plan takes layers from, in the order of their first layer."""
+        return tuple(dict.fromkeys(self.layers))
+
+    def rule_use(self) -> str | JsonObject:
+        """Return the value of ``use`` in a policy's rule for the plan."""
+        ((default, number),) = Counter(self.layers).most_common(1)
+        if number == len(self.layers):
+            return default
+        return {
+            "default": default,
+            "layers": {
+                describe_range(run): variant for variant, run in runs(self.layers) if variant != default
+            },
+        }
+
+
+def plan_name(base: str, others: Mapping[str, str]) -> str:
+    """Return a plan's name; ``others`` are the variants beside ``base``, with their layers as text."""
+    return "+".join([base, *(f"{variant}[{layers}]" for variant, layers in others.items())])
+
+
+def runs(layers: Sequence[str]) -> Iterator[tuple[str, range]]:
+    """Yield the variant of each run of consecutive layers in one variant, and the run."""
+    for variant, group in groupby(range(len(layers)), key=lambda layer: layers[layer]):
+        numbers = [*group]
+        yield variant, range(numbers[0], numbers[-1] + 1)
