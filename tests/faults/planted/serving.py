@@ -136,7 +136,7 @@ SERVING = (
         "padding-counted-as-scheduled",
         "The trace says that padding was scheduled.",
         "flexquant/serving/worker/forward_pass.py",
-        "longest, int(lengths.sum()), requests)",
+        "longest, sum(lengths), requests)",
         "longest, tokens, requests)",
         (PHASES,),
     ),
