@@ -8,8 +8,8 @@ advice for a wrong value. The same models make the JSON Schema for editors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -60,23 +60,30 @@ OptionalPositive = Annotated[Positive | SkipJsonSchema[None], says(POSITIVE)]
 """The same, for a field whose default is None."""
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True), says("give a number of at least 0")]
 """A number of at least 0."""
+Text = Annotated[str, Field(strict=True), says("give text, in quotes if need be")]
 
 
 class Section(BaseModel):
-    """A mapping of a document, with all required keys and no unknown ones."""
+    """A mapping of a document, with all required keys and no unknown ones; excluded fields are no keys."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_by_name=True
     )
 
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Unknown keys that are refused with a reason of their own, unless they are null."""
+
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, value: Any) -> Any:
-        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        fields = {field.alias or name: field for name, field in cls.model_fields.items() if not field.exclude}
         required = [key for key, field in fields.items() if field.is_required()]
         allowed = ", ".join([*required, *(key for key in fields if key not in required)])
         if not isinstance(value, dict):
             raise Problem(f"is {show(value)}; give a mapping with the keys {allowed}")
+        for key in value.keys() & cls.refused.keys():
+            if value[key] is not None:
+                raise Problem(f"is refused: {cls.refused[key]}", [key])
         for key in value:
             if key not in fields:
                 raise Problem(f"is an unknown key; the allowed ones here are {allowed}", [key])

@@ -44,20 +44,6 @@ class Document:
     def fail(self, path: KeyPath, problem: str) -> NoReturn:
         raise FlexQuantError(f"{self.place(path)} {problem}")
 
-    def check_keys(
-        self, value: Any, path: KeyPath, required: Sequence[str] = (), optional: Sequence[str] = ()
-    ) -> None:
-        """Fail unless the value at ``path`` is a mapping with all required keys and no unknown ones."""
-        allowed = ", ".join([*required, *optional])
-        if not isinstance(value, dict):
-            self.fail(path, f"is {show(value)}; give a mapping with the keys {allowed}")
-        for key in value:
-            if key not in required and key not in optional:
-                self.fail((*path, key), f"is an unknown key; the allowed ones here are {allowed}")
-        for key in required:
-            if key not in value:
-                self.fail(path, f"lacks the key '{key}'; add it (allowed here: {allowed})")
-
 
 def show(value: Any) -> str:
     """Return a value for messages: JSON, cut at 60 characters."""

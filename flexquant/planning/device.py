@@ -21,33 +21,45 @@ more tokens.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, WrapValidator, model_validator
 
 from flexquant.documents.named_files import builtin_names, read_named
-from flexquant.documents.yaml_document import Document, KeyPath, from_yaml, show
+from flexquant.documents.schema import Problem, Section, Text, read_section, says
+from flexquant.documents.yaml_document import from_yaml, show
 from flexquant.errors import FlexQuantError
 
-SCHEMA = "flexquant.device/v1"
+SCHEMA: Literal["flexquant.device/v1"] = "flexquant.device/v1"
 PACKAGE = "flexquant.planning.devices"
 RATES = {"bf16": "bf16", "w8a8": "int8", "fp8": "fp8", "w4a16": "bf16", "w8a16": "bf16", "w4a8": "int8"}
 """Scheme -> type of the numbers that its kernel multiplies, a key of ``tflops``.
 
 If a device gives no kernel for w8a16 (8-bit weights, 16-bit activations), w4a16's is used, as in vLLM.
 """
-
-# Smallest and largest values that a device file may give.
-BANDWIDTH = (1, 100_000)  # GB/s
-RATE = (0.001, 100_000)  # TFLOPS
-MEMORY = (0.1, 10_000)  # GiB
-FRACTION = (0.01, 1)
-OVERHEAD = (0, 1_000_000)  # microseconds
 CACHE = 20
 """Largest ratio of a kernel's bandwidth, for weights that stay in caches, to the memory's bandwidth."""
 TILE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
+GIB = 2.0**30
+
+
+def within(low: float, high: float, unit: str, scale: float = 1) -> WrapValidator:
+    """Accept a number from ``low`` to ``high`` in ``unit``; the model holds it times ``scale``."""
+
+    def validate(value: Any, handler: Callable[[Any], float]) -> float:
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise Problem(f"is {show(value)}; give a number from {low:g} to {high:g} ({unit})")
+        return handler(value) * scale
+
+    return WrapValidator(validate)
+
+
+Bandwidth = Annotated[float, within(1, 100_000, "GB/s", 1e9)]
+Rate = Annotated[float, within(0.001, 100_000, "TFLOPS", 1e12)]
+Overhead = Annotated[float, within(0, 1_000_000, "microseconds", 1e-6)]
 
 
 @dataclass(frozen=True)
@@ -59,52 +71,140 @@ class Tile:
     columns: int
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """How fast a linear of one scheme runs."""
+def _tiles(value: Any) -> tuple[Tile, ...]:
+    if not isinstance(value, dict):
+        raise Problem(f"is {show(value)}; give a mapping from tokens to tiles, e.g. {{64: 64x128}}")
+    tiles = []
+    for tokens, text in value.items():
+        match = TILE.fullmatch(text) if isinstance(text, str) else None
+        if not tokens.isdecimal() or int(tokens) < 1 or match is None:
+            raise Problem(f"is {show(text)}; write e.g. 64: 64x128 (tokens: rows x columns)", [tokens])
+        tiles.append(Tile(int(tokens), int(match[1]), int(match[2])))
+    return tuple(sorted(tiles, key=lambda tile: tile.tokens))
 
-    flops_per_s: float
+
+class Kernel(Section):
+    """How fast a linear of one scheme runs; :func:`parse_device` fills in what the file leaves out."""
+
+    efficiency: Annotated[float, within(0.01, 1, "of the rate")] = 0
+    flops_per_s: Rate = Field(0, alias="tflops")
     """Operations a second; a multiplication and an addition count as two."""
-    bytes_per_s: float
+    bandwidth: Annotated[float, within(0.01, 1, "of memory_gb_per_s")] = 0
+    bytes_per_s: Bandwidth = Field(0, alias="gb_per_s")
     """Bytes of weights, activations and outputs that the kernel moves a second."""
-    call_seconds: float
+    call_seconds: Overhead = Field(0, alias="call_us")
     """Overhead of a single call: launch, ramp-up, tail."""
-    call_in_pass_seconds: float
-    """Overhead of a call among the others of a forward pass."""
-    tiles: tuple[Tile, ...]
+    tiles: Annotated[tuple[Tile, ...], PlainValidator(_tiles)] = ()
     """Tiles, ascending in tokens; empty for kernels that spread work evenly (split-K, stream-K)."""
+    call_in_pass_seconds: float = Field(0, exclude=True)
+    """Overhead of a call among the others of a forward pass."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Kernel:
+        given = self.model_fields_set
+        for fraction, field, key in (
+            ("efficiency", "flops_per_s", "tflops"),
+            ("bandwidth", "bytes_per_s", "gb_per_s"),
+        ):
+            if (fraction in given) == (field in given):
+                found = "has both" if fraction in given else "has neither"
+                raise Problem(f"{found} '{fraction}' and '{key}'; give one of the two")
+        return self
 
 
-@dataclass(frozen=True)
-class Device:
-    """Contents of a device file, in bytes and seconds."""
+class Rates(Section):
+    """The data sheet's dense rates, by the operands' type; a type that the device lacks has 0."""
 
-    name: str
-    """The name or path by which it was loaded."""
-    description: str
-    memory_bytes: float
+    bf16: Rate
+    int8: Rate = 0
+    fp8: Rate = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Rates:
+        for key, rate in self:
+            if 0 < rate < self.bf16 / 10:
+                raise Problem(
+                    f"is {rate / 1e12:g}, less than a tenth of the bf16 rate {self.bf16 / 1e12:g}; give both "
+                    "in TFLOPS (10^12 operations a second), or leave the type out if the device lacks it",
+                    [key],
+                )
+        return self
+
+
+def _check_schemes(value: Any) -> Any:
+    if not isinstance(value, dict) or "bf16" not in value:
+        raise Problem(f"is {show(value)}; give bf16 at least, of {', '.join(RATES)}")
+    for scheme in value:
+        if scheme not in RATES:
+            raise Problem(f"is an unknown key; the allowed ones here are {', '.join(RATES)}", [scheme])
+    return value
+
+
+class Device(Section):
+    """A device file, in bytes and seconds."""
+
+    schema_: Annotated[Literal["flexquant.device/v1"], says(f"this FlexQuant reads '{SCHEMA}' only")] = Field(
+        alias="schema"
+    )
+    description: Text
+    memory_bytes: Annotated[float, within(0.1, 10_000, "GiB", GIB)] = Field(alias="memory_gib")
     """Size of the memory."""
-    bytes_per_s: float
+    bytes_per_s: Bandwidth = Field(alias="memory_gb_per_s")
     """The data sheet's memory bandwidth."""
-    tflops: Mapping[str, float]
-    """The data sheet's dense rates in TFLOPS, by the operands' type: bf16; int8 and fp8 if it has them."""
-    processors: int
-    """Number of streaming multiprocessors; 1 for a CPU."""
-    layer_seconds: float
-    """Time of a decoder layer of any size beside its linears, e.g. for norms and to call the attention."""
-    pass_seconds: float
-    """Time of a forward pass of any size beside its layers, for scheduling and sampling."""
-    reserve_bytes: float
-    """Memory reserved for activations, CUDA graphs and the runtime."""
-    attention_flops_per_s: float
-    """Operations a second of attention in prefill."""
-    kernels: Mapping[str, Kernel]
+    tflops: Rates
+    kernels: Annotated[dict[str, Kernel], BeforeValidator(_check_schemes)]
     """Scheme -> kernel, for the schemes that the device can run; bf16 is always one of them."""
+    processors: Annotated[
+        int, Field(strict=True, ge=1, le=10_000), says("give a whole number from 1 to 10000")
+    ] = 1
+    """Number of streaming multiprocessors; 1 for a CPU."""
+    attention_flops_per_s: Rate = Field(0, alias="attention_tflops")
+    """Operations a second of attention in prefill; the bf16 kernel's if the file gives none."""
+    call_seconds: Overhead = Field(0, alias="call_us")
+    """Overhead of a call, for kernels that give none."""
+    call_in_pass_seconds: Overhead = Field(0, alias="call_in_pass_us")
+    """Overhead of a call among the others of a forward pass; as that of a call if the file gives none."""
+    layer_seconds: Overhead = Field(0, alias="layer_us")
+    """Time of a decoder layer of any size beside its linears, e.g. for norms and to call the attention."""
+    pass_seconds: Overhead = Field(0, alias="pass_us")
+    """Time of a forward pass of any size beside its layers, for scheduling and sampling."""
+    reserve_bytes: Annotated[float, within(0, 10_000, "GiB", GIB)] = Field(0, alias="reserve_gib")
+    """Memory reserved for activations, CUDA graphs and the runtime."""
+    name: str = Field("", exclude=True)
+    """The name or path by which it was loaded."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Device:
+        memory, reserve, bandwidth = self.memory_bytes / GIB, self.reserve_bytes / GIB, self.bytes_per_s / 1e9
+        if reserve > memory:
+            raise Problem(f"is {reserve:g}; give a number from 0 to {memory:g} (GiB)", ["reserve_gib"])
+        for scheme, kernel in self.kernels.items():
+            at, speed = ("kernels", scheme), kernel.bytes_per_s / 1e9
+            if not kernel.flops_per_s and not self.rate(scheme):
+                raise Problem(
+                    f"needs the {RATES[scheme]} rate, which 'tflops' lacks; add it, or remove the kernel", at
+                )
+            if speed > CACHE * bandwidth:
+                raise Problem(
+                    f"is {speed:g}; give a number from 1 to {CACHE * bandwidth:g} (GB/s, up to {CACHE} x "
+                    "memory_gb_per_s)",
+                    (*at, "gb_per_s"),
+                )
+            if kernel.tiles and "processors" not in self.model_fields_set:
+                raise Problem(
+                    "need to know how many 'processors' the device has; add that key", (*at, "tiles")
+                )
+        return self
 
     @property
     def is_gpu(self) -> bool:
         """Whether the device has multiprocessors; device files of CPUs leave out ``processors``."""
         return self.processors > 1
+
+    def rate(self, scheme: str) -> float:
+        """Return the data sheet's operations a second for a scheme; 0 if the device lacks the type."""
+        rate: float = getattr(self.tflops, RATES[scheme])
+        return rate
 
     def kernel(self, scheme: str) -> Kernel:
         """Return the kernel of a scheme; raise :class:`FlexQuantError` for one that the device cannot run."""
@@ -137,131 +237,21 @@ def load_device(name_or_path: str) -> Device:
 
 def parse_device(content: bytes, source: str, name: str) -> Device:
     """Validate a device's YAML; ``source`` opens the message of the FlexQuantError for a bad document."""
-    return _validate(from_yaml(content, source, "device", ("schema", "memory_gb_per_s")), name)
+    document = from_yaml(content, source, "device", ("schema", "memory_gb_per_s"))
+    device = read_section(Device, document)
+    kernels = {scheme: _filled_in(kernel, scheme, device) for scheme, kernel in device.kernels.items()}
+    attention = device.attention_flops_per_s or kernels["bf16"].flops_per_s
+    return device.model_copy(update={"name": name, "kernels": kernels, "attention_flops_per_s": attention})
 
 
-def _validate(document: Document, name: str) -> Device:
-    data = document.data
-    required = ("schema", "description", "memory_gib", "memory_gb_per_s", "tflops", "kernels")
-    overheads = ("call_us", "call_in_pass_us", "layer_us", "pass_us")
-    optional = ("processors", "attention_tflops", *overheads, "reserve_gib")
-    document.check_keys(data, (), required, optional)
-    if data["schema"] != SCHEMA:
-        document.fail(("schema",), f"is {show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
-    if not isinstance(data["description"], str):
-        document.fail(("description",), f"is {show(data['description'])}; give text")
-    memory = _number(document, ("memory_gib",), MEMORY, "GiB")
-    bandwidth = _number(document, ("memory_gb_per_s",), BANDWIDTH, "GB/s")
-    document.check_keys(data["tflops"], ("tflops",), ("bf16",), ("int8", "fp8"))
-    tflops = {key: _number(document, ("tflops", key), RATE, "TFLOPS") for key in data["tflops"]}
-    for key, rate in tflops.items():
-        if rate < tflops["bf16"] / 10:
-            document.fail(
-                ("tflops", key),
-                f"is {rate:g}, less than a tenth of the bf16 rate {tflops['bf16']:g}; give both in TFLOPS "
-                "(10^12 operations a second), or leave the type out if the device lacks it",
-            )
-    processors = data.get("processors", 1)
-    if not isinstance(processors, int) or isinstance(processors, bool) or not 1 <= processors <= 10_000:
-        document.fail(("processors",), f"is {show(processors)}; give a whole number from 1 to 10000")
-    call, layer, whole = (
-        _number(document, (key,), OVERHEAD, "microseconds", 0.0) / 1e6
-        for key in ("call_us", "layer_us", "pass_us")
+def _filled_in(kernel: Kernel, scheme: str, device: Device) -> Kernel:
+    call = (kernel if "call_seconds" in kernel.model_fields_set else device).call_seconds
+    in_pass = device.call_in_pass_seconds if "call_in_pass_seconds" in device.model_fields_set else call
+    return kernel.model_copy(
+        update={
+            "flops_per_s": kernel.flops_per_s or kernel.efficiency * device.rate(scheme),
+            "bytes_per_s": kernel.bytes_per_s or kernel.bandwidth * device.bytes_per_s,
+            "call_seconds": call,
+            "call_in_pass_seconds": in_pass,
+        }
     )
-    call_in_pass = None
-    if "call_in_pass_us" in data:
-        call_in_pass = _number(document, ("call_in_pass_us",), OVERHEAD, "microseconds") / 1e6
-    reserve = _number(document, ("reserve_gib",), (0, memory), "GiB", 0.0)
-    if not isinstance(data["kernels"], dict) or "bf16" not in data["kernels"]:
-        document.fail(("kernels",), f"is {show(data['kernels'])}; give bf16 at least, of {', '.join(RATES)}")
-    document.check_keys(data["kernels"], ("kernels",), ("bf16",), [s for s in RATES if s != "bf16"])
-    kernels = {
-        scheme: _kernel(document, scheme, tflops, bandwidth, call, call_in_pass, "processors" in data)
-        for scheme in data["kernels"]
-    }
-    bf16 = kernels["bf16"].flops_per_s
-    attention = 1e12 * _number(document, ("attention_tflops",), RATE, "TFLOPS", bf16 / 1e12)
-    gib = 2.0**30
-    return Device(
-        name,
-        data["description"],
-        memory * gib,
-        bandwidth * 1e9,
-        tflops,
-        processors,
-        layer,
-        whole,
-        reserve * gib,
-        attention,
-        kernels,
-    )
-
-
-def _kernel(
-    document: Document,
-    scheme: str,
-    tflops: Mapping[str, float],
-    bandwidth: float,
-    call: float,
-    call_in_pass: float | None,
-    tiles_allowed: bool,
-) -> Kernel:
-    path: KeyPath = ("kernels", scheme)
-    data = document.data["kernels"][scheme]
-    document.check_keys(data, path, (), ("efficiency", "tflops", "bandwidth", "gb_per_s", "call_us", "tiles"))
-    for fraction, measured in (("efficiency", "tflops"), ("bandwidth", "gb_per_s")):
-        if (fraction in data) == (measured in data):
-            found = "has both" if fraction in data else "has neither"
-            document.fail(path, f"{found} '{fraction}' and '{measured}'; give one of the two")
-    if "tflops" in data:
-        rate = _number(document, (*path, "tflops"), RATE, "TFLOPS")
-    elif RATES[scheme] not in tflops:
-        document.fail(
-            path, f"needs the {RATES[scheme]} rate, which 'tflops' lacks; add it, or remove the kernel"
-        )
-    else:
-        rate = _number(document, (*path, "efficiency"), FRACTION, "of the rate") * tflops[RATES[scheme]]
-    if "gb_per_s" in data:
-        limits = (BANDWIDTH[0], min(BANDWIDTH[1], CACHE * bandwidth))
-        speed = _number(document, (*path, "gb_per_s"), limits, f"GB/s, up to {CACHE} x memory_gb_per_s")
-    else:
-        speed = _number(document, (*path, "bandwidth"), FRACTION, "of memory_gb_per_s") * bandwidth
-    own_call = _number(document, (*path, "call_us"), OVERHEAD, "microseconds", call * 1e6) / 1e6
-    tiles = _tiles(document, (*path, "tiles"), data.get("tiles", {}))
-    if tiles and not tiles_allowed:
-        document.fail((*path, "tiles"), "need to know how many 'processors' the device has; add that key")
-    return Kernel(
-        rate * 1e12, speed * 1e9, own_call, own_call if call_in_pass is None else call_in_pass, tiles
-    )
-
-
-def _tiles(document: Document, path: KeyPath, data: Any) -> tuple[Tile, ...]:
-    if not isinstance(data, dict):
-        document.fail(path, f"is {show(data)}; give a mapping from tokens to tiles, e.g. {{64: 64x128}}")
-    tiles = []
-    for tokens, text in data.items():
-        match = TILE.fullmatch(text) if isinstance(text, str) else None
-        if not str(tokens).isdecimal() or int(tokens) < 1 or match is None:
-            document.fail((*path, tokens), f"is {show(text)}; write e.g. 64: 64x128 (tokens: rows x columns)")
-        tiles.append(Tile(int(tokens), int(match[1]), int(match[2])))
-    return tuple(sorted(tiles, key=lambda tile: tile.tokens))
-
-
-def _number(
-    document: Document,
-    path: KeyPath,
-    allowed: tuple[float, float],
-    unit: str,
-    default: float | None = None,
-) -> float:
-    value = document.data
-    for key in path:
-        if default is not None and key not in value:
-            return default
-        value = value[key]
-    low, high = allowed
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        document.fail(path, f"is {show(value)}; give a number from {low:g} to {high:g} ({unit})")
-    if not low <= value <= high:
-        document.fail(path, f"is {value:g}; give a number from {low:g} to {high:g} ({unit})")
-    return float(value)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from flexquant.checkpoint.merged_config import VARIANT_NAME, check_variant_name
-from flexquant.documents.schema import Number, OptionalPositive, Positive, Problem, Section, says
+from flexquant.documents.schema import Number, OptionalPositive, Positive, Problem, Section, Text, says
 from flexquant.documents.yaml_document import show
 from flexquant.errors import FlexQuantError
 from flexquant.policy.trigger import AGGREGATES, SIGNALS, Aggregate, Signal
@@ -60,7 +60,7 @@ def _check_size(text: str) -> str:
     return text
 
 
-Variant = Annotated[
+VariantName = Annotated[
     str,
     AfterValidator(_check_name),
     Field(strict=True, json_schema_extra={"pattern": f"^{VARIANT_NAME.pattern}$"}),
@@ -136,9 +136,9 @@ class When(Section):
 class Use(Section):
     """A variant, and other variants for some layers."""
 
-    default: Variant
+    default: VariantName
     layers: Annotated[
-        dict[LayersKey, Variant],
+        dict[LayersKey, VariantName],
         Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
         says('give a mapping from layers to variants, e.g. "0-3": w8a8'),
     ]
@@ -149,7 +149,7 @@ class RuleSection(Section):
     """The first rule that takes a pass decides."""
 
     use: Annotated[
-        Annotated[Variant, Tag("<name>")] | Annotated[Use, Tag("<mapping>")],
+        Annotated[VariantName, Tag("<name>")] | Annotated[Use, Tag("<mapping>")],
         Discriminator(lambda value: "<mapping>" if isinstance(value, dict) else "<name>"),
     ]
     """The variant that runs the pass, with others for some layers or without."""
@@ -160,7 +160,7 @@ class RuleSection(Section):
 class DerivedSection(Section):
     """A variant that is computed from one of the checkpoint's while it is loaded."""
 
-    source: Variant = Field(alias="from")
+    source: VariantName = Field(alias="from")
     """The variant whose INT4 weights it has."""
     activations: Annotated[Activations, says(f"give one of {', '.join(get_args(Activations))}")]
     """Type to which activations are quantised, per token."""
@@ -292,9 +292,9 @@ class PolicySection(Section):
         says("give a list of at least one rule"),
     ]
     """The first rule that takes a pass decides; the last rule has no `when`."""
-    description: Annotated[str, Field(strict=True), says("give text, in quotes if need be")] = ""
+    description: Text = ""
     derive: Annotated[
-        dict[Variant, DerivedSection],
+        dict[VariantName, DerivedSection],
         says("give a mapping such as w4a8: {from: w4a16, activations: int8}"),
     ] = {}
     """Variants that are computed from the checkpoint's while they are loaded, by name."""

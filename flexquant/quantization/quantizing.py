@@ -8,7 +8,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -115,7 +115,7 @@ def quantize_variants(
             prepare_output(target, [folder], overwrite=overwrite)
     data = None if calibration is None else str(calibration)
     given: dict[str, Any] = {"data": data, "samples": samples, "length": length, "seed": seed}
-    settings = replace(recipe.calibration, **{k: v for k, v in given.items() if v is not None})
+    settings = recipe.calibration.model_copy(update={k: v for k, v in given.items() if v is not None})
     with nullcontext() if verbose else quiet_libraries(progress):
         with stage(f"reading {folder}"):
             source = read_source(folder)

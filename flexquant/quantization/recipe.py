@@ -16,50 +16,125 @@ Recipes that would change the KV cache are refused. Nothing here imports torch o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from flexquant.checkpoint.merged_config import check_variant_name
+from pydantic import AfterValidator, Field, create_model, model_validator
+
 from flexquant.documents.named_files import builtin_names, read_named
+from flexquant.documents.schema import Positive, Problem, Section, Text, read_section, says
 from flexquant.documents.texts import SELF
-from flexquant.documents.yaml_document import Document, KeyPath, from_yaml, show
-from flexquant.errors import FlexQuantError
-from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, REFUSED_ARGUMENTS, REFUSED_MODIFIERS
+from flexquant.documents.yaml_document import Document, from_yaml, show
+from flexquant.policy.schema import VariantName
+from flexquant.quantization.vocabulary import (
+    MODIFIERS,
+    QUANTIZERS,
+    REFUSED_ARGUMENTS,
+    REFUSED_MODIFIERS,
+    Check,
+)
 
-SCHEMA = "flexquant.recipe/v1"
+SCHEMA: Literal["flexquant.recipe/v1"] = "flexquant.recipe/v1"
 DEFAULT_RECIPE = "default"
 PACKAGE = "flexquant.quantization.recipes"
 
 
-@dataclass(frozen=True)
-class Calibration:
+class Calibration(Section):
     """The calibration text, and how much of it is used."""
 
-    data: str | None = None
+    data: (
+        Annotated[str, Field(strict=True), says(f"give a file, a folder, a dataset id, {SELF} or null")]
+        | None
+    ) = None
     """SELF, or what ``flexquant.documents.texts.read_documents`` takes."""
-    samples: int = 128
-    length: int = 512
+    samples: Positive = 128
+    length: Annotated[int, Field(strict=True, ge=2), says("give a whole number of at least 2")] = 512
     """Tokens in a sample."""
-    seed: int = 0
+    seed: Annotated[int, Field(strict=True, ge=0), says("give a whole number of at least 0")] = 0
 
 
-@dataclass(frozen=True)
-class SensitiveLayers:
+class SensitiveLayers(Section):
     """A search for the linears to spare, by their effect on the logits."""
 
-    budget: float
-    """Largest share, 0 to 1, of the quantised parameters that may be spared."""
-    scheme: str | None = None
+    budget: Annotated[
+        float, Field(strict=True, gt=0, lt=1), says("give the share of parameters, between 0 and 1")
+    ]
+    """Largest share of the quantised parameters that may be spared."""
+    scheme: (
+        Annotated[str, Field(strict=True), says("give a preset such as W8A8, or null for 16 bit")] | None
+    ) = None
     """Preset for the spared linears; None: 16 bit."""
 
 
-@dataclass(frozen=True)
-class ScaleDistillation:
+class ScaleDistillation(Section):
     """Training of the scales of a weight-only variant, after the modifiers."""
 
-    epochs: int
+    epochs: Positive
     """Passes over all calibration rows."""
+
+
+class ModifierSection(Section):
+    """The arguments of one of llmcompressor's modifiers."""
+
+    refused = REFUSED_ARGUMENTS
+
+    @model_validator(mode="after")
+    def _check(self) -> ModifierSection:
+        given = self.model_fields_set
+        if type(self).__name__ in QUANTIZERS and ("scheme" in given) == ("config_groups" in given):
+            raise Problem("needs either 'scheme', such as W8A8 or W4A16, or 'config_groups'; give one")
+        if "observer" in given and given & {"weight_observer", "input_observer"}:
+            raise Problem("is given beside weight_observer or input_observer; remove one", ["observer"])
+        return self
+
+
+def _checked(check: Check, value: Any) -> Any:
+    if problem := check(value):
+        raise Problem(f"is {show(value)}; {problem}")
+    return value
+
+
+def _modifier_section(name: str) -> type[ModifierSection]:
+    fields: dict[str, Any] = {
+        key: (
+            Annotated[Any, AfterValidator(partial(_checked, check))],
+            ... if key == "smoothing_strength" else None,
+        )
+        for key, check in MODIFIERS[name].items()
+    }
+    return create_model(name, __base__=ModifierSection, **fields)
+
+
+_modifiers: dict[str, Any] = {name: (_modifier_section(name), None) for name in MODIFIERS}
+
+
+class VariantSection(create_model("Modifiers", __base__=Section, **_modifiers)):  # type: ignore[misc]
+    """A variant's modifiers, and the keys that are FlexQuant's own."""
+
+    refused = REFUSED_MODIFIERS
+    sensitive_layers: Annotated[
+        SensitiveLayers | None, says("give a mapping with the keys budget, scheme")
+    ] = None
+    scale_distillation: Annotated[ScaleDistillation | None, says("give a mapping with the key epochs")] = None
+
+
+class RecipeSection(Section):
+    """A recipe: how each variant is made."""
+
+    schema_: Annotated[Literal["flexquant.recipe/v1"], says(f"this FlexQuant reads '{SCHEMA}' only")] = Field(
+        alias="schema"
+    )
+    variants: Annotated[
+        dict[VariantName, VariantSection],
+        Field(min_length=1),
+        says("give a mapping from names to modifiers"),
+    ]
+    description: Text = ""
+    policy: Annotated[Text | None, says("give text, in quotes if need be")] = None
+    calibration: Calibration = Calibration()
+    made_with: Any = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +157,9 @@ class VariantRecipe:
         """Return the variant's section of the document."""
         section: dict[str, Any] = {name: dict(arguments) for name, arguments in self.modifiers.items()}
         if self.sensitive_layers is not None:
-            section["sensitive_layers"] = asdict(self.sensitive_layers)
+            section["sensitive_layers"] = self.sensitive_layers.model_dump()
         if self.scale_distillation is not None:
-            section["scale_distillation"] = asdict(self.scale_distillation)
+            section["scale_distillation"] = self.scale_distillation.model_dump()
         return section
 
 
@@ -120,51 +195,14 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 def parse_recipe(content: bytes, source: str, name: str) -> Recipe:
     """Validate a recipe's YAML; ``source`` opens the message of the FlexQuantError for a bad document."""
     document = from_yaml(content, source, "recipe", ("schema", "variants"))
-    data = document.data
-    document.check_keys(
-        data, (), ("schema", "variants"), ("description", "policy", "calibration", "made_with")
-    )
-    if data["schema"] != SCHEMA:
-        document.fail(("schema",), f"is {show(data['schema'])}; this FlexQuant reads '{SCHEMA}' only")
-    for key in ("description", "policy"):
-        if not isinstance(data.get(key, ""), str):
-            document.fail((key,), f"is {show(data[key])}; give text, in quotes if need be")
-    variants = data["variants"]
-    if not isinstance(variants, dict) or not variants:
-        document.fail(("variants",), f"is {show(variants)}; give a mapping from names to modifiers")
-    return Recipe(
-        name,
-        data.get("description", ""),
-        {key: _variant(key, section, document) for key, section in variants.items()},
-        _calibration(data.get("calibration", {}), document),
-        data.get("policy"),
-    )
+    found = read_section(RecipeSection, document)
+    variants = {key: _variant(key, section, document) for key, section in found.variants.items()}
+    return Recipe(name, found.description, variants, found.calibration, found.policy)
 
 
-def _calibration(value: Any, document: Document) -> Calibration:
-    path: KeyPath = ("calibration",)
-    document.check_keys(value, path, (), tuple(asdict(Calibration())))
-    if not isinstance(value.get("data"), (str, type(None))):
-        document.fail(
-            (*path, "data"),
-            f"is {show(value['data'])}; give a file, a folder, a dataset id, {SELF} or null",
-        )
-    for key, minimum in {"samples": 1, "length": 2, "seed": 0}.items():
-        _check_number(value.get(key, minimum), minimum, (*path, key), document)
-    return Calibration(**value)
-
-
-def _variant(name: str, section: Any, document: Document) -> VariantRecipe:
-    path: KeyPath = ("variants", name)
-    try:
-        check_variant_name(name)
-    except FlexQuantError as e:
-        document.fail(path, f"is wrong: {e}")
-    if isinstance(section, dict):
-        for key in section.keys() & REFUSED_MODIFIERS.keys():
-            document.fail((*path, key), f"is refused: it {REFUSED_MODIFIERS[key]}")
-    document.check_keys(section, path, (), (*MODIFIERS, "sensitive_layers", "scale_distillation"))
-    modifiers = {key: value for key, value in section.items() if key in MODIFIERS}
+def _variant(name: str, section: VariantSection, document: Document) -> VariantRecipe:
+    path = ("variants", name)
+    modifiers = {key: value for key, value in document.data["variants"][name].items() if key in MODIFIERS}
     quantizers = [key for key in modifiers if key in QUANTIZERS]
     if len(quantizers) != 1 or list(modifiers)[-1:] != quantizers:
         document.fail(
@@ -172,50 +210,6 @@ def _variant(name: str, section: Any, document: Document) -> VariantRecipe:
             f"has the modifiers {', '.join(modifiers) or 'none'}; give exactly one of "
             f"{', '.join(QUANTIZERS)}, as the last one",
         )
-    for key, arguments in modifiers.items():
-        _check_arguments(key, arguments, (*path, key), document)
-    spared = section.get("sensitive_layers")
-    if "sensitive_layers" in section:
-        spared = _sensitive_layers(spared, (*path, "sensitive_layers"), document)
-    distilled = section.get("scale_distillation")
-    if "scale_distillation" in section:
-        distilled = _scale_distillation(distilled, (*path, "scale_distillation"), document)
-    return VariantRecipe(name, modifiers, spared, distilled, document.place(path))
-
-
-def _check_arguments(modifier: str, arguments: Any, path: KeyPath, document: Document) -> None:
-    allowed = MODIFIERS[modifier]
-    required = ("smoothing_strength",) if modifier == "SmoothQuantModifier" else ()
-    if isinstance(arguments, dict):
-        for key in arguments.keys() & REFUSED_ARGUMENTS.keys():
-            if arguments[key] is not None:
-                document.fail((*path, key), f"is refused: {REFUSED_ARGUMENTS[key]}")
-    document.check_keys(arguments, path, required, tuple(a for a in allowed if a not in required))
-    for key, value in arguments.items():
-        if problem := allowed[key](value):
-            document.fail((*path, key), f"is {show(value)}; {problem}")
-    if modifier in QUANTIZERS and ("scheme" in arguments) == ("config_groups" in arguments):
-        document.fail(path, "needs either 'scheme', such as W8A8 or W4A16, or 'config_groups'; give one")
-    if "observer" in arguments and arguments.keys() & {"weight_observer", "input_observer"}:
-        document.fail((*path, "observer"), "is given beside weight_observer or input_observer; remove one")
-
-
-def _sensitive_layers(value: Any, path: KeyPath, document: Document) -> SensitiveLayers:
-    document.check_keys(value, path, ("budget",), ("scheme",))
-    budget, scheme = value["budget"], value.get("scheme")
-    if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 < budget < 1:
-        document.fail((*path, "budget"), f"is {show(budget)}; give the share of parameters, between 0 and 1")
-    if not isinstance(scheme, (str, type(None))):
-        document.fail((*path, "scheme"), f"is {show(scheme)}; give a preset such as W8A8, or null for 16 bit")
-    return SensitiveLayers(float(budget), scheme)
-
-
-def _scale_distillation(value: Any, path: KeyPath, document: Document) -> ScaleDistillation:
-    document.check_keys(value, path, ("epochs",), ())
-    _check_number(value["epochs"], 1, (*path, "epochs"), document)
-    return ScaleDistillation(value["epochs"])
-
-
-def _check_number(number: Any, minimum: int, path: KeyPath, document: Document) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
-        document.fail(path, f"is {show(number)}; give a whole number of at least {minimum}")
+    return VariantRecipe(
+        name, modifiers, section.sensitive_layers, section.scale_distillation, document.place(path)
+    )

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -74,8 +73,8 @@ def portable_settings(calibration: Calibration) -> dict[str, Any]:
     """Return the calibration settings; a file or folder is reduced to its name."""
     data = calibration.data
     if data is not None and data != SELF and Path(data).expanduser().exists():
-        calibration = replace(calibration, data=Path(data).expanduser().resolve().name)
-    return asdict(calibration)
+        data = Path(data).expanduser().resolve().name
+    return {**calibration.model_dump(), "data": data}
 
 
 def resolved_document(

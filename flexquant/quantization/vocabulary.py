@@ -180,7 +180,7 @@ QUANTIZERS: Mapping[str, Mapping[str, Check]] = {
 MODIFIERS: Mapping[str, Mapping[str, Check]] = {**TRANSFORMS, **QUANTIZERS}
 
 REFUSED_MODIFIERS = {
-    name: f"rotates heads and the residual stream, and rotated K and V {SHARED_CACHE}"
+    name: f"it rotates heads and the residual stream, and rotated K and V {SHARED_CACHE}"
     for name in ("SpinQuantModifier", "QuIPModifier", "TransformModifier")
 }
 REFUSED_ARGUMENTS = {

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from statistics import median
 
 import pytest
@@ -49,11 +48,11 @@ def first_crossover(a: Linear, b: Linear, device: Device) -> int:
 def with_efficiency(device: Device, w8a8: float, alone: bool) -> Device:
     """Return the device with another efficiency of W8A8 and FP8, or of all kernels alike unless ``alone``."""
     kernels = {
-        scheme: dataclasses.replace(kernel, flops_per_s=kernel.flops_per_s * w8a8 / 0.6)
+        scheme: kernel.model_copy(update={"flops_per_s": kernel.flops_per_s * w8a8 / 0.6})
         for scheme, kernel in device.kernels.items()
         if not alone or scheme in ("w8a8", "fp8")
     }
-    return dataclasses.replace(device, kernels={**device.kernels, **kernels})
+    return device.model_copy(update={"kernels": {**device.kernels, **kernels}})
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,9 @@ def test_a_file_is_read_back_as_written(tmp_path: Path) -> None:
     file.write_text(to_yaml(document))
     recipe = load_recipe(file)
     assert (recipe.name, recipe.description, recipe.policy) == (str(file), "mine", "phase")
-    assert recipe.calibration == Calibration("chats.jsonl", 4, 512, 0)
+    assert recipe.calibration == Calibration(data="chats.jsonl", samples=4)
     assert {name: v.to_json() for name, v in recipe.variants.items()} == document["variants"]
-    assert recipe.variants["int8"].sensitive_layers == SensitiveLayers(0.05)
+    assert recipe.variants["int8"].sensitive_layers == SensitiveLayers(budget=0.05)
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,8 @@ QUANTISING = (
         "all-layers-spared",
         "A recipe may spare every linear from being quantised.",
         "flexquant/quantization/recipe.py",
-        "not 0 < budget < 1:",
-        "not 0 < budget <= 1:",
+        "gt=0, lt=1",
+        "gt=0, le=1",
         ("tests/unit/test_recipe.py",),
     ),
     Fault(
