@@ -12,8 +12,7 @@ In the GPTQ format a linear [out, in] with ``bits`` (4 or 8) a weight and groups
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
@@ -27,6 +26,7 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
 )
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 
 Tensors = dict[str, torch.Tensor]
@@ -37,7 +37,7 @@ WITH_OFFSET, WITHOUT_OFFSET = "gptq", "gptq_v2"
 class GPTQConverter(Converter):
     """A converter for compressed-tensors' ``convert_checkpoint``; it keeps the value of every weight."""
 
-    def __init__(self, section: Mapping[str, Any], ignore: Iterable[str], tensors: Iterable[str]) -> None:
+    def __init__(self, section: JsonObject, ignore: Iterable[str], tensors: Iterable[str]) -> None:
         """Read ``section``, the ``quantization_config`` of a GPTQ checkpoint.
 
         ``ignore`` names the linears in 16 bit, ``tensors`` all tensors of the checkpoint. Raises

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -68,7 +67,7 @@ def _describe_ours(variant: str, document: JsonObject) -> str:
     )
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """Return a value on one line; a mapping from modules to numbers becomes the range of the numbers."""
     if isinstance(value, dict) and all(isinstance(v, int | float | None) for v in value.values()):
         numbers = [v for v in value.values() if v is not None]

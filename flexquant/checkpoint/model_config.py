@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from flexquant.errors import FlexQuantError
@@ -112,7 +112,7 @@ def _take_rope(config: JsonObject) -> Any:
     }
 
 
-def _one_rope(rope: Mapping[str, Any], beside: Mapping[str, Any], length: int | None) -> JsonObject:
+def _one_rope(rope: JsonObject, beside: JsonObject, length: int | None) -> JsonObject:
     """Return the RoPE parameters of one kind of layer, completed by the keys ``beside`` them."""
     one = {**beside, **rope}
     kind = one.pop("type", None)

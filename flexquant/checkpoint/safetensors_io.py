@@ -20,6 +20,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def _tensor_ref(path: Path, name: str, entry: Any, data_start: int) -> TensorRef
     return TensorRef(name, dtype, tuple(shape), path, data_start + begin, data_start + end)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> JsonObject:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a key appears twice")

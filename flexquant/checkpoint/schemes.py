@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class LinearSchemes:
     """The schemes of a checkpoint's Linears, by module name."""
 
-    def __init__(self, section: Mapping[str, Any], owner: str) -> None:
+    def __init__(self, section: JsonObject, owner: str) -> None:
         """Read ``section``, a ``quantization_config``.
 
         Raises FlexQuantError, which begins with ``owner``, for a section that compressed-tensors refuses.
@@ -46,7 +46,7 @@ class LinearSchemes:
         return next((g for g in self._groups if is_match(module, self._linear, g.targets)), None)
 
 
-def _parse(section: Mapping[str, Any], owner: str) -> QuantizationConfig:
+def _parse(section: JsonObject, owner: str) -> QuantizationConfig:
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.transform import TransformConfig
     from compressed_tensors.utils.match import match_name

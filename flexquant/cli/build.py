@@ -13,8 +13,8 @@ examples:
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import add_shard_size
 from flexquant.cli._stages import Stages
 from flexquant.cli.quantize import (
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_shard_size(parser)
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.build import STAGES_AFTER_QUANTISING, build_checkpoint
     from flexquant.checkpoint.contents import format_checkpoint_report
     from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS

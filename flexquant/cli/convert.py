@@ -11,7 +11,8 @@ example:
 from __future__ import annotations
 
 import argparse
-from typing import Any
+
+from flexquant.checkpoint.model_config import JsonObject
 
 HELP = "convert an AWQ or GPTQ checkpoint, so that it can be merged"
 
@@ -27,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.merge import convert_checkpoint
 
     result = convert_checkpoint(args.folder, args.output, dtype=args.dtype, overwrite=args.overwrite)

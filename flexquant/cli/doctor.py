@@ -14,7 +14,8 @@ examples:
 from __future__ import annotations
 
 import argparse
-from typing import Any
+
+from flexquant.checkpoint.model_config import JsonObject
 
 HELP = "check how a merged checkpoint would be served on this machine"
 
@@ -29,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.doctor.examining import examine
 
     findings = []

@@ -19,8 +19,8 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import parse_count, parse_counts, parse_names
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.settings import Settings
@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="another place for the plot, .png or .svg")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     settings = Settings(
         batch_sizes=args.batch_sizes,
         samples=args.samples,

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+
+from flexquant.checkpoint.model_config import JsonObject
 
 HELP = "show what a merged checkpoint holds"
 
@@ -23,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="merged checkpoint")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.checkpoint.contents import bytes_in_use, format_checkpoint_report, report_checkpoint
     from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
     from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint

@@ -13,8 +13,8 @@ examples:
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import add_shard_size, parse_folders, progress_bar
 
 HELP = "merge quantised variants of one model into one checkpoint"
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_shard_size(parser)
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.checkpoint.contents import format_checkpoint_report
     from flexquant.merge import merge_checkpoints
 

@@ -18,9 +18,10 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import parse_count
 from flexquant.policy.choose import DEFAULT_POLICY, choose_policy
 from flexquant.policy.moments import Span
@@ -78,19 +79,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     apply.add_argument("--dry-run", action="store_true", help="only say what would change")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     actions = {"list": _list, "show": _show, "validate": _validate, "apply": _apply, "schema": _schema}
     return actions[args.action](args)
 
 
-def _schema(args: argparse.Namespace) -> dict[str, Any]:
+def _schema(args: argparse.Namespace) -> JsonObject:
     schema = json_schema()
     if not getattr(args, "json", False):
         print(json.dumps(schema, indent=1))
     return schema
 
 
-def _list(args: argparse.Namespace) -> dict[str, Any]:
+def _list(args: argparse.Namespace) -> JsonObject:
     policies = [load_policy(name) for name in builtin_policies()]
     width = max(len(policy.name) for policy in policies)
     for policy in policies:
@@ -102,15 +103,15 @@ def _list(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _validate(args: argparse.Namespace) -> dict[str, Any]:
+def _validate(args: argparse.Namespace) -> JsonObject:
     policy = load_policy(args.policy)
     count = len(policy.rules)
     print(f"{policy.name} is valid: {count} rule{'s' * (count > 1)}, variants {', '.join(policy.variants)}")
     return {"policy": policy.name, "valid": True, "rules": count, "variants": list(policy.variants)}
 
 
-def _show(args: argparse.Namespace) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+def _show(args: argparse.Namespace) -> JsonObject:
+    result: JsonObject = {}
     if args.model is None:
         _, policy = choose_policy(args.policy)
         rows = [
@@ -160,7 +161,7 @@ def _show(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _apply(args: argparse.Namespace) -> dict[str, Any]:
+def _apply(args: argparse.Namespace) -> JsonObject:
     answer = apply_policy(args.url, load_policy(args.policy), dry_run=args.dry_run)
     before, after = answer["before"]["name"], answer["after"]["name"]
     print(f"{after} {'would replace' if args.dry_run else 'has replaced'} {before}")

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import parse_count
 from flexquant.errors import UsageError
 from flexquant.policy.choose import find_measured
@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--w4a8", action="store_true", help="add W4A8, derived from the W4A16 variant")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.planning.device import builtin_devices, load_device
     from flexquant.planning.model_shape import read_model_shape
     from flexquant.planning.prediction_report import format_prediction, report_prediction

@@ -23,8 +23,9 @@ import contextlib
 import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import parse_names
 from flexquant.cli._stages import Stages
 from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes
@@ -79,12 +80,12 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def calibration_options(args: argparse.Namespace) -> dict[str, Any]:
+def calibration_options(args: argparse.Namespace) -> JsonObject:
     """Return the calibration arguments of ``quantize_variants``; None where the recipe decides."""
     return {key: getattr(args, key) for key in ("calibration", "samples", "length", "seed")}
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS, quantize_variants
     from flexquant.quantization.recipe import load_recipe
 

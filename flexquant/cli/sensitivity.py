@@ -18,8 +18,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._study import add_study, study_of, tell
 from flexquant.errors import FlexQuantError
 
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_study(parser, "sensitivity.json, sensitivity.md and sensitivity.png")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import staged_file
     from flexquant.evaluation.report import writable_folder

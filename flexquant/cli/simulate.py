@@ -23,9 +23,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import parse_count, parse_counts
 from flexquant.errors import UsageError
 from flexquant.policy.choose import find_policies
@@ -121,7 +122,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.planning.pass_cost import PassCost
     from flexquant.planning.replaying import replay
     from flexquant.planning.server import Machine, server_limits

@@ -11,8 +11,8 @@ example:
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import add_shard_size, progress_bar
 
 HELP = "write one variant of a merged checkpoint as a plain checkpoint"
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_shard_size(parser)
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.checkpoint.layer_ranges import format_bytes
     from flexquant.merge import split_checkpoint
 

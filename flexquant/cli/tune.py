@@ -24,8 +24,9 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import add_effort, parse_count, parse_names, progress_bar
 from flexquant.cli._study import DEFAULTS, tell
 from flexquant.errors import UsageError
@@ -136,7 +137,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     measured_by = (args.text is not None) + (args.quality is not None)
     if measured_by != (args.max_quality_loss is not None):
         raise UsageError("--max-quality-loss needs --text or --quality, one of them, and they need it")
@@ -213,7 +214,7 @@ def _study(args: argparse.Namespace, variants: dict[str, Policy]) -> Study:
 
 def _propose(
     args: argparse.Namespace, goal: Goal, output: TuningFiles, variants: dict[str, Policy]
-) -> dict[str, Any]:
+) -> JsonObject:
     from flexquant.checkpoint.merged_config import read_merged_config
     from flexquant.policy.choose import find_measured
     from flexquant.tuning.policy_file import write_files
@@ -231,7 +232,7 @@ def _propose(
     return _tell(tuned, write_files(output, tuned, f"{args.folder.name}: time of a pass, scaled"))
 
 
-def _tell(tuned: TuningResult, files: list[Path]) -> dict[str, Any]:
+def _tell(tuned: TuningResult, files: list[Path]) -> JsonObject:
     for line in tuned.notes:
         print(line)
     for file in files:

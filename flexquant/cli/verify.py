@@ -10,8 +10,8 @@ examples:
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import parse_folders, progress_bar
 
 HELP = "check a merged checkpoint against its hashes or its sources"
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.merge import verify_checkpoint
 
     against = parse_folders(args.against)

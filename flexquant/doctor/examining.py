@@ -23,6 +23,8 @@ from flexquant.measuring.machine import describe_machine, describe_versions
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from flexquant.serving.worker.model import FlexQuantForCausalLM
+
 
 def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
     """Yield findings about serving the merged checkpoint ``folder`` with these arguments of vllm serve.
@@ -60,7 +62,7 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
         yield _graphs(vllm_config, model)
         for name, variant in model.variants.items():
             yield from find_kernels(name, variant)
-        yield from examine_memory(vllm_config, model.variants)
+        yield from examine_memory(vllm_config, dict(model.variants.items()))
 
 
 def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
@@ -80,7 +82,7 @@ def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
 
 
 @contextmanager
-def built_without_weights(vllm_config: VllmConfig) -> Iterator[Any]:
+def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausalLM]:
     """Yield the model as the first rank builds it, on the meta device.
 
     The process groups hold this rank alone, but report the full number of ranks. vLLM caches rotary
@@ -107,7 +109,7 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as store, set_current_vllm_config(vllm_config):
         try:
             init_distributed_environment(1, 0, f"file://{store}/store", 0, "gloo")
-            initialize_model_parallel(1)
+            initialize_model_parallel(tensor_model_parallel_size=1)
             for group, size in (
                 (get_tp_group(), parallel.tensor_parallel_size),
                 (get_pp_group(), parallel.pipeline_parallel_size),
@@ -123,18 +125,18 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[Any]:
             cleanup_dist_env_and_memory()
 
 
-def _policy(model: Any) -> Finding:
+def _policy(model: FlexQuantForCausalLM) -> Finding:
     plans = [plan.name for plan in model.routes.plans]
     return Finding("ok", "policy", f"{model.policy.name}: plans {', '.join(plans)}", {"plans": plans})
 
 
 def _backend(vllm_config: VllmConfig) -> Finding:
-    layers: Any = vllm_config.compilation_config.static_forward_context.values()
+    layers = vllm_config.compilation_config.static_forward_context.values()
     names = list(dict.fromkeys(layer.attn_backend.get_name() for layer in layers))
     return Finding("ok", "attention", f"backend {', '.join(names)}", {"backends": names})
 
 
-def _graphs(vllm_config: VllmConfig, model: Any) -> Finding:
+def _graphs(vllm_config: VllmConfig, model: FlexQuantForCausalLM) -> Finding:
     """Count the CUDA graphs to capture: piecewise one per size and plan, of whole passes one per size."""
     compilation = vllm_config.compilation_config
     mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes or []

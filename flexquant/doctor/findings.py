@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from flexquant.checkpoint.model_config import JsonObject
 
 Level = Literal["ok", "note", "problem"]
 """``note``: it serves, but slower than it could or not as expected; ``problem``: it does not serve."""
@@ -19,12 +20,12 @@ class Finding:
     level: Level
     subject: str
     text: str
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: JsonObject = field(default_factory=dict)
     """The figures of the text and more, for programs."""
 
     def line(self) -> str:
         mark = {"ok": " ", "note": "!", "problem": "X"}[self.level]
         return f"{mark} {self.subject:<10} {self.text}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return asdict(self)

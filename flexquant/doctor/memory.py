@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ def _add_zero_points(model: nn.Module) -> None:
 
 def cache_bytes_per_token(vllm_config: VllmConfig) -> int:
     """Return the bytes that a token takes in the KV cache of all layers on one rank."""
-    layers: Any = vllm_config.compilation_config.static_forward_context.values()
+    layers = vllm_config.compilation_config.static_forward_context.values()
     specs = [layer.get_kv_cache_spec(vllm_config) for layer in layers]
     return sum(spec.page_size_bytes // spec.block_size for spec in specs if spec is not None)
 

@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space
 from flexquant.checkpoint.provenance import folder_label, hash_file
 from flexquant.evaluation.measure import (
@@ -58,7 +59,7 @@ def evaluate(
     questions: Sequence[str] | None = None,
     settings: Settings | None = None,
     progress: Callable[[str], None] = lambda message: None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure policies of a merged checkpoint on a text file; return a JSON-able document.
 
     ``reference`` is the folder or Hugging Face id of the 16-bit model; without it only perplexity is
@@ -158,7 +159,7 @@ class _Evaluation:
                 )
 
     def _measure_reference(
-        self, reference: str | Path, run: PolicyRun, options: dict[str, Any], stored: Path
+        self, reference: str | Path, run: PolicyRun, options: JsonObject, stored: Path
     ) -> Scores:
         """Run the 16-bit model in stock vLLM; store its log-probabilities of every step in ``stored``."""
         check_free_space(stored, 4 * len(self.rows) * self.settings.tokens * self.subject.vocab_size)
@@ -181,7 +182,7 @@ class _Evaluation:
     def _measure_policy(
         self,
         run: PolicyRun,
-        options: dict[str, Any],
+        options: JsonObject,
         folder: Path,
         stored: Path | None,
         reference: Scores | None,
@@ -206,7 +207,7 @@ class _Evaluation:
     def _answer(self, llm: LLM, batch_size: int) -> list[TokenIds]:
         return greedy_answers(llm, self.prompts, batch_size, self.settings.answer_tokens)
 
-    def results(self, candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+    def results(self, candidates: Sequence[Candidate]) -> list[JsonObject]:
         """Return one entry per batch size for the reference, then one per policy and batch size."""
         weights = LayerBytes(self.subject.checkpoint)
         reference = [
@@ -226,7 +227,7 @@ class _Evaluation:
             if run.candidate is candidate
         ]
 
-    def _result(self, run: PolicyRun, weights: LayerBytes) -> dict[str, Any]:
+    def _result(self, run: PolicyRun, weights: LayerBytes) -> JsonObject:
         source = run.same_as or (run.candidate.name, run.batch_size)
         passes, batches = self.passes[source], self.settings.samples // run.batch_size
         decode = run.decode_plans.counts(batches, passes.unsure)

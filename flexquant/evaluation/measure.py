@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.scores import EXTRA_ARGS_KEY, Scores
 
@@ -28,7 +29,7 @@ PROCESSOR = "flexquant.evaluation.forced_decoding:ForcedDecoding"
 
 def engine_options(
     batch_size: int, prompt_tokens: int, max_model_len: int, batch_tokens: int | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return vLLM options under which every batch is prefilled in one pass and decoded at its full size.
 
     ``batch_tokens`` is the largest number of prompt tokens in a batch, if it is more than

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
 from flexquant.documents.figures import new_figure
 from flexquant.errors import FlexQuantError
 
 
-def save_quality_plot(document: dict[str, Any], files: list[Path]) -> None:
+def save_quality_plot(document: JsonObject, files: list[Path]) -> None:
     """Draw mean KL (log scale; perplexity without a reference) over decode bytes per weight into ``files``.
 
     Runs with equal numbers share one point, labelled with all their names. Raises FlexQuantError without
@@ -45,7 +45,7 @@ def save_quality_plot(document: dict[str, Any], files: list[Path]) -> None:
             raise FlexQuantError(f"cannot write the plot {file} ({e}); end its name in .png or .svg") from e
 
 
-def _points(document: dict[str, Any], has_kl: bool) -> dict[tuple[float, float, float | None], str]:
+def _points(document: JsonObject, has_kl: bool) -> dict[tuple[float, float, float | None], str]:
     """Return the plot's points: (bytes per weight, quality, error of the quality) -> names of the runs."""
     names: dict[tuple[float, float, float | None], dict[str, list[int]]] = {}
     results = [r for r in document["results"] if "decode_plan" in r]

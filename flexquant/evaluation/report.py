@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile, mkstemp
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
 from flexquant.errors import FlexQuantError
 from flexquant.policy.pass_times import device_name
 
-COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+COLUMNS: tuple[tuple[str, Callable[[JsonObject], str]], ...] = (
     ("policy", lambda r: r["policy"]),
     ("batch", lambda r: str(r["batch_size"])),
     ("prefill > decode", lambda r: _plans(r)),
@@ -32,7 +32,7 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 )
 
 
-def format_quality_table(document: dict[str, Any]) -> str:
+def format_quality_table(document: JsonObject) -> str:
     """Return the results as an aligned Markdown table, followed by notes on how they were measured."""
     columns = [(title, [cell(r) for r in document["results"]]) for title, cell in COLUMNS]
     columns = [(title, cells) for title, cells in columns if any(cell != "-" for cell in cells)]
@@ -69,7 +69,7 @@ def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
         raise
 
 
-def write_results(document: dict[str, Any], folder: str | Path) -> list[Path]:
+def write_results(document: JsonObject, folder: str | Path) -> list[Path]:
     """Write ``quality.json`` and ``quality.md`` into ``folder``, made if need be; return their paths.
 
     Existing files are replaced once the new ones are complete. Raises FlexQuantError if a file cannot be
@@ -104,7 +104,7 @@ def _keep_aside(numbers: str) -> str:
         return f"the numbers are kept in {name} instead"
 
 
-def _notes(document: dict[str, Any]) -> list[str]:
+def _notes(document: JsonObject) -> list[str]:
     settings, text = document["settings"], document["text"]
     versions = " ".join(f"{name} {version}" for name, version in document["versions"].items())
     notes = [
@@ -127,7 +127,7 @@ def _notes(document: dict[str, Any]) -> list[str]:
     return [line for note in notes for line in (note, "")][:-1]
 
 
-def _plans(result: dict[str, Any]) -> str:
+def _plans(result: JsonObject) -> str:
     if "decode_plan" not in result:
         return "-"
     plans = dict.fromkeys([result["prefill_plan"], result["decode_plan"]])
@@ -138,16 +138,16 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _with_error(quality: dict[str, Any], name: str) -> str:
+def _with_error(quality: JsonObject, name: str) -> str:
     value, error = quality[name], quality[f"{name}_error"]
     return _number(value, "{:.4f}") + ("" if error is None else f" ± {error:.4f}")
 
 
-def _answers(answers: dict[str, Any] | None) -> str:
+def _answers(answers: JsonObject | None) -> str:
     if answers is None:
         return "-"
     return f"{answers['identical']}/{answers['questions']}, {answers['matched']:.0%}"
 
 
-def _same_as(source: dict[str, Any] | None) -> str:
+def _same_as(source: JsonObject | None) -> str:
     return "-" if source is None else f"{source['policy']} at {source['batch_size']}"

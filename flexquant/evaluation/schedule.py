@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import UsageError
 from flexquant.evaluation.subject import Subject
 from flexquant.policy.choose import default_name, find_policies
@@ -194,7 +194,7 @@ class Passes:
     @classmethod
     def from_trace(cls, path: Path) -> Passes:
         """Count the passes in a trace file after its last header line, which describes what is served."""
-        passes: list[dict[str, Any]] = []
+        passes: list[JsonObject] = []
         for line in map(json.loads, path.read_text().splitlines()):
             if "phase" in line:
                 passes.append(line)
@@ -207,7 +207,7 @@ class Passes:
         unsure = Counter(p["since_prompt"] for p in passes if p.get("unsure"))
         return cls(by_plan, dict(sorted(sizes.items())), dict(sorted(unsure.items())))
 
-    def to_data(self) -> dict[str, Any]:
+    def to_data(self) -> JsonObject:
         """Return JSON-able data, without ``unsure`` if no pass was unsure."""
         return {key: value for key, value in asdict(self).items() if value or key != "unsure"}
 

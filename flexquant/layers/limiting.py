@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.layers.budget import Budget
 from flexquant.layers.plans import all_in, describe_layers
 from flexquant.layers.searching import Search
@@ -41,7 +41,7 @@ def limit_loss(
     losses = {variant: fmean(kl[describe_layers(all_in(variant, number))]) for variant in study.variants}
     plan = found.chosen
 
-    def limited(rule: dict[str, Any]) -> dict[str, Any]:
+    def limited(rule: JsonObject) -> JsonObject:
         if losses[rule["use"]] <= most:
             return rule
         decodes = rule.get("when", {}).get("phase") == "decode"

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.figures import new_figure
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.layers.budget import Budget, MeasuredPlan, front
@@ -53,7 +53,7 @@ def format_search_table(found: SearchResult) -> str:
 
 def searched_policy_document(
     base: Policy, found: SearchResult, variants: dict[str, Policy], budget: Budget, sequences: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return ``base`` as data, with the chosen plan in the rule that decodes ``sequences`` sequences.
 
     If that rule also takes other phases, a new rule for decode alone is put in front of it.
@@ -77,7 +77,7 @@ def searched_policy_document(
     return document
 
 
-def policy_text(document: dict[str, Any], found: SearchResult) -> str:
+def policy_text(document: JsonObject, found: SearchResult) -> str:
     """Return the policy as YAML, below a comment with the measurements."""
     table = format_search_table(found).splitlines()
     of = found.document["reference"] or f"{found.document['variants'][0]} itself"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.layers.budget import Budget, MeasuredPlan
 from flexquant.layers.chain import beside, greedy_chain, raised
@@ -30,7 +30,7 @@ BESIDE = 2
 class SearchResult:
     """Result of a search."""
 
-    document: dict[str, Any]
+    document: JsonObject
     """The study's document, with every measured plan."""
     chosen: MeasuredPlan
     searched: list[MeasuredPlan]

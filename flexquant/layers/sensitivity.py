@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, staged_file
 from flexquant.checkpoint.provenance import folder_label, hash_file
 from flexquant.errors import UsageError
@@ -91,7 +92,7 @@ class Study:
             if other != variant
         ]
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> JsonObject:
         """Return the study's inputs as JSON-able data; a file of results records them."""
         return {
             "schema": SCHEMA,
@@ -104,7 +105,7 @@ class Study:
             "text": {"file": self.text.name, "sha256": hash_file(self.text)},
         }
 
-    def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> dict[str, Any]:
+    def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> JsonObject:
         """Measure each layer alone, unless ``file`` has the plan already; return the document in ``file``.
 
         The document's ``kl`` maps a plan (:func:`flexquant.layers.plans.describe_layers`) to the mean KL
@@ -120,7 +121,7 @@ class Study:
 
     def measure_layers(
         self,
-        document: dict[str, Any],
+        document: JsonObject,
         measure: Measure,
         plans: Sequence[Layers],
         progress: Callable[[str], None],
@@ -134,7 +135,7 @@ class Study:
     @contextmanager
     def measuring(
         self, file: Path, *, overwrite: bool, progress: Callable[[str], None]
-    ) -> Iterator[tuple[dict[str, Any], Measure]]:
+    ) -> Iterator[tuple[JsonObject, Measure]]:
         """Yield the document of ``file``, and a function that measures a plan and saves it there.
 
         The first plan that the document lacks starts the engine.
@@ -188,12 +189,12 @@ class Study:
 
                 yield score
 
-    def _load(self, file: Path, overwrite: bool) -> dict[str, Any]:
+    def _load(self, file: Path, overwrite: bool) -> JsonObject:
         described = self.described()
         if overwrite or not file.exists():
             return {**described, "kl": {}}
         try:
-            document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            document: JsonObject = json.loads(file.read_text(encoding="utf-8"))
             different = [key for key, value in described.items() if document.get(key) != value]
             measured = document["kl"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
@@ -206,7 +207,7 @@ class Study:
             )
         return document
 
-    def _save(self, file: Path, document: dict[str, Any]) -> None:
+    def _save(self, file: Path, document: JsonObject) -> None:
         document |= {
             "machine": describe_machine(),
             "versions": describe_versions(),
@@ -215,18 +216,18 @@ class Study:
         with staged_file(file) as partial:
             partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
-    def _policy(self, use: Any) -> dict[str, Any]:
+    def _policy(self, use: Any) -> JsonObject:
         """Return the policy that decodes by a plan, given as a rule's ``use``."""
         prefill = {"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}
         return self._with_rules([prefill, {"use": use}])
 
-    def _policy_that_loads(self) -> dict[str, Any]:
+    def _policy_that_loads(self) -> JsonObject:
         """Return the policy to start with, which makes an engine load all layers of every variant."""
         *few, last = self.variants
         rules = [{"when": {"tokens": {"max": tokens}}, "use": use} for tokens, use in enumerate(few, 1)]
         return self._with_rules([*rules, {"use": last}])
 
-    def _with_rules(self, rules: list[dict[str, Any]]) -> dict[str, Any]:
+    def _with_rules(self, rules: list[JsonObject]) -> JsonObject:
         document = {"schema": POLICY_SCHEMA, "rules": rules}
         return add_derivations(document, self.variants, self.variants)
 

@@ -8,11 +8,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs
 
 from flexquant.checkpoint.logical import logical_shapes
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import decoder_layer, fused_name
 from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.checkpoint.schemes import LinearSchemes
@@ -51,7 +51,7 @@ class LinearReader:
     """
 
     def __init__(
-        self, tensors: Mapping[str, TensorRef], quantization_config: Mapping[str, Any], source: str
+        self, tensors: Mapping[str, TensorRef], quantization_config: JsonObject, source: str
     ) -> None:
         self._source = source
         self._schemes = LinearSchemes(quantization_config, source)

@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.model_config import count_layers, text_config
+from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
 from flexquant.errors import FlexQuantError
 from flexquant.planning.linears import Linear, LinearReader
 
@@ -119,7 +118,7 @@ def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8:
     )
 
 
-def _has_sliding_window(config: Mapping[str, Any]) -> bool:
+def _has_sliding_window(config: JsonObject) -> bool:
     """Return as transformers does: by ``layer_types``, else by ``sliding_window`` unless it is off."""
     if layer_types := config.get("layer_types"):
         return "sliding_attention" in layer_types
@@ -136,7 +135,7 @@ def _source_of_w4a8(linears: Mapping[str, Mapping[Linear, int]], folder: str | P
     )
 
 
-def _integer(config: Mapping[str, Any], key: str, folder: str | Path) -> int:
+def _integer(config: JsonObject, key: str, folder: str | Path) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise FlexQuantError(

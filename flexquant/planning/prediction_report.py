@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.planning.device import Device
 from flexquant.planning.model_shape import ModelShape
 from flexquant.planning.predicting import (
@@ -54,7 +54,7 @@ class PredictionReport:
     errors: Errors | None
     """Errors of the predicted times; None without a measurement."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {**asdict(self), "times": self.times.to_data()}
 
 
@@ -92,7 +92,7 @@ def report_prediction(
     )
 
 
-def describe_origin(origin: Mapping[str, Any]) -> str:
+def describe_origin(origin: JsonObject) -> str:
     """Return where times come from: the measured machine and its tensor-parallel size, or the device."""
     if "machine" not in origin and "device" in origin:
         return f"predicted for {origin['device']}"

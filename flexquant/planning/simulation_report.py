@@ -11,10 +11,10 @@ from the first arrival to the last token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.planning.replaying import Replay
 
 COLUMNS = {
@@ -32,7 +32,7 @@ COLUMNS = {
 """Metric -> its two lines of heading in the table; these metrics are compared."""
 
 
-def summarise_replay(replay: Replay) -> dict[str, Any]:
+def summarise_replay(replay: Replay) -> JsonObject:
     """Return the metrics of a replay as JSON-able data; None for a metric that no request has.
 
     ``passes`` holds, by phase and plan, the number of passes and their share of all passes' time.
@@ -73,7 +73,7 @@ def summarise_replay(replay: Replay) -> dict[str, Any]:
     }
 
 
-def ratios_to_first(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+def ratios_to_first(results: Mapping[str, JsonObject]) -> dict[str, dict[str, float | None]]:
     """Return, by policy, each metric of :data:`COLUMNS` divided by the first policy's."""
     first = next(iter(results.values()))
     return {
@@ -82,7 +82,7 @@ def ratios_to_first(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[
     }
 
 
-def format_simulation_table(results: Mapping[str, Mapping[str, Any]]) -> str:
+def format_simulation_table(results: Mapping[str, JsonObject]) -> str:
     """Return the metrics, their ratios to the first policy's, and each policy's time per plan, as tables."""
     names = list(results)
     rows = [
@@ -101,7 +101,7 @@ def format_simulation_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _plans(name: str, result: Mapping[str, Any], width: int) -> str:
+def _plans(name: str, result: JsonObject, width: int) -> str:
     texts = []
     for plan, share in result["time_per_plan"].items():
         counts = ", ".join(

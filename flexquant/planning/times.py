@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from flexquant.checkpoint.merged_config import VARIANT_NAME, MergedConfig
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.planning.server import Limits
 from flexquant.policy.choose import find_measured
@@ -20,7 +20,7 @@ ADVICE = "measure them with 'flexquant tune', or name a tuned policy with --time
 
 
 def find_times(
-    policies: Sequence[str], given: str | None = None, stored: Mapping[str, Any] | None = None
+    policies: Sequence[str], given: str | None = None, stored: JsonObject | None = None
 ) -> tuple[PassTimes, str]:
     """Return measured times, and the policy that carries them.
 

@@ -7,10 +7,10 @@ This module also finds the policies that a command compares, and the measured ti
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.rules import Policy, builtin_policies, load_policy, parse_policy
@@ -24,7 +24,7 @@ STORED_SOURCE = "the checkpoint's policy"
 """Name of the checkpoint's own policy in messages."""
 
 
-def choose_policy(given: str | None = None, stored: Mapping[str, Any] | None = None) -> tuple[str, Policy]:
+def choose_policy(given: str | None = None, stored: JsonObject | None = None) -> tuple[str, Policy]:
     """Return a name and the policy: ``given``, else ``stored``, else the default.
 
     ``given`` is a built-in policy's name or a policy file's path, ``stored`` the document in a merged
@@ -38,7 +38,7 @@ def choose_policy(given: str | None = None, stored: Mapping[str, Any] | None = N
     return DEFAULT_POLICY, load_policy(DEFAULT_POLICY)
 
 
-def find_measured(given: str | None, stored: Mapping[str, Any] | None = None) -> tuple[PassTimes, str] | None:
+def find_measured(given: str | None, stored: JsonObject | None = None) -> tuple[PassTimes, str] | None:
     """Return the measured times of the policy that :func:`choose_policy` chooses, and the policy's name.
 
     None if the checkpoint's or the default policy has no times. Raises FlexQuantError if ``given`` has none.
@@ -53,7 +53,7 @@ def find_measured(given: str | None, stored: Mapping[str, Any] | None = None) ->
     return None
 
 
-def default_name(stored: Mapping[str, Any] | None) -> str:
+def default_name(stored: JsonObject | None) -> str:
     """Return the name of serving's default policy for :func:`find_policies`."""
     return DEFAULT_POLICY if stored is None else STORED
 
@@ -62,7 +62,7 @@ def find_policies(
     names: Sequence[str],
     variants: Collection[str],
     folder: str | Path | None = None,
-    stored: Mapping[str, Any] | None = None,
+    stored: JsonObject | None = None,
 ) -> dict[str, Policy]:
     """Return the policies with the given names, each once, keyed by their names in results.
 
@@ -80,7 +80,7 @@ def find_policies(
 
 
 def _find(
-    text: str, variants: Collection[str], folder: str | Path | None, stored: Mapping[str, Any] | None
+    text: str, variants: Collection[str], folder: str | Path | None, stored: JsonObject | None
 ) -> tuple[str, Policy]:
     if text in variants:
         return text, parse_policy({"schema": SCHEMA, "rules": [{"use": text}]}, text)

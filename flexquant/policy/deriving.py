@@ -5,14 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.policy.rules import Policy
 
 
 def add_derivations(
-    document: dict[str, Any], variants: Iterable[str], policies: Mapping[str, Policy]
-) -> dict[str, Any]:
+    document: JsonObject, variants: Iterable[str], policies: Mapping[str, Policy]
+) -> JsonObject:
     """Return the document with the derivations in the policies of ``variants`` added."""
     derived = dict(document.get("derive", {}))
     for variant in sorted(set(variants)):

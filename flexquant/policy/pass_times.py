@@ -22,8 +22,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.policy.schema import MeasuredSection
 
 DIGITS = 4
@@ -52,7 +53,7 @@ class PassTimes:
     """Tokens that every sequence had in the KV cache in the decode passes."""
     context_seconds: float
     """Seconds that one more token in the KV cache adds to a pass; the same for all variants."""
-    origin: Mapping[str, Any]
+    origin: JsonObject
     """Origin of the times, as JSON-able data: machine, versions, date, command; or a predicted device."""
 
     @property
@@ -72,7 +73,7 @@ class PassTimes:
             for variant in dict.fromkeys(layers)
         )
 
-    def to_data(self) -> dict[str, Any]:
+    def to_data(self) -> JsonObject:
         """Return plain data that :func:`measured_pass_times` reads back, with rounded times."""
         return {
             "origin": dict(self.origin),
@@ -83,7 +84,7 @@ class PassTimes:
         }
 
 
-def device_name(origin: Mapping[str, Any]) -> str:
+def device_name(origin: JsonObject) -> str:
     """Return the GPU, or the CPU and its cores, in the ``machine`` of an origin or of a document of results.
 
     :mod:`flexquant.measuring.machine` makes the ``machine``. Predicted times have a ``device`` instead; a

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.policy.moments import Span, spans
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.schema import PHASES, Phase
@@ -22,7 +23,7 @@ class RouteChange(NamedTuple):
     moment: str = ""
     """Name of the passes' :class:`~flexquant.policy.moments.Span`; empty for all moments."""
 
-    def to_data(self) -> dict[str, Any]:
+    def to_data(self) -> JsonObject:
         """Return JSON-able data, without ``moment`` if it is empty."""
         data = self._asdict()
         return data if self.moment else {key: data[key] for key in self._fields if key != "moment"}

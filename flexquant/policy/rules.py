@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.named_files import builtin_names, read_named
 from flexquant.documents.schema import read_section
 from flexquant.documents.yaml_document import Document, KeyPath, from_data, from_yaml
@@ -115,7 +115,7 @@ class Policy:
     """The trigger that makes passes unsure; None if no rule has ``unsure``."""
     measured: PassTimes | None
     """Times of the variants' passes on the machine on which the policy was tuned."""
-    document: dict[str, Any]
+    document: JsonObject
     """The policy as plain JSON-able data, which :func:`parse_policy` reads back."""
 
     @property
@@ -154,7 +154,7 @@ def parse_policy_text(content: bytes, source: str, name: str) -> Policy:
     return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name)
 
 
-def parse_policy(document: dict[str, Any], source: str = "stored policy") -> Policy:
+def parse_policy(document: JsonObject, source: str = "stored policy") -> Policy:
     """Validate a policy given as data, e.g. the one stored in a merged checkpoint.
 
     ``source`` becomes the policy's name. Raises :class:`FlexQuantError`, whose message begins with

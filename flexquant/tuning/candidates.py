@@ -7,9 +7,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import SCHEMA as EVALUATION_SCHEMA
 from flexquant.policy.choose import find_policies
@@ -99,5 +99,5 @@ def _precision(name: str, policy: Policy, merged: MergedConfig) -> tuple[int, in
     return weights, activations if derivation is None else 8
 
 
-def _bits(arguments: Mapping[str, Any] | None) -> int:
+def _bits(arguments: JsonObject | None) -> int:
     return BITS_16 if arguments is None else int(arguments["num_bits"])

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from flexquant.checkpoint.layer_ranges import format_bytes
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.measuring.comparison import EQUAL, FEWEST_ROUNDS, percent
 from flexquant.policy.pass_times import device_name
 from flexquant.policy.times_table import UNITS
@@ -19,7 +19,7 @@ from flexquant.tuning.objectives import PHASE_OF, Goal, Slo, largest_within
 from flexquant.tuning.samples import Samples
 
 
-def origin_notes(origin: Mapping[str, Any], goal: Goal) -> list[str]:
+def origin_notes(origin: JsonObject, goal: Goal) -> list[str]:
     """Say where, when, with which versions and in how many rounds the times were measured."""
     return [
         f"Tuned on {origin['date']} for {goal}, on {device_name(origin)}.",

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
 from flexquant.documents.figures import MatplotlibMissing
 from flexquant.documents.yaml_document import to_yaml
@@ -59,7 +59,7 @@ class TuningFiles:
 class TuningResult:
     """Result of a run."""
 
-    document: dict[str, Any]
+    document: JsonObject
     """The policy as data."""
     decision: Decision
     times: PassTimes
@@ -69,7 +69,7 @@ class TuningResult:
 
 def tuned_policy_document(
     decision: Decision, candidates: Mapping[str, Policy], times: PassTimes, goal: str
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the policy as data; ``candidates`` hold the derivations of derived variants."""
     description = {"schema": SCHEMA, "description": f"tuned for {goal}: {describe_decision(decision)}"}
     document = {
@@ -112,13 +112,13 @@ def describe_decision(decision: Decision) -> str:
     return "; ".join(parts)
 
 
-def _rules(decision: Decision) -> list[dict[str, Any]]:
+def _rules(decision: Decision) -> list[JsonObject]:
     """Return the rules: for decode by batch size, for all other passes by tokens."""
     if len(decision.variants) == 1:
         return [{"use": decision.variants[0]}]
-    rules: list[dict[str, Any]] = []
+    rules: list[JsonObject] = []
     for r in decision.ranges["decode"]:
-        when: dict[str, Any] = {"phase": "decode"}
+        when: JsonObject = {"phase": "decode"}
         if r.last is not None:
             when["batch_size"] = {"max": r.last}
         rules.append({"when": when, "use": r.variant})

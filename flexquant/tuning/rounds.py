@@ -8,8 +8,9 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import UsageError
 from flexquant.measuring.comparison import Effort
 from flexquant.measuring.pass_timer import MAX_STEPS
@@ -65,7 +66,7 @@ class Grid:
         shorter = self.up_to(max_tokens=min(self.prefill[-1], max_length - 1))
         return replace(shorter, long_context=min(self.long_context, longest))
 
-    def engine_options(self, max_length: int | None) -> dict[str, Any]:
+    def engine_options(self, max_length: int | None) -> JsonObject:
         """Return vLLM's engine arguments for these sizes."""
         needed = max(self.prefill[-1] + 1, self.long_context + 2 * MAX_STEPS)
         return {

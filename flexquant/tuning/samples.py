@@ -11,8 +11,8 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
 from flexquant.errors import UsageError
 from flexquant.measuring.comparison import Comparison, compare
@@ -60,7 +60,7 @@ class Samples:
         best = min(variants, key=lambda v: self.time(v, phase, size).median)
         return {variant: self.compare(variant, best, phase, size) for variant in variants}
 
-    def pass_times(self, context: int, origin: dict[str, Any]) -> PassTimes:
+    def pass_times(self, context: int, origin: JsonObject) -> PassTimes:
         """Return the times of all passes; :class:`PassTimes` explains ``context`` and ``origin``."""
         decode, prefill = (
             {
@@ -72,14 +72,14 @@ class Samples:
         cost = statistics.median(self.context_seconds) if self.context_seconds else 0.0
         return PassTimes(decode, prefill, context, max(0.0, cost), origin)
 
-    def save(self, file: Path, run: dict[str, Any]) -> None:
+    def save(self, file: Path, run: JsonObject) -> None:
         """Write all samples to ``file`` in one step; ``run`` describes the run that they belong to."""
         data = {"run": run, "seconds": self._seconds, "context_seconds": self.context_seconds}
         with staged_file(file) as partial:
             partial.write_text(json.dumps(data), encoding="utf-8")
 
     @classmethod
-    def load(cls, file: Path, run: dict[str, Any]) -> Samples:
+    def load(cls, file: Path, run: JsonObject) -> Samples:
         """Return the samples that :meth:`save` wrote for the same ``run``; without a file, empty samples.
 
         Raises UsageError, which says what differs, for the samples of another run: they can be hours of

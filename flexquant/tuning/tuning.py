@@ -8,10 +8,9 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.model_config import text_config
+from flexquant.checkpoint.model_config import JsonObject, text_config
 from flexquant.checkpoint.provenance import folder_label
 from flexquant.errors import UsageError
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
@@ -183,7 +182,7 @@ class Tuning:
         token = read_model_shape(self._checkpoint.folder).kv_bytes_per_token
         return self._memory.requests(variants, self._goal.request_tokens * token)
 
-    def _engine_options(self, variant: str) -> dict[str, Any]:
+    def _engine_options(self, variant: str) -> JsonObject:
         return {
             **self._grid.engine_options(self._max_length),
             "gpu_memory_utilization": self._memory.utilisation(variant),

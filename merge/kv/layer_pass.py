@@ -29,7 +29,7 @@ class LayerPass:
     """Input of each matrix, float32 [tokens, in], by name, in the order of the calls."""
     beside: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """Further arguments of the experts: which experts each token goes to, and their weights."""
-    answers: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, object] = field(default_factory=dict)
     """Output that each matrix was given in place of its product."""
     results: dict[str, torch.Tensor] = field(default_factory=dict)
     """Cached K and V, and the layer's output, float32."""

@@ -21,6 +21,7 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.digest import digest_of
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.schema import PHASES
@@ -66,7 +67,7 @@ def choose_cpu_kernels(models: Mapping[str, nn.Module], sizes: Mapping[str, Sequ
     """
     if problem := zentorch_problem():
         logger.warning(problem)
-    to_try: dict[str, tuple[dict[str, Any], list[tuple[Any, list[type]]]]] = {}
+    to_try: dict[str, tuple[JsonObject, list[tuple[Any, list[type]]]]] = {}
     for name, model in models.items():
         for module in model.modules():
             layer: Any = module

@@ -17,7 +17,7 @@ from flexquant.serving.vllm_api import ParallelLMHead, VocabParallelEmbedding
 from flexquant.serving.worker.weight_memory import packed_for_cpu
 
 
-def multiplied(model: nn.Module) -> list[Any]:
+def multiplied(model: nn.Module) -> list[VocabParallelEmbedding]:
     """Return the modules that compute logits: a model's lm_head, or its embedding if it has none."""
     embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
     return [module for module in embeddings if isinstance(module, ParallelLMHead)] or embeddings
@@ -32,7 +32,7 @@ def unpack_the_looked_up(model: nn.Module) -> None:
             embedding.cpu_linear = torch.nn.functional.linear
 
 
-def to_be_packed(model: nn.Module) -> list[Any]:
+def to_be_packed(model: nn.Module) -> list[VocabParallelEmbedding]:
     """Return the embeddings, of a model without weights, that this machine will keep a packed copy of."""
     if not current_platform.is_cpu():
         return []

@@ -18,11 +18,11 @@ import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.digest import digest_of
 from flexquant.serving.cpu.machine import cpu_model
 from flexquant.serving.vllm_api import envs
@@ -35,7 +35,7 @@ TIMEOUT = 600
 """Largest number of seconds for all trials of a start."""
 
 
-def find_fastest(layers: Sequence[dict[str, Any]]) -> list[str]:
+def find_fastest(layers: Sequence[JsonObject]) -> list[str]:
     """Return the name of the fastest kernel for each layer, by the geometric mean of the times over sizes.
 
     ``layers`` have the form that :func:`flexquant.serving.cpu.trial.measure` takes. The first kernel is kept
@@ -64,7 +64,7 @@ def _least(times: dict[str, dict[str, float]], first: str) -> str:
     return min(means, key=lambda name: means[name])
 
 
-def _try(layers: list[dict[str, Any]]) -> list[dict[str, dict[str, float]]]:
+def _try(layers: list[JsonObject]) -> list[dict[str, dict[str, float]]]:
     with tempfile.TemporaryDirectory() as folder:
         request, reply = Path(folder) / "request.json", Path(folder) / "reply.json"
         request.write_text(
@@ -77,7 +77,7 @@ def _try(layers: list[dict[str, Any]]) -> list[dict[str, dict[str, float]]]:
         return json.loads(reply.read_text(encoding="utf-8"))
 
 
-def _circumstances() -> dict[str, Any]:
+def _circumstances() -> JsonObject:
     versions = {}
     for name in ("torch", "vllm", "zentorch"):
         try:
@@ -91,7 +91,7 @@ def _folder() -> Path:
     return Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "cpu_kernels"
 
 
-def _read(file: Path, key: dict[str, Any]) -> str | None:
+def _read(file: Path, key: JsonObject) -> str | None:
     """Return an earlier trial's choice; None if there is none, or if its file cannot be used."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ def _read(file: Path, key: dict[str, Any]) -> str | None:
         return None
 
 
-def _write(file: Path, found: dict[str, Any]) -> None:
+def _write(file: Path, found: JsonObject) -> None:
     """Store a trial, unless another rank was first or the folder is not writable."""
     written = file.with_suffix(f".{os.getpid()}")
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from vllm.platforms import current_platform
@@ -33,17 +33,17 @@ ADVICE = (
 )
 
 
-def expert_layers(model: nn.Module) -> list[Any]:
+def expert_layers(model: nn.Module) -> list[MoERunner]:
     """Return the mixture-of-experts layers of a model, in order."""
     return list(expert_layers_by_path(model).values())
 
 
-def expert_layers_by_path(model: nn.Module) -> dict[str, Any]:
+def expert_layers_by_path(model: nn.Module) -> dict[str, MoERunner]:
     """Return module name -> mixture-of-experts layer of a model, in order."""
     return {path: module for path, module in model.named_modules() if isinstance(module, MoERunner)}
 
 
-def name_apart(layer: Any, variant: str, context: dict[str, Any]) -> None:
+def name_apart(layer: MoERunner, variant: str, context: dict[str, nn.Module]) -> None:
     """Register an expert layer in ``context``, vLLM's layers by name, under a name with its variant."""
     layer.layer_name = f"{layer.layer_name}@{variant}"
     context[layer.layer_name] = layer
@@ -54,7 +54,7 @@ def only_experts(module: nn.Module) -> nn.Module:
     return module.routed_experts if isinstance(module, MoERunner) else module
 
 
-def experts_kernel_name(layer: Any) -> str:
+def experts_kernel_name(layer: MoERunner) -> str:
     """Return the name of the kernel that runs an expert layer's experts."""
     method = layer.routed_experts.quant_method
     kernel = getattr(method, "experts_cls", None)
@@ -62,7 +62,7 @@ def experts_kernel_name(layer: Any) -> str:
     return f"{name} (16 bit)" if isinstance(method, UnquantizedFusedMoEMethod) else name
 
 
-def expert_weights(layer: Any) -> int:
+def expert_weights(layer: MoERunner) -> int:
     """Return how many weights the experts of a layer have on this rank, in any precision."""
     config = layer.routed_experts.moe_config
     one = config.hidden_dim * config.intermediate_size_per_partition

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.moments import CALM, Moment
 from flexquant.policy.schema import Phase
@@ -49,7 +50,7 @@ class Pass(NamedTuple):
     signal: float | None = None
     """Latest signal that the moment depends on; None if there is none."""
 
-    def to_data(self) -> dict[str, Any]:
+    def to_data(self) -> JsonObject:
         """Return JSON-able data, without the requests."""
         data = self._asdict()
         del data["requests"], data["moment"], data["signal"]

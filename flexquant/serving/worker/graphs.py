@@ -75,7 +75,7 @@ class PlanGraphs:
         plans: Mapping[str, nn.Module],
         reachable: Iterable[str],
         context: ForwardContext,
-        inputs: dict[str, Any],
+        inputs: Mapping[str, object],
         tokens: int,
     ) -> None:
         """In a PIECEWISE pass of ``tokens`` padded tokens, capture the plans that lack graphs of its size.
@@ -98,7 +98,7 @@ class PlanGraphs:
             self._memory.sample()
 
     def replay(
-        self, name: str, plan: nn.Module, context: ForwardContext, inputs: dict[str, Any]
+        self, name: str, plan: nn.Module, context: ForwardContext, inputs: Mapping[str, object]
     ) -> torch.Tensor | IntermediateTensors:
         """In a PIECEWISE pass, run a plan, with its pieces' graphs if it has graphs of this size."""
         if self._has_graphs(name, context.batch_descriptor):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.logger import init_logger
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import parse_policy
 from flexquant.serving.worker.moments import RunningMoments, running_moments
@@ -27,6 +28,7 @@ from flexquant.serving.worker.policy_change import (
 from flexquant.serving.worker.ranks import on_all_ranks
 
 if TYPE_CHECKING:
+    from torch import nn
     from vllm.config import VllmConfig
 
     from flexquant.checkpoint.merged_config import MergedConfig
@@ -58,9 +60,9 @@ class LivePolicy:
         self,
         model: RoutedModel,
         vllm_config: VllmConfig,
-        plans: dict[str, Any],
+        plans: dict[str, nn.Module],
         graphs: PlanGraphs,
-        build_plan: Callable[[Plan], Any],
+        build_plan: Callable[[Plan], nn.Module],
     ) -> None:
         """Prepare for changes; ``build_plan`` makes plans of later policies, which are added to ``plans``."""
         self._model = model
@@ -76,11 +78,11 @@ class LivePolicy:
     def change(
         self,
         name: str,
-        document: dict[str, Any],
+        document: JsonObject,
         runner: Any | None,
         seen: Collection[str] | None = None,
         change: str = "",
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Route by another policy from the next pass on; return what that changes.
 
         ``name`` is the policy's name for users. ``seen`` holds digests of the policies that it may replace;
@@ -89,7 +91,7 @@ class LivePolicy:
         :class:`FlexQuantError`, and changes nothing, if the model cannot take the policy on some rank.
         """
 
-        def check() -> tuple[ServedPolicy, dict[str, Any]]:
+        def check() -> tuple[ServedPolicy, JsonObject]:
             check_seen(before, seen, name)
             after = served_policy(self._vllm_config, self._model.merged, name, parse_policy(document, name))
             if not after.routes.ignores_phase():
@@ -126,7 +128,7 @@ class LivePolicy:
         """Route by a policy; ranks agree after every step that can fail, and no later step can."""
         before = self._model.policy
 
-        def prepare() -> tuple[dict[str, Any], RunningMoments | None]:
+        def prepare() -> tuple[dict[str, nn.Module], RunningMoments | None]:
             self._model.observer.settle()
             missing = [plan for plan in after.routes.plans if plan.name not in self._plans]
             return {plan.name: self._build_plan(plan) for plan in missing}, running_moments(after.routes)

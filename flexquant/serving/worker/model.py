@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -250,7 +250,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
     def _replayed(self, forward_pass: Pass) -> None:
         self._served(forward_pass, CUDAGraphMode.FULL)
 
-    def _run_all(self, inputs: dict[str, Any]) -> Output:
+    def _run_all(self, inputs: Mapping[str, object]) -> Output:
         """Run every plan in vLLM's profiling run, so that each is compiled and its memory is counted."""
         for name, plan in self._plans.items():
             with self._graphs.compiling(name):

@@ -10,6 +10,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 
 from flexquant import __version__
 from flexquant.checkpoint.layer_ranges import BytesByRange
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.serving.options import ServingOptions
 from flexquant.serving.worker.forward_pass import Pass
 from flexquant.serving.worker.metrics import PassMetrics, metrics_of_worker
@@ -74,7 +75,7 @@ class PassRecords:
         """Return a record for each plan and phase that has run; None if another worker counts."""
         return self._metrics.counted() if self._metrics is not None else None
 
-    def last_pass(self) -> dict[str, Any] | None:
+    def last_pass(self) -> JsonObject | None:
         """Return the last pass and its plan, in the form of the trace; None before the first pass."""
         if self._last is None:
             return None

@@ -54,6 +54,13 @@ def decoder_path(model: Any) -> str:
     return path if hasattr(language_model, "layers") else f"{path}.model"
 
 
+def stack_of_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the decoder layers of one variant."""
+    layers = model.get_submodule(decoder_path(model)).layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
 def with_module(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
     """Return a shallow copy of ``root`` in which ``module`` replaces the module named ``path``."""
     name, _, below = path.partition(".")

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.layer_ranges import describe_ranges
 from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.route_changes import route_changes
@@ -120,7 +121,7 @@ def check_capture(vllm_config: VllmConfig, graphs: PlanGraphs, after: ServedPoli
     return True
 
 
-def describe_change(before: ServedPolicy, after: ServedPolicy, *, captures: bool) -> dict[str, Any]:
+def describe_change(before: ServedPolicy, after: ServedPolicy, *, captures: bool) -> JsonObject:
     """Describe a change as JSON-able data.
 
     It has both policies, whether CUDA graphs are captured, and in ``routes`` the passes that get another

@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from vllm.logger import init_logger
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
@@ -27,7 +28,7 @@ logger = init_logger("vllm.flexquant.ranks")
 Result = TypeVar("Result")
 
 
-def check_ranks_agree(routes: RouteTable, quantization_config: dict[str, Any]) -> None:
+def check_ranks_agree(routes: RouteTable, quantization_config: JsonObject) -> None:
     """Raise :class:`FlexQuantError`, on all ranks, if one has other routes or another merged checkpoint.
 
     ``quantization_config`` is that section of the merged checkpoint's config.json. Every rank has to call

@@ -8,7 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from flexquant.checkpoint.model_config import JsonObject
 
 KEPT = 4096
 """Number of latest requests that are remembered; more only if more are running."""
@@ -25,7 +27,7 @@ class PlanRun(NamedTuple):
     tokens: int
     moment: str
 
-    def to_data(self) -> dict[str, Any]:
+    def to_data(self) -> JsonObject:
         """Return JSON-able data, without ``moment`` if it is empty."""
         data = self._asdict()
         return data if self.moment else {key: data[key] for key in ("plan", "tokens")}
@@ -69,7 +71,7 @@ class RequestPlans:
         for request in [*islice(self._forgotten, max(0, len(self._forgotten) - KEPT))]:
             del self._forgotten[request]
 
-    def find(self, response: str) -> list[dict[str, Any]]:
+    def find(self, response: str) -> list[JsonObject]:
         """Return the requests that a response answers, each with its runs in order.
 
         ``response`` is the response's ``id``. A response can answer several prompts, or one prompt several

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexquant import __version__
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.policy.schema import PHASES
 from flexquant.serving.worker.linear_kernels import kernel_names
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from flexquant.serving.worker.model import FlexQuantForCausalLM
 
 
-def status_of(model: FlexQuantForCausalLM) -> dict[str, Any]:
+def status_of(model: FlexQuantForCausalLM) -> JsonObject:
     """Return bytes and kernels by variant, routes by phase, and counters, as JSON-able data.
 
     ``counted`` is None if another rank counts, ``last_pass`` is None before the first pass.

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.serving.options import ServingOptions
 from flexquant.serving.worker.forward_pass import Pass
@@ -47,11 +48,11 @@ class Trace:
         self._path, self._mib, self._size = path, mib, 0
         self._encode = msgspec.json.Encoder().encode
 
-    def begin(self, header: dict[str, Any]) -> None:
+    def begin(self, header: JsonObject) -> None:
         """Write what is served; called before the first :meth:`record`."""
         self._write(header)
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: JsonObject) -> None:
         if self._file is None:
             return
         line = self._encode(record) + b"\n"

@@ -50,7 +50,7 @@ from flexquant.serving.worker.expert_layers import (
     name_apart,
     only_experts,
 )
-from flexquant.serving.worker.plan_views import decoder_path
+from flexquant.serving.worker.plan_views import decoder_path, stack_of_layers
 from flexquant.serving.worker.w4a8 import is_int4_layer, use_8bit_activations
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def variant_vllm_config(
 
 
 @contextmanager
-def scratch_forward_context(vllm_config: VllmConfig) -> Iterator[dict[str, Any]]:
+def scratch_forward_context(vllm_config: VllmConfig) -> Iterator[dict[str, nn.Module]]:
     """Let layers register under names that are already in use; yield what they register."""
     compilation = vllm_config.compilation_config
     real, compilation.static_forward_context = compilation.static_forward_context, {}
@@ -140,12 +140,12 @@ def memory_for(layers: Collection[int], quant_config: Any) -> Iterator[None]:
         del quant_config.get_quant_method
 
 
-def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, Any]) -> None:
+def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, nn.Module]) -> None:
     """Remove all decoder layers but ``layers`` from a variant, and their experts from ``registered``.
 
     Their attention stays registered, as its name has a place in the order of the KV cache's layers.
     """
-    stack: Any = variant.get_submodule(decoder_path(variant)).layers
+    stack = stack_of_layers(variant)
     for number in layers_here(variant) - set(layers):
         for experts in expert_layers(stack[number]):
             del registered[experts.layer_name]
@@ -154,8 +154,7 @@ def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str,
 
 def layers_here(variant: nn.Module) -> set[int]:
     """Return the decoder layers that a variant has on this rank; other ranks' layers are empty modules."""
-    stack: Any = variant.get_submodule(decoder_path(variant)).layers
-    return {number for number, layer in enumerate(stack) if any(True for _ in layer.parameters())}
+    return {n for n, layer in enumerate(stack_of_layers(variant)) if any(True for _ in layer.parameters())}
 
 
 def build_variants(
@@ -173,7 +172,7 @@ def build_variants(
     variants: dict[str, nn.Module] = {}
     derived, layers = routes.derived, routes.layers
 
-    def build(name: str, registered: dict[str, Any]) -> nn.Module:
+    def build(name: str, registered: dict[str, nn.Module]) -> nn.Module:
         source = derived[name].source if name in derived else name
         config = variant_vllm_config(vllm_config, merged.variants[source], merged.base_architecture)
         # --cpu-offload-gb needs layers with memory: vLLM copies each layer as soon as it is built.
@@ -197,7 +196,7 @@ def build_variants(
             continue
         with scratch_forward_context(vllm_config) as registered:
             variant = build(name, registered)
-        replacements: dict[Any, nn.Module] = {}
+        replacements: dict[nn.Module, nn.Module] = {}
         for layer_name, layer in registered.items():
             if isinstance(layer, AttentionLayerBase):
                 if owner(layer_name) == name:
@@ -274,7 +273,7 @@ def name_in_vllm(model: nn.Module, name: str) -> str:
 
 
 def check_cache_layers(
-    registered: Mapping[str, Any], replaced: Container[nn.Module], architecture: str
+    registered: Mapping[str, nn.Module], replaced: Container[nn.Module], architecture: str
 ) -> None:
     """Refuse layers that all variants share, but that hold linears of which each variant has its own.
 

@@ -87,7 +87,9 @@ class WeightMemory:
         """
         elements = 0
         others: set[Piece] = set()
-        experts = {layer.routed_experts: expert_weights(layer) for layer in expert_layers(model)}
+        experts: dict[nn.Module, int] = {
+            layer.routed_experts: expert_weights(layer) for layer in expert_layers(model)
+        }
         for module in model.modules():
             if module in experts:
                 elements += experts[module]

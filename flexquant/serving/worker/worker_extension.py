@@ -4,20 +4,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.serving.worker.status import status_of
+
+if TYPE_CHECKING:
+    from flexquant.serving.worker.model import FlexQuantForCausalLM
+
+
+class ServingWorker(Protocol):
+    """What the methods need of vLLM's worker, whatever its device and runner."""
+
+    model_runner: Any
+
+    def get_model(self) -> FlexQuantForCausalLM: ...
 
 
 class FlexQuantWorker:
     """Methods for vLLM's worker; vLLM adds this class to its bases (``--worker-extension-cls``)."""
 
-    def flexquant_status(self: Any) -> dict[str, Any]:
+    def flexquant_status(self: ServingWorker) -> JsonObject:
         """Return what this rank serves and has counted (:func:`status_of`)."""
         return status_of(self.get_model())
 
-    def flexquant_follow_requests(self: Any) -> None:
+    def flexquant_follow_requests(self: ServingWorker) -> None:
         """From the next pass on, remember which plans serve each request.
 
         The V1 runner holds the requests of the pass that it prepares; for the V2 runner,
@@ -30,22 +42,22 @@ class FlexQuantWorker:
         under_way = runner.requests if of_v2 is None else of_v2.req_id_to_index
         model.records.requests.under_way = lambda: under_way
 
-    def flexquant_requests(self: Any, response: str) -> list[dict[str, Any]]:
+    def flexquant_requests(self: ServingWorker, response: str) -> list[JsonObject]:
         """Return the requests that a response answers (:meth:`RequestPlans.find`)."""
         return self.get_model().records.requests.find(response)
 
-    def flexquant_tokens(self: Any, requests: list[str]) -> dict[str, dict[str, int]]:
+    def flexquant_tokens(self: ServingWorker, requests: list[str]) -> dict[str, dict[str, int]]:
         """Return which plan computed how many tokens of each request (:meth:`RequestPlans.tokens`)."""
         return self.get_model().records.requests.tokens(requests)
 
     def flexquant_change_policy(
-        self: Any,
+        self: ServingWorker,
         name: str,
-        document: dict[str, Any],
+        document: JsonObject,
         dry_run: bool,
         seen: list[str] | None = None,
         change: str = "",
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Change the policy, as :meth:`LivePolicy.change` does; ``dry_run`` only returns what would change.
 
         If the policy cannot be taken, ``{"refused": reason}`` is returned.
@@ -56,7 +68,7 @@ class FlexQuantWorker:
         except FlexQuantError as e:
             return {"refused": str(e)}
 
-    def flexquant_restore_policy(self: Any, change: str) -> dict[str, Any]:
+    def flexquant_restore_policy(self: ServingWorker, change: str) -> JsonObject:
         """Undo a change that other engines have not taken (:meth:`LivePolicy.restore`).
 
         If that is not possible, ``{"refused": reason}`` is returned.
