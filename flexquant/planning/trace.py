@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import json
-import math
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from flexquant.errors import FlexQuantError
 PACKAGE = "flexquant.planning.traces"
 SUFFIX = ".jsonl"
 KEYS = ("arrival", "input", "output")
+LATEST = sys.float_info.max
 
 
 class Request(NamedTuple):
@@ -72,7 +73,7 @@ def write_trace(requests: Iterable[Request]) -> str:
 def _read_request(line: str, place: str) -> Request:
     try:
         data = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise FlexQuantError(f"{place}: not valid JSON ({e}); write e.g. {_example()}") from e
     if not isinstance(data, dict):
         raise FlexQuantError(f"{place}: is {show(data)}; write an object such as {_example()}")
@@ -83,7 +84,7 @@ def _read_request(line: str, place: str) -> Request:
         if key not in data:
             raise FlexQuantError(f"{place}: lacks the key '{key}'; write e.g. {_example()}")
     arrival = data["arrival"]
-    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival < math.inf:
+    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival <= LATEST:
         raise FlexQuantError(f"{place}: arrival is {show(arrival)}; give seconds, a number of at least 0")
     return Request(float(arrival), _tokens(data, "input", place), _tokens(data, "output", place))
 

@@ -54,6 +54,8 @@ GOOD = '{"arrival": 1, "input": 2, "output": 3}\n'
         (GOOD.replace("1", "NaN"), ", line 1: arrival is NaN"),
         (GOOD.replace("1", "Infinity"), ", line 1: arrival is Infinity"),
         (GOOD.replace("1", "true"), ", line 1: arrival is true"),
+        (GOOD.replace("1", "1" + 400 * "0"), ", line 1: arrival is 1000"),
+        (GOOD + 100_000 * "[", ", line 2: not valid JSON"),
         (GOOD.replace("2", "0"), ", line 1: input is 0; give tokens, a whole number of at least 1"),
         (GOOD.replace("3", "0"), ", line 1: output is 0"),
         (GOOD.replace("3", "2.5"), ", line 1: output is 2.5"),

@@ -40,6 +40,14 @@ PREDICTING = (
         ("tests/unit/test_devices.py::test_8_bit_weights_take_their_own_kernel_or_that_of_w4a16",),
     ),
     Fault(
+        "arrival-beyond-any-number",
+        "An arrival that no float can hold crashes the reader of a trace.",
+        "flexquant/planning/trace.py",
+        "not 0 <= arrival <= LATEST",
+        "not 0 <= arrival < float('inf')",
+        ("tests/unit/test_traces.py",),
+    ),
+    Fault(
         "part-of-a-kv-head",
         "More devices than there are KV heads each hold a part of one.",
         "flexquant/planning/model_shape.py",
