@@ -16,8 +16,8 @@
 # Environments of their own, because what they hold pins different releases of the same packages: .venv/serve
 # runs vLLM and .venv/quantize llmcompressor. For test-full alone: .venv/lm-eval runs the lm-evaluation-harness,
 # .venv/oldest the oldest supported vLLM (5 GB, see below), .venv/linters what checks container and service files;
-# .venv/flashinfer, .venv/prometheus, .venv/chromium and .venv/schemathesis hold what their names say. On an AMD CPU
-# of Zen 4 or later, .venv/zen holds AMD's kernels.
+# .venv/flashinfer, .venv/prometheus, .venv/chromium, .venv/schemathesis and .venv/yaml-language-server (which takes
+# npm) hold what their names say. On an AMD CPU of Zen 4 or later, .venv/zen holds AMD's kernels.
 # What the targets make lies in .work.
 
 PYTHON ?= python3
@@ -55,6 +55,7 @@ TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_par
 FULL_PROGRAMS := $(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/linters/bin:$(CURDIR)/.venv/schemathesis/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/chromium/usr/bin:$(CURDIR)/.venv/chromium/usr/lib/chromium
+FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/yaml-language-server/node_modules/.bin
 # In the order of their names, so that the many short files of tests/unit fill the cores in the end.
 PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25
 
@@ -66,7 +67,7 @@ demo: .venv/serve/.done $(MERGED)/config.json
 
 test: lint test-quantize test-serve
 
-test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/linters/.done .venv/schemathesis/.done .venv/lm-eval/.done .venv/oldest/.done .work/faketime/.done
+test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/linters/.done .venv/schemathesis/.done .venv/yaml-language-server/.done .venv/lm-eval/.done .venv/oldest/.done .work/faketime/.done
 	$(MAKE) test-quantize TESTS="-m full"
 	PATH="$$PATH:$(FULL_PROGRAMS)" $(MAKE) test-serve TESTS="-m full"
 	PYTHONPATH=.venv/flashinfer VLLM_HAS_FLASHINFER_CUBIN=1 $(SERVE)/python -m pytest tests/integration/test_flashinfer.py
@@ -178,6 +179,11 @@ clean:
 .venv/schemathesis/.done:
 	$(PYTHON) -m venv .venv/schemathesis
 	$(dir $@)bin/pip install --quiet schemathesis==4.32.5
+	touch $@
+
+# Checks and completes YAML in editors.
+.venv/yaml-language-server/.done:
+	npm install --silent --no-audit --no-fund --prefix $(dir $@) yaml-language-server@1.25.0
 	touch $@
 
 .venv/lm-eval/.done:
