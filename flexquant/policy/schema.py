@@ -304,25 +304,31 @@ class PolicySection(Section):
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a policy document."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **PolicySection.model_json_schema(by_alias=True),
-    }
+    schema: dict[str, Any] = _rewritten(PolicySection.model_json_schema(by_alias=True), {})
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def inlined_json_schema() -> dict[str, Any]:
     """Return the JSON Schema without references, for an OpenAPI document."""
     schema = PolicySection.model_json_schema(by_alias=True)
-    definitions = schema.pop("$defs")
-
-    def inline(value: Any) -> Any:
-        if isinstance(value, list):
-            return [inline(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        name = value.get("$ref", "").removeprefix("#/$defs/")
-        parts = {**definitions[name], **value} if name else value
-        return {key: inline(item) for key, item in parts.items() if key != "$ref"}
-
-    inlined: dict[str, Any] = inline(schema)
+    inlined: dict[str, Any] = _rewritten(schema, schema.pop("$defs"))
     return inlined
+
+
+def _rewritten(value: Any, definitions: dict[str, Any]) -> Any:
+    """Return a JSON Schema with definitions in the place of references, and without defaults of null.
+
+    An editor would write such a default into a policy, where null is refused.
+    """
+    if isinstance(value, list):
+        return [_rewritten(item, definitions) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if (name := value.get("$ref", "").removeprefix("#/$defs/")) in definitions:
+        value = {**definitions[name], **value}
+        del value["$ref"]
+    return {
+        key: _rewritten(item, definitions)
+        for key, item in value.items()
+        if not (key == "default" and item is None)
+    }
