@@ -9,8 +9,8 @@
 # make test-full   everything: also the tests marked "full", and test-oldest on the oldest supported vLLM
 # make test-faults   break copies of the source, each in one small way, which has to turn a test red
 # make lint   ruff and mypy
-# make check-vllm   compare the names of vLLM that FlexQuant relies on with a published vLLM's source, without
-#             installing it (VERSION=0.33.0; without it all supported versions, and the page of them is written)
+# make check-vllm   have mypy check FlexQuant against a published vLLM's types, without installing
+#             it (VERSION=0.33.0; without it all supported versions, and the page of them is written)
 # tests/README.md says what is tested where, and how long it takes.
 #
 # Environments of their own, because what they hold pins different releases of the same packages: .venv/serve

@@ -1,54 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Check FlexQuant's tables of vLLM's names against published vLLMs: ``python -m tests.check_vllm 0.33.0``.
+"""Check FlexQuant against published vLLMs by their own types: ``python -m tests.check_vllm 0.33.0``.
 
-The wheel of each version is downloaded with pip and its source is parsed; nothing is installed or imported.
-Prints what is missing, has moved or takes other parameters, and ends with 1 if anything does. Without a
-version, all that ``CHECKED`` of ``flexquant.serving.vllm_names`` lists are checked, and
-``flexquant/serving/VLLM_VERSIONS.md`` is written.
+The wheel of each version is downloaded with pip; nothing is installed or imported. mypy checks FlexQuant with
+the wheel's vLLM in front of the installed one, and the names that ``flexquant.serving.vllm_names`` lists,
+which are hidden from mypy, are looked for in the wheel's source. Prints what does not fit, and ends with 1 if
+anything does not. Without a version, ``BY_TYPES`` are checked so, and the others that ``CHECKED`` lists by
+the hidden names alone; ``flexquant/serving/VLLM_VERSIONS.md`` is written.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from flexquant.serving.vllm_names import CHECKED, NEEDED, Names
-from tests.vllm_source import (
-    TABLES,
-    Problem,
-    Source,
-    check,
-    entries,
-    find_entry,
-    in_range,
-    is_bound,
-    parameters,
-    title,
-)
+from flexquant.serving.vllm_names import CHECKED, EXPECTED, NAMES, NEEDED, Names
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / ".work" / "vllm-wheels"
 PAGE = ROOT / "flexquant" / "serving" / "VLLM_VERSIONS.md"
+BY_TYPES = ("0.26.0", "0.32.0", "0.33.0")
+"""The oldest, the installed and the newest version; mypy takes two minutes for one that it has not seen."""
+PLANTED = 20
+"""Breaks of vLLM's API that a test plants in a copy of the installed one; the check finds all."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_31_x86_64", "manylinux_2_35_x86_64", "manylinux1_x86_64")
+SETTINGS = """
+[mypy-vllm.*]
+follow_imports = silent
+[mypy-benchmarks.*]
+disable_error_code = arg-type, assignment, index
+"""
+"""Beside FlexQuant's own settings: no errors within vLLM, and none of the benchmarks' own."""
 
 
 def main(arguments: Sequence[str]) -> int:
     versions = list(arguments) or list(CHECKED)
-    sources = {version: Source(fetch(version)) for version in versions}
-    problems = {version: check(source, TABLES, version) for version, source in sources.items()}
+    by_types = arguments or BY_TYPES
+    problems = {version: check(fetch(version), version, version in by_types) for version in versions}
     for version, found in problems.items():
-        print(f"vLLM {version}: {describe(version, found)}")
-        for problem in found:
-            print(f"  {problem}")
+        print(f"vLLM {version}: {len(found)} problems", *found, sep="\n  ")
     if not arguments:
-        PAGE.write_text(page(sources, problems), encoding="utf-8")
+        PAGE.write_text(page(problems), encoding="utf-8")
         print(f"wrote {PAGE.relative_to(ROOT)}")
     return int(any(problems.values()))
 
@@ -75,56 +73,108 @@ def fetch(version: str) -> Path:
     return folder
 
 
-def describe(version: str, problems: Sequence[Problem]) -> str:
-    """Return how many names were found, and how many were not or differ."""
-    expected = [title(n, entry) for n in TABLES if in_range(n, version) for entry in entries(n)]
-    kinds = Counter(problem.kind for problem in problems)
-    found = len(expected) - len({problem.name for problem in problems} & set(expected))
-    return f"{found} names found, " + ", ".join(
-        f"{kinds[kind]} {kind}" for kind in ("missing", "moved", "changed")
-    )
+def check(site: Path, version: str, by_types: bool = True) -> list[str]:
+    """Return what does not fit the vLLM ``version`` in the folder ``site``."""
+    of_types = unexpected(type_errors(site), version) if by_types else []
+    return [*of_types, *missing_mentions(site, NAMES, version)]
 
 
-def page(sources: Mapping[str, Source], problems: Mapping[str, Sequence[Problem]]) -> str:
-    """Return a Markdown page: each version's counts, and every name that differs between versions."""
+def type_errors(site: Path) -> list[str]:
+    """Return mypy's errors in FlexQuant, and in benchmarks that import vLLM, with the vLLM in ``site``."""
+    cache = ROOT / ".work" / "mypy" / site.name
+    cache.mkdir(parents=True, exist_ok=True)
+    own = (ROOT / "pyproject.toml").read_text().partition("[tool.mypy]")[2].partition("\n[")[0]
+    settings = cache / "mypy.ini"
+    options = own.replace('"', "") + f"mypy_path = {ROOT}:{site}\ncache_dir = {cache}\n"
+    settings.write_text("[mypy]" + options + SETTINGS)
+    imports = re.compile(r"^ *(?:from|import) (?:vllm|flexquant\.serving\.vllm_api)\b", re.MULTILINE)
+    benchmarks = [f for f in (ROOT / "benchmarks").rglob("*.py") if imports.search(f.read_text())]
+    files = [str(f.relative_to(ROOT)) for f in (ROOT / "flexquant", ROOT / "merge", *sorted(benchmarks))]
+    command = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--no-error-summary", *files]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"mypy failed on {site}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return [line for line in done.stdout.splitlines() if ": error: " in line]
+
+
+def unexpected(errors: Iterable[str], version: str) -> list[str]:
+    """Return the errors without those of ``EXPECTED``, and the expected ones that are not there."""
+    plain = {error: re.sub(r":\d+: error:", ":", error) for error in errors}
+    here = [
+        start
+        for start, (first, last, _) in EXPECTED.items()
+        if _number(first) <= _number(version) <= _number(last)
+    ]
+    gone = [start for start in here if not any(error.startswith(start) for error in plain.values())]
+    return [
+        *(error for error, text in plain.items() if not text.startswith(tuple(here))),
+        *(f"{start}: mypy does not find this error any more; take it out of EXPECTED" for start in gone),
+    ]
+
+
+def missing_mentions(site: Path, tables: Iterable[Names], version: str) -> list[str]:
+    """Return the listed names that the source of vLLM ``version`` lacks, or has out of their range."""
+    problems = []
+    for names in tables:
+        path = site.joinpath(*names.module.split("."))
+        file = next((f for f in (path / "__init__.py", path.with_suffix(".py")) if f.is_file()), None)
+        there = mentioned(file.read_text(encoding="utf-8")) if file is not None else set()
+        wanted = (names.since or (0, 0)) <= _number(version) <= (names.until or (99, 0))
+        for name in names.mentions:
+            if (name in there) != wanted:
+                what = (
+                    "is not mentioned in the module"
+                    if wanted
+                    else "is there, although the table says it is not"
+                )
+                problems.append(f"{names.module}.{name} {what}")
+    return problems
+
+
+def mentioned(code: str) -> set[str]:
+    """Return the names, strings, and attributes (``a.b.c``, ``b.c`` and ``c``) that occur in code."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.Attribute):
+            parts = ast.unparse(node).split(".")
+            found |= {".".join(parts[i:]) for i in range(len(parts))}
+        elif isinstance(node, ast.Name | ast.alias):
+            found.add(node.id if isinstance(node, ast.Name) else node.name)
+    return found
+
+
+def page(problems: Mapping[str, Sequence[str]]) -> str:
+    """Return a Markdown page with each version's problems and what it needed."""
     lines = [
         "<!-- Written by `make check-vllm`. -->",
-        "# vLLM's names that FlexQuant uses, by version",
+        "# FlexQuant against vLLM's types, by version",
         "",
-        "| vLLM | names | what it needed beside the versions before |",
-        "|---|---|---|",
+        "mypy checks FlexQuant against the source of each version. `vllm_api.py` imports the private names,",
+        "with the reasons; `vllm_names.py` lists what is hidden from mypy, which is checked too.",
+        f"A test plants {PLANTED} breaks in a copy of the installed version, and all are found.",
+        "",
+        "| vLLM | checked by | problems | what it needed beside the versions before |",
+        "|---|---|---|---|",
         *(
-            f"| {version} | {describe(version, found)} | {NEEDED.get(version, 'nothing')} |"
+            f"| {version} | {'types and names' if version in BY_TYPES else 'names'} "
+            f"| {len(found) or 'none'} | {NEEDED.get(version, 'nothing')} |"
             for version, found in problems.items()
         ),
         "",
-        "Names whose module or parameters differ between these versions; all others are the same in each.",
-        "`vllm_names.py` says what they are for.",
+        "Errors of mypy that are expected, since FlexQuant is right for these versions too:",
         "",
-        "| name | as of | is |",
+        "| vLLM | error | why it is harmless |",
         "|---|---|---|",
+        *(f"| {first} to {last} | `{start}` | {why} |" for start, (first, last, why) in EXPECTED.items()),
     ]
-    for names in TABLES:
-        for entry in entries(names):
-            forms = [(version, form(source, names, entry)) for version, source in sources.items()]
-            runs = [(next(run)[0], what) for what, run in groupby(forms, key=lambda pair: pair[1])]
-            if len(runs) > 1:
-                lines += [f"| `{title(names, entry)}` | {version} | {what} |" for version, what in runs]
     return "\n".join(lines) + "\n"
 
 
-def form(source: Source, names: Names, entry: str) -> str:
-    """Return where a version defines a name, and with which parameters."""
-    if entry in names.mentions:
-        module = source.module(names.module)
-        return "there" if module is not None and entry in module.mentioned else "missing"
-    path, called, _ = entry.partition("(")
-    found = find_entry(source, names.module, path)
-    if found is None:
-        return "missing"
-    module, node = found
-    taken = parameters(node, is_bound(node, path)) if called else None
-    return f"in `{module.name}`" + (f", `({taken})`" if taken is not None else "")
+def _number(version: str) -> tuple[int, int]:
+    major, minor = map(int, version.split(".")[:2])
+    return major, minor
 
 
 if __name__ == "__main__":

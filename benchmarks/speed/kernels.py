@@ -247,7 +247,7 @@ def prepare_process() -> None:
     provide_cpu_kernels()
     with set_current_vllm_config(vllm_config()):
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, backend="gloo")
-        initialize_model_parallel(1)
+        initialize_model_parallel(tensor_model_parallel_size=1)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ the same address for those of a trial.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import math
@@ -96,7 +97,11 @@ def _int4(make: Any, layer: dict[str, Any], dtype: torch.dtype) -> tuple[Any, nn
     packed: Any = linear.weight_packed
     packed.packed_dim = 1
     linear.weight_zero_point = None
-    config = MPLinearLayerConfig(shape, shape, scalar_types.uint4b8, dtype, group, zero_points=False)
+    has_g_idx = any(field.name == "has_g_idx" for field in dataclasses.fields(MPLinearLayerConfig))
+    required: dict[str, Any] = {"has_g_idx": False} if has_g_idx else {}  # by vLLM 0.29 and older
+    config = MPLinearLayerConfig(
+        shape, shape, scalar_types.uint4b8, dtype, group, zero_points=False, **required
+    )
     return make(config, "weight_packed", "weight_scale", "weight_zero_point"), linear
 
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import os
 import secrets
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from flexquant.serving.frontend.client import ADMIN_KEY, admin_key
 from flexquant.serving.frontend.engine_client import ask_workers, serves_merged
+
+if TYPE_CHECKING:
+    from flexquant.serving.vllm_api import AsyncLLM
 
 STATUS_TIMEOUT = 60.0
 """Largest number of seconds for the workers' answer; they first finish the step that they are in."""
@@ -53,7 +56,7 @@ async def ask_ranks(request: Request, method: str, *args: Any, timeout: float) -
 
     Raises HTTPException 404 if no merged checkpoint is served, or if the workers have another extension.
     """
-    engine = request.app.state.flexquant_engine
+    engine: AsyncLLM = request.app.state.flexquant_engine
     if not serves_merged(engine):
         extension = engine.vllm_config.parallel_config.worker_extension_cls
         raise HTTPException(

@@ -27,6 +27,8 @@ from flexquant.serving.frontend.engine_client import serves_merged
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from flexquant.serving.vllm_api import AsyncLLM
+
 
 class FlexQuantEndpoints:
     """Implements vLLM's ``vllm.endpoint_plugins`` entry point."""
@@ -62,7 +64,7 @@ class FlexQuantEndpoints:
 
             add_policy_route(app)
 
-    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+    async def init_state(self, engine_client: AsyncLLM, state: Any, args: Namespace) -> None:
         """Keep vLLM's client of the engine, which the routes ask; vLLM calls this once the client exists."""
         from flexquant.serving.options import ServingOptions
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from flexquant.serving.vllm_api import AsyncLLM, AsyncMPClient
 
 Answer = TypeVar("Answer")
 
 
-def serves_merged(engine: Any) -> bool:
+def serves_merged(engine: AsyncLLM) -> bool:
     """Whether the engine of vLLM's client ``engine`` serves a merged checkpoint with FlexQuant's workers."""
     from flexquant.checkpoint.merged_config import QUANT_METHOD
     from flexquant.serving.registration import WORKER_EXTENSION
@@ -22,7 +25,7 @@ def serves_merged(engine: Any) -> bool:
     return is_merged and config.parallel_config.worker_extension_cls == WORKER_EXTENSION
 
 
-async def ask_workers(engine: Any, method: str, *args: Any, timeout: float) -> list[Any]:
+async def ask_workers(engine: AsyncLLM, method: str, *args: Any, timeout: float) -> list[Any]:
     """Call a method of FlexQuant's worker extension on every rank of every engine; return all answers.
 
     Each engine answers between two of its own steps. Raises TimeoutError after ``timeout`` seconds. After a
@@ -30,7 +33,7 @@ async def ask_workers(engine: Any, method: str, *args: Any, timeout: float) -> l
     """
     # AsyncLLM.collective_rpc also asks all engines, but returns only the first one's answers. The engines get
     # no timeout: after one, vLLM's executor would take the late answer for the answer to its next question.
-    client = engine.engine_core
+    client: AsyncMPClient = engine.engine_core
     ranks: list[list[Any]] = await answer_of(
         asyncio.gather(
             *(

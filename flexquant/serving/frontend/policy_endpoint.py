@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from vllm.logger import init_logger
@@ -32,6 +32,9 @@ from flexquant.policy.schema import SCHEMA, inlined_json_schema
 from flexquant.serving.frontend.access import STATUS_TIMEOUT, ask_ranks, authorise_admin
 from flexquant.serving.frontend.answers import PolicyChange, refusal_responses
 from flexquant.serving.frontend.engine_client import answer_of
+
+if TYPE_CHECKING:
+    from flexquant.serving.vllm_api import AsyncLLM
 
 logger = init_logger("vllm.flexquant.policy")
 
@@ -171,7 +174,7 @@ async def _running() -> AsyncIterator[None]:
 @asynccontextmanager
 async def _paused(request: Request) -> AsyncIterator[None]:
     """Pause requests, without dropping them, in the block; an operator's own pause stays."""
-    engine = request.app.state.flexquant_engine
+    engine: AsyncLLM = request.app.state.flexquant_engine
     was_paused = await engine.is_paused()
     timeout = None
     try:

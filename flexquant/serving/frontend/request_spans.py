@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import ChainMap
-from typing import Any
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -19,6 +19,9 @@ from vllm.logger import init_logger
 
 from flexquant.serving.frontend.engine_client import ask_workers
 from flexquant.serving.vllm_api import SpanAttributes
+
+if TYPE_CHECKING:
+    from flexquant.serving.vllm_api import AsyncLLM
 
 logger = init_logger("vllm.flexquant.spans")
 
@@ -37,7 +40,7 @@ def tokens_attribute(plan: str) -> str:
 class RequestSpans(SpanProcessor):
     """Collects the requests whose spans vLLM ends, and gives each span its child."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: AsyncLLM) -> None:
         """Take ``engine``, vLLM's client; call this in the loop in which the client runs."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()
@@ -78,7 +81,7 @@ def _give_child(span: ReadableSpan, attributes: dict[str, int]) -> None:
     child.end(span.end_time)
 
 
-def follow_spans(engine: Any) -> asyncio.Task[None] | None:
+def follow_spans(engine: AsyncLLM) -> asyncio.Task[None] | None:
     """Start to give requests' spans their children; return the task, or None if vLLM has no tracer.
 
     The caller has to keep the task.

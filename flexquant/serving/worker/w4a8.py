@@ -12,7 +12,7 @@ which costs half a byte a weight.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from flexquant.serving.vllm_api import (
     MarlinLinearKernel,
     get__quant_fp8_method,
 )
+
+if TYPE_CHECKING:
+    from flexquant.serving.vllm_api import MPLinearKernel
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 ONE_SCALE = "weights have one scale a channel, and INT8 activations need groups"
@@ -53,9 +56,9 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
     if activations == "fp8":
         get__quant_fp8_method()  # built now, while vLLM's config is at hand
     for name, layer in model.named_modules():
-        if not is_int4_layer(layer):
+        scheme = getattr(layer, "scheme", None)
+        if not isinstance(scheme, CompressedTensorsWNA16):
             continue
-        scheme: Any = layer.scheme
         if scheme.kernel is None:
             raise FlexQuantError(
                 f"layer '{name}' cannot have {activations} activations: vLLM runs it without a kernel in its "
@@ -106,7 +109,7 @@ def check_signs(activations: str, owner: str) -> None:
         )
 
 
-def find_kernel(activations: str) -> Any:
+def find_kernel(activations: str) -> type[MPLinearKernel]:
     """Return vLLM's kernel class for INT4 weights and 8-bit activations on this device.
 
     On a CPU it is a stand-in, which :mod:`flexquant.serving.cpu.choosing` exchanges for a vendor's kernel

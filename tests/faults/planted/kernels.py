@@ -8,6 +8,22 @@ from tests.faults.fault import Fault
 
 KERNELS = (
     Fault(
+        "names-of-vllm-by-the-wrong-version",
+        "A name that newer vLLMs lack is listed as if they had it.",
+        "flexquant/serving/vllm_names.py",
+        "until=(0, 29)",
+        "since=(0, 29)",
+        ("tests/unit/test_vllm_api.py",),
+    ),
+    Fault(
+        "names-of-vllm-without-a-reason",
+        "A private name of vLLM is imported without the change after which it can go.",
+        "flexquant/serving/vllm_api.py",
+        "    # Goes when vLLM asks a model, not its class, how images are read.\n",
+        "",
+        ("tests/unit/test_vllm_api.py",),
+    ),
+    Fault(
         "kernels-of-another-machine-believed",
         "A kernel that was the fastest for another layer, or on another machine, is taken.",
         "flexquant/serving/cpu/remembering.py",
