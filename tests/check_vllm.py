@@ -89,7 +89,10 @@ def type_errors(site: Path) -> list[str]:
     settings.write_text("[mypy]" + options + SETTINGS)
     imports = re.compile(r"^ *(?:from|import) (?:vllm|flexquant\.serving\.vllm_api)\b", re.MULTILINE)
     benchmarks = [f for f in (ROOT / "benchmarks").rglob("*.py") if imports.search(f.read_text())]
-    files = [str(f.relative_to(ROOT)) for f in (ROOT / "flexquant", ROOT / "merge", *sorted(benchmarks))]
+    uses = ROOT / "tests" / "vllm_uses.py"
+    files = [
+        str(f.relative_to(ROOT)) for f in (ROOT / "flexquant", ROOT / "merge", uses, *sorted(benchmarks))
+    ]
     command = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--no-error-summary", *files]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode not in (0, 1):

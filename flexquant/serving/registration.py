@@ -10,7 +10,7 @@ which is registered by name and imported only by the worker.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.model_executor.models import ModelRegistry
@@ -22,6 +22,7 @@ from flexquant.checkpoint.merged_config import (
     MergedConfig,
     served_architecture,
 )
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.serving.vllm_api import (
     MODELS_CONFIG_MAP,
     QUANTIZATION_METHODS,
@@ -63,7 +64,7 @@ class FlexQuantConfig(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> FlexQuantConfig:
+    def from_config(cls, config: JsonObject) -> FlexQuantConfig:
         return cls(MergedConfig.from_json(config))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

@@ -5,9 +5,9 @@
 :data:`PUBLIC` names, which vLLM documents for users and plugins, are imported from vLLM wherever they are
 needed. Every other name is imported from :mod:`flexquant.serving.vllm_api`, which gives the reason. vLLM has
 types, so mypy finds what a version renames, moves or calls with other arguments. Two kinds of use are hidden
-from mypy, and are listed here: what FlexQuant does with objects of type Any, and the methods that vLLM calls
-(the functions at the end do the same with vLLM's types; nothing calls them); and names in strings,
-environment variables and attributes that vLLM gives to any object (:data:`NAMES`). The benchmarks, which are
+from mypy: what FlexQuant does with objects of type Any, and the methods that vLLM calls
+(``tests/vllm_uses.py`` does the same with vLLM's types); and names in strings, environment variables and
+attributes that vLLM gives to any object (:data:`NAMES`). The benchmarks, which are
 not part of the package, import names from vLLM itself.
 
 ``make check-vllm VERSION=...`` checks all of it against any published vLLM, without installing it;
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 CHECKED = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 """Versions of vLLM on which all names were checked."""
@@ -222,152 +221,3 @@ NAMES = (
     ),
 )
 """In the order in which a server meets them."""
-
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from vllm import EngineArgs
-    from vllm.config import ModelConfig, VllmConfig
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-    from vllm.lora.model_manager import LoRAModelManager
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
-        MPLinearKernel,
-        MPLinearLayerConfig,
-    )
-    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
-    from vllm.model_executor.layers.attention.attention import Attention
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
-    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-    from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
-    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.model_executor.models.config import VerifyAndUpdateConfig
-    from vllm.model_executor.models.interfaces import (
-        SupportsEagle3,
-        SupportsLoRA,
-        SupportsMultiModal,
-        SupportsPP,
-    )
-    from vllm.model_executor.models.utils import WeightsMapper
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
-    from vllm.v1.kv_cache_interface import KVCacheSpec
-    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-    from vllm.v1.worker.cpu_worker import CPUWorker
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
-    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    def _runners(v1: GPUModelRunner, v2: V2Runner, batch: InputBatch, worker: CPUWorker) -> Any:
-        """Goes when vLLM captures graphs anew on request, and tells plugins which requests a pass serves."""
-        v1.capture_model()
-        v1.cudagraph_dispatcher.keys_initialized = False
-        v2.capture_model()
-        if v2.cudagraph_manager is not None:
-            v2.cudagraph_manager.graphs.clear()
-            v2.cudagraph_manager._graphs_captured = False
-        worker.load_model(load_dummy_weights=False)
-        return [v1.input_batch.req_ids, v1.requests, v2.req_states.req_id_to_index, batch.req_ids]
-
-    def _attention(
-        layer: Attention, builder: AttentionMetadataBuilder, common: CommonAttentionMetadata
-    ) -> Any:
-        """Goes when the forward context tells the phase of a pass and its number of sequences."""
-        builder.build(0, common, fast_build=False)
-        builder.build_for_cudagraph_capture(common)
-        states = DefaultModelState.prepare_attn, MambaHybridModelState.prepare_attn
-        backend: type[AttentionBackend] = layer.attn_backend
-        return [backend, builder.layer_names, *states]
-
-    def _kv_cache(layer: AttentionLayerBase, vllm_config: VllmConfig) -> Any:
-        """Goes when vLLM says without a start how much memory a model will have."""
-        spec: KVCacheSpec | None = layer.get_kv_cache_spec(vllm_config)
-        return spec and (spec.block_size, spec.page_size_bytes)
-
-    def _layers(
-        linear: LinearBase, columns: ColumnParallelLinear, rows: RowParallelLinear, experts: MoERunner
-    ) -> Any:
-        """Goes when vLLM builds a second model over the attention layers of a first."""
-        experts.layer_name = ""
-        moe: FusedMoEConfig = experts.routed_experts.moe_config
-        sizes = moe.hidden_dim, moe.intermediate_size_per_partition, moe.num_local_experts, moe.is_act_and_mul
-        # A torch module has a Tensor or a module for any other name.
-        whole: tuple[int, int] = linear.input_size, linear.output_size
-        parts: tuple[int, int] = columns.output_size_per_partition, rows.input_size_per_partition
-        methods: tuple[QuantizeMethodBase | None, ...]
-        methods = linear.quant_method, experts.routed_experts.quant_method
-        return [*sizes, *whole, *parts, *methods]
-
-    def _quantisation(config: QuantizationConfig, method: QuantizeMethodBase, layer: nn.Module) -> Any:
-        """Goes when FlexQuant is a part of vLLM; vLLM calls these methods of FlexQuant's config."""
-        from flexquant.checkpoint.merged_config import MergedConfig
-        from flexquant.serving.registration import FlexQuantConfig
-
-        merged: MergedConfig = MergedConfig.from_json({})
-        FlexQuantConfig(merged)  # no method is left abstract
-        method.create_weights(layer)
-        method.process_weights_after_loading(layer)
-        config.get_quant_method(layer, "")
-        config.get_supported_act_dtypes()
-        of_class = config.get_min_capability(), config.get_config_filenames(), config.from_config({})
-        return [config.get_name(), *of_class, VerifyAndUpdateConfig.verify_and_update_config]
-
-    def _kernels(
-        int4: MPLinearKernel,
-        c: MPLinearLayerConfig,
-        int8: CPUInt8ScaledMMLinearKernel,
-        layer: nn.Module,
-        x: torch.Tensor,
-    ) -> Any:
-        """Goes when vLLM's own kernels are right on every CPU; vLLM calls these methods of FlexQuant's."""
-        from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
-        from flexquant.serving.cpu.int8 import ExactCPUInt8LinearKernel
-
-        TorchCPUInt4LinearKernel(c, "", "", "")
-        ExactCPUInt8LinearKernel(int8.config, int8.layer_param_names)
-        int4.process_weights_after_loading(layer)
-        int8.process_weights_after_loading(layer)
-        products = int4.apply_weights(layer, x, None), int8.apply_weights(layer, x, None)
-        of_class = MPLinearKernel.get_min_capability(), MPLinearKernel.can_implement(c)
-        names = c.act_type, int4.config, int4.w_q_name, int4.w_s_name, int4.w_zp_name
-        return [*products, *of_class, *names]
-
-    def _models(
-        image: SupportsMultiModal,
-        eagle: SupportsEagle3,
-        pipelined: SupportsPP,
-        lora: SupportsLoRA,
-        mapper: WeightsMapper,
-    ) -> Any:
-        """Goes when FlexQuant is a part of vLLM."""
-        eagle.set_aux_hidden_state_layers((1,))
-        image.embed_multimodal()
-        image.get_placeholder_str("image", 0)
-        embeddings = image.embed_input_ids
-        names = (
-            lora.embedding_modules,
-            lora.packed_modules_mapping,
-            lora.lora_manager,
-            mapper.apply_list([""]),
-        )
-        return [image.get_language_model(), embeddings, pipelined.make_empty_intermediate_tensors, *names]
-
-    def _adapters(manager: LoRAModelManager, layer: BaseLinearLayerWithLoRA, head: ParallelLMHead) -> Any:
-        """Goes when vLLM can be told which modules of a model stand for the same layer of an adapter."""
-        head.tie_weights(head)
-        matrices: tuple[tuple[torch.Tensor, ...], ...] = layer.lora_a_stacked, layer.lora_b_stacked
-        return [manager.modules.pop(""), *matrices]
-
-    def _scoring(processor: AdapterLogitsProcessor, params: Any) -> Any:
-        """Goes when vLLM scores a given continuation as it is decoded."""
-        return [processor.is_argmax_invariant(), processor.new_req_logits_processor(params)]
-
-    def _configs(config: ModelConfig, arguments: EngineArgs) -> Any:
-        """Goes when FlexQuant is a part of vLLM."""
-        arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
-        return [config.registry, ModelRegistry.is_pp_supported_model([""], config)]

@@ -21,7 +21,7 @@ from tests.check_vllm import BY_TYPES, PAGE, PLANTED, check, missing_mentions, u
 
 ROOT = Path(__file__).parents[2]
 API = ROOT / "flexquant" / "serving" / "vllm_api.py"
-NAMES_FILE = ROOT / "flexquant" / "serving" / "vllm_names.py"
+USES = ROOT / "tests" / "vllm_uses.py"
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +129,7 @@ def private_imports(code: str) -> list[tuple[str, str]]:
 
 
 def files(*folders: str) -> list[Path]:
-    return [
-        file for folder in folders for file in (ROOT / folder).rglob("*.py") if file not in (API, NAMES_FILE)
-    ]
+    return [file for folder in folders for file in (ROOT / folder).rglob("*.py") if file != API]
 
 
 def test_private_names_of_vllm_are_imported_by_one_file_alone() -> None:
@@ -180,7 +178,7 @@ def test_every_import_is_asked_for() -> None:
 def test_every_row_and_every_untyped_name_is_used() -> None:
     code = "\n".join(file.read_text() for file in files("flexquant", "merge", "benchmarks"))
     of_rows = {name.split(".")[-1] for names in NAMES for name in names.mentions}
-    functions = ast.parse("if 1:\n" + NAMES_FILE.read_text().partition("\nif TYPE_CHECKING:\n")[2])
+    functions = ast.parse(USES.read_text())
     reached = {node.attr for node in ast.walk(functions) if isinstance(node, ast.Attribute)}
     assert {name for name in of_rows | reached if name not in code} == set()
 
