@@ -36,4 +36,5 @@ def test_both_schemes_are_measured(
     for kind in ("prose", "code", "chat"):
         kl = [statistics.fmean(variant["rows"][kind]["kl"]) for variant in (w4a16, w8a8)]
         assert kl[0] > kl[1] > 0
-    assert "| w8a8 | chat |" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "chat: perplexity" in table and "\n| w8a8 |" in table
