@@ -115,6 +115,8 @@ def _path_in(value: Any, loc: Sequence[str | int]) -> KeyPath:
     path: list[str | int] = []
     for part in loc:
         if isinstance(value, dict) and part in value or isinstance(value, list) and isinstance(part, int):
-            path.append(part)
-            value = value[part]  # type: ignore[index]
+            value = value[part]
+        else:
+            continue
+        path.append(part)
     return tuple(path)

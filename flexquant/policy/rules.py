@@ -36,13 +36,13 @@ from flexquant.policy.pass_times import PassTimes, measured_pass_times
 from flexquant.policy.plans import plan_name
 from flexquant.policy.ranges import Bounds, LayerRange, are_covered
 from flexquant.policy.schema import (
-    LAYERS,
     Activations,
     BoundsSection,
     DerivedSection,
     PolicySection,
     RuleSection,
     ScheduleSection,
+    parse_layers,
 )
 from flexquant.policy.trigger import Schedule, SignalTrigger, Trigger
 
@@ -237,7 +237,7 @@ def _rule(entry: RuleSection, path: KeyPath, document: Document) -> Rule:
     else:
         variant, place = use.default, document.place((*use_path, "default"))
         layers = tuple(
-            _layer_range(text, other, document.place((*use_path, "layers", text)))
+            LayerRange(*parse_layers(text), other, text, document.place((*use_path, "layers", text)))
             for text, other in use.layers.items()
         )
     return Rule(
@@ -254,11 +254,6 @@ def _rule(entry: RuleSection, path: KeyPath, document: Document) -> Rule:
 
 def _bounds(section: BoundsSection) -> Bounds:
     return Bounds(section.min, section.max)
-
-
-def _layer_range(text: str, variant: str, place: str) -> LayerRange:
-    first, last = LAYERS.fullmatch(text).groups()  # type: ignore[union-attr]
-    return LayerRange(int(first), int(first if last is None else last), variant, text, place)
 
 
 def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:

@@ -43,7 +43,8 @@ def _check_name(name: str) -> str:
     return name
 
 
-def _check_layers(text: str) -> str:
+def parse_layers(text: str) -> tuple[int, int]:
+    """Return the first and the last layer of a key such as ``0-3`` or ``-1``; raise Problem for another."""
     match = LAYERS.fullmatch(text)
     if match is None:
         raise Problem('does not name layers; write a number or a range such as "5", "0-3" or "-4--1"')
@@ -51,6 +52,11 @@ def _check_layers(text: str) -> str:
     last = first if match[2] is None else int(match[2])
     if first > last and (first < 0) == (last < 0):
         raise Problem(f'runs backwards; write "{last}-{first}"')
+    return first, last
+
+
+def _check_layers(text: str) -> str:
+    parse_layers(text)
     return text
 
 
