@@ -114,7 +114,9 @@ def _path_in(value: Any, loc: Sequence[str | int]) -> KeyPath:
     """Return the keys and indices in a location of pydantic, which also names branches of unions."""
     path: list[str | int] = []
     for part in loc:
-        if isinstance(value, dict) and part in value or isinstance(value, list) and isinstance(part, int):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and isinstance(part, int):
             value = value[part]
         else:
             continue
