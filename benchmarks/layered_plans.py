@@ -24,13 +24,13 @@ from flexquant.checkpoint.output import staged_file
 from flexquant.cli._study import add_study, study_of, tell
 from flexquant.documents.figures import new_figure
 from flexquant.layers.budget import Budget
-from flexquant.layers.plans import Layers, all_in, describe_layers
 from flexquant.layers.searching import Search
 from flexquant.layers.sensitivity import Study
 from flexquant.layers.sensitivity_report import estimate
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.choose import find_measured
 from flexquant.policy.pass_times import PassTimes
+from flexquant.policy.plans import Layers, all_in, describe_layers
 
 SEARCHED = "searched"
 

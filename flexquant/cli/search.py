@@ -60,7 +60,6 @@ def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.checkpoint.output import staged_file
     from flexquant.evaluation.report import writable_folder
     from flexquant.layers.budget import Budget
-    from flexquant.layers.plans import describe_layers
     from flexquant.layers.search_report import (
         format_search_table,
         policy_text,
@@ -69,6 +68,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     )
     from flexquant.layers.searching import Search
     from flexquant.policy.choose import choose_policy, find_measured
+    from flexquant.policy.plans import describe_layers
 
     budget = Budget(args.max_kl, args.max_slowdown, args.layers)
     study = study_of(args)

@@ -3,10 +3,8 @@
 """Which layer needs which precision: `flexquant sensitivity` measures it, and `flexquant search` chooses.
 
 sensitivity         runs one plan after another on one engine, and measures its KL divergence to a reference
-plans               makes plans from other plans, and writes them for results
-chain               proposes plans by raising one layer after another to a higher precision
 budget              limits what a plan may cost, and chooses the best measured plan within the limit
-searching           runs a search: measures layers alone and whole plans, and chooses
+searching           runs a search: measures layers alone, proposes plans, measures these whole, and chooses
 limiting            changes a tuned policy where a variant loses too much
 sensitivity_report  computes differences between plans with their intervals, as a table and a plot
 search_report       writes the measured plans as a table and a plot, and the policy

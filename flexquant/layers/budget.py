@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.layers.plans import Layers, describe_layers
+from flexquant.policy.plans import Layers, describe_layers
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from statistics import fmean
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.layers.budget import Budget
-from flexquant.layers.plans import all_in, describe_layers
 from flexquant.layers.searching import Search
 from flexquant.layers.sensitivity import Study
 from flexquant.policy.deriving import add_derivations
-from flexquant.policy.plans import Plan
+from flexquant.policy.plans import Plan, all_in, describe_layers
 from flexquant.policy.rules import parse_policy
 from flexquant.tuning.policy_file import TuningResult
 

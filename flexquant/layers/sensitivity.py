@@ -26,11 +26,10 @@ from flexquant.evaluation.scores import Scores
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
 from flexquant.evaluation.text import read_rows
-from flexquant.layers.plans import Layers, all_in, describe_layers, with_layer
 from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.deriving import add_derivations
-from flexquant.policy.plans import Plan
+from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
 from flexquant.policy.rules import Policy
 from flexquant.policy.schema import SCHEMA as POLICY_SCHEMA
 
@@ -108,7 +107,7 @@ class Study:
     def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> JsonObject:
         """Measure each layer alone, unless ``file`` has the plan already; return the document in ``file``.
 
-        The document's ``kl`` maps a plan (:func:`flexquant.layers.plans.describe_layers`) to the mean KL
+        The document's ``kl`` maps a plan (:func:`flexquant.policy.plans.describe_layers`) to the mean KL
         divergence of every row to the reference, in nats a token. ``progress`` gets a line for every plan.
         Raises FlexQuantError for a text that is too short, and for a file of another study unless
         ``overwrite`` is set.

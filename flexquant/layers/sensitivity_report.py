@@ -17,7 +17,7 @@ import numpy as np
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.figures import new_figure
-from flexquant.layers.plans import Layers, all_in, describe_layers, with_layer
+from flexquant.policy.plans import Layers, all_in, describe_layers, with_layer
 
 RESAMPLES = 10_000
 

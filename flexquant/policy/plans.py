@@ -14,6 +14,9 @@ from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 
+Layers = tuple[str, ...]
+"""The variant of every decoder layer, in order."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -21,11 +24,10 @@ class Plan:
 
     name: str
     """The variant of most layers, then the other variants with their layers: ``w4a16+w8a8[0-3,29]``."""
-    layers: tuple[str, ...]
-    """Variant of every decoder layer."""
+    layers: Layers
 
     @classmethod
-    def from_layers(cls, layers: tuple[str, ...]) -> Plan:
+    def from_layers(cls, layers: Layers) -> Plan:
         base = Counter(layers).most_common(1)[0][0]
         others = {
             variant: describe_ranges(i for i, v in enumerate(layers) if v == variant)
@@ -82,3 +84,18 @@ def runs(layers: Sequence[str]) -> Iterator[tuple[str, range]]:
     for variant, group in groupby(range(len(layers)), key=lambda layer: layers[layer]):
         numbers = [*group]
         yield variant, range(numbers[0], numbers[-1] + 1)
+
+
+def all_in(variant: str, num_layers: int) -> Layers:
+    """Return the layers of the plan that runs every layer in one variant."""
+    return (variant,) * num_layers
+
+
+def with_layer(layers: Layers, layer: int, variant: str) -> Layers:
+    """Return the layers of the plan with this one layer in another variant."""
+    return (*layers[:layer], variant, *layers[layer + 1 :])
+
+
+def describe_layers(layers: Layers) -> str:
+    """Return e.g. ``w8a8 0-3, w4a16 4-29``; different plans have different texts."""
+    return ", ".join(f"{variant} {describe_range(run)}" for variant, run in runs(layers))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import layered_plans, trigger, where_time_goes
-from flexquant.layers.plans import all_in, describe_layers, with_layer
+from flexquant.policy.plans import all_in, describe_layers, with_layer
 from tests.integration.test_search import LAYERS, write_tuned_and_reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]

@@ -18,8 +18,8 @@ from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
 from flexquant.layers.limiting import limit_loss
-from flexquant.layers.plans import describe_layers
 from flexquant.layers.sensitivity import Study
+from flexquant.policy.plans import describe_layers
 from flexquant.policy.rules import load_policy
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.deciding import Decision, Range

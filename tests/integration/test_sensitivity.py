@@ -13,7 +13,7 @@ import pytest
 from flexquant import cli
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.settings import Settings
-from flexquant.layers.plans import describe_layers, with_layer
+from flexquant.policy.plans import describe_layers, with_layer
 from tests.checkpoints import make_checkpoint
 from tests.conftest import STARTS
 

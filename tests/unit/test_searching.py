@@ -18,10 +18,10 @@ from flexquant.evaluation.settings import Settings
 from flexquant.evaluation.subject import Subject
 from flexquant.layers.budget import Budget, MeasuredPlan, front
 from flexquant.layers.limiting import limit_loss
-from flexquant.layers.plans import Layers, describe_layers
 from flexquant.layers.searching import Search, SearchResult
 from flexquant.layers.sensitivity import Study
 from flexquant.merge import merge_checkpoints
+from flexquant.policy.plans import Layers, describe_layers
 from flexquant.policy.schema import SCHEMA
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.deciding import Decision, Range

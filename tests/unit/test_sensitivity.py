@@ -9,9 +9,8 @@ import math
 import numpy as np
 import pytest
 
-from flexquant.layers.plans import Layers, describe_layers, with_layer
 from flexquant.layers.sensitivity_report import costs, estimate, format_sensitivity_table, wins
-from flexquant.policy.plans import Plan
+from flexquant.policy.plans import Layers, Plan, describe_layers, with_layer
 from flexquant.policy.rules import parse_policy
 
 HIGH, MIDDLE, LOW = "w8a8", "w4a8", "w4a16"

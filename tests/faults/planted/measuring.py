@@ -34,7 +34,7 @@ MEASURING = (
     Fault(
         "what-costs-time-counts-for-nothing",
         "The layer that wins most is raised first, whatever its time.",
-        "flexquant/layers/chain.py",
+        "flexquant/layers/searching.py",
         "won / longer if longer > 0",
         "won if longer > 0",
         ("tests/unit/test_search.py::test_of_three_variants_a_layer_takes_what_wins_most_for_its_time",),
@@ -50,7 +50,7 @@ MEASURING = (
     Fault(
         "layer-that-costs-least-raised-first",
         "The chain raises first what costs least.",
-        "flexquant/layers/chain.py",
+        "flexquant/layers/searching.py",
         "step: (*worth(*step), -step[0])",
         "step: (worth(*step)[0], -worth(*step)[1], -step[0])",
         ("tests/unit/test_search.py::test_the_chain_raises_the_layer_that_costs_most_first",),
