@@ -25,11 +25,10 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import parse_count
 from flexquant.policy.choose import DEFAULT_POLICY, choose_policy
 from flexquant.policy.moments import Span
-from flexquant.policy.pass_times import device_name
+from flexquant.policy.pass_times import device_name, format_times
 from flexquant.policy.routes import build_route_table, matching_rules
 from flexquant.policy.rules import builtin_policies, load_policy
 from flexquant.policy.schema import PHASES, Phase, json_schema
-from flexquant.policy.times_table import format_times
 from flexquant.policy.trigger import describe_trigger
 from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 

@@ -61,6 +61,8 @@ OptionalPositive = Annotated[Positive | SkipJsonSchema[None], says(POSITIVE)]
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True), says("give a number of at least 0")]
 """A number of at least 0."""
 Text = Annotated[str, Field(strict=True), says("give text, in quotes if need be")]
+KEYS_AS_GIVEN = {"additionalProperties": False}
+"""JSON Schema of a mapping whose keys must all match the pattern of its keys."""
 
 
 class Section(BaseModel):
@@ -110,15 +112,12 @@ def read_section(section: type[S], document: Document, path: KeyPath = ()) -> S:
         document.fail((*path, *_path_in(value, error["loc"]), *at), str(found or error["msg"]))
 
 
-def _path_in(value: Any, loc: Sequence[str | int]) -> KeyPath:
+def _path_in(value: object, loc: Sequence[str | int]) -> KeyPath:
     """Return the keys and indices in a location of pydantic, which also names branches of unions."""
     path: list[str | int] = []
     for part in loc:
-        if isinstance(value, dict) and part in value:
-            value = value[part]
-        elif isinstance(value, list) and isinstance(part, int):
-            value = value[part]
-        else:
-            continue
-        path.append(part)
+        held = dict(enumerate(value)) if isinstance(value, list) else value
+        if isinstance(held, dict) and part in held:
+            value = held[part]
+            path.append(part)
     return tuple(path)

@@ -13,9 +13,8 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.layers.budget import Budget
 from flexquant.layers.searching import Search
 from flexquant.layers.sensitivity import Study
-from flexquant.policy.deriving import add_derivations
 from flexquant.policy.plans import Plan, all_in, describe_layers
-from flexquant.policy.rules import parse_policy
+from flexquant.policy.rules import add_derivations, parse_policy
 from flexquant.tuning.policy_file import TuningResult
 
 

@@ -13,9 +13,8 @@ from flexquant.documents.yaml_document import to_yaml
 from flexquant.layers.budget import Budget, MeasuredPlan, front
 from flexquant.layers.searching import SearchResult
 from flexquant.layers.sensitivity_report import estimate
-from flexquant.policy.deriving import add_derivations
 from flexquant.policy.plans import Plan, describe_layers
-from flexquant.policy.rules import Policy, parse_policy
+from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
 
 

@@ -28,9 +28,8 @@ from flexquant.evaluation.subject import Subject
 from flexquant.evaluation.text import read_rows
 from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
-from flexquant.policy.deriving import add_derivations
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
-from flexquant.policy.rules import Policy
+from flexquant.policy.rules import Policy, add_derivations
 from flexquant.policy.schema import SCHEMA as POLICY_SCHEMA
 
 if TYPE_CHECKING:

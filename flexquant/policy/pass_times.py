@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Hold the times of forward passes by variant; `tune` measures, `predict` predicts, `simulate` uses them.
+"""Read, hold and format the times of forward passes by variant; `tune` measures, `predict` predicts them.
 
 A tuned policy holds them under its key ``measured``:
 
@@ -20,15 +20,79 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator, Field, model_validator
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.policy.schema import MeasuredSection
+from flexquant.documents.schema import KEYS_AS_GIVEN, Number, Positive, Problem, Section, says
+from flexquant.documents.yaml_document import show
+from flexquant.policy.plans import Layers
 
 DIGITS = 4
 """Significant digits of a time in a document."""
+UNITS = {"decode": "sequences", "prefill": "tokens"}
+"""Phase -> unit of the sizes of its passes."""
+
+
+def _check_size(text: str) -> str:
+    if not text.isdecimal() or int(text) < 1:
+        raise Problem("is not a size; give whole numbers of at least 1 as keys")
+    return text
+
+
+def _check_times(times: list[float]) -> list[float]:
+    median, low, high = times
+    if not 0 < low <= median <= high:
+        raise Problem(f"is {show(times)}; give times above 0 with low <= median <= high")
+    return times
+
+
+SizeKey = Annotated[str, AfterValidator(_check_size), Field(json_schema_extra={"pattern": "^[1-9][0-9]*$"})]
+TimeSection = Annotated[
+    Annotated[list[Number], Field(min_length=3, max_length=3)],
+    AfterValidator(_check_times),
+    says("give [median, low, high] in milliseconds"),
+]
+Curves = Annotated[
+    dict[
+        str,
+        Annotated[
+            dict[SizeKey, TimeSection],
+            Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
+            says("give a mapping from sizes to times"),
+        ],
+    ],
+    Field(min_length=1),
+    says("give a mapping from variants to their times"),
+]
+
+
+class MeasuredSection(Section):
+    """Times of passes on the machine on which the policy was tuned; `flexquant tune` writes them."""
+
+    origin: Annotated[JsonObject, says("give a mapping")]
+    """Machine, versions, date and command; or the device whose times were predicted."""
+    context: Positive
+    """Tokens of every sequence in the KV cache, in the decode passes."""
+    context_ns: Number
+    """Nanoseconds that one more token in the KV cache costs a pass."""
+    decode_ms: Curves
+    """Times by variant and sequences: median, smallest, largest; milliseconds."""
+    prefill_ms: Curves
+    """Times by variant and tokens: median, smallest, largest; milliseconds."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MeasuredSection:
+        if set(self.decode_ms) != set(self.prefill_ms):
+            raise Problem(
+                f"has the variants {', '.join(self.prefill_ms)}, but decode_ms {', '.join(self.decode_ms)}; "
+                "give both",
+                ["prefill_ms"],
+            )
+        return self
 
 
 class Time(NamedTuple):
@@ -60,7 +124,7 @@ class PassTimes:
     def variants(self) -> tuple[str, ...]:
         return tuple(self.decode)
 
-    def seconds(self, layers: tuple[str, ...], phase: str, size: int) -> float:
+    def seconds(self, layers: Layers, phase: str, size: int) -> float:
         """Return the time of a pass of ``size`` sequences (decode) or tokens (prefill, mixed), in seconds.
 
         ``layers`` are the variants of all decoder layers (``Plan.layers`` of :mod:`flexquant.policy.routes`);
@@ -108,6 +172,32 @@ def measured_pass_times(measured: MeasuredSection) -> PassTimes:
         for curves in (measured.decode_ms, measured.prefill_ms)
     )
     return PassTimes(decode, prefill, measured.context, measured.context_ns / 1e9, measured.origin)
+
+
+def format_times(times: PassTimes, plan: Callable[[str, int], str]) -> list[str]:
+    """Return the lines of a table of milliseconds, with a row per size and a column per variant.
+
+    ``plan(phase, size)`` returns the name of the plan that the policy chooses.
+    """
+    lines = []
+    for phase, curves in (("decode", times.decode), ("prefill", times.prefill)):
+        sizes = sorted(set.intersection(*(set(curve) for curve in curves.values())))
+        rows = [[f"{phase}, ms", *curves, "plan"]]
+        for size in sizes:
+            unit = UNITS[phase] if size > 1 else UNITS[phase].removesuffix("s")
+            cells = [format_time(curve[size]) for curve in curves.values()]
+            rows.append([f"{size} {unit}", *cells, plan(phase, size)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            lines.append("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
+        lines.append("")
+    return lines[:-1]
+
+
+def format_time(time: Time) -> str:
+    """Return median, smallest and largest in milliseconds, e.g. ``60.1 (59.8-60.9)``."""
+    median, low, high = (f"{1e3 * seconds:.3g}" for seconds in time)
+    return median if low == median == high else f"{median} ({low}-{high})"
 
 
 def _interpolate(curve: Curve, size: int) -> float:

@@ -24,7 +24,7 @@ imports torch or vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexquant.checkpoint.model_config import JsonObject
@@ -161,6 +161,16 @@ def parse_policy(document: JsonObject, source: str = "stored policy") -> Policy:
     ``source``, for a document that breaks the schema.
     """
     return _validate(from_data(document, source, "policy"), source)
+
+
+def add_derivations(
+    document: JsonObject, variants: Iterable[str], policies: Mapping[str, Policy]
+) -> JsonObject:
+    """Return the document with the derivations in the policies of ``variants`` added."""
+    derived = dict(document.get("derive", {}))
+    for variant in sorted(set(variants)):
+        derived |= policies[variant].document.get("derive", {})
+    return {**document, "derive": derived} if derived else document
 
 
 def _validate(document: Document, name: str) -> Policy:

@@ -14,9 +14,18 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from flexquant.checkpoint.merged_config import VARIANT_NAME, check_variant_name
-from flexquant.documents.schema import Number, OptionalPositive, Positive, Problem, Section, Text, says
-from flexquant.documents.yaml_document import show
+from flexquant.documents.schema import (
+    KEYS_AS_GIVEN,
+    Number,
+    OptionalPositive,
+    Positive,
+    Problem,
+    Section,
+    Text,
+    says,
+)
 from flexquant.errors import FlexQuantError
+from flexquant.policy.pass_times import MeasuredSection
 from flexquant.policy.trigger import AGGREGATES, SIGNALS, Aggregate, Signal
 
 SCHEMA: Literal["flexquant.policy/v1"] = "flexquant.policy/v1"
@@ -60,12 +69,6 @@ def _check_layers(text: str) -> str:
     return text
 
 
-def _check_size(text: str) -> str:
-    if not text.isdecimal() or int(text) < 1:
-        raise Problem("is not a size; give whole numbers of at least 1 as keys")
-    return text
-
-
 VariantName = Annotated[
     str,
     AfterValidator(_check_name),
@@ -75,12 +78,9 @@ VariantName = Annotated[
 LayersKey = Annotated[
     str, AfterValidator(_check_layers), Field(json_schema_extra={"pattern": f"^({LAYERS.pattern})$"})
 ]
-SizeKey = Annotated[str, AfterValidator(_check_size), Field(json_schema_extra={"pattern": "^[1-9][0-9]*$"})]
 
 
 NOT_EMPTY = ConfigDict(json_schema_extra={"minProperties": 1})
-KEYS_AS_GIVEN = {"additionalProperties": False}
-"""JSON Schema of a mapping whose keys must all match the pattern of its keys."""
 
 
 class BoundsSection(Section):
@@ -226,57 +226,6 @@ class Experimental(Section):
         ),
     ]
     """Trigger that makes decode passes `unsure`."""
-
-
-def _check_times(times: list[float]) -> list[float]:
-    median, low, high = times
-    if not 0 < low <= median <= high:
-        raise Problem(f"is {show(times)}; give times above 0 with low <= median <= high")
-    return times
-
-
-TimeSection = Annotated[
-    Annotated[list[Number], Field(min_length=3, max_length=3)],
-    AfterValidator(_check_times),
-    says("give [median, low, high] in milliseconds"),
-]
-Curves = Annotated[
-    dict[
-        str,
-        Annotated[
-            dict[SizeKey, TimeSection],
-            Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
-            says("give a mapping from sizes to times"),
-        ],
-    ],
-    Field(min_length=1),
-    says("give a mapping from variants to their times"),
-]
-
-
-class MeasuredSection(Section):
-    """Times of passes on the machine on which the policy was tuned; `flexquant tune` writes them."""
-
-    origin: Annotated[dict[str, Any], says("give a mapping")]
-    """Machine, versions, date and command; or the device whose times were predicted."""
-    context: Positive
-    """Tokens of every sequence in the KV cache, in the decode passes."""
-    context_ns: Number
-    """Nanoseconds that one more token in the KV cache costs a pass."""
-    decode_ms: Curves
-    """Times by variant and sequences: median, smallest, largest; milliseconds."""
-    prefill_ms: Curves
-    """Times by variant and tokens: median, smallest, largest; milliseconds."""
-
-    @model_validator(mode="after")
-    def _check(self) -> MeasuredSection:
-        if set(self.decode_ms) != set(self.prefill_ms):
-            raise Problem(
-                f"has the variants {', '.join(self.prefill_ms)}, but decode_ms {', '.join(self.decode_ms)}; "
-                "give both",
-                ["prefill_ms"],
-            )
-        return self
 
 
 def _check_count(rules: list[RuleSection]) -> list[RuleSection]:

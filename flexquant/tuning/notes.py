@@ -10,8 +10,7 @@ from itertools import pairwise
 from flexquant.checkpoint.layer_ranges import format_bytes
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.measuring.comparison import EQUAL, FEWEST_ROUNDS, percent
-from flexquant.policy.pass_times import device_name
-from flexquant.policy.times_table import UNITS
+from flexquant.policy.pass_times import UNITS, device_name
 from flexquant.serving.cpu.kernels import STAND_INS
 from flexquant.tuning.deciding import Decision, undecided
 from flexquant.tuning.memory import Memory

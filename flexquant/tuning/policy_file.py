@@ -13,11 +13,9 @@ from flexquant.checkpoint.output import staged_file
 from flexquant.documents.figures import MatplotlibMissing
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
-from flexquant.policy.deriving import add_derivations
-from flexquant.policy.pass_times import PassTimes
-from flexquant.policy.rules import Policy, parse_policy
+from flexquant.policy.pass_times import UNITS, PassTimes, format_times
+from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
-from flexquant.policy.times_table import UNITS, format_times
 from flexquant.tuning.deciding import Decision
 from flexquant.tuning.plot import save_tuning_plot
 

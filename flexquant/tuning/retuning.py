@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.comparison import percent
 from flexquant.measuring.machine import describe_command
-from flexquant.policy.pass_times import Curve, PassTimes, Time
+from flexquant.policy.pass_times import UNITS, Curve, PassTimes, Time
 from flexquant.policy.plans import Plan
 from flexquant.policy.rules import Policy
-from flexquant.policy.times_table import UNITS
 from flexquant.tuning.deciding import Decision
 from flexquant.tuning.objectives import Goal, meet, optimise
 from flexquant.tuning.policy_file import TuningResult, tuned_policy_document

@@ -16,8 +16,7 @@ from flexquant.planning.linears import Linear
 from flexquant.planning.model_shape import read_model_shape
 from flexquant.planning.predicting import predict_pass_times
 from flexquant.planning.roofline import CostParts, linear_cost, pass_cost, quantisation_cost
-from flexquant.policy.pass_times import measured_pass_times
-from flexquant.policy.schema import MeasuredSection
+from flexquant.policy.pass_times import MeasuredSection, measured_pass_times
 from tests.prediction import DEVICE, square
 
 
