@@ -23,7 +23,7 @@ def read_named(
 ) -> tuple[bytes, str]:
     """Return a file's content, and the name that messages give it.
 
-    A built-in's name is a name. Any other text is a path if it has a ``/``, ends in one of the ``suffixes``
+    A built-in's name is a name. Other text is a path if it has a ``/``, ends in one of the ``suffixes``
     or names an existing file. Built-in files end in the first suffix. ``kind`` is the kind of file, e.g.
     policy. Raises FlexQuantError for an unknown name and a file that cannot be read.
     """

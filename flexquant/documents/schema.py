@@ -9,7 +9,7 @@ advice for a wrong value. The same models make the JSON Schema for editors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -40,7 +40,7 @@ def says(advice: str, whole: bool = False) -> WrapValidator:
     always wrong, as a key with a default can be left out.
     """
 
-    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    def validate(value: object, handler: ValidatorFunctionWrapHandler) -> object:
         try:
             if value is not None:
                 return handler(value)
@@ -77,7 +77,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_keys(cls, value: Any) -> Any:
+    def _check_keys(cls, value: object) -> object:
         fields = {field.alias or name: field for name, field in cls.model_fields.items() if not field.exclude}
         required = [key for key, field in fields.items() if field.is_required()]
         allowed = ", ".join([*required, *(key for key in fields if key not in required)])

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexquant.errors import FlexQuantError, explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TextOrMessages = str | list[dict[str, Any]]
+TextOrMessages = str | list[dict[str, str]]
 """Plain text, or the messages of one conversation."""
 
 # Read this many times the tokens that are needed, and draw rows from them: a corpus can be large.
@@ -110,8 +110,10 @@ def start_of_row(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids[:1] if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else []
 
 
-def as_text(document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name: str, **template: Any) -> str:
-    """Return a document's text; the chat template, called with ``template``, renders a conversation."""
+def as_text(
+    document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name: str, to_answer: bool = False
+) -> str:
+    """Return a document's text; the chat template renders a conversation, ``to_answer`` up to an answer."""
     if isinstance(document, str):
         return document
     if not tokenizer.chat_template:
@@ -119,7 +121,7 @@ def as_text(document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name: 
             f"{name} has 'messages', but the model's tokenizer has no chat template; give records with 'text'"
         )
     try:
-        return str(tokenizer.apply_chat_template(document, tokenize=False, **template))
+        return str(tokenizer.apply_chat_template(document, tokenize=False, add_generation_prompt=to_answer))
     except Exception as e:  # a template is a program by the model's author, and can raise anything
         raise FlexQuantError(f"the model's chat template refuses messages of {name} ({e})") from e
 
@@ -183,7 +185,7 @@ def _read_dataset(name: str) -> Iterator[TextOrMessages]:
             yield _text_of(record, f"{name}, record {number}")
 
 
-def _text_of(record: Any, where: str) -> TextOrMessages:
+def _text_of(record: object, where: str) -> TextOrMessages:
     if isinstance(record, Mapping):
         messages, text = record.get("messages"), record.get("text")
         if isinstance(messages, list) and messages and all(isinstance(m, Mapping) for m in messages):

@@ -45,16 +45,16 @@ class Document:
         raise FlexQuantError(f"{self.place(path)} {problem}")
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Return a value for messages: JSON, cut at 60 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def from_data(data: Any, source: str, kind: str) -> Document:
+def from_data(data: object, source: str, kind: str) -> Document:
     """Copy nested dicts and lists, with keys as text; raise FlexQuantError for a key that is too long."""
 
-    def copy(value: Any) -> Any:
+    def copy(value: object) -> object:
         if isinstance(value, dict):
             return {_key(str(key), source): copy(item) for key, item in value.items()}
         return [copy(item) for item in value] if isinstance(value, list) else value
@@ -100,7 +100,7 @@ class _DatesAsText(yaml.SafeLoader):
     }
 
 
-def to_yaml(data: dict[str, Any], compact: bool = False) -> str:
+def to_yaml(data: Mapping[str, object], compact: bool = False) -> str:
     """Return a document as YAML that :func:`from_yaml` reads back, with keys in the given order.
 
     ``compact`` writes lists and mappings without nested ones on one line.
@@ -114,7 +114,7 @@ def to_yaml(data: dict[str, Any], compact: bool = False) -> str:
 class _PlainDumper(yaml.SafeDumper):
     """Writes an object that occurs twice in full both times, without anchors and aliases."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -124,7 +124,7 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
 
     values = 0
 
-    def read(node: yaml.Node, path: KeyPath) -> Any:
+    def read(node: yaml.Node, path: KeyPath) -> object:
         nonlocal values
         values += 1
         if values > MAX_VALUES:
@@ -144,8 +144,8 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
         except ValueError as e:
             document.fail(path, f"is {node.value!r}, which cannot be read ({e}); correct or quote it")
 
-    def read_mapping(node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        mapping: dict[str, Any] = {}
+    def read_mapping(node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
+        mapping: dict[str, object] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             place = f"{source}, line {line}"
@@ -171,7 +171,7 @@ def _key(key: str, place: str) -> str:
     return key
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value that a server's processes can send to each other; raise ValueError for others.
 
     JSON writes a character above 16 bits as two escapes; PyYAML leaves two surrogates, which are joined here.

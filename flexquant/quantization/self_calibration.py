@@ -199,7 +199,7 @@ def _write_batch(
     for number, draw in zip(numbers, draws, strict=True):
         if tokenizer.chat_template and number % 2 == 0:
             start: Any = [{"role": "user", "content": draw_request(languages, draw)}]
-            text = as_text(start, tokenizer, NAME, add_generation_prompt=True)
+            text = as_text(start, tokenizer, NAME, to_answer=True)
             prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
         else:
             start = vocabulary_word(tokenizer, draw) if number % 4 == 1 else draw_opening(languages, draw)
