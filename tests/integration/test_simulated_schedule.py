@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.arrivals import make_trace
 from flexquant.planning import replaying
-from flexquant.planning.arrivals import make_trace
 from flexquant.planning.device import builtin_devices, load_device
 from flexquant.planning.replaying import Replay
 from flexquant.planning.scheduler import Chunk, Sequence

@@ -8,8 +8,8 @@ import dataclasses
 
 import pytest
 
+from benchmarks.arrivals import BUILTIN
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.planning.arrivals import BUILTIN
 from flexquant.planning.scheduler import Scheduler, Sequence
 from flexquant.planning.server import Limits
 from flexquant.planning.simulation_report import summarise_replay

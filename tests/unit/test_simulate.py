@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.arrivals import make_trace
 from flexquant import cli
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.errors import FlexQuantError
-from flexquant.planning.arrivals import make_trace
 from flexquant.planning.model_shape import read_model_shape
 from flexquant.planning.pass_cost import PassCost
 from flexquant.planning.replaying import replay

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Make random traces, equal for equal seeds; run as a module, this file writes the built-in traces."""
+"""Make random traces, equal for equal seeds; `python -m benchmarks.arrivals` writes the built-in traces."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 from itertools import accumulate
 from pathlib import Path
 
+from flexquant.planning import traces
 from flexquant.planning.trace import SUFFIX, Request, write_trace
 
 BUILTIN = {"steady": 1.0, "bursty": 0.05}
@@ -40,5 +41,5 @@ def make_builtin(name: str) -> list[Request]:
 
 if __name__ == "__main__":
     for name in BUILTIN:
-        path = Path(__file__).with_name("traces") / f"{name}{SUFFIX}"
+        path = Path(traces.__file__).with_name(f"{name}{SUFFIX}")
         path.write_text(write_trace(make_builtin(name)), encoding="utf-8")
