@@ -8,9 +8,8 @@
 
 This folder is imported as `flexquant.merge`. `merging` runs the steps of a merge: `merge_plan` compares the
 sources and finds the tensors that they share, `kv` decides whether they can share one KV cache, and `card`
-writes the model card, for which `origins` tells how each variant was made. `flexquant.checkpoint` reads and
-writes the folders. `verify` and `split` read a merged checkpoint. `conversion` prepares AWQ and GPTQ
-checkpoints for merging.
+writes the model card. `flexquant.checkpoint` reads and writes the folders. `verify` and `split` read a merged
+checkpoint. `conversion` prepares AWQ and GPTQ checkpoints for merging.
 """
 
 from flexquant.merge.conversion import convert_checkpoint

@@ -4,14 +4,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import yaml
 
 from flexquant.checkpoint.contents import CheckpointReport, describe_kv, describe_mixing
 from flexquant.checkpoint.layer_ranges import format_bytes
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.provenance import PROVENANCE_FILE
-from flexquant.merge.origins import describe_origins
+from flexquant.checkpoint.sidecars import recipe_name
+from flexquant.documents.texts import SELF
+from flexquant.documents.yaml_document import from_yaml
+from flexquant.errors import FlexQuantError
 
 CARD = """\
 ---
@@ -53,6 +58,8 @@ Layers of different variants in one plan: {mixing}. KV cache: {kv}.
 Merged by FlexQuant {version} from {sources}. `{provenance}` has the SHA-256 of every tensor, which
 `flexquant verify` compares. `flexquant split` gives a source checkpoint back, bit for bit.
 """
+OUR_RECIPES = "flexquant.recipe/"
+NOT_VERSIONS = ("model", "weights_sha256", "calibration_rows_sha256")
 
 
 def make_card(report: CheckpointReport, provenance: JsonObject, files: Mapping[str, Path]) -> str:
@@ -82,3 +89,56 @@ def make_card(report: CheckpointReport, provenance: JsonObject, files: Mapping[s
         sources=", ".join(sources),
         provenance=PROVENANCE_FILE,
     )
+
+
+def describe_origins(variants: Sequence[str], files: Mapping[str, Path]) -> str:
+    """Return a Markdown list with an item per variant; ``files`` maps sidecar names to their paths."""
+    return "\n".join(_describe(name, files.get(recipe_name(name))) for name in variants)
+
+
+def _describe(variant: str, path: Path | None) -> str:
+    if path is None:
+        return f"- `{variant}`: its source came without a recipe."
+    try:
+        document = from_yaml(path.read_bytes(), str(path), "recipe", [OUR_RECIPES]).data
+        return _describe_ours(variant, document)
+    except (FlexQuantError, LookupError, TypeError, ValueError, AttributeError):
+        return f"- `{variant}`: by `{recipe_name(variant)}`, as it came with the source."
+
+
+def _describe_ours(variant: str, document: JsonObject) -> str:
+    """Describe a recipe that FlexQuant wrote for one variant; any other raises LookupError, ValueError ..."""
+    if not document["schema"].startswith(OUR_RECIPES):
+        raise ValueError
+    made, calibration = document["made_with"], document.get("calibration")
+    (section,) = document["variants"].values()
+    modifiers = [
+        f"  - {name}: {'; '.join(f'{key} {_short(value)}' for key, value in arguments.items())}"
+        for name, arguments in section.items()
+    ]
+    data = "without calibration data"
+    if calibration:
+        text = {None: "Python's language reference", SELF: "text that the model wrote itself"}.get(
+            calibration["data"], calibration["data"]
+        )
+        data = (
+            f"calibrated on {text}: {calibration['samples']} samples of {calibration['length']} tokens, seed "
+            f"{calibration['seed']} (token ids with SHA-256 `{made['calibration_rows_sha256']}`)"
+        )
+    tools = ", ".join(f"{name} {version}" for name, version in made.items() if name not in NOT_VERSIONS)
+    return "\n".join(
+        [
+            f"- `{variant}`: from {made['model']} (weights with SHA-256 `{made['weights_sha256']}`), "
+            f"{data}, by {tools}. In order, and in full in `{recipe_name(variant)}`:",
+            *modifiers,
+        ]
+    )
+
+
+def _short(value: object) -> str:
+    """Return a value on one line; a mapping from modules to numbers becomes the range of the numbers."""
+    if isinstance(value, dict) and all(isinstance(v, int | float | None) for v in value.values()):
+        numbers = [v for v in value.values() if v is not None]
+        span = f"{min(numbers)} to {max(numbers)}" if numbers else "none"
+        return f"{span}, chosen for each of {len(value)} modules"
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()

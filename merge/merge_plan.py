@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from flexquant.checkpoint.known_models import Shapes, decoder_shapes, model_differences
 from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
 from flexquant.checkpoint.model_config import count_layers, written_or_default
@@ -19,8 +20,6 @@ from flexquant.checkpoint.sidecars import plan_sidecars
 from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import MAX_THREADS
 from flexquant.errors import FlexQuantError
-from flexquant.merge.same_model import model_differences
-from flexquant.merge.sound_shapes import check_shapes
 
 LM_HEAD, EMBEDDING = "lm_head", "embed_tokens"
 
@@ -208,3 +207,23 @@ def _holder(tensor_name: str) -> str | None:
     if inside := EXPERTS.match(tensor_name) or LATENT_UP.match(tensor_name):
         return inside[0]
     return None if LAYER.search(tensor_name) else tensor_name.rpartition(".")[0]
+
+
+def check_shapes(sources: Sequence[Source], shapes: Shapes) -> None:
+    """Raise FlexQuantError, naming the tensor, if a shape does not fit the model or the quantisation scheme.
+
+    ``shapes`` are the unquantised parameters' shapes, which all sources share. Only headers are read.
+    """
+    from flexquant.merge.kv.dequantize import WeightReader  # torch, which verifying does without
+
+    for source in sources:
+        WeightReader(source).check_linears()
+    first = sources[0]
+    expected = decoder_shapes(first.config, str(first.folder / "config.json"))
+    for root in decoder_roots(shapes):
+        for name, shape in expected.items():
+            if shapes.get(root + name, shape) != shape:
+                raise FlexQuantError(
+                    f"'{root}{name}' has shape {list(shapes[root + name])} in {first.folder}, but the model "
+                    f"that its config.json describes has {list(shape)} there; fetch or quantise it again"
+                )

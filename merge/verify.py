@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flexquant.checkpoint.known_models import model_differences
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.recorded_hashes import (
@@ -20,7 +21,6 @@ from flexquant.checkpoint.safetensors_io import same_bytes
 from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
-from flexquant.merge.same_model import model_differences
 
 
 def verify_checkpoint(

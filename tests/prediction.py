@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flexquant import cli
-from flexquant.planning.linears import Linear
+from flexquant.planning.model_shape import Linear
 
 DEVICE = """schema: flexquant.device/v1
 description: round numbers

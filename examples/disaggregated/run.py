@@ -29,8 +29,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
-from flexquant.measuring.process_group import ProcessGroup
-from flexquant.measuring.server import VLLMServer, default_environment, free_port
+from flexquant.measuring.server import ProcessGroup, VLLMServer, default_environment, free_port
 
 HERE = Path(__file__).parent
 BLOCK = 32

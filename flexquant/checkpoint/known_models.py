@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Ask transformers about a model: its config with all defaults, and the shapes of its parameters.
+"""Ask transformers about a model: its config with all defaults, its parameters' shapes, and its tokenizer.
 
 Only the functions import transformers, not this module.
 """
@@ -8,13 +8,14 @@ Only the functions import transformers, not this module.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from flexquant.checkpoint.model_config import JsonObject, text_config
-from flexquant.errors import FlexQuantError
+from flexquant.checkpoint.model_config import ABSENT, JsonObject, config_differences, text_config
+from flexquant.errors import FlexQuantError, explained
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 HEADS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 MAX_NUMBER = 1 << 24
@@ -105,3 +106,37 @@ def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError
         f"{place} does not describe a {config['model_type']} model that transformers has ({problem}); "
         "correct it, or fetch it again"
     )
+
+
+def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder or Hugging Face id; raise FlexQuantError if it cannot be read."""
+    from transformers import AutoTokenizer
+
+    problem = f"the tokenizer of {model} cannot be read"
+    # The tokenizers library raises plain Exceptions for a broken file.
+    with explained(problem, "put its files beside the weights", (Exception,)):
+        return AutoTokenizer.from_pretrained(str(model))
+
+
+def model_differences(a: JsonObject, b: JsonObject) -> list[tuple[str, Any, Any]]:
+    """Return (dotted key, value in a, value in b) of every difference; empty for two configs of one model.
+
+    Releases of transformers differ in which default values they write. If one config lacks a key, the other's
+    value, null included, is therefore compared with transformers' default. Raises FlexQuantError for a config
+    that transformers refuses.
+    """
+    found = list(config_differences(a, b))
+    if found and all(x is ABSENT or y is ABSENT for _, x, y in found):
+        found = list(config_differences(_with_defaults(a), _with_defaults(b)))
+    shown = [(key, _or_null(x), _or_null(y)) for key, x, y in found]
+    return [(key, x, y) for key, x, y in shown if x is not None or y is not None]
+
+
+def _or_null(value: Any) -> Any:
+    return None if value is ABSENT else value
+
+
+def _with_defaults(config: JsonObject) -> JsonObject:
+    """Return the config with transformers' defaults filled in; unchanged if it does not know the model."""
+    known = known_config(config, "config.json")
+    return config if known is None else known.to_dict()

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Find how a checkpoint's Linears are quantised, from its ``quantization_config`` (compressed-tensors)."""
+"""Find how a checkpoint's Linears are quantised (compressed-tensors), and check their parameters' shapes."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.logical import PACKED_SUFFIX, WORD_BITS
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
-    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+TensorShape = tuple[int, ...]
 
 
 class LinearSchemes:
@@ -65,3 +70,64 @@ def _parse(section: JsonObject, owner: str) -> QuantizationConfig:
             f"{owner} has a quantization_config that is not understood ({problem}); quantise the model again "
             "with a supported release of llmcompressor"
         ) from e
+
+
+def shape_problem(
+    args: QuantizationArgs, shape: tuple[int, int], weight: TensorRef, part: Callable[[str], TensorRef | None]
+) -> str:
+    """Return how a Linear's parameters do not fit its scheme; empty if they do.
+
+    ``args`` describe INT weights of 2, 4 or 8 bits, or FP8. ``shape`` is (out_features, in_features),
+    ``weight`` the stored weight. ``part`` returns another parameter of the Linear by the last part of its
+    name, e.g. ``weight_scale``.
+    """
+    if args.actorder in ("group", "dynamic") or part("weight_g_idx") is not None:
+        return (
+            "was quantised with its inputs in another order (actorder 'group', weight_g_idx), which vLLM "
+            "does not undo (actorder 'static' keeps their order)"
+        )
+    rows, columns = shape
+    packed = weight.name.endswith(PACKED_SUFFIX)
+    dtype = "I32" if packed else "I8" if args.type == "int" else "F8_E4M3"
+    if weight.dtype != dtype:
+        return f"has its weight as {weight.dtype}, expected {dtype}"
+    expected = (rows, math.ceil(columns * args.num_bits / WORD_BITS)) if packed else shape
+    if weight.shape != expected:
+        return f"has a weight of shape {list(weight.shape)}, expected {list(expected)}"
+    if args.strategy == "block" and min(args.block_structure) < 1:
+        return f"has blocks of {list(args.block_structure)}, expected numbers from 1"
+    of_scale = _scale_shapes(args, rows, columns)
+    scale, zero_point, bias = (part(name) for name in ("weight_scale", "weight_zero_point", "bias"))
+    if scale is None:
+        return "has no weight_scale"
+    allowed: dict[str, tuple[TensorRef | None, list[TensorShape]]] = {
+        "weight_scale": (scale, of_scale),
+        "weight_zero_point": (zero_point, _zero_point_shapes(args, rows, of_scale, zero_point)),
+        "bias": (bias, [(rows,)]),
+    }
+    for name, (ref, shapes) in allowed.items():
+        if ref is not None and ref.shape not in shapes:
+            listed = " or ".join(str(list(shape)) for shape in shapes)
+            return f"has a {name} of shape {list(ref.shape)}, expected {listed}"
+    if zero_point is None and args.type == "int" and not args.symmetric:
+        return "is asymmetric but has no weight_zero_point"
+    return ""
+
+
+def _scale_shapes(args: QuantizationArgs, rows: int, columns: int) -> list[TensorShape]:
+    if args.strategy == "tensor":
+        return [(1,), (1, 1), ()]
+    if args.strategy == "block":
+        height, width = args.block_structure
+        return [(math.ceil(rows / height), math.ceil(columns / width))]
+    groups = math.ceil(columns / args.group_size) if args.strategy == "group" else 1
+    return [(rows, groups), *([(rows,)] if groups == 1 else [])]
+
+
+def _zero_point_shapes(
+    args: QuantizationArgs, rows: int, of_scale: list[TensorShape], ref: TensorRef | None
+) -> list[TensorShape]:
+    if ref is None or ref.dtype != "I32":
+        return of_scale
+    words = math.ceil(rows * args.num_bits / WORD_BITS)  # packed along the rows
+    return [(words, of_scale[0][-1])]

@@ -85,8 +85,12 @@ def run(args: argparse.Namespace) -> JsonObject:
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.evaluation.evaluating import evaluate
-    from flexquant.evaluation.plot import save_quality_plot
-    from flexquant.evaluation.report import format_quality_table, writable_folder, write_results
+    from flexquant.evaluation.report import (
+        format_quality_table,
+        save_quality_plot,
+        writable_folder,
+        write_results,
+    )
     from flexquant.evaluation.text import read_questions
 
     questions: list[str] | None = read_questions(args.questions) if args.questions else None

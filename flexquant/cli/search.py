@@ -20,8 +20,7 @@ import os
 import sys
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import parse_count
-from flexquant.cli._study import add_study, study_of, tell
+from flexquant.cli._arguments import add_study, parse_count, study_of, tell
 from flexquant.errors import FlexQuantError, UsageError
 
 HELP = "choose a precision for each layer in decode, and write the policy"

@@ -20,7 +20,7 @@ import os
 import sys
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._study import add_study, study_of, tell
+from flexquant.cli._arguments import add_study, study_of, tell
 from flexquant.errors import FlexQuantError
 
 HELP = "measure what each layer costs in a lower precision"

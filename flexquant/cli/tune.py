@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_effort, parse_count, parse_names, progress_bar
-from flexquant.cli._study import DEFAULTS, tell
+from flexquant.cli._arguments import DEFAULTS, add_effort, parse_count, parse_names, progress_bar, tell
 from flexquant.errors import UsageError
 from flexquant.tuning.objectives import OBJECTIVES
 

@@ -18,5 +18,5 @@ The modules, in the order in which `evaluating` uses them:
     forced_decoding   forces the text's next token inside vLLM's sampler, and scores every step
     scores            computes a token's scores from logits, and perplexity, KL divergence ... from scores
     weight_bytes      counts bytes per weight that a policy holds in memory and that a decode pass reads
-    report, plot      write the results as a table, as JSON and as a plot
+    report            writes the results as a table, as JSON and as a plot
 """

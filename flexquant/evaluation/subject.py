@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.known_models import load_tokenizer
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import count_layers, text_config
-from flexquant.checkpoint.tokenizer import load_tokenizer
 from flexquant.errors import FlexQuantError, explained
 
 if TYPE_CHECKING:

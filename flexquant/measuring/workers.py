@@ -24,7 +24,7 @@ from typing import Any
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.engine import engine, prepare_environment
-from flexquant.measuring.process_group import end_of_log
+from flexquant.measuring.server import end_of_log
 from flexquant.policy.rules import Policy
 
 START_TIMEOUT = 1800

@@ -3,12 +3,12 @@
 """Judge policies without the machine or the load: predict times of passes, and replay a trace of requests.
 
 Predicting needs neither the device nor vLLM. `roofline` has the cost model and its assumptions;
-``devices/*.yaml`` have the figures of each device, with their sources. `device` reads them, `model_shape` and
-`linears` the checkpoint, `predicting` computes times of passes, and `prediction_report` makes the report.
+``devices/*.yaml`` have the figures of each device, with their sources. `device` reads them, `model_shape` the
+checkpoint, `predicting` computes times of passes, and `prediction_report` makes the report.
 
-A replay runs a trace through vLLM's scheduling, pass by pass. `trace` reads the requests (`arrivals` made the
-built-in traces). `replaying` runs the clock until every request is served: `scheduler` decides what vLLM puts
-into the next forward pass, within the limits of a `server`, `flexquant.policy.routes` gives the pass
-its plan, and `pass_cost` its time. `simulation_report` computes TTFT, TPOT, throughput and time per plan.
-`times` finds the measured times and checks that they cover a policy.
+A replay runs a trace through vLLM's scheduling, pass by pass. `trace` reads the requests. `replaying` runs
+the clock until every request is served: `scheduler` decides what vLLM puts into the next forward pass, within
+the limits of a `server`, `flexquant.policy.routes` gives the pass its plan, and `pass_cost` its time.
+`simulation_report` computes TTFT, TPOT, throughput and time per plan. `times` finds the measured times and
+checks that they cover a policy.
 """

@@ -39,8 +39,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from flexquant.planning.device import Device
-from flexquant.planning.linears import Linear
-from flexquant.planning.model_shape import ModelShape
+from flexquant.planning.model_shape import Linear, ModelShape
 
 QUANTISED_ACTIVATIONS = ("w8a8", "fp8", "w4a8")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from flexquant.checkpoint.known_models import load_tokenizer
 from flexquant.checkpoint.output import (
     check_free_space,
     prepare_output,
@@ -19,7 +20,6 @@ from flexquant.checkpoint.output import (
     staged_folder,
 )
 from flexquant.checkpoint.sidecars import RECIPE
-from flexquant.checkpoint.tokenizer import load_tokenizer
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import empty_model

@@ -13,7 +13,6 @@ from flexquant.measuring.comparison import EQUAL, FEWEST_ROUNDS, percent
 from flexquant.policy.pass_times import UNITS, device_name
 from flexquant.serving.cpu.kernels import STAND_INS
 from flexquant.tuning.deciding import Decision, undecided
-from flexquant.tuning.memory import Memory
 from flexquant.tuning.objectives import PHASE_OF, Goal, Slo, largest_within
 from flexquant.tuning.samples import Samples
 
@@ -100,10 +99,10 @@ def _equal(samples: Samples, a: str, b: str, phase: str) -> list[str]:
     return [f"{c.words()} at {size}" for size, c in found.items() if c.verdict == EQUAL]
 
 
-def unused_notes(memory: Memory, decision: Decision) -> list[str]:
-    """Say which variants are not used, and how much memory that saves."""
+def unused_notes(own_bytes: Mapping[str, int], decision: Decision) -> list[str]:
+    """Say which variants are not used, and how many bytes of its ``own_bytes`` each saves."""
     return [
         f"{name} is never chosen and so not loaded, which leaves {format_bytes(size)} more for the KV cache."
-        for name, size in memory.own.items()
+        for name, size in own_bytes.items()
         if name not in decision.variants
     ]

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
-from flexquant.documents.figures import MatplotlibMissing
+from flexquant.documents.figures import MatplotlibMissing, new_figure
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
 from flexquant.policy.pass_times import UNITS, PassTimes, format_times
 from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
 from flexquant.tuning.deciding import Decision
-from flexquant.tuning.plot import save_tuning_plot
 
 
 @dataclass(frozen=True)
@@ -126,3 +125,33 @@ def _rules(decision: Decision) -> list[JsonObject]:
         else:
             rules.append({"use": r.variant})
     return rules
+
+
+def save_tuning_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> None:
+    """Draw decode and prefill side by side, with logarithmic axes, into the PNG ``file``.
+
+    Raises MatplotlibMissing without matplotlib.
+    """
+    figure, canvas = new_figure(10, 4.5)
+    panels = (("decode", "sequences", times.decode), ("prefill", "tokens", times.prefill))
+    for axes, (phase, unit, curves) in zip(figure.subplots(1, 2), panels, strict=True):
+        for marker, (variant, curve) in zip("osD^vPX", curves.items(), strict=False):
+            medians = [1e3 * t.median for t in curve.values()]
+            errors = [
+                [1e3 * (t.median - t.low) for t in curve.values()],
+                [1e3 * (t.high - t.median) for t in curve.values()],
+            ]
+            axes.errorbar(list(curve), medians, yerr=errors, marker=marker, capsize=3, label=variant)
+        for r in decision.ranges[phase]:
+            if r.last is not None:
+                axes.axvline(r.last + 0.5, color="gray", linestyle="--")
+                axes.annotate(f"{r.last}", (r.last, 0.97), xycoords=axes.get_xaxis_transform(), ha="right")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(lambda size, _: f"{size:g}")
+        axes.set_xlabel(f"{unit} in a {phase} pass")
+        axes.set_ylabel("ms")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(title)
+    canvas.print_figure(file, format="png")

@@ -7,15 +7,18 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
+from flexquant.checkpoint.contents import report_checkpoint
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.model_config import JsonObject, text_config
+from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
 from flexquant.checkpoint.provenance import folder_label
 from flexquant.errors import UsageError
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.measuring.workers import Worker, start_workers
 from flexquant.planning.model_shape import read_model_shape
+from flexquant.planning.predicting import UTILIZATION
 from flexquant.policy.rules import Policy
 from flexquant.tuning.deciding import (
     TooNoisyError,
@@ -25,7 +28,6 @@ from flexquant.tuning.deciding import (
     relative_speed,
     wide,
 )
-from flexquant.tuning.memory import Memory
 from flexquant.tuning.notes import (
     batch_notes,
     bound_notes,
@@ -39,6 +41,49 @@ from flexquant.tuning.objectives import Goal, meet, optimise
 from flexquant.tuning.policy_file import TuningFiles, TuningResult, tuned_policy_document, write_files
 from flexquant.tuning.rounds import Grid, Rounds, between
 from flexquant.tuning.samples import PHASES, Samples
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The devices' memory for weights and KV cache, and the bytes of the weights."""
+
+    total: float
+    """Bytes on all devices together that weights and KV cache may take."""
+    shared: int
+    """Bytes of the weights that are loaded with any variant."""
+    own: Mapping[str, int]
+    """Variant -> bytes that it takes beyond the shared weights."""
+
+    @classmethod
+    def of(cls, checkpoint: MergedCheckpoint, variants: Mapping[str, Policy], devices: int) -> Memory:
+        """Read the checkpoint's headers and this machine's memory; ``find_variants`` gives ``variants``."""
+        from vllm.platforms import current_platform
+
+        report = report_checkpoint(checkpoint.merged, count_layers(checkpoint.config), checkpoint.tensors)
+        sources = {
+            name: policy.derived[name].source if name in policy.derived else name
+            for name, policy in variants.items()
+        }
+        return cls(
+            UTILIZATION * devices * current_platform.get_device_total_memory(),
+            report.shared_bytes,
+            {name: report.variants[source].own_bytes for name, source in sources.items()},
+        )
+
+    def requests(self, variants: Sequence[str], request: float) -> int:
+        """Return how many requests, each with ``request`` bytes of KV cache, fit beside the variants."""
+        left = self.total - self.shared - sum(self.own[v] for v in variants)
+        return max(0, int(left / request))
+
+    def utilisation(self, variant: str) -> float:
+        """Return the share of each device's memory for this variant's engine, with one engine per variant.
+
+        The memory that the weights leave is divided evenly.
+        """
+        left = self.total - sum(self.own.values()) - len(self.own) * self.shared
+        share = self.own[variant] + self.shared + left / len(self.own)
+        return UTILIZATION * share / self.total
+
 
 Bar = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
 
@@ -144,7 +189,7 @@ class Tuning:
             *crossover_notes(self._samples, self._names, decision),
             *bound_notes(self._samples, decision, self._goal.slo),
             *batch_notes(self._samples, self._goal, self._requests(decision.variants)),
-            *unused_notes(self._memory, decision),
+            *unused_notes(self._memory.own, decision),
         ]
         return TuningResult(document, decision, times, notes)
 

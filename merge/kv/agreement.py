@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Judge whether two matrices differ by quantisation noise only.
 
-Four statistics, all computed from `sums`, are compared with bounds; `compatibility` says why these four and
-how the bounds were found. The bounds follow from the noise variance that `dequantize` predicts, so they are
-wider for INT4 than for INT8.
+Four statistics, all computed from the sums of `scaled_rows`, are compared with bounds; `compatibility` says
+why these four and how the bounds were found. The bounds follow from the noise variance that `dequantize`
+predicts, so they are wider for INT4 than for INT8.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexquant.merge.kv.sums import MatrixSums, Sums
+from flexquant.merge.kv.scaled_rows import MatrixSums, Sums
 
 NOISE_FACTOR = 4.0
 """K and V may err by this many times the norm of the predicted rounding noise."""

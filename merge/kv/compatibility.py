@@ -13,7 +13,7 @@ rotary embedding) has to cache and return the same numbers, but for the rounding
 The matrices are compared with one another (`layer_comparison`): they have to agree up to quantisation noise,
 after factors between the two variants' inputs are multiplied out, so that a legitimate fold cancels.
 Gradients tell which rows reach the cache. Cache scales and run-time rotations have to be equal
-(`cache_layout`), and so do the projection that expands the latent cache of multi-head latent attention and
+(`pair`), and so do the projection that expands the latent cache of multi-head latent attention and
 tensors that no layer of transformers reads. Rotating the whole residual stream (QuaRot, SpinQuant's R1) keeps
 K and V but changes their matrices: the rotation is found from the embeddings (`residual_basis`) and undone,
 and layers are compared up to the cache only.
@@ -51,20 +51,30 @@ Smoothing by less than 10 % passes: it changes K and V less than INT4 does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.module_names import decoder_layer
 from flexquant.checkpoint.source import Source
+from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.agreement import MatrixDistance
-from flexquant.merge.kv.build_skeleton import build_skeleton
 from flexquant.merge.kv.layer_comparison import LayerComparison
 from flexquant.merge.kv.pair import Pair
+from flexquant.merge.kv.skeleton import Skeleton
 from flexquant.merge.kv.variant_weights import VariantWeights
-from flexquant.merge.kv.workers import workers
 
 LayerProgress = Callable[[int, int], object]
 """Called with (layers compared, layers to compare)."""
+ALIKE = ("llama", "qwen3", "phi3")
+"""transformers models that can stand in for a missing one: plain, with norms of Q and K, fused matrices."""
+WITH_BIASES = {"attention_bias": True, "mlp_bias": True}
+WEIGHT = re.compile(r"\.weight(_packed)?$")
 
 
 @dataclass
@@ -177,3 +187,47 @@ def _note(report: KVReport, pair: Pair, layer: int, found: LayerComparison) -> N
     difference = found.cache_difference or found.residual_difference
     if difference and pair.mixable:
         pair.forbid_mixing(difference)
+
+
+@contextmanager
+def workers() -> Iterator[ThreadPoolExecutor]:
+    """Yield a pool of as many threads as PyTorch uses; inside each, PyTorch computes on one thread.
+
+    On leaving, tasks that have not begun are cancelled, and PyTorch's number of threads is restored.
+    """
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+
+
+def build_skeleton(source: Source) -> Skeleton:
+    """Return the skeleton of a source's model.
+
+    If transformers cannot build or run the model, the first model of ``ALIKE`` whose layers have the same
+    matrices takes its place, marked ``stands_in``. Raises FlexQuantError if there is none.
+    """
+    try:
+        return Skeleton(source.config)
+    except Exception as e:  # the code of a model in transformers can raise anything
+        reason = f"{type(e).__name__}: {e}"
+    names = {
+        WEIGHT.sub("", name[found.end() :])
+        for name in source.tensors
+        if (found := decoder_layer(name)) is not None and found["index"] == "0" and WEIGHT.search(name)
+    }
+    for kind in ALIKE:
+        try:
+            skeleton = Skeleton({**source.config, **WITH_BIASES, "model_type": kind}, stands_in=True)
+        except Exception:  # as above
+            continue
+        if skeleton.matrices(0).keys() <= names:
+            return skeleton
+    raise FlexQuantError(
+        f"transformers cannot build the {source.architecture} of variant '{source.name}' ({reason}), and its "
+        f"layers are not those of {', '.join(ALIKE)} either, so its KV cache cannot be compared; update "
+        "transformers"
+    )

@@ -16,10 +16,9 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-from flexquant.checkpoint.linear_shapes import shape_problem
 from flexquant.checkpoint.logical import PACKED_SUFFIX, unpacked_shape
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
-from flexquant.checkpoint.schemes import LinearSchemes
+from flexquant.checkpoint.schemes import LinearSchemes, shape_problem
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.sampling import row_numbers

@@ -13,7 +13,7 @@ from flexquant.merge.kv.agreement import OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, M
 from flexquant.merge.kv.all_else import ARITHMETIC, ROUNDING, excess
 from flexquant.merge.kv.dequantize import FLOAT_DTYPES
 from flexquant.merge.kv.sampling import row_numbers, sample_rows
-from flexquant.merge.kv.sums import MatrixSums, sum_products
+from flexquant.merge.kv.scaled_rows import MatrixSums, sum_products
 from flexquant.merge.kv.variant_weights import Experts, VariantWeights
 
 DOWN_AND_UP = {"down_proj": "up_proj", "w2": "w3"}

@@ -33,8 +33,8 @@ from flexquant.merge.kv.all_else import ROUNDING, changed, column_factors, exces
 from flexquant.merge.kv.expert_comparison import Columns, compare_experts, equal_but_for_columns
 from flexquant.merge.kv.layer_pass import CALL, LayerPass, cut_off, rows_cached, run_pass
 from flexquant.merge.kv.sampling import row_numbers, sample_rows
+from flexquant.merge.kv.scaled_rows import MatrixSums, sum_products
 from flexquant.merge.kv.skeleton import Skeleton, is_experts, is_linear, shape_of
-from flexquant.merge.kv.sums import MatrixSums, sum_products
 from flexquant.merge.kv.variant_weights import VariantWeights
 
 LATENT_UP = "kv_b_proj"

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Compare two variants: the basis of their residual streams, and layer by layer what they compute."""
+"""Compare two variants: cache scales and rotations, the basis of their streams, and what each layer computes.
+
+`merge_plan` has already checked that heads, positions and the cache's dtype are the same.
+"""
 
 from __future__ import annotations
 
 from concurrent.futures import Executor
 
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.safetensors_io import same_bytes
+from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
-from flexquant.merge.kv.cache_layout import rotation_difference, scale_difference
 from flexquant.merge.kv.layer_comparison import LayerComparison, RowsCached, equal
 from flexquant.merge.kv.residual_basis import ResidualBasis, compare_bases
 from flexquant.merge.kv.skeleton import Skeleton
-from flexquant.merge.kv.variant_weights import VariantWeights
+from flexquant.merge.kv.variant_weights import CACHE_SCALE, VariantWeights
 
 KV_ADVICE = (
     "quantise both from the same 16-bit model without smoothing or rotating K and V "
     "(AWQ: no v_proj -> o_proj mapping; SpinQuant and QuIP: no rotation of attention heads)"
 )
 RESIDUAL_ADVICE = "use plans that run all layers in one variant, or quantise both without rotation"
+CACHE_TRANSFORMS = ("k_cache", "q_attn", "input", "output")
+"""Locations (compressed_tensors.transform.TransformLocation) of transforms that run with the model."""
 
 
 class Pair:
@@ -74,3 +81,32 @@ class Pair:
                 f"layer {layer} of {self.names} cannot be run by transformers ({type(e).__name__}: {e}), so "
                 "its cache cannot be compared; update transformers"
             ) from e
+
+
+def rotation_difference(variant: Source, reference: Source) -> str:
+    """Return how the run-time rotations of K differ; empty if they do not."""
+    a, b = (_cache_transforms(of.quantization_config) for of in (variant, reference))
+    if a == b:
+        return ""
+    return f"rotation of the KV cache is {b!r} in '{reference.name}' and {a!r} in '{variant.name}'"
+
+
+def scale_difference(variant: Source, reference: Source) -> str:
+    """Return which calibrated K or V cache scale differs; empty if none does."""
+    a, b = ({n: r for n, r in of.tensors.items() if CACHE_SCALE.search(n)} for of in (variant, reference))
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b:
+            return f"only '{(variant if name in a else reference).name}' has the cache scale '{name}'"
+        if not same_bytes(a[name], b[name]):
+            return f"the cache scale '{name}' differs, and a quantised KV cache needs the same scales"
+    return ""
+
+
+def _cache_transforms(section: JsonObject) -> JsonObject:
+    """Return the run-time rotations of K (SpinQuant's R3), by name."""
+    groups = (section.get("transform_config") or {}).get("config_groups") or {}
+    return {
+        name: group
+        for name, group in groups.items()
+        if any(apply.get("location") in CACHE_TRANSFORMS for apply in group.get("apply", ()))
+    }

@@ -55,7 +55,7 @@ class ResidualBasis:
 def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Executor) -> ResidualBasis:
     """Compare the token embeddings of two variants, a chunk at a time.
 
-    A thread of ``pool`` (`workers`) compares them without a rotation; the rotation is computed on all cores.
+    A thread of ``pool`` compares them without a rotation; the rotation is computed on all cores.
     """
     a, b = (of.stored(of.embeddings_name) for of in (variant, reference))
     if a.keys() == b.keys() and all(same_bytes(a[name], b[name]) for name in a):

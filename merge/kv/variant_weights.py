@@ -23,7 +23,7 @@ from flexquant.merge.kv.skeleton import Skeleton, is_experts, shape_of
 
 CHUNK_WEIGHTS = 1 << 18  # weights of a chunk: 1 MiB as float32, which fits into a core's cache
 CACHE_SCALE = re.compile(r"\.([kv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))$")
-"""End of the name of a KV-cache scale or zero point; `cache_layout` compares them."""
+"""End of the name of a KV-cache scale or zero point; `pair` compares them."""
 STATE = re.compile(r"\.(A_log|conv1d\.weight|conv\.weight)$")
 """End of the name of a tensor in a module that carries a state from token to token."""
 INDEXER = ".self_attn.indexer."

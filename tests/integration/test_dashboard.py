@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from flexquant.measuring.process_group import ProcessGroup
-from flexquant.measuring.server import free_port, vllm_serve
+from flexquant.measuring.server import ProcessGroup, free_port, vllm_serve
 from tests import programs
 
 PROMETHEUS = shutil.which("prometheus")

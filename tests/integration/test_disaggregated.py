@@ -16,8 +16,7 @@ import pytest
 from openai import OpenAI
 
 from examples.disaggregated.run import BLOCK, PROMPTS, TOKENS
-from flexquant.measuring.process_group import ProcessGroup
-from flexquant.measuring.server import free_port, vllm_serve
+from flexquant.measuring.server import ProcessGroup, free_port, vllm_serve
 from tests import programs
 from tests.integration.conftest import engine
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flexquant.checkpoint.tokenizer import load_tokenizer
+from flexquant.checkpoint.known_models import load_tokenizer
 from flexquant.quantization.openings import ENGLISH
 from flexquant.quantization.sampling import end_tokens, known_languages, sample, vocabulary_word
 

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import FileStore
 
 from flexquant import cli
-from flexquant.cli._os_errors import explain_os_error
+from flexquant.cli import explain_os_error
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.speed.results import ROOT, read_cells
 from benchmarks.speed.tables import kernel_results
 from flexquant.planning.device import Device, load_device
-from flexquant.planning.linears import Linear
+from flexquant.planning.model_shape import Linear
 from flexquant.planning.predicting import MAX_SIZE
 from flexquant.planning.roofline import linear_cost
 from tests.prediction import square

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from flexquant.checkpoint.output import staged_file
-from flexquant.cli._os_errors import explain_os_error
+from flexquant.cli import explain_os_error
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests import programs
 from tests.quantize.folders import digests

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.evaluation.plot import save_quality_plot
-from flexquant.evaluation.report import format_quality_table, write_results
+from flexquant.evaluation.report import format_quality_table, save_quality_plot, write_results
 from flexquant.evaluation.scores import (
     Scores,
     summarise_scores,

@@ -15,8 +15,7 @@ from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.planning.device import Device
-from flexquant.planning.linears import Linear, LinearReader
-from flexquant.planning.model_shape import read_model_shape
+from flexquant.planning.model_shape import Linear, LinearReader, read_model_shape
 from flexquant.planning.predicting import predict_pass_times
 from tests.checkpoints import make_checkpoint
 from tests.prediction import run_predict

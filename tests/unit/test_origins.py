@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexquant.merge.origins import describe_origins
+from flexquant.merge.card import describe_origins
 
 RECIPE = """
 schema: flexquant.recipe/v1

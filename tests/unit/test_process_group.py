@@ -15,8 +15,7 @@ from threading import Thread
 
 import pytest
 
-from flexquant.measuring.process_group import ProcessGroup, end_of_log
-from flexquant.measuring.server import ServerError, VLLMServer, free_port
+from flexquant.measuring.server import ProcessGroup, ServerError, VLLMServer, end_of_log, free_port
 from tests.programs import is_running
 
 SLEEP = "import time; time.sleep(600)"

@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE
+from flexquant.checkpoint.known_models import load_tokenizer
 from flexquant.checkpoint.safetensors_io import load_tensor, read_header
 from flexquant.checkpoint.source import Source
-from flexquant.checkpoint.tokenizer import load_tokenizer
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints

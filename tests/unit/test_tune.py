@@ -29,7 +29,6 @@ from flexquant.tuning.deciding import (
     undecided,
     wide,
 )
-from flexquant.tuning.memory import Memory
 from flexquant.tuning.notes import (
     batch_notes,
     bound_notes,
@@ -43,7 +42,7 @@ from flexquant.tuning.objectives import Goal, Slo, meet, optimise
 from flexquant.tuning.policy_file import TuningFiles, TuningResult, tuned_policy_document, write_files
 from flexquant.tuning.rounds import CPU, GPU, QUICK_CPU, QUICK_GPU, Grid, Rounds, between
 from flexquant.tuning.samples import Samples
-from flexquant.tuning.tuning import Tuning
+from flexquant.tuning.tuning import Memory, Tuning
 from tests.checkpoints import make_checkpoint
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -344,7 +343,7 @@ def test_one_variant_everywhere_is_one_rule():
         decision, find_policies(VARIANTS, VARIANTS), samples.pass_times(16, {}), "x"
     )
     assert document["rules"] == [{"use": "w8a8"}]
-    (note,) = unused_notes(Memory(1e9, 0, {"w8a8": 5, "w4a16": 2_000_000}), decision)
+    (note,) = unused_notes({"w8a8": 5, "w4a16": 2_000_000}, decision)
     assert note.startswith("w4a16 is never chosen and so not loaded, which leaves 1.9 MiB")
 
 

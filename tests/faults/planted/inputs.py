@@ -13,7 +13,7 @@ INPUTS = (
     Fault(
         "linears-of-any-shape",
         "Scales, zero points and biases may have any shape.",
-        "flexquant/checkpoint/linear_shapes.py",
+        "flexquant/checkpoint/schemes.py",
         "if ref is not None and ref.shape not in shapes:",
         "if False:",
         (f"{LINEARS}test_parameters_that_do_not_fit_are_refused_by_their_shapes",),
@@ -21,7 +21,7 @@ INPUTS = (
     Fault(
         "weights-of-any-dtype",
         "A weight may be stored in another dtype than its scheme's.",
-        "flexquant/checkpoint/linear_shapes.py",
+        "flexquant/checkpoint/schemes.py",
         "if weight.dtype != dtype:",
         "if False:",
         (f"{LINEARS}test_parameters_that_do_not_fit_are_refused_by_their_shapes",),
@@ -29,7 +29,7 @@ INPUTS = (
     Fault(
         "inputs-in-another-order",
         "What vLLM refuses when it starts is merged.",
-        "flexquant/checkpoint/linear_shapes.py",
+        "flexquant/checkpoint/schemes.py",
         'if args.actorder in ("group", "dynamic") or part("weight_g_idx") is not None:',
         'if part("weight_g_idx") is not None:',
         (f"{LINEARS}test_inputs_in_another_order_are_refused_when_merging_since_vllm_does_not_undo_it",),
@@ -53,7 +53,7 @@ INPUTS = (
     Fault(
         "shapes-of-another-model",
         "Tensors may have other shapes than the config says, if all variants' do.",
-        "merge/sound_shapes.py",
+        "merge/merge_plan.py",
         "if shapes.get(root + name, shape) != shape:",
         "if False:",
         (
@@ -96,7 +96,7 @@ INPUTS = (
     Fault(
         "tokenizers-own-exceptions",
         "A broken tokenizer ends in a traceback.",
-        "flexquant/checkpoint/tokenizer.py",
+        "flexquant/checkpoint/known_models.py",
         "(Exception,)",
         "(OSError, ValueError)",
         (f"{SOURCES}test_a_tokenizer_that_cannot_be_read_is_named",),

@@ -244,7 +244,7 @@ MERGING = (
     Fault(
         "range-of-the-first-and-last",
         "The card tells the first and the last number of many as their range.",
-        "merge/origins.py",
+        "merge/card.py",
         'f"{min(numbers)} to {max(numbers)}"',
         'f"{numbers[0]} to {numbers[-1]}"',
         ("tests/unit/test_origins.py::test_our_recipes_are_told_in_full",),

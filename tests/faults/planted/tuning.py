@@ -84,7 +84,7 @@ TUNING = (
     Fault(
         "memory-of-one-device",
         "Of several devices the memory of one counts.",
-        "flexquant/tuning/memory.py",
+        "flexquant/tuning/tuning.py",
         "UTILIZATION * devices * current",
         "UTILIZATION * current",
         (TUNE + "test_the_memory_of_all_devices_counts",),
