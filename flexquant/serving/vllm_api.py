@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexquant.serving.vllm_names import CHECKED
 
@@ -127,6 +127,9 @@ if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
         Int8ScaledMMLinearLayerConfig as Int8ScaledMMLinearLayerConfig,
     )
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+        ScaledMMLinearKernel as ScaledMMLinearKernel,
+    )
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import (
         CPUInt8ScaledMMLinearKernel as CPUInt8ScaledMMLinearKernel,
     )
@@ -175,7 +178,7 @@ if TYPE_CHECKING:
     from vllm.utils.torch_utils import set_default_torch_dtype as set_default_torch_dtype
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     module = _modules().get(name)
     if module is None:
         raise AttributeError(

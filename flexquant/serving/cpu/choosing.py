@@ -14,7 +14,6 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +28,13 @@ from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.cpu.kernels import REPLACED
 from flexquant.serving.cpu.remembering import find_fastest
 from flexquant.serving.vllm_api import CPUInt8ScaledMMLinearKernel, MPLinearKernel, scalar_types
-from flexquant.serving.worker.linear_kernels import kernel_of_layer, remake
+from flexquant.serving.worker.linear_kernels import (
+    LinearKernel,
+    QuantisedLayer,
+    is_quantised,
+    kernel_of_layer,
+    remake,
+)
 
 logger = init_logger("vllm.flexquant.cpu")
 
@@ -67,10 +72,11 @@ def choose_cpu_kernels(models: Mapping[str, nn.Module], sizes: Mapping[str, Sequ
     """
     if problem := zentorch_problem():
         logger.warning(problem)
-    to_try: dict[str, tuple[JsonObject, list[tuple[Any, list[type]]]]] = {}
+    to_try: dict[str, tuple[JsonObject, list[tuple[QuantisedLayer, list[type[LinearKernel]]]]]] = {}
     for name, model in models.items():
-        for module in model.modules():
-            layer: Any = module
+        for layer in model.modules():
+            if not is_quantised(layer):
+                continue
             kernel = kernel_of_layer(layer)
             kinds = possible_kernels(kernel)
             if len(kinds) > 1 and _is_worth_a_trial(layer):
@@ -78,7 +84,7 @@ def choose_cpu_kernels(models: Mapping[str, nn.Module], sizes: Mapping[str, Sequ
                     "inputs": layer.input_size_per_partition,
                     "outputs": layer.output_size_per_partition,
                     "dtype": str(layer.params_dtype).removeprefix("torch."),
-                    "group_size": getattr(kernel.config, "group_size", None),
+                    "group_size": getattr(layer.scheme.kernel.config, "group_size", None),
                     "sizes": list(sizes[name]),
                     "kernels": [f"{kind.__module__}:{kind.__name__}" for kind in kinds],
                 }
@@ -91,12 +97,12 @@ def choose_cpu_kernels(models: Mapping[str, nn.Module], sizes: Mapping[str, Sequ
             _exchange(layer, kinds[request["kernels"].index(kind_name)])
 
 
-def _exchange(layer: Any, kind: type) -> None:
+def _exchange(layer: QuantisedLayer, kind: type[LinearKernel]) -> None:
     if kind is not type(layer.scheme.kernel):
         layer.scheme.kernel = remake(layer.scheme.kernel, kind)
 
 
-def _is_worth_a_trial(layer: Any) -> bool:
+def _is_worth_a_trial(layer: QuantisedLayer) -> bool:
     """Whether a layer has many weights, of a scheme that a trial supports.
 
     These are symmetric INT4, and INT8 per channel with activations quantised per token.
@@ -104,19 +110,20 @@ def _is_worth_a_trial(layer: Any) -> bool:
     if layer.input_size_per_partition * layer.output_size_per_partition < FEWEST_WEIGHTS:
         return False
     kernel = layer.scheme.kernel
-    config = kernel.config
     if isinstance(kernel, MPLinearKernel):
-        return config.weight_type == scalar_types.uint4b8 and not config.zero_points
+        return kernel.config.weight_type == scalar_types.uint4b8 and not kernel.config.zero_points
+    config = kernel.config
     return config.is_channelwise and config.input_symmetric and not config.is_static_input_scheme
 
 
-def possible_kernels(kernel: Any) -> list[type]:
+def possible_kernels(kernel: LinearKernel | None) -> list[type[LinearKernel]]:
     """Return the kernels that can replace ``kernel`` on this CPU in the same precision, vLLM's first.
 
     The list is empty for W4A8 if only the stand-in is available.
     """
+    kinds: list[type[LinearKernel]]
     if isinstance(kernel, MPLinearKernel):
-        kinds = _int4_kernels(kernel.config.act_type == torch.int8)
+        kinds = [*_int4_kernels(kernel.config.act_type == torch.int8)]
     elif isinstance(kernel, CPUInt8ScaledMMLinearKernel) or type(kernel).__name__ == ZENTORCH_INT8:
         kinds = [REPLACED.get("CPUInt8ScaledMMLinearKernel", CPUInt8ScaledMMLinearKernel)]
         if has_zentorch():
@@ -156,20 +163,18 @@ def has_zentorch() -> bool:
     return getattr(current_platform, "is_zen_cpu", bool)()
 
 
-def _int4_kernels(is_w4a8: bool) -> list[Any]:
-    kinds: list[Any] = []
+def _int4_kernels(is_w4a8: bool) -> list[type[MPLinearKernel]]:
+    from flexquant.serving.cpu import vendors
+
+    kinds: list[type[MPLinearKernel]] = []
     if has_zentorch():
-        from flexquant.serving.cpu import zentorch
-
-        kinds.append(zentorch.ZentorchW4A8LinearKernel if is_w4a8 else zentorch.ZentorchW4A16LinearKernel)
+        kinds.append(vendors.ZentorchW4A8LinearKernel if is_w4a8 else vendors.ZentorchW4A16LinearKernel)
     if hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        from flexquant.serving.cpu import vendors
-
         # PyTorch's `_dyn_quant_matmul_4bit` is left out: on x86 it is 30 times slower than these.
         kinds.append(vendors.AMXW4A8LinearKernel if is_w4a8 else vendors.CPUW4A16LinearKernel)
     return kinds if is_w4a8 else [*kinds, TorchCPUInt4LinearKernel]
 
 
-def _is_disabled(kind: Any) -> bool:
+def _is_disabled(kind: type[LinearKernel]) -> bool:
     disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
     return kind.__name__ in disabled or getattr(kind, "of", None) in disabled

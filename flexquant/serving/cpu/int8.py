@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Provide W8A8 with exact sums on CPUs whose INT8 arithmetic saturates, behind vLLM's kernel interface.
+"""Provide W8A8 on CPUs for which vLLM's kernel is wrong or too narrow, behind vLLM's kernel interface.
 
 Without VNNI, oneDNN adds products of 8-bit pairs in 16 bits (``vpmaddubsw``), which overflows at +-32767 if
 weights and activations are both large: every linear has a few percent of error, without a warning. In fp32,
@@ -13,7 +13,6 @@ every linear of every pass would take several times as long as the multiplicatio
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 
@@ -37,17 +36,28 @@ def int8_saturates() -> bool:
     return bool((out != 64 * 127 * 127).any())
 
 
+class AnyShapeCPUInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
+    """Takes [..., in], where vLLM's kernel takes [tokens, in] only."""
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return [..., out] for ``x`` [..., in] in 16 bit."""
+        out = super().apply_weights(layer, x.reshape(-1, x.shape[-1]), bias)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
 class ExactCPUInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
     """vLLM's kernel with fp32 products for dynamic symmetric activations; other schemes are vLLM's own."""
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if self.config.is_static_input_scheme or not self.config.input_symmetric:
             super().process_weights_after_loading(layer)
             return
         w_q_name, w_s_name, *_ = self.layer_param_names
         weight, scale = getattr(layer, w_q_name), getattr(layer, w_s_name)  # int8 [out, in], [out, 1]
         if not self.config.is_channelwise:
-            scale = convert_to_channelwise(scale, layer.logical_widths)
+            scale = convert_to_channelwise(scale, vars(layer)["logical_widths"])
         for name, value in ((w_q_name, weight.data), (w_s_name, scale.data.float().reshape(1, -1))):
             replace_parameter(layer, name, torch.nn.Parameter(value, requires_grad=False))
         self.linear_method = self._apply_weights_exactly

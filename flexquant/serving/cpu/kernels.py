@@ -7,8 +7,12 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from flexquant.serving.worker.linear_kernels import LinearKernel
 
 
 @functools.cache
@@ -48,8 +52,11 @@ def _provide_cpu_int8_kernel() -> None:
     runs through transformers pass [1, tokens, in]. Delete this once the oldest supported vLLM reshapes them,
     as it does for oneDNN.
     """
-    from flexquant.serving.cpu.amx import AnyShapeCPUInt8LinearKernel
-    from flexquant.serving.cpu.int8 import ExactCPUInt8LinearKernel, int8_saturates
+    from flexquant.serving.cpu.int8 import (
+        AnyShapeCPUInt8LinearKernel,
+        ExactCPUInt8LinearKernel,
+        int8_saturates,
+    )
 
     if int8_saturates():
         _replace_cpu_kernel("CPUInt8ScaledMMLinearKernel", ExactCPUInt8LinearKernel, "int8")
@@ -62,11 +69,11 @@ STAND_INS = {
     "TorchCPUW4A8LinearKernel": "which multiplies W4A8 in 16 bit for want of AMX or zentorch",
 }
 """Name of a kernel that gives the right answers slowly -> what it does, as a relative clause."""
-REPLACED: dict[str, type] = {}
+REPLACED: dict[str, type[LinearKernel]] = {}
 """Name of a vLLM kernel that is replaced in this process -> its replacement."""
 
 
-def _replace_cpu_kernel(name: str, kernel: type, kind: str) -> None:
+def _replace_cpu_kernel(name: str, kernel: type[LinearKernel], kind: str) -> None:
     from vllm.platforms import PlatformEnum
 
     from flexquant.serving.vllm_api import register_linear_kernel

@@ -19,10 +19,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from flexquant.checkpoint.model_config import JsonObject
+
+if TYPE_CHECKING:
+    from flexquant.serving.vllm_api import MPLinearKernel, ScaledMMLinearKernel
+    from flexquant.serving.worker.linear_kernels import LinearKernel
 
 COLD_BYTES = 64 << 20
 """Bytes of all copies of a layer; like a model's, its weights then come from memory, not from caches."""
@@ -43,7 +49,7 @@ def main(request: str, reply: str) -> None:
     Path(reply).write_text(json.dumps(found), encoding="utf-8")
 
 
-def measure(layer: dict[str, Any]) -> dict[str, dict[int, float]]:
+def measure(layer: JsonObject) -> dict[str, dict[int, float]]:
     """Return kernel -> number of tokens -> microseconds; the kernels take turns.
 
     ``layer`` has ``inputs``, ``outputs``, ``dtype``, ``group_size`` (for INT4; None for INT8), ``sizes`` in
@@ -70,52 +76,56 @@ def measure(layer: dict[str, Any]) -> dict[str, dict[int, float]]:
     return times
 
 
-def _make(name: str, layer: dict[str, Any], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+def _make(name: str, layer: JsonObject, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a layer as a function of its inputs [tokens, in]."""
     from flexquant.serving.vllm_api import set_default_torch_dtype
 
     module, _, kind = name.partition(":")
     make = getattr(importlib.import_module(module), kind)
-    kernel, linear = (_int8 if layer["group_size"] is None else _int4)(make, layer, dtype)
+    kernel: LinearKernel
+    linear: nn.Module
+    kernel, linear = _int8(make, layer, dtype) if layer["group_size"] is None else _int4(make, layer, dtype)
     with set_default_torch_dtype(dtype):  # oneDNN's kernel uses it as the dtype of its outputs
         kernel.process_weights_after_loading(linear)
     return lambda x: kernel.apply_weights(linear, x, None)
 
 
-def _int4(make: Any, layer: dict[str, Any], dtype: torch.dtype) -> tuple[Any, nn.Module]:
+def _int4(
+    make: type[MPLinearKernel], layer: JsonObject, dtype: torch.dtype
+) -> tuple[MPLinearKernel, nn.Module]:
     """Make symmetric INT4 weights as compressed-tensors stores them: [out, in / 8], scales [out, groups]."""
     from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 
     inputs, outputs, group = layer["inputs"], layer["outputs"], layer["group_size"]
     shape = (inputs, outputs)
-    linear = _linear(
+    linear = _Linear(
         weight_packed=torch.empty(outputs, inputs // 8, dtype=torch.int32).random_(),
         weight_scale=torch.empty(outputs, inputs // group if group > 0 else 1, dtype=dtype).uniform_(
             0.001, 0.002
         ),
+        weight_zero_point=None,
     )
-    packed: Any = linear.weight_packed
-    packed.packed_dim = 1
-    linear.weight_zero_point = None
+    vars(linear.weight_packed)["packed_dim"] = 1
     has_g_idx = any(field.name == "has_g_idx" for field in dataclasses.fields(MPLinearLayerConfig))
-    required: dict[str, Any] = {"has_g_idx": False} if has_g_idx else {}  # by vLLM 0.29 and older
+    required: JsonObject = {"has_g_idx": False} if has_g_idx else {}  # by vLLM 0.29 and older
     config = MPLinearLayerConfig(
         shape, shape, scalar_types.uint4b8, dtype, group, zero_points=False, **required
     )
     return make(config, "weight_packed", "weight_scale", "weight_zero_point"), linear
 
 
-def _int8(make: Any, layer: dict[str, Any], dtype: torch.dtype) -> tuple[Any, nn.Module]:
+def _int8(
+    make: type[ScaledMMLinearKernel], layer: JsonObject, dtype: torch.dtype
+) -> tuple[ScaledMMLinearKernel, nn.Module]:
     """Make INT8 weights [out, in] with a scale for each output, for activations quantised per token."""
     from flexquant.serving.vllm_api import Int8ScaledMMLinearLayerConfig
 
-    linear = _linear(
+    names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
+    linear = _Linear(
         weight=torch.empty(layer["outputs"], layer["inputs"], dtype=torch.int8).random_(-127, 128),
         weight_scale=torch.empty(layer["outputs"], 1).uniform_(0.001, 0.002),
+        **dict.fromkeys(names[2:]),
     )
-    names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
-    for name in names[2:]:
-        linear.register_parameter(name, None)
     linear.logical_widths = [layer["outputs"]]
     config = Int8ScaledMMLinearLayerConfig(
         is_channelwise=True, is_static_input_scheme=False, input_symmetric=True
@@ -123,14 +133,19 @@ def _int8(make: Any, layer: dict[str, Any], dtype: torch.dtype) -> tuple[Any, nn
     return make(config, names), linear
 
 
-def _linear(**weights: torch.Tensor) -> Any:
-    linear: Any = nn.Module()
-    linear.bias = None
-    for name, weight in weights.items():
-        parameter: Any = nn.Parameter(weight, requires_grad=False)
-        parameter.output_dim, parameter.input_dim = 0, 1
-        linear.register_parameter(name, parameter)
-    return linear
+class _Linear(nn.Module):
+    """What vLLM's kernels read of a linear layer, which has no bias here."""
+
+    logical_widths: list[int]
+
+    def __init__(self, **weights: torch.Tensor | None) -> None:
+        super().__init__()
+        self.bias = None
+        for name, weight in weights.items():
+            parameter = None if weight is None else nn.Parameter(weight, requires_grad=False)
+            if parameter is not None:
+                vars(parameter).update(output_dim=0, input_dim=1)
+            self.register_parameter(name, parameter)
 
 
 if __name__ == "__main__":

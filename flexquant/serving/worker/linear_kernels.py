@@ -4,15 +4,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol, TypeGuard
 
+import torch
 from torch import nn
 
-from flexquant.serving.vllm_api import LinearBase, MPLinearKernel
+from flexquant.serving.vllm_api import LinearBase, MPLinearKernel, ScaledMMLinearKernel
 from flexquant.serving.worker.expert_layers import expert_layers, experts_kernel_name
 
+LinearKernel = MPLinearKernel | ScaledMMLinearKernel
+"""A kernel of vLLM's for weights that are packed, or for weights and activations in 8 bit."""
 
-def kernel_of_layer(layer: Any) -> Any:
+
+class Scheme(Protocol):
+    """The part of compressed-tensors in vLLM that holds the kernel of one layer."""
+
+    kernel: LinearKernel
+
+
+class QuantisedLayer(Protocol):
+    """What vLLM sets on a quantised layer, be it a linear layer or an lm_head."""
+
+    scheme: Scheme
+    input_size_per_partition: int
+    output_size_per_partition: int
+    params_dtype: torch.dtype
+
+
+def is_quantised(layer: nn.Module) -> TypeGuard[QuantisedLayer]:
+    """Whether a layer has a scheme, which is so unless it is in 16 bit."""
+    return getattr(layer, "scheme", None) is not None
+
+
+def kernel_of_layer(layer: object) -> LinearKernel | None:
     """Return the kernel of a quantised layer; None in 16 bit, and for a scheme without a kernel object."""
     scheme = getattr(layer, "scheme", None)
     if scheme is None:
@@ -20,13 +45,13 @@ def kernel_of_layer(layer: Any) -> Any:
     return next((value for value in vars(scheme).values() if hasattr(type(value), "can_implement")), None)
 
 
-def kernel_name(layer: Any) -> str:
+def kernel_name(layer: LinearBase) -> str:
     """Return the name of a linear layer's kernel, or of vLLM's method if it has none."""
     kernel = kernel_of_layer(layer)
     return type(kernel).__name__ if kernel else f"{type(layer.quant_method).__name__} (16 bit)"
 
 
-def linear_sizes(layer: Any) -> tuple[int, int]:
+def linear_sizes(layer: LinearBase) -> tuple[int, int]:
     """Return the numbers of inputs and outputs that a linear layer has on this rank.
 
     Layers that are whole on every rank, such as routers, may lack the attributes for a rank's part.
@@ -43,7 +68,7 @@ def kernel_names(model: nn.Module) -> list[str]:
     return sorted(linears | {experts_kernel_name(layer) for layer in expert_layers(model)})
 
 
-def remake(kernel: Any, kind: Any) -> Any:
+def remake(kernel: LinearKernel, kind: Callable[..., LinearKernel]) -> LinearKernel:
     """Return a kernel of another kind for the same layer."""
     if isinstance(kernel, MPLinearKernel):
         return kind(kernel.config, kernel.w_q_name, kernel.w_s_name, kernel.w_zp_name)
