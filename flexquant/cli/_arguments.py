@@ -7,10 +7,10 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexquant.errors import UsageError
 from flexquant.evaluation.settings import Settings
@@ -72,39 +72,59 @@ def parse_percent(text: str) -> float:
     return float(match[1]) / 100
 
 
-def add_effort(add: Callable[..., Any], measured: str) -> None:
-    """Add the options of :class:`flexquant.measuring.comparison.Effort` with a parser's ``add_argument``."""
-    add(
-        "--rounds",
-        type=parse_count,
-        metavar="N",
-        help=f"rounds of {measured} (default: by the machine); if given alone, no rounds are added",
-    )
-    add("--max-rounds", type=parse_count, metavar="N", help="most rounds, added ones included")
-    add(
-        "--width",
-        type=parse_percent,
-        metavar="X%",
-        help="add rounds while the 95 %% interval of a ratio is wider than this (default: 3%%)",
-    )
+TYPES: Mapping[str, Callable[[str], object]] = {
+    "N": parse_count,
+    "NAMES": parse_names,
+    "LIST": parse_counts,
+    "SIZE": parse_size,
+    "X": float,
+    "X%": parse_percent,
+}
+"""Metavar -> type of an option; any other metavar stands for a text."""
+
+
+def add_options(
+    add: Callable[..., object], options: Mapping[str, str], **settings: Mapping[str, object]
+) -> None:
+    """Add arguments with the ``add_argument`` of a parser or a group.
+
+    ``options`` maps e.g. ``--rounds N``, ``folder DIR`` or, for a flag, ``--quick`` to the help. ``settings``
+    are further arguments of ``add_argument``, by the name under which the parsed value is found.
+    """
+    for option, text in options.items():
+        name, _, metavar = option.partition(" ")
+        value: dict[str, object] = {"action": "store_true"}
+        if metavar:
+            value = {"metavar": metavar, "type": TYPES.get(metavar)}
+        add(name, help=text, **{**value, **settings.get(name.lstrip("-").replace("-", "_"), {})})
+
+
+def set_defaults(parser: argparse.ArgumentParser, defaults: object, *names: str) -> None:
+    """Give the arguments ``names`` the defaults that an object has as attributes."""
+    parser.set_defaults(**{name: getattr(defaults, name) for name in names})
+
+
+def add_effort(add: Callable[..., object], measured: str) -> None:
+    """Add the options of :class:`flexquant.measuring.comparison.Effort`."""
+    options = {
+        "--rounds N": f"rounds of {measured} (default: by the machine); if given alone, no rounds are added",
+        "--max-rounds N": "most rounds, added ones included",
+        "--width X%": "add rounds while the 95 %% interval of a ratio is wider than this (default: 3%%)",
+    }
+    add_options(add, options)
 
 
 def add_shard_size(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-shard-size",
-        type=parse_size,
-        default=parse_size("5GB"),
-        metavar="SIZE",
-        help="most bytes of tensors in one file (default: 5GB)",
-    )
+    options = {"--max-shard-size SIZE": "most bytes of tensors in one file (default: 5GB)"}
+    add_options(parser.add_argument, options, max_shard_size={"default": parse_size("5GB")})
 
 
 @contextmanager
-def progress_bar(title: str, **unit: Any) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """Yield a function of (done, total) that shows a bar on stderr, from its first call until all is done.
 
-    If it is then called with a larger total, it shows another bar, which continues from there. ``unit`` are
-    arguments for tqdm; without them the numbers are bytes.
+    If it is then called with a larger total, it shows another bar, which continues from there.
+    ``unit`` is what is counted; without it the numbers are bytes.
     """
     from tqdm import tqdm
 
@@ -114,8 +134,14 @@ def progress_bar(title: str, **unit: Any) -> Iterator[Callable[[int, int], None]
     def show(done: int, total: int) -> None:
         nonlocal bar, before
         if bar is None:
-            about = unit or {"unit": "B", "unit_scale": True}
-            bar = tqdm(desc=title, initial=before, total=total, leave=False, **about)
+            bar = tqdm(
+                desc=title,
+                initial=before,
+                total=total,
+                leave=False,
+                unit=unit or "B",
+                unit_scale=not unit,
+            )
         bar.update(done - bar.n)
         before = done
         if done == total:
@@ -130,40 +156,27 @@ def progress_bar(title: str, **unit: Any) -> Iterator[Callable[[int, int], None]
 
 
 def add_study(parser: argparse.ArgumentParser, files: str) -> None:
-    """Add the options; ``files`` names the files that are written into ``--output``."""
-    parser.add_argument("folder", type=Path, metavar="OUT", help="merged checkpoint")
-    parser.add_argument(
-        "--text", type=Path, required=True, metavar="FILE", help="text or .jsonl file to measure on"
-    )
-    parser.add_argument("--reference", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=f"folder for {files}")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="discard earlier results in the output, and begin anew"
-    )
-    parser.add_argument(
-        "--variants",
-        type=parse_names,
-        metavar="NAMES",
-        help="comma-separated variants that layers may be in, or policies of one variant such as w4a8 "
-        "(default: those of the checkpoint)",
-    )
-    numbers = {
-        "batch_size": (DEFAULTS.batch_sizes[0], "sequences in a decode pass"),
-        "samples": (DEFAULTS.samples, "rows of text, a multiple of the batch size"),
-        "prompt_tokens": (DEFAULTS.prompt_tokens, "tokens of a row that are prefilled"),
-        "tokens": (DEFAULTS.tokens, "tokens of a row that are forced and scored"),
+    """Add the options of a study of layers; ``files`` names the files that are written into ``--output``."""
+    options = {
+        "folder OUT": "merged checkpoint",
+        "--text FILE": "text or .jsonl file to measure on",
+        "--reference MODEL": "folder or Hugging Face id of the 16-bit model",
+        "--output DIR": f"folder for {files}",
+        "--overwrite": "discard earlier results in the output, and begin anew",
+        "--variants NAMES": "comma-separated variants that layers may be in, or policies of one variant such "
+        "as w4a8 (default: those of the checkpoint)",
+        "--batch-size N": "sequences in a decode pass (default: %(default)s)",
+        "--samples N": "rows of text, a multiple of the batch size (default: %(default)s)",
+        "--prompt-tokens N": "tokens of a row that are prefilled (default: %(default)s)",
+        "--tokens N": "tokens of a row that are forced and scored (default: %(default)s)",
+        "--seed N": "seed of the rows (default: %(default)s)",
     }
-    for name, (default, text) in numbers.items():
-        parser.add_argument(
-            "--" + name.replace("_", "-"),
-            type=parse_count,
-            default=default,
-            metavar="N",
-            help=f"{text} (default: %(default)s)",
-        )
-    parser.add_argument(
-        "--seed", type=int, default=DEFAULTS.seed, metavar="N", help="seed of the rows (default: %(default)s)"
+    file: dict[str, object] = {"type": Path, "required": True}
+    add_options(
+        parser.add_argument, options, folder={"type": Path}, text=file, output=file, seed={"type": int}
     )
+    set_defaults(parser, DEFAULTS, "samples", "prompt_tokens", "tokens", "seed")
+    parser.set_defaults(batch_size=DEFAULTS.batch_sizes[0])
 
 
 def study_of(args: argparse.Namespace) -> Study:

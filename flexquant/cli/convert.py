@@ -13,19 +13,20 @@ from __future__ import annotations
 import argparse
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.cli._arguments import add_options
 
 HELP = "convert an AWQ or GPTQ checkpoint, so that it can be merged"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="AWQ or GPTQ checkpoint")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16"),
-        help="cast scales and unquantised tensors to the other variants' dtype (default: do not cast)",
-    )
+    options = {
+        "folder DIR": "AWQ or GPTQ checkpoint",
+        "--output DIR": "folder to write",
+        "--overwrite": "replace the output if it exists",
+        "--dtype": "cast scales and unquantised tensors to the other variants' dtype (default: do not cast)",
+    }
+    dtypes = {"action": "store", "choices": ("bfloat16", "float16")}
+    add_options(parser.add_argument, options, output={"required": True}, dtype=dtypes)
 
 
 def run(args: argparse.Namespace) -> JsonObject:

@@ -15,26 +15,22 @@ from __future__ import annotations
 import argparse
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_shard_size, parse_folders, progress_bar
+from flexquant.cli._arguments import add_options, add_shard_size, parse_folders, progress_bar
 
 HELP = "merge quantised variants of one model into one checkpoint"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("variants", nargs="+", metavar="NAME=DIR", help="a variant's name and its checkpoint")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
-    parser.add_argument(
-        "--policy",
-        metavar="NAME|FILE",
-        help="policy to store as the default, a built-in name or a YAML file (default: none; serving then "
-        "uses its built-in default)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
-    parser.add_argument(
-        "--allow-incompatible-kv",
-        action="store_true",
-        help="merge even though the variants' KV caches are not interchangeable (for experiments)",
-    )
+    options = {
+        "variants NAME=DIR": "a variant's name and its checkpoint",
+        "--output DIR": "folder to write",
+        "--policy NAME|FILE": "policy to store as the default, a built-in name or a YAML file (default: "
+        "none; serving then uses its built-in default)",
+        "--overwrite": "replace the output if it exists",
+        "--allow-incompatible-kv": "merge even though the variants' KV caches are not interchangeable (for "
+        "experiments)",
+    }
+    add_options(parser.add_argument, options, variants={"nargs": "+"}, output={"required": True})
     add_shard_size(parser)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import parse_count
+from flexquant.cli._arguments import add_options
 from flexquant.errors import UsageError
 from flexquant.policy.choose import find_measured
 
@@ -27,35 +27,21 @@ HELP = "predict speed and memory of a merged checkpoint on a device"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", metavar="OUT", help="merged checkpoint")
-    parser.add_argument("--device", metavar="NAME|FILE", help="built-in device or device file")
-    parser.add_argument("--list-devices", action="store_true", help="list the built-in devices")
-    parser.add_argument(
-        "--measured",
-        metavar="POLICY",
-        help="tuned policy whose measured times to compare with (default: OUT's stored policy, if tuned)",
-    )
-    parser.add_argument(
-        "--input-len", type=parse_count, default=1024, metavar="N", help="tokens of a prompt (default: 1024)"
-    )
-    parser.add_argument(
-        "--output-len", type=parse_count, default=256, metavar="N", help="tokens of an answer (default: 256)"
-    )
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=parse_count,
-        default=1,
-        metavar="N",
-        help="devices that share the model (default: 1)",
-    )
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=_fraction,
-        default=0.9,
-        metavar="SHARE",
-        help="share of the memory that vLLM may take (default: 0.9)",
-    )
-    parser.add_argument("--w4a8", action="store_true", help="add W4A8, derived from the W4A16 variant")
+    options = {
+        "folder OUT": "merged checkpoint",
+        "--device NAME|FILE": "built-in device or device file",
+        "--list-devices": "list the built-in devices",
+        "--measured POLICY": "tuned policy whose measured times to compare with (default: OUT's stored "
+        "policy, if tuned)",
+        "--input-len N": "tokens of a prompt (default: 1024)",
+        "--output-len N": "tokens of an answer (default: 256)",
+        "--tensor-parallel-size N": "devices that share the model (default: 1)",
+        "--gpu-memory-utilization SHARE": "share of the memory that vLLM may take (default: 0.9)",
+        "--w4a8": "add W4A8, derived from the W4A16 variant",
+    }
+    share = {"type": _fraction}
+    add_options(parser.add_argument, options, folder={"nargs": "?"}, gpu_memory_utilization=share)
+    parser.set_defaults(input_len=1024, output_len=256, tensor_parallel_size=1, gpu_memory_utilization=0.9)
 
 
 def run(args: argparse.Namespace) -> JsonObject:

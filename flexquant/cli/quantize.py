@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import parse_names
+from flexquant.cli._arguments import add_options
 from flexquant.cli._stages import Stages
 from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes
 
@@ -37,47 +37,35 @@ HELP = "quantise a 16-bit model into one folder per variant"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write the variants into")
+    options = {
+        "model MODEL": "folder or Hugging Face id of the 16-bit model",
+        "--output DIR": "folder to write the variants into",
+    }
+    add_options(parser.add_argument, options, output={"required": True})
     add_recipe_options(parser)
-    parser.add_argument(
-        "--variants",
-        type=parse_names,
-        metavar="NAMES",
-        help="comma-separated variants of the recipe to make (default: all)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace variants that exist")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep variants that an interrupted, equal run has finished"
-    )
+    of_variants = {
+        "--variants NAMES": "comma-separated variants of the recipe to make (default: all)",
+        "--overwrite": "replace variants that exist",
+        "--resume": "keep variants that an interrupted, equal run has finished",
+    }
+    add_options(parser.add_argument, of_variants)
 
 
 def add_recipe_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how a model is quantised; :func:`calibration_options` reads them."""
-    parser.add_argument(
-        "--recipe",
-        default=DEFAULT_RECIPE,
-        metavar="NAME|FILE",
-        help=f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file "
+    options = {
+        "--recipe NAME|FILE": f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file "
         f"(default: {DEFAULT_RECIPE})",
-    )
-    parser.add_argument(
-        "--calibration",
-        metavar="FILE|DIR|DATASET|self",
-        help="text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
-        "half (default: the recipe's; built-in recipes: self)",
-    )
-    for option, what in (
-        ("samples", "calibration samples"),
-        ("length", "tokens in a sample"),
-        ("seed", "seed of the samples"),
-    ):
-        parser.add_argument(f"--{option}", type=int, metavar="N", help=f"{what} (default: the recipe's)")
-    parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="also show the progress bars, logs and warnings of llmcompressor",
-    )
+        "--calibration FILE|DIR|DATASET|self": "text or .jsonl file, folder of them, dataset id, or 'self': "
+        "text of which the model writes half (default: the recipe's; built-in recipes: self)",
+        "--samples N": "calibration samples (default: the recipe's)",
+        "--length N": "tokens in a sample (default: the recipe's)",
+        "--seed N": "seed of the samples (default: the recipe's)",
+        "--verbose": "also show the progress bars, logs and warnings of llmcompressor",
+    }
+    number = {"type": int}
+    add_options(parser.add_argument, options, samples=number, length=number, seed=number)
+    parser.set_defaults(recipe=DEFAULT_RECIPE)
 
 
 def calibration_options(args: argparse.Namespace) -> JsonObject:

@@ -20,7 +20,7 @@ import os
 import sys
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_study, parse_count, study_of, tell
+from flexquant.cli._arguments import add_options, add_study, study_of, tell
 from flexquant.errors import FlexQuantError, UsageError
 
 HELP = "choose a precision for each layer in decode, and write the policy"
@@ -28,30 +28,24 @@ HELP = "choose a precision for each layer in decode, and write the policy"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_study(parser, "searched.yaml, searched.md and searched.png, beside sensitivity.json")
-    parser.add_argument(
-        "--policy",
-        metavar="POLICY",
-        help="policy with measured times, from 'flexquant tune' (default: the one stored in the checkpoint)",
-    )
-    budget = parser.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--max-kl", type=float, metavar="X", help="most KL divergence, nats a token")
-    budget.add_argument(
-        "--max-slowdown", type=float, metavar="X", help="e.g. 0.1: 10 %% slower than the fastest variant"
-    )
-    budget.add_argument("--layers", type=parse_count, metavar="N", help="number of layers to raise")
-    parser.add_argument(
-        "--sequences",
-        type=parse_count,
-        default=1,
-        metavar="N",
-        help="sequences in the decode pass whose time counts; passes with --batch-size sequences are scored "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="also measure baselines that raise as many layers: the first, the last, both ends, random ones",
-    )
+    times = {
+        "--policy POLICY": "policy with measured times, from 'flexquant tune' (default: the one stored in "
+        "the checkpoint)",
+    }
+    add_options(parser.add_argument, times)
+    budget = {
+        "--max-kl X": "most KL divergence, nats a token",
+        "--max-slowdown X": "e.g. 0.1: 10 %% slower than the fastest variant",
+        "--layers N": "number of layers to raise",
+    }
+    add_options(parser.add_mutually_exclusive_group(required=True).add_argument, budget)
+    options = {
+        "--sequences N": "sequences in the decode pass whose time counts; passes with --batch-size sequences "
+        "are scored (default: %(default)s)",
+        "--compare": "also measure baselines that raise as many layers: the first, the last, both ends, "
+        "random ones",
+    }
+    add_options(parser.add_argument, options, sequences={"default": 1})
 
 
 def run(args: argparse.Namespace) -> JsonObject:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import parse_count, parse_counts
+from flexquant.cli._arguments import add_options, parse_counts
 from flexquant.errors import UsageError
 from flexquant.policy.choose import find_policies
 from flexquant.policy.pass_times import PassTimes
@@ -43,82 +43,41 @@ HELP = "judge policies on a request trace, without a GPU"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trace", required=True, metavar="NAME|FILE", help="built-in trace (bursty, steady) or JSONL file"
-    )
-    parser.add_argument(
-        "--policy",
-        required=True,
-        action="append",
-        metavar="NAME|FILE",
-        help="variant, built-in policy, policy file, or 'stored' for --model's policy; repeat the option to "
-        "compare other policies with the first",
-    )
-    times = parser.add_mutually_exclusive_group()
-    times.add_argument(
-        "--times",
-        metavar="POLICY",
-        help="policy with measured times (default: the first --policy that has some, else --model's policy)",
-    )
-    times.add_argument(
-        "--device", metavar="NAME|FILE", help="predict the times of --model on a device instead"
-    )
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="OUT",
-        help="merged checkpoint; needed for --device, and for policies that name layers",
-    )
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=parse_count,
-        metavar="N",
-        help="devices that share the model, for --device (default: 1)",
-    )
-    parser.add_argument(
-        "--speed",
-        type=_parse_speed,
-        default=1.0,
-        metavar="X",
-        help="requests arrive X times as fast as the trace says (default: 1)",
-    )
-    parser.add_argument(
-        "--max-num-batched-tokens",
-        type=parse_count,
-        metavar="N",
-        help="most tokens in a pass (default: by the machine, e.g. 8192 on an H100, 2048 on an L4 or a CPU)",
-    )
-    parser.add_argument(
-        "--max-num-seqs",
-        type=parse_count,
-        metavar="N",
-        help="most sequences in a pass (default: by the machine, e.g. 1024 on an H100, 256 on an L4, 128 on "
-        "a CPU)",
-    )
-    parser.add_argument(
-        "--kv-cache-tokens",
-        type=parse_count,
-        metavar="N",
-        help="tokens that the KV cache holds, which vLLM logs at start (default: with --device, what fits "
-        "beside the policy's variants; else no limit)",
-    )
-    parser.add_argument(
-        "--block-size",
-        type=parse_count,
-        metavar="N",
-        help="tokens of a KV block (default: 16 on GPUs, 128 on CPUs)",
-    )
-    parser.add_argument(
-        "--capture-sizes",
-        type=_parse_sizes,
-        metavar="N,N,...|none",
-        help="tokens of the CUDA graphs, to which passes are padded (default: those of 'vllm serve' for "
-        "times of a GPU that were measured with graphs, else none)",
-    )
-    parser.add_argument(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        help="schedule a pass while the pass before runs (default: on GPUs)",
+    policies = {
+        "--trace NAME|FILE": "built-in trace (bursty, steady) or JSONL file",
+        "--policy NAME|FILE": "variant, built-in policy, policy file, or 'stored' for --model's policy; "
+        "repeat the option to compare other policies with the first",
+    }
+    several = {"required": True, "action": "append"}
+    add_options(parser.add_argument, policies, trace={"required": True}, policy=several)
+    times = {
+        "--times POLICY": "policy with measured times (default: the first --policy that has some, else "
+        "--model's policy)",
+        "--device NAME|FILE": "predict the times of --model on a device instead",
+    }
+    add_options(parser.add_mutually_exclusive_group().add_argument, times)
+    limits = {
+        "--model OUT": "merged checkpoint; needed for --device, and for policies that name layers",
+        "--tensor-parallel-size N": "devices that share the model, for --device (default: 1)",
+        "--speed X": "requests arrive X times as fast as the trace says (default: 1)",
+        "--max-num-batched-tokens N": "most tokens in a pass (default: by the machine, e.g. 8192 on an H100, "
+        "2048 on an L4 or a CPU)",
+        "--max-num-seqs N": "most sequences in a pass (default: by the machine, e.g. 1024 on an H100, 256 on "
+        "an L4, 128 on a CPU)",
+        "--kv-cache-tokens N": "tokens that the KV cache holds, which vLLM logs at start (default: with "
+        "--device, what fits beside the policy's variants; else no limit)",
+        "--block-size N": "tokens of a KV block (default: 16 on GPUs, 128 on CPUs)",
+        "--capture-sizes N,N,...|none": "tokens of the CUDA graphs, to which passes are padded (default: "
+        "those of 'vllm serve' for times of a GPU that were measured with graphs, else none)",
+        "--async-scheduling": "schedule a pass while the pass before runs (default: on GPUs)",
+    }
+    add_options(
+        parser.add_argument,
+        limits,
+        model={"type": Path},
+        speed={"type": _parse_speed, "default": 1.0},
+        capture_sizes={"type": _parse_sizes},
+        async_scheduling={"action": argparse.BooleanOptionalAction},
     )
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import DEFAULTS, add_effort, parse_count, parse_names, progress_bar, tell
+from flexquant.cli._arguments import DEFAULTS, add_effort, add_options, progress_bar, tell
 from flexquant.errors import UsageError
 from flexquant.tuning.objectives import OBJECTIVES
 
@@ -42,98 +42,56 @@ HELP = "measure the variants on this machine and write the policy that follows"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="OUT", help="merged checkpoint")
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="policy to write, ending in .yaml"
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace an existing output, and the samples of an interrupted run with other arguments",
-    )
-    goal = parser.add_mutually_exclusive_group()
-    goal.add_argument(
-        "--objective",
-        choices=OBJECTIVES,
-        default="balanced",
-        help="latency: the fastest variant at every size; balanced: the same, without variants that gain "
-        "less than 5 %% at every size; throughput: the variants that decode most tokens a second at the "
-        "largest batch that fits into memory beside them (default: %(default)s)",
-    )
-    goal.add_argument(
-        "--slo",
-        metavar="BOUNDS",
-        help="bounds such as ttft=300ms,tpot=30ms: the most precise variants whose passes keep them",
-    )
-    parser.add_argument(
-        "--variants",
-        type=parse_names,
-        metavar="NAMES",
-        help="comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
-        "all variants of the checkpoint)",
-    )
-    parser.add_argument(
-        "--max-quality-loss",
-        type=float,
-        metavar="X",
-        help="largest KL divergence to 16 bit, in nats a token; if a variant loses more, with --text decode "
-        "takes the fastest plan within the limit, which can mix layers of variants, and with --quality the "
-        "variant is left out",
-    )
-    parser.add_argument(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="text or .jsonl file on which to measure the loss, with the defaults of 'flexquant search'",
-    )
-    parser.add_argument(
-        "--reference",
-        metavar="MODEL",
-        help="folder or Hugging Face id of the 16-bit model, for --text (default: the most precise variant)",
-    )
-    parser.add_argument(
-        "--quality",
-        type=Path,
-        metavar="FILE",
-        help="quality.json of 'flexquant eval', instead of --text",
-    )
-    parser.add_argument(
-        "--request-tokens",
-        type=parse_count,
-        default=2048,
-        metavar="N",
-        help="tokens of a request, prompt and answer, for --objective throughput (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--from-metrics",
-        metavar="URL",
-        help="propose a policy for the traffic of this vllm serve, from its /metrics; options that control "
-        "measuring are then ignored",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds to watch the server of --from-metrics; 0: all passes since its start "
+    files = {
+        "folder OUT": "merged checkpoint",
+        "--output FILE": "policy to write, ending in .yaml",
+        "--overwrite": "replace an existing output, and the samples of an interrupted run with other "
+        "arguments",
+    }
+    path = {"type": Path}
+    add_options(parser.add_argument, files, folder=path, output={**path, "required": True})
+    goals = {
+        "--objective": "latency: the fastest variant at every size; balanced: the same, without variants "
+        "that gain less than 5 %% at every size; throughput: the variants that decode most tokens a second "
+        "at the largest batch that fits into memory beside them (default: %(default)s)",
+        "--slo BOUNDS": "bounds such as ttft=300ms,tpot=30ms: the most precise variants whose passes keep "
+        "them",
+    }
+    objective = {"action": "store", "choices": OBJECTIVES, "default": "balanced"}
+    add_options(parser.add_mutually_exclusive_group().add_argument, goals, objective=objective)
+    choice = {
+        "--variants NAMES": "comma-separated variants to choose among, or policies of one variant such as "
+        "w4a8 (default: all variants of the checkpoint)",
+        "--max-quality-loss X": "largest KL divergence to 16 bit, in nats a token; if a variant loses more, "
+        "with --text decode takes the fastest plan within the limit, which can mix layers of variants, and "
+        "with --quality the variant is left out",
+        "--text FILE": "text or .jsonl file on which to measure the loss, with the defaults of 'flexquant "
+        "search'",
+        "--reference MODEL": "folder or Hugging Face id of the 16-bit model, for --text (default: the most "
+        "precise variant)",
+        "--quality FILE": "quality.json of 'flexquant eval', instead of --text",
+        "--request-tokens N": "tokens of a request, prompt and answer, for --objective throughput (default: "
+        "%(default)s)",
+        "--from-metrics URL": "propose a policy for the traffic of this vllm serve, from its /metrics; "
+        "options that control measuring are then ignored",
+        "--seconds S": "seconds to watch the server of --from-metrics; 0: all passes since its start "
         "(default: %(default)g)",
-    )
-    parser.add_argument(
-        "--times",
-        metavar="FILE",
-        help="policy of 'flexquant tune' with the times to scale (default: the checkpoint's policy)",
-    )
-    parser.add_argument("--quick", action="store_true", help="few sizes and rounds, for a first look")
+        "--times FILE": "policy of 'flexquant tune' with the times to scale (default: the checkpoint's "
+        "policy)",
+        "--quick": "few sizes and rounds, for a first look",
+    }
+    add_options(parser.add_argument, choice, text=path, quality=path, seconds={"type": float})
+    parser.set_defaults(request_tokens=2048, seconds=60.0)
     add_effort(parser.add_argument, "every size")
-    parser.add_argument("--max-batch", type=parse_count, metavar="N", help="sequences of the largest batch")
-    parser.add_argument("--max-tokens", type=parse_count, metavar="N", help="tokens of the longest prompt")
-    parser.add_argument("--tensor-parallel-size", type=parse_count, default=1, metavar="N", help="GPUs")
-    parser.add_argument(
-        "--enforce-eager",
-        action=argparse.BooleanOptionalAction,
-        help="measure without compilation and CUDA graphs; choose as you will serve (default: on CPUs, where "
-        "compiling takes minutes)",
-    )
+    engines = {
+        "--max-batch N": "sequences of the largest batch",
+        "--max-tokens N": "tokens of the longest prompt",
+        "--tensor-parallel-size N": "GPUs",
+        "--enforce-eager": "measure without compilation and CUDA graphs; choose as you will serve (default: "
+        "on CPUs, where compiling takes minutes)",
+    }
+    eager = {"action": argparse.BooleanOptionalAction}
+    add_options(parser.add_argument, engines, tensor_parallel_size={"default": 1}, enforce_eager=eager)
 
 
 def run(args: argparse.Namespace) -> JsonObject:
