@@ -11,9 +11,10 @@ machines, compare what they received (:mod:`flexquant.serving.worker.ranks`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.choose import choose_policy
 from flexquant.policy.rules import Policy, parse_policy
@@ -66,7 +67,7 @@ class ServingOptions:
         return cls(**options)
 
 
-def additional_config(vllm_config: VllmConfig) -> dict[str, Any]:
+def additional_config(vllm_config: VllmConfig) -> JsonObject:
     """Return a copy of vLLM's ``additional_config``; raise :class:`FlexQuantError` if it is no mapping."""
     additional = vllm_config.additional_config
     if not isinstance(additional, dict):

@@ -10,9 +10,13 @@ which is registered by name and imported only by the worker.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.models import ModelRegistry
 
 from flexquant.checkpoint.merged_config import (
@@ -36,6 +40,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 WORKER_EXTENSION = "flexquant.serving.worker.worker_extension.FlexQuantWorker"
+VERIFIED = "FLEXQUANT_VERIFIED"
+"""Environment variable with the folder that the front end has verified, so that its API servers skip it."""
+
+logger = init_logger("vllm.flexquant.verification")
 
 
 class FlexQuantConfig(QuantizationConfig):
@@ -85,7 +93,6 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
             find_compiled_code_again,
         )
         from flexquant.serving.options import resolve_policy
-        from flexquant.serving.verification import verify_if_asked
         from flexquant.serving.worker.metrics import offer_metrics
 
         merged = MergedConfig.from_json(vllm_config.model_config.hf_config.quantization_config)
@@ -100,6 +107,35 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         parallel.worker_extension_cls = parallel.worker_extension_cls or WORKER_EXTENSION
         if base := MODELS_CONFIG_MAP.get(merged.base_architecture):
             base.verify_and_update_config(vllm_config)
+
+
+def verify_if_asked(vllm_config: VllmConfig) -> None:
+    """In the front end: with the option ``verify``, read the checkpoint and compare it with its hashes.
+
+    Each front end does so once; workers do not. Raises :class:`FlexQuantError`, which names the shard, for a
+    byte that differs from what the merge wrote, and for a model that is no folder on this machine.
+    """
+    from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+    from flexquant.checkpoint.recorded_hashes import check_recorded_files, check_recorded_tensors
+    from flexquant.errors import FlexQuantError
+    from flexquant.serving.options import ServingOptions
+
+    if not ServingOptions.from_vllm(vllm_config).verify:
+        return
+    folder = Path(vllm_config.model_config.model)
+    if not folder.is_dir():
+        raise FlexQuantError(
+            f"additional-config 'flexquant.verify' needs a folder on this machine, and {folder} is none; "
+            "download the checkpoint first, and serve the folder"
+        )
+    known = str(folder.resolve())
+    if multiprocessing.parent_process() is not None and os.environ.get(VERIFIED) == known:
+        return
+    checkpoint = MergedCheckpoint.open(folder)
+    check_recorded_files(checkpoint)
+    count = check_recorded_tensors(checkpoint)
+    os.environ[VERIFIED] = known
+    logger.info("%s: %d tensors equal to recorded hashes", folder, count)
 
 
 def register_with_vllm() -> None:

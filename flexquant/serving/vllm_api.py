@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend as AttentionBackend
     from vllm.v1.attention.backend import CommonAttentionMetadata as CommonAttentionMetadata
     from vllm.v1.attention.backend import subclass_attention_backend as subclass_attention_backend
+    from vllm.v1.worker.gpu.input_batch import InputBatch as InputBatch
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState as DefaultModelState
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState as MambaHybridModelState
 

@@ -45,7 +45,7 @@ SERVE = f"""
 import json, sys
 import torch
 from flexquant.measuring import engine
-from flexquant.serving.worker.status import status_of
+from flexquant.serving.worker.worker_extension import status_of
 
 def outputs(model):
     x = torch.load(sys.argv[2])

@@ -42,7 +42,7 @@ SERVE = """
 import json, sys
 from flexquant.measuring import engine
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
-from flexquant.serving.worker.status import status_of
+from flexquant.serving.worker.worker_extension import status_of
 from vllm import SamplingParams
 
 provide_cpu_kernels()

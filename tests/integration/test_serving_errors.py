@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.server import ServerError, vllm_serve
-from flexquant.serving.worker.trace import trace_file
+from flexquant.serving.worker.pass_records import trace_file
 from tests.checkpoints import EXPERTS
 from tests.integration.conftest import engine
 from tests.policies import TRIGGERED, rules, scheduled

@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.server import ServerError, vllm_serve
-from flexquant.serving.verification import verify_if_asked
+from flexquant.serving.registration import verify_if_asked
 from tests.checkpoints import flip_a_byte
 from tests.integration.conftest import generate
 

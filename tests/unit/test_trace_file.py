@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flexquant.serving.worker.forward_pass import Pass
-from flexquant.serving.worker.trace import Trace
+from flexquant.serving.worker.pass_records import Trace
 
 HEADER = {"policy": "phase"}
 

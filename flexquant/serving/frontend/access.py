@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Who may use the routes, and how they ask the workers."""
+"""Who may use the routes, and how they ask the workers of all engines: with data parallelism, several."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import secrets
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from flexquant.serving.frontend.client import ADMIN_KEY, admin_key
-from flexquant.serving.frontend.engine_client import ask_workers, serves_merged
 
 if TYPE_CHECKING:
-    from flexquant.serving.vllm_api import AsyncLLM
+    from flexquant.serving.vllm_api import AsyncLLM, AsyncMPClient
 
 STATUS_TIMEOUT = 60.0
 """Largest number of seconds for the workers' answer; they first finish the step that they are in."""
@@ -30,6 +32,9 @@ ADMINISTRATORS_KEY = HTTPBearer(
     description=f"{ADMIN_KEY} of the server's environment.",
 )
 Given = HTTPAuthorizationCredentials | None
+Answer = TypeVar("Answer")
+Answers = list[Any]
+"""The answers of all workers, in the form in which the method that they were asked to call answers."""
 
 
 def authorise(request: Request, given: Annotated[Given, Depends(VLLM_KEY)]) -> None:
@@ -51,7 +56,7 @@ def _require(given: Given, keys: list[str]) -> None:
         raise HTTPException(401, "Unauthorized")
 
 
-async def ask_ranks(request: Request, method: str, *args: Any, timeout: float) -> list[Any]:
+async def ask_ranks(request: Request, method: str, *args: object, timeout: float) -> Answers:
     """Return the answers of all workers (:func:`ask_workers`).
 
     Raises HTTPException 404 if no merged checkpoint is served, or if the workers have another extension.
@@ -65,9 +70,52 @@ async def ask_ranks(request: Request, method: str, *args: Any, timeout: float) -
     return await ask_workers(engine, method, *args, timeout=timeout)
 
 
-async def ask_briefly(request: Request, method: str, *args: Any) -> list[Any]:
+async def ask_briefly(request: Request, method: str, *args: object) -> Answers:
     """Return the answers of all workers; raise HTTPException 504 if they take longer than they may."""
     try:
         return await ask_ranks(request, method, *args, timeout=STATUS_TIMEOUT)
     except TimeoutError as e:
         raise HTTPException(504, f"{LATE} A long step may be under way; ask again.") from e
+
+
+def serves_merged(engine: AsyncLLM) -> bool:
+    """Whether the engine of vLLM's client ``engine`` serves a merged checkpoint with FlexQuant's workers."""
+    from flexquant.checkpoint.merged_config import QUANT_METHOD
+    from flexquant.serving.registration import WORKER_EXTENSION
+
+    config = engine.vllm_config
+    is_merged = config.model_config.quantization == QUANT_METHOD
+    return is_merged and config.parallel_config.worker_extension_cls == WORKER_EXTENSION
+
+
+async def ask_workers(engine: AsyncLLM, method: str, *args: object, timeout: float) -> Answers:
+    """Call a method of FlexQuant's worker extension on every rank of every engine; return all answers.
+
+    Each engine answers between two of its own steps. Raises TimeoutError after ``timeout`` seconds. After a
+    timeout or a cancellation the engines still answer, in the order in which they were asked.
+    """
+    # AsyncLLM.collective_rpc also asks all engines, but returns only the first one's answers. The engines get
+    # no timeout: after one, vLLM's executor would take the late answer for the answer to its next question.
+    client: AsyncMPClient = engine.engine_core
+    ranks: list[Answers] = await answer_of(
+        asyncio.gather(
+            *(
+                client._call_utility_async("collective_rpc", method, None, args, None, engine=core)
+                for core in client.core_engines
+            )
+        ),
+        timeout,
+    )
+    return [*itertools.chain.from_iterable(ranks)]
+
+
+async def answer_of(question: Awaitable[Answer], timeout: float | None) -> Answer:
+    """Return the answer to a question, which continues if the waiting task is cancelled.
+
+    Raises TimeoutError after ``timeout`` seconds (None: no limit); the question continues then, too.
+    """
+    asked = asyncio.ensure_future(question)
+    await asyncio.wait({asked}, timeout=timeout)
+    if not asked.done():
+        raise TimeoutError(f"no answer within {timeout} s")
+    return asked.result()

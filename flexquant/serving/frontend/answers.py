@@ -4,10 +4,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.policy.schema import Phase
 
 
@@ -136,7 +135,7 @@ class Refusal(Reply):
     error: Reason
 
 
-def refusal_responses(**reasons: str) -> dict[int | str, dict[str, Any]]:
+def refusal_responses(**reasons: str) -> dict[int | str, JsonObject]:
     """Return OpenAPI responses for statuses, each given as ``_401="why"``.
 
     Unless 422 or ``_4XX`` is given, FastAPI adds a response of its own, 422 for a wrong parameter; vLLM

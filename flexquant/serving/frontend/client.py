@@ -9,8 +9,8 @@ import os
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import Policy
 
@@ -23,7 +23,7 @@ TIMEOUT = 3600.0
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """Does not follow redirects, so that the key reaches only the server that was named."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, *_: object) -> None:
         return None
 
 
@@ -40,7 +40,7 @@ def admin_key() -> str:
     return key
 
 
-def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> dict[str, Any]:
+def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> JsonObject:
     """Change the policy of the server at ``url``; return its answer (:func:`change_policy` in the server).
 
     ``url`` is the URL of the server, or of its OpenAI API, ending in ``/v1``. ``dry_run`` only asks what
@@ -61,7 +61,7 @@ def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> dict[str
     )
     try:
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=TIMEOUT) as reply:
-            answer: dict[str, Any] = json.load(reply)
+            answer: JsonObject = json.load(reply)
             return answer
     except urllib.error.HTTPError as e:
         raise FlexQuantError(_refusal(e)) from e

@@ -14,18 +14,20 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse
 
-from flexquant.serving.frontend.access import LATE, ask_briefly, authorise
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.serving.frontend.access import LATE, ask_briefly, authorise, serves_merged
 from flexquant.serving.frontend.answers import ServedRequests, Status, refusal_responses
 from flexquant.serving.frontend.client import admin_key
-from flexquant.serving.frontend.engine_client import serves_merged
 
 if TYPE_CHECKING:
     from argparse import Namespace
+
+    from fastapi.datastructures import State
 
     from flexquant.serving.vllm_api import AsyncLLM
 
@@ -38,33 +40,35 @@ class FlexQuantEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; vLLM calls this when it builds the server."""
-        with_key: dict[str, Any] = {"methods": ["GET"], "dependencies": [Depends(authorise)]}
+        key = [Depends(authorise)]
         nothing = "No merged checkpoint is served."
         app.add_api_route(
             "/flexquant",
             status,
+            methods=["GET"],
+            dependencies=key,
             response_model=Status,
             response_model_exclude_unset=True,
             responses=refusal_responses(_401="Not vLLM's key.", _404=nothing, _504=LATE),
-            **with_key,
         )
         app.add_api_route("/flexquant/ui", page, methods=["GET"], response_class=HTMLResponse)
         app.add_api_route(
             "/flexquant/requests/{response}",
             plans_of_response,
+            methods=["GET"],
+            dependencies=key,
             response_model=ServedRequests,
             response_model_exclude_unset=True,
             responses=refusal_responses(
                 _401="Not vLLM's key.", _404="None of the last requests.", _504=LATE, _4XX="Refused."
             ),
-            **with_key,
         )
         if admin_key():
             from flexquant.serving.frontend.policy_endpoint import add_policy_route
 
             add_policy_route(app)
 
-    async def init_state(self, engine_client: AsyncLLM, state: Any, args: Namespace) -> None:
+    async def init_state(self, engine_client: AsyncLLM, state: State, args: Namespace) -> None:
         """Keep vLLM's client of the engine, which the routes ask; vLLM calls this once the client exists."""
         from flexquant.serving.options import ServingOptions
 
@@ -77,7 +81,7 @@ class FlexQuantEndpoints:
                 state.flexquant_spans = follow_spans(engine_client)
 
 
-async def status(request: Request) -> dict[str, Any]:
+async def status(request: Request) -> JsonObject:
     """Return the first rank's status, with the sums of all engines' counters, and policies that differ.
 
     Raises HTTPException 404 if no merged checkpoint is served.
@@ -85,7 +89,7 @@ async def status(request: Request) -> dict[str, Any]:
     return sum_up(await ask_briefly(request, "flexquant_status"))
 
 
-def sum_up(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def sum_up(ranks: list[JsonObject]) -> JsonObject:
     """Combine the statuses of all ranks into one."""
     counted = [rank["counted"] for rank in ranks if rank["counted"] is not None]
     policies = [*{rank["policy"]["digest"]: rank["policy"] for rank in ranks}.values()]
@@ -93,7 +97,7 @@ def sum_up(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return summed | ({"disagreement": policies} if len(policies) > 1 else {})
 
 
-def add_up(counted: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def add_up(counted: Iterable[list[JsonObject]]) -> list[JsonObject]:
     """Add the counters of several engines, by plan and phase."""
     cells: dict[tuple[str, str], Counter[str]] = {}
     for cell in itertools.chain.from_iterable(counted):
@@ -104,7 +108,7 @@ def add_up(counted: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [{"plan": plan, "phase": phase, **sums} for (plan, phase), sums in cells.items()]
 
 
-async def plans_of_response(request: Request, response: str) -> dict[str, Any]:
+async def plans_of_response(request: Request, response: str) -> JsonObject:
     """Return which plans computed the tokens of a response, given by its ``id``.
 
     A response can answer several prompts, or one prompt several times; each answer is a request. Raises

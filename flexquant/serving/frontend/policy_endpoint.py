@@ -21,17 +21,17 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from vllm.logger import init_logger
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import Policy, parse_policy_text
 from flexquant.policy.schema import SCHEMA, inlined_json_schema
-from flexquant.serving.frontend.access import STATUS_TIMEOUT, ask_ranks, authorise_admin
+from flexquant.serving.frontend.access import STATUS_TIMEOUT, answer_of, ask_ranks, authorise_admin
 from flexquant.serving.frontend.answers import PolicyChange, refusal_responses
-from flexquant.serving.frontend.engine_client import answer_of
 
 if TYPE_CHECKING:
     from flexquant.serving.vllm_api import AsyncLLM
@@ -76,7 +76,7 @@ async def change_policy(
     request: Request,
     name: Annotated[str, Query(min_length=1, max_length=200)] = "posted policy",
     dry_run: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Change the server's policy to that in the body, and return what changes.
 
     Raises HTTPException 413 for a body of more than 128 KiB, 422 for a body that is no policy, and 409 for a
@@ -120,7 +120,7 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _change(request: Request, policy: Policy, seen: list[str]) -> list[dict[str, Any]]:
+async def _change(request: Request, policy: Policy, seen: list[str]) -> list[JsonObject]:
     """Have all engines, or none, replace a policy that has one of the digests ``seen``."""
     change = uuid.uuid4().hex
     try:
@@ -150,14 +150,14 @@ def _reason(e: BaseException) -> str:
     return str(e.detail) if isinstance(e, HTTPException) else f"{type(e).__name__}: {e}"
 
 
-async def _ask_change(request: Request, policy: Policy, dry_run: bool, *more: Any) -> list[dict[str, Any]]:
+async def _ask_change(request: Request, policy: Policy, dry_run: bool, *more: object) -> list[JsonObject]:
     document = {key: value for key, value in policy.document.items() if key != "measured"}
     timeout = STATUS_TIMEOUT if dry_run else CAPTURE_TIMEOUT
     asked = "flexquant_change_policy", policy.name, document, dry_run, *more
     return await _ask_all(request, timeout, *asked)
 
 
-async def _ask_all(request: Request, timeout: float, method: str, *args: Any) -> list[dict[str, Any]]:
+async def _ask_all(request: Request, timeout: float, method: str, *args: object) -> list[JsonObject]:
     """Return the answers of all ranks; raise HTTPException 409 with the reason if one refuses."""
     ranks = await ask_ranks(request, method, *args, timeout=timeout)
     for rank in ranks:

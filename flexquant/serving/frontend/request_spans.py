@@ -17,7 +17,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from vllm.logger import init_logger
 
-from flexquant.serving.frontend.engine_client import ask_workers
+from flexquant.serving.frontend.access import ask_workers
 from flexquant.serving.vllm_api import SpanAttributes
 
 if TYPE_CHECKING:

@@ -27,8 +27,14 @@ from flexquant.serving.vllm_api import subclass_attention_backend
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
 
-    from flexquant.serving.vllm_api import AttentionBackend, CommonAttentionMetadata, ForwardContext
+    from flexquant.serving.vllm_api import (
+        AttentionBackend,
+        CommonAttentionMetadata,
+        ForwardContext,
+        InputBatch,
+    )
 
 
 class Pass(NamedTuple):
@@ -131,7 +137,7 @@ class PassObserver:
         Before that, vLLM's own passes warm up and capture CUDA graphs.
         """
         self.is_warming_up = False
-        """Whether the next pass has prompts of vLLM's own (`model_state`)."""
+        """Whether the next pass has prompts of vLLM's own (:func:`observed_model_state`)."""
         self._is_interrupted = False
         self.request_names: Callable[[], Sequence[str]] | None = None
         """Returns the names of the next pass's requests in order; None if requests are not followed."""
@@ -225,7 +231,7 @@ class PassObserver:
 
         class ObservedBuilder(builder_class):
             def __init__(
-                self, kv_cache_spec: Any, layer_names: list[str], *args: Any, **options: Any
+                self, kv_cache_spec: object, layer_names: list[str], *args: object, **options: object
             ) -> None:
                 super().__init__(kv_cache_spec, layer_names, *args, **options)
                 self.layer_names = layer_names  # builders of multi-head latent attention do not keep them
@@ -234,14 +240,14 @@ class PassObserver:
                 self,
                 common_prefix_len: int,
                 common_attn_metadata: CommonAttentionMetadata,
-                *args: Any,
-                **options: Any,
-            ) -> Any:
+                *args: object,
+                **options: object,
+            ) -> object:
                 metadata = super().build(common_prefix_len, common_attn_metadata, *args, **options)
                 metadata.flexquant_pass = observer._describe(common_attn_metadata, self.layer_names)
                 return metadata
 
-            def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+            def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> object:
                 with observer._capture():
                     return super().build_for_cudagraph_capture(common_attn_metadata)
 
@@ -251,3 +257,30 @@ class PassObserver:
 def _holds_prompt(common: CommonAttentionMetadata) -> bool:
     """Whether a sequence has tokens of its prompt in the pass, as far as vLLM reports it."""
     return common.is_prefilling is not None and bool(common.is_prefilling.any())
+
+
+def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> type:
+    """Return vLLM's class that prepares the V2 runner's passes, extended to tell ``observer`` of warm-ups.
+
+    That runner warms up with requests of its own, which only their names tell from users' requests. The V1
+    runner warms up without requests.
+    """
+    base: Any
+    if vllm_config.model_config.is_hybrid:
+        from flexquant.serving.vllm_api import MambaHybridModelState as base
+    else:
+        from flexquant.serving.vllm_api import DefaultModelState as base
+
+    class ObservedModelState(base):
+        def prepare_attn(self, input_batch: InputBatch, *args: object, **options: object) -> object:
+            observer.is_warming_up = any(is_of_vllm(name) for name in input_batch.req_ids)
+            if observer.request_names is not None:
+                observer.request_names = lambda: input_batch.req_ids
+            return super().prepare_attn(input_batch, *args, **options)
+
+    return ObservedModelState
+
+
+def is_of_vllm(request_id: str) -> bool:
+    """Whether vLLM's warm-up made a request; names of users' requests begin with a kind or a number."""
+    return request_id.startswith("_") and "warmup" in request_id

@@ -32,10 +32,9 @@ from flexquant.serving.vllm_api import (
     get_forward_context,
 )
 from flexquant.serving.worker.adapters import offer_to_adapters, share_adapters, tell_devices
-from flexquant.serving.worker.forward_pass import Pass, PassObserver
+from flexquant.serving.worker.forward_pass import Pass, PassObserver, observed_model_state
 from flexquant.serving.worker.graphs import PlanGraphs
 from flexquant.serving.worker.live_policy import LivePolicy
-from flexquant.serving.worker.model_state import observed_model_state
 from flexquant.serving.worker.moments import running_moments
 from flexquant.serving.worker.pass_records import PassRecords
 from flexquant.serving.worker.plan_views import build_plan

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
-from flexquant.serving.worker.status import status_of
+from flexquant.policy.schema import PHASES
+from flexquant.serving.worker.linear_kernels import kernel_names
 
 if TYPE_CHECKING:
     from flexquant.serving.worker.model import FlexQuantForCausalLM
@@ -26,14 +28,14 @@ class FlexQuantWorker:
     """Methods for vLLM's worker; vLLM adds this class to its bases (``--worker-extension-cls``)."""
 
     def flexquant_status(self: ServingWorker) -> JsonObject:
-        """Return what this rank serves and has counted (:func:`status_of`)."""
+        """Return what this rank serves and has counted (:func:`status_of`), for ``GET /flexquant``."""
         return status_of(self.get_model())
 
     def flexquant_follow_requests(self: ServingWorker) -> None:
         """From the next pass on, remember which plans serve each request.
 
         The V1 runner holds the requests of the pass that it prepares; for the V2 runner,
-        `model_state` reports them. Both hold the requests that have not ended, V2
+        :func:`observed_model_state` reports them. Both hold the requests that have not ended, V2
         without preempted ones.
         """
         model, runner = self.get_model(), self.model_runner
@@ -78,3 +80,30 @@ class FlexQuantWorker:
         except FlexQuantError as e:
             return {"refused": str(e)}
         return {}
+
+
+def status_of(model: FlexQuantForCausalLM) -> JsonObject:
+    """Return bytes and kernels by variant, routes by phase, and counters, as JSON-able data.
+
+    ``counted`` is None if another rank counts, ``last_pass`` is None before the first pass.
+    """
+    return {
+        "flexquant": __version__,
+        "architecture": model.merged.base_architecture,
+        "policy": model.policy.described(),
+        "plans": {plan.name: list(plan.layers) for plan in model.routes.plans},
+        "routes": {
+            phase: [
+                {"min_tokens": row.min_tokens, "max_tokens": row.max_tokens, "plan": row.plan.name}
+                | ({"moment": span.name} if span.name else {})
+                for span in model.routes.spans(phase)
+                for row in model.routes.intervals(phase, span.moment)
+            ]
+            for phase in PHASES
+        },
+        "kernels": {name: kernel_names(variant) for name, variant in model.variants.items()},
+        "weight_bytes": model.weight_bytes,
+        "weight_bytes_by_layers": model.weight_bytes_by_layers,
+        "last_pass": model.records.last_pass(),
+        "counted": model.records.counted(),
+    }

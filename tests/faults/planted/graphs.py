@@ -14,7 +14,7 @@ GRAPHS = (
     Fault(
         "warm-up-taken-for-serving",
         "vLLM's own requests, before it captures CUDA graphs, count as the first that are served.",
-        "flexquant/serving/worker/model_state.py",
+        "flexquant/serving/worker/forward_pass.py",
         "observer.is_warming_up = any(is_of_vllm(name) for name in input_batch.req_ids)",
         "pass",
         (REPLAYS + "[V2-PIECEWISE-by-batch]",),

@@ -16,7 +16,7 @@ RECORDS = (
     Fault(
         "full-disk-under-the-trace",
         "A trace that cannot be written ends the engine.",
-        "flexquant/serving/worker/trace.py",
+        "flexquant/serving/worker/pass_records.py",
         '            self._end(f"it cannot be written ({e.strerror})")\n',
         "            raise\n",
         (TRACE + "test_a_full_disk_ends_it",),
@@ -24,7 +24,7 @@ RECORDS = (
     Fault(
         "half-a-line-in-the-trace",
         "A trace ends with the part of a line that the disk took.",
-        "flexquant/serving/worker/trace.py",
+        "flexquant/serving/worker/pass_records.py",
         "self._file.truncate(self._size)",
         "self._file.flush()",
         (TRACE + "test_a_full_disk_ends_it",),
@@ -32,7 +32,7 @@ RECORDS = (
     Fault(
         "closing-the-trace-ends-the-engine",
         "A trace whose file cannot even be closed ends the engine.",
-        "flexquant/serving/worker/trace.py",
+        "flexquant/serving/worker/pass_records.py",
         "            with suppress(OSError):  # some file systems report a full disk only now\n",
         "            if not file.closed:\n",
         (TRACE + "test_a_file_that_fails_once_more_when_it_is_closed_ends_it",),
@@ -40,7 +40,7 @@ RECORDS = (
     Fault(
         "trace-without-a-bound",
         "A trace grows until the disk is full.",
-        "flexquant/serving/worker/trace.py",
+        "flexquant/serving/worker/pass_records.py",
         "if size > self._mib << 20:",
         "if size < 0:",
         (TRACE + "test_it_ends_at_the_size_that_it_may_have",),
@@ -160,7 +160,7 @@ RECORDS = (
     Fault(
         "late-answer-to-the-next-question",
         "vLLM's executor stops waiting for its ranks, and takes their answer for that to its next question.",
-        "flexquant/serving/frontend/engine_client.py",
+        "flexquant/serving/frontend/access.py",
         '"collective_rpc", method, None, args',
         '"collective_rpc", method, timeout, args',
         (ENDPOINT + "test_all_engines_take_it",),

@@ -248,7 +248,7 @@ SERVING = (
     Fault(
         "other-engines-not-asked",
         "Of data-parallel engines the first alone is asked for its counters and told of another policy.",
-        "flexquant/serving/frontend/engine_client.py",
+        "flexquant/serving/frontend/access.py",
         "for core in client.core_engines\n",
         "for core in client.core_engines[:1]\n",
         ("tests/integration/test_data_parallel.py::test_both_take_another_policy",),
