@@ -29,9 +29,9 @@ from flexquant.merge import merge_checkpoints, verify_checkpoint
 from flexquant.merge.merging import policy_to_store
 from flexquant.policy.choose import choose_policy
 from flexquant.quantization.calibration_rows import Stage, no_stage
-from flexquant.quantization.quantized_variant import QuantizedVariant
 from flexquant.quantization.quantizing import quantize_variants
 from flexquant.quantization.recipe import Recipe
+from flexquant.quantization.report import QuantizedVariant
 
 STAGES_AFTER_QUANTISING = 2
 """Stages of :func:`build_checkpoint` after quantising: merging and verifying."""

@@ -31,7 +31,7 @@ from flexquant.cli._stages import Stages
 from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes
 
 if TYPE_CHECKING:
-    from flexquant.quantization.quantized_variant import QuantizedVariant
+    from flexquant.quantization.report import QuantizedVariant
 
 HELP = "quantise a 16-bit model into one folder per variant"
 

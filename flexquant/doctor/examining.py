@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.doctor.findings import Finding
@@ -115,7 +115,8 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausa
                 (get_pp_group(), parallel.pipeline_parallel_size),
             ):
                 group.world_size, group.ranks = size, list(range(size))
-            dtype: Any = vllm_config.model_config.dtype
+            dtype = vllm_config.model_config.dtype
+            assert isinstance(dtype, torch.dtype)
             with set_default_torch_dtype(dtype), torch.device("meta"):
                 model = initialize_model(vllm_config)
             yield model

@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -22,7 +21,7 @@ from flexquant.serving.vllm_api import (
     is_supported_and_can_implement_kernel,
 )
 from flexquant.serving.worker.expert_layers import expert_layers, experts_kernel_name
-from flexquant.serving.worker.linear_kernels import kernel_name, kernel_of_layer, linear_sizes
+from flexquant.serving.worker.linear_kernels import LinearKernel, kernel_name, kernel_of_layer, linear_sizes
 
 
 @dataclass
@@ -44,9 +43,8 @@ def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
     shapes: dict[tuple[str, int, int, str], LayerGroup] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
-            linear: Any = layer
-            kernel, chosen = kernel_of_layer(linear), kernel_name(linear)
-            key = (name.rsplit(".", 1)[-1], *linear_sizes(linear), chosen)
+            kernel, chosen = kernel_of_layer(layer), kernel_name(layer)
+            key = (name.rsplit(".", 1)[-1], *linear_sizes(layer), chosen)
             if key not in shapes:
                 shapes[key] = LayerGroup(*key, better=_better(kernel) if kernel else {})
             shapes[key].layers += 1
@@ -75,29 +73,36 @@ def _find_experts_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
         )
 
 
-def _better(kernel: Any) -> dict[str, str]:
+def _better(kernel: LinearKernel) -> dict[str, str]:
     """Return the kernels that vLLM tries before this one on this device, and why it does not take them."""
     from vllm.platforms import current_platform
 
-    for register in (_POSSIBLE_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_FP8_KERNELS):
-        candidates = register.get(current_platform._enum, [])
+    here = current_platform._enum
+    registers: list[Sequence[type[LinearKernel]]] = [
+        _POSSIBLE_KERNELS.get(here, []),
+        _POSSIBLE_INT8_KERNELS.get(here, []),
+        _POSSIBLE_FP8_KERNELS.get(here, []),
+    ]
+    for candidates in registers:
         if type(kernel) in candidates:
             before = candidates[: candidates.index(type(kernel))]
-            reasons = {candidate.__name__: _why_not(candidate, kernel.config) for candidate in before}
+            reasons = {candidate.__name__: _why_not(candidate, kernel) for candidate in before}
             return {name: why for name, why in reasons.items() if why}
     return {}
 
 
-def _why_not(kernel: Any, config: Any) -> str:
+def _why_not(candidate: type[LinearKernel], kernel: LinearKernel) -> str:
     """Return why vLLM does not take a kernel; empty if it could, but the user or policy asked for another."""
     from vllm.platforms import current_platform
 
-    if kernel.__name__ in REPLACED:
+    name = candidate.__name__
+    if name in REPLACED:
         return "FlexQuant replaces it on this CPU, see flexquant/serving/cpu/kernels.py"
-    if not issubclass(kernel, MPLinearKernel):
-        said = is_supported_and_can_implement_kernel(kernel, config, None)[1]
-        return said.strip(" .").removeprefix(f"{kernel.__name__} ")
+    if not issubclass(candidate, MPLinearKernel):
+        assert not isinstance(kernel, MPLinearKernel)
+        said = is_supported_and_can_implement_kernel(candidate, kernel.config, None)[1]
+        return said.strip(" .").removeprefix(f"{name} ")
     capability = current_platform.get_device_capability()
-    if capability is not None and kernel.get_min_capability() > capability.to_int():
-        return f"it needs compute capability {kernel.get_min_capability() / 10}"
-    return (kernel.can_implement(config)[1] or "").strip(" .")
+    if capability is not None and candidate.get_min_capability() > capability.to_int():
+        return f"it needs compute capability {candidate.get_min_capability() / 10}"
+    return (candidate.can_implement(kernel.config)[1] or "").strip(" .")

@@ -154,7 +154,7 @@ def greedy_chain(
         before = plan[layer]
         won = costs(layer, before) - (0.0 if variant == variants[0] else costs(layer, variant))
         longer = (seconds[variant] - seconds[before]) / num_layers
-        # Any step that gains comes before any step that loses, even if the latter saves time.
+        # Every step that gains comes before every step that loses, even if the latter saves time.
         return won > 0, won / longer if longer > 0 else math.copysign(math.inf, won)
 
     while any(variant != variants[0] for variant in plan):

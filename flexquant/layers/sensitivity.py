@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, staged_file
 from flexquant.checkpoint.provenance import folder_label, hash_file
+from flexquant.documents.digest import different_keys
 from flexquant.errors import UsageError
 from flexquant.evaluation.measure import decode_forced, engine_options
 from flexquant.evaluation.scores import Scores
@@ -193,7 +194,7 @@ class Study:
             return {**described, "kl": {}}
         try:
             document: JsonObject = json.loads(file.read_text(encoding="utf-8"))
-            different = [key for key, value in described.items() if document.get(key) != value]
+            different = different_keys(described, {key: document.get(key) for key in described})
             measured = document["kl"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise UsageError(
@@ -214,7 +215,7 @@ class Study:
         with staged_file(file) as partial:
             partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
-    def _policy(self, use: Any) -> JsonObject:
+    def _policy(self, use: str | JsonObject) -> JsonObject:
         """Return the policy that decodes by a plan, given as a rule's ``use``."""
         prefill = {"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}
         return self._with_rules([prefill, {"use": use}])
@@ -229,7 +230,7 @@ class Study:
         document = {"schema": POLICY_SCHEMA, "rules": rules}
         return add_derivations(document, self.variants, self.variants)
 
-    def _take(self, llm: LLM, use: Any) -> None:
+    def _take(self, llm: LLM, use: str | JsonObject) -> None:
         """Decode by another plan from now on."""
         take_policy(llm, "plan", self._policy(use))
 

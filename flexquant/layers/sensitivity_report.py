@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.figures import new_figure
@@ -34,7 +34,7 @@ class Estimate:
         return f"{self.mean:.2g} ({self.low:.2g} to {self.high:.2g})"
 
 
-def estimate(rows: Any) -> Estimate:
+def estimate(rows: ArrayLike) -> Estimate:
     """Return the mean of one number per row, with its interval."""
     values = np.asarray(rows, dtype=np.float64)
     if len(values) < 2:

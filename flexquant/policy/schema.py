@@ -9,11 +9,12 @@ schema` prints it, and ``policy.schema.json`` lies beside the built-in policies.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from flexquant.checkpoint.merged_config import VARIANT_NAME, check_variant_name
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.schema import (
     KEYS_AS_GIVEN,
     Number,
@@ -257,33 +258,30 @@ class PolicySection(Section):
     measured: MeasuredSection | None = None
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> JsonObject:
     """Return the JSON Schema of a policy document."""
-    schema: dict[str, Any] = _rewritten(PolicySection.model_json_schema(by_alias=True), {})
+    schema = _rewritten(PolicySection.model_json_schema(by_alias=True), {})
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def inlined_json_schema() -> dict[str, Any]:
+def inlined_json_schema() -> JsonObject:
     """Return the JSON Schema without references, for an OpenAPI document."""
     schema = PolicySection.model_json_schema(by_alias=True)
-    inlined: dict[str, Any] = _rewritten(schema, schema.pop("$defs"))
-    return inlined
+    return _rewritten(schema, schema.pop("$defs"))
 
 
-def _rewritten(value: Any, definitions: dict[str, Any]) -> Any:
+def _rewritten(schema: JsonObject, definitions: JsonObject) -> JsonObject:
     """Return a JSON Schema with definitions in the place of references, and without defaults of null.
 
     An editor would write such a default into a policy, where null is refused.
     """
-    if isinstance(value, list):
-        return [_rewritten(item, definitions) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if (name := value.get("$ref", "").removeprefix("#/$defs/")) in definitions:
-        value = {**definitions[name], **value}
-        del value["$ref"]
-    return {
-        key: _rewritten(item, definitions)
-        for key, item in value.items()
-        if not (key == "default" and item is None)
-    }
+
+    def rewritten(value: object) -> object:
+        if isinstance(value, list):
+            return [rewritten(item) for item in value]
+        return _rewritten(value, definitions) if isinstance(value, dict) else value
+
+    if (name := schema.get("$ref", "").removeprefix("#/$defs/")) in definitions:
+        schema = {**definitions[name], **schema}
+        del schema["$ref"]
+    return {key: rewritten(item) for key, item in schema.items() if not (key == "default" and item is None)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.module_names import EXPERTS, LAYER, fused_name
 from flexquant.errors import FlexQuantError
@@ -32,8 +32,8 @@ MLP_NORM = {
 ATTENTION_NORM_ONLY = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Mixtures of experts: the norm before q, k and v feeds only these; the other norm also feeds a router."""
 
-ScaleMapping = list[Any]
-"""``[[linear, ...], module in front of them]``, each a name or a regular expression after ``re:``."""
+ScaleMapping = tuple[list[str], str]
+"""Linears, and the module in front of them, each a name or a regular expression after ``re:``."""
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -73,13 +73,13 @@ def default_mappings(model_type: str, which: str = "norms-and-up") -> list[Scale
     down_proj, whose input is linear in up_proj's output. In a mixture of experts they move only from the norm
     to q, k and v.
     """
-    before_attention: ScaleMapping = [ATTENTION, r"re:.*\.input_layernorm$"]
+    before_attention: ScaleMapping = (ATTENTION, r"re:.*\.input_layernorm$")
     if model_type in ATTENTION_NORM_ONLY:
         return [before_attention]
     if model_type not in MLP_NORM:
         return []
-    norms = [before_attention, [MLP, rf"re:.*\.{MLP_NORM[model_type]}$"]]
-    return norms if which == "norms" else [*norms, [[DOWN], UP]]
+    norms = [before_attention, (MLP, rf"re:.*\.{MLP_NORM[model_type]}$")]
+    return norms if which == "norms" else [*norms, ([DOWN], UP)]
 
 
 def resolve_mappings(

@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Protocol, TypeGuard
 
 import torch
 from compressed_tensors.offload import update_offload_parameter
@@ -34,6 +34,18 @@ BATCH = 4
 """Rows in a training step."""
 
 
+class QuantizedLinear(Protocol):
+    """What a linear with a scheme for its weights alone has once it is quantised."""
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def _is_quantized(module: object) -> TypeGuard[QuantizedLinear]:
+    return hasattr(module, "quantization_scheme")
+
+
 def distill_scales(
     model: PreTrainedModel,
     teacher: PreTrainedModel,
@@ -48,7 +60,7 @@ def distill_scales(
     model. All ``rows`` [tokens] have one length. ``progress`` is called with (steps done, all steps). Raises
     FlexQuantError if the divergence is not finite.
     """
-    linears: list[Any] = [module for module in model.modules() if hasattr(module, "quantization_scheme")]
+    linears = [module for module in model.modules() if _is_quantized(module)]
     device = get_main_device()
     teacher.to(device)
     for parameter in model.parameters():
@@ -92,7 +104,7 @@ def distill_scales(
     return found
 
 
-def integers_of(module: Any) -> torch.Tensor:
+def integers_of(module: QuantizedLinear) -> torch.Tensor:
     """Return the integers of a quantised linear, int8 [out, groups, inputs of a group]."""
     weight, scale = module.weight.detach().float(), module.weight_scale.detach().float()
     grouped = weight.view(weight.shape[0], scale.shape[1], -1)

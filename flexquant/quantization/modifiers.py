@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.resolve import ResolvedVariant
 from flexquant.quantization.schemes import preset_scheme, quantization_groups
@@ -26,51 +27,11 @@ def build_modifiers(
     ``rows`` are the calibration rows [tokens]. Raises FlexQuantError for arguments that llmcompressor
     refuses.
     """
-    import torch
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
-
-    from flexquant.quantization.gptq import TokenNormalizedGPTQ
     from flexquant.quantization.sensitivity import SpareSensitiveLayers
-    from flexquant.quantization.smoothing import SearchedSmoothQuant
 
-    recipe, built = variant.recipe, []
+    recipe = variant.recipe
     try:
-        for name, given in recipe.modifiers.items():
-            arguments = dict(given)
-            if name == "SmoothQuantModifier":
-                strength = arguments.pop("smoothing_strength")
-                candidates = strength if isinstance(strength, list) else []
-                fixed = strength if isinstance(strength, dict) else dict.fromkeys(variant.smoothed, strength)
-                built.append(
-                    SearchedSmoothQuant(
-                        candidates=candidates, fixed={} if candidates else fixed, tokens=tokens, **arguments
-                    )
-                )
-            elif name == "AWQModifier":
-                pairs = [pair for m in arguments.pop("mappings") if (pair := split_mapping(m))]
-                mappings = [AWQMapping(smooth, balance) for balance, smooth in pairs]
-                built.append(AWQModifier(mappings=mappings, **arguments))
-            else:
-                groups = quantization_groups(arguments)
-                kept = {
-                    k: v
-                    for k, v in arguments.items()
-                    if k not in ("scheme", "targets", "group_size", "config_groups")
-                }
-                kept.setdefault("ignore", [])
-                if name == "AutoRoundModifier":
-                    # Importing it takes seconds. Compiling only pays on GPUs.
-                    from llmcompressor.modifiers.autoround import AutoRoundModifier
-
-                    on_gpu = torch.accelerator.is_available()
-                    built.append(AutoRoundModifier(config_groups=groups, enable_torch_compile=on_gpu, **kept))
-                    continue
-                quantizer = {"GPTQModifier": GPTQModifier, "QuantizationModifier": QuantizationModifier}[name]
-                if "first_token_weight" in kept:
-                    quantizer = TokenNormalizedGPTQ
-                built.append(quantizer(config_groups=groups, **kept))
+        built = [_modifier(name, {**given}, variant, tokens) for name, given in recipe.modifiers.items()]
         _check_observers(built[-1])
     except ValueError as e:
         reason = " ".join(str(e).split())
@@ -85,6 +46,40 @@ def build_modifiers(
         built.insert(len(built) - 1, search)
         needs_data = True
     return built, needs_data
+
+
+def _modifier(name: str, arguments: JsonObject, variant: ResolvedVariant, tokens: int) -> Modifier:
+    """Return one modifier of a recipe, from its own ``arguments``; raise ValueError for refused ones."""
+    import torch
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+
+    from flexquant.quantization.gptq import TokenNormalizedGPTQ
+    from flexquant.quantization.smoothing import SearchedSmoothQuant
+
+    if name == "SmoothQuantModifier":
+        strength = arguments.pop("smoothing_strength")
+        if isinstance(strength, list):
+            return SearchedSmoothQuant(candidates=strength, tokens=tokens, **arguments)
+        fixed = strength if isinstance(strength, dict) else dict.fromkeys(variant.smoothed, strength)
+        return SearchedSmoothQuant(fixed=fixed, tokens=tokens, **arguments)
+    if name == "AWQModifier":
+        pairs = [pair for m in arguments.pop("mappings") if (pair := split_mapping(m))]
+        return AWQModifier(mappings=[AWQMapping(smooth, balance) for balance, smooth in pairs], **arguments)
+    groups = quantization_groups(arguments)
+    in_groups = ("scheme", "targets", "group_size", "config_groups")
+    kept = {"ignore": [], **{key: value for key, value in arguments.items() if key not in in_groups}}
+    if name == "AutoRoundModifier":
+        # Importing it takes seconds. Compiling only pays on GPUs.
+        from llmcompressor.modifiers.autoround import AutoRoundModifier
+
+        on_gpu = torch.accelerator.is_available()
+        return AutoRoundModifier(config_groups=groups, enable_torch_compile=on_gpu, **kept)
+    quantizer = {"GPTQModifier": GPTQModifier, "QuantizationModifier": QuantizationModifier}[name]
+    if "first_token_weight" in kept:
+        quantizer = TokenNormalizedGPTQ
+    return quantizer(config_groups=groups, **kept)
 
 
 def _check_observers(quantizer: QuantizationMixin) -> None:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from compressed_tensors.utils import patch_attr
@@ -20,7 +19,7 @@ from llmcompressor.modeling.moe.linearize import get_non_linearized_moes, linear
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from safetensors import SafetensorError
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -48,7 +47,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     load_dtype = dtype if torch.cuda.is_available() else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype)
     if get_non_linearized_moes(model):
-        loading: Any = model._weight_conversions
+        loading: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
         linearize_moe(model)
         set_save_conversion_mapping(model, _names_of_experts(loading or []))
     return model
@@ -84,6 +83,20 @@ def separate_experts(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+class _Rows(Dataset[dict[str, torch.Tensor]]):
+    """Calibration rows [tokens] as a model's arguments."""
+
+    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        row = self._rows[number]
+        return {"input_ids": row, "attention_mask": torch.ones_like(row)}
+
+
 def run_modifiers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -99,8 +112,7 @@ def run_modifiers(
     layer, if activations are not finite.
     """
     torch.manual_seed(seed)
-    batches: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
-    data = DataLoader(batches, batch_size=1) if batches else None
+    data = DataLoader(_Rows(rows), batch_size=1) if rows else None
     try:
         with watched_layers(model, progress), _no_pinning_on_a_cpu():
             oneshot(model=model, tokenizer=tokenizer, dataset=data, recipe=modifiers)
@@ -119,11 +131,12 @@ def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder:
     for parameter in model.parameters():
         if parameter.is_floating_point() and id(parameter) not in quantized:
             parameter.data = parameter.data.to(dtype)
-    settings: Any = model.generation_config
+    settings = model.generation_config
     model.generation_config = GenerationConfig()
     with _errors_of_the_system(folder):
         model.save_pretrained(folder, save_compressed=True)
-    settings.to_json_file(folder / GENERATION_CONFIG)
+    if settings is not None:
+        settings.to_json_file(folder / GENERATION_CONFIG)
     active_session().reset()  # else it holds the model until the next one is loaded
     for name in find_files(source, COPIED):
         copy_file(source / name, folder / name)
@@ -177,7 +190,7 @@ def watched_layers(model: PreTrainedModel, progress: Progress | None) -> Iterato
     names = decoder_layers([name for name, _ in model.named_modules()])
 
     def checker(number: int, name: str) -> Callable[..., None]:
-        def check(module: torch.nn.Module, args: Any, output: Any) -> None:
+        def check(module: torch.nn.Module, args: object, output: object) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             if isinstance(hidden, torch.Tensor) and not torch.isfinite(hidden).all():
                 raise FlexQuantError(

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.known_models import load_tokenizer
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import (
     check_free_space,
     prepare_output,
@@ -25,13 +26,13 @@ from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import empty_model
 from flexquant.quantization.calibration_rows import Rows, Stage, calibration_rows, no_stage
 from flexquant.quantization.modifiers import build_modifiers
-from flexquant.quantization.quantized_variant import QuantizedVariant, read_quantized
 from flexquant.quantization.quiet import quiet_libraries
 from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
 from flexquant.quantization.report import (
-    REPORT_SCHEMA,
-    find_changes,
+    QuantizedVariant,
+    find_difference,
     portable_settings,
+    read_quantized,
     read_report,
     resolved_document,
     rows_sha256,
@@ -101,64 +102,146 @@ def quantize_variants(
     parameter, and a missing llmcompressor. Also raises it for activations that are not finite and for memory
     that runs out.
     """
+    _check_installed()
+    recipes = _choose_variants(recipe, variants)
+    folder = find_folder(model, progress)
+    for chosen in recipes:
+        target = Path(output) / chosen.name
+        remove_leftovers(target)
+        if not resume or read_report(target, replaceable=overwrite) is None:
+            prepare_output(target, [folder], overwrite=overwrite)
+    data = None if calibration is None else str(calibration)
+    given = {"data": data, "samples": samples, "length": length, "seed": seed}
+    settings = recipe.calibration.model_copy(update={k: v for k, v in given.items() if v is not None})
+    run = _Run(recipe, settings, Path(output), overwrite, resume, progress, stage)
+    with nullcontext() if verbose else quiet_libraries(progress):
+        return run.quantize(folder, recipes)
+
+
+def _check_installed() -> None:
     if importlib.util.find_spec("llmcompressor") is None:
         raise FlexQuantError(
             "quantising needs llmcompressor, which is not installed; install flexquant[quantize] in an "
             "environment of its own, since vLLM needs another compressed-tensors"
         )
-    recipes = _choose_variants(recipe, variants)
-    folder = find_folder(model, progress)
-    folders = {r.name: Path(output) / r.name for r in recipes}
-    for target in folders.values():
-        remove_leftovers(target)
-        if not resume or _read_report(target, overwrite) is None:
-            prepare_output(target, [folder], overwrite=overwrite)
-    data = None if calibration is None else str(calibration)
-    given: dict[str, Any] = {"data": data, "samples": samples, "length": length, "seed": seed}
-    settings = recipe.calibration.model_copy(update={k: v for k, v in given.items() if v is not None})
-    with nullcontext() if verbose else quiet_libraries(progress):
-        with stage(f"reading {folder}"):
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The arguments of :func:`quantize_variants` that are the same for every variant."""
+
+    recipe: Recipe
+    settings: Calibration
+    output: Path
+    overwrite: bool
+    resume: bool
+    progress: ProgressLine
+    stage: Stage
+
+    def quantize(self, folder: Path, recipes: Sequence[VariantRecipe]) -> list[QuantizedVariant]:
+        """Make the variants that no earlier run has finished from the model in ``folder``."""
+        with self.stage(f"reading {folder}"):
             source = read_source(folder)
             tokenizer = load_tokenizer(folder)
-            resolved = _resolve(recipes, source, progress)
-        needs_data = {v.recipe.name: build_modifiers(v)[1] for v in resolved}
-        rows: Rows = []
-        if any(needs_data.values()):
-            rows = calibration_rows(settings, source, tokenizer, Path(output), overwrite, progress, stage)
-        else:
-            with stage("no calibration text is needed"):
-                pass
-        jobs = []
-        for v in resolved:
-            used = rows if needs_data[v.recipe.name] else None
-            made_from = variant_inputs(source, recipe.variants[v.recipe.name], used, settings.seed)
-            jobs.append(_Job(v, folders[v.recipe.name], made_from, used))
-        kept = _find_finished(jobs, overwrite, progress) if resume else [False] * len(jobs)
-        check_free_space(Path(output), kept.count(False) * source.parameters * LEAST_BITS // 8)
+            resolved = self._resolve(recipes, source)
+        jobs = self._jobs(resolved, source, tokenizer)
+        kept = self._find_finished(jobs) if self.resume else [False] * len(jobs)
+        check_free_space(self.output, kept.count(False) * source.parameters * LEAST_BITS // 8)
         results = []
         for job, finished in zip(jobs, kept, strict=True):
             started = time.monotonic()
             unit = " layers" if job.variant.recipe.scale_distillation is None else ""
-            with stage(_title(job, finished), unit=unit) as show:
+            with self.stage(_title(job, finished), unit=unit) as show:
                 if not finished:
-                    _quantize(job, source, recipe, settings, tokenizer, overwrite, show)
+                    self._quantize(job, source, tokenizer, show)
             seconds = 0.0 if finished else time.monotonic() - started
             results.append(read_quantized(job.variant, job.folder, finished, seconds))
         return results
 
+    def _resolve(self, recipes: Sequence[VariantRecipe], source: SourceModel) -> list[ResolvedVariant]:
+        """Resolve every recipe for the model, and report the notes."""
+        from flexquant.quantization.oneshot import separate_experts
 
-def _resolve(
-    recipes: Sequence[VariantRecipe], source: SourceModel, progress: ProgressLine
-) -> list[ResolvedVariant]:
-    """Resolve every recipe for the model, and report the notes."""
-    from flexquant.quantization.oneshot import separate_experts
+        empty = separate_experts(empty_model(source.config))
+        resolved = [resolve_variant(r, empty, source.config.model_type) for r in recipes]
+        for variant in resolved:
+            for note in variant.notes:
+                self.progress(f"{variant.recipe.name}: {note}")
+        return resolved
 
-    empty = separate_experts(empty_model(source.config))
-    resolved = [resolve_variant(r, empty, source.config.model_type) for r in recipes]
-    for variant in resolved:
-        for note in variant.notes:
-            progress(f"{variant.recipe.name}: {note}")
-    return resolved
+    def _jobs(
+        self, resolved: Sequence[ResolvedVariant], source: SourceModel, tokenizer: PreTrainedTokenizerBase
+    ) -> list[_Job]:
+        """Return a job for every variant, with calibration rows if some variant needs them."""
+        needs_data = [build_modifiers(variant)[1] for variant in resolved]
+        rows: Rows = []
+        if any(needs_data):
+            rows = calibration_rows(
+                self.settings, source, tokenizer, self.output, self.overwrite, self.progress, self.stage
+            )
+        else:
+            with self.stage("no calibration text is needed"):
+                pass
+        jobs = []
+        for variant, needs in zip(resolved, needs_data, strict=True):
+            used, name = rows if needs else None, variant.recipe.name
+            made_from = variant_inputs(source, self.recipe.variants[name], used, self.settings.seed)
+            jobs.append(_Job(variant, self.output / name, made_from, used))
+        return jobs
+
+    def _find_finished(self, jobs: Sequence[_Job]) -> list[bool]:
+        """Return for each variant whether its folder holds what this run would write; every file is read.
+
+        Raises FlexQuantError, which says what differs in each folder, unless such folders may be replaced.
+        """
+        finished, problems = [], []
+        for job in jobs:
+            report = read_report(job.folder, replaceable=self.overwrite)
+            if report is None:
+                finished.append(False)
+                continue
+            self.progress(f"{job.variant.recipe.name}: comparing {job.folder} with its hashes")
+            problem = find_difference(job.folder, report, job.made_from)
+            finished.append(problem is None)
+            if problem is not None:
+                problems.append(f"{job.folder} {problem}")
+        if problems and not self.overwrite:
+            raise FlexQuantError(
+                f"{'; '.join(problems)}; replace what differs with --overwrite, or choose another folder"
+            )
+        return finished
+
+    def _quantize(
+        self, job: _Job, source: SourceModel, tokenizer: PreTrainedTokenizerBase, show: Progress | None
+    ) -> None:
+        import torch
+
+        from flexquant.quantization.distillation import distill_scales
+        from flexquant.quantization.oneshot import explained_memory, load_model, run_modifiers, save_model
+
+        name = job.variant.recipe.name
+        rows = [torch.tensor(row) for row in job.rows or ()]
+        with explained_memory(f"quantising '{name}'"):
+            quantized = load_model(source.folder, source.dtype)
+            modifiers, _ = build_modifiers(job.variant, rows, sum(map(len, rows)))
+            run_modifiers(quantized, tokenizer, modifiers, rows, self.settings.seed, show)
+            findings, strengths, spared = _findings(modifiers)
+            findings["distillation"] = None
+            if (distillation := job.variant.recipe.scale_distillation) is not None:
+                with explained_memory(f"training the scales of '{name}'", "remove scale_distillation"):
+                    teacher = load_model(source.folder, source.dtype)
+                    epochs, seed = distillation.epochs, self.settings.seed
+                    by_epoch = distill_scales(quantized, teacher, rows, epochs, seed, show)
+                    del teacher
+                findings["distillation"] = {"kl_by_epoch": by_epoch}
+            with staged_folder(job.folder, overwrite=self.overwrite) as stage:
+                save_model(quantized, source.dtype, source.folder, stage)
+                del quantized
+                resolved = with_findings(job.variant, strengths, spared)
+                description = self.recipe.description
+                document = resolved_document(resolved, description, self.settings, source, job.rows)
+                (stage / RECIPE).write_text(document, encoding="utf-8")
+                write_report(stage, {**_facts(job, self.settings), **findings})
 
 
 def _title(job: _Job, finished: bool) -> str:
@@ -182,88 +265,7 @@ def _choose_variants(recipe: Recipe, names: Sequence[str] | None) -> list[Varian
     return [recipe.variants[name] for name in names]
 
 
-def _find_finished(jobs: Sequence[_Job], overwrite: bool, progress: ProgressLine) -> list[bool]:
-    """Return for each variant whether its folder holds what this run would write; every file is read.
-
-    Raises FlexQuantError, which says what differs in each folder, unless ``overwrite`` replaces such folders.
-    """
-    finished, problems = [], []
-    for job in jobs:
-        report = _read_report(job.folder, overwrite)
-        if report is not None:
-            progress(f"{job.variant.recipe.name}: comparing {job.folder} with its hashes")
-        problem = None if report is None else _find_difference(job, report)
-        finished.append(report is not None and problem is None)
-        if problem is not None:
-            problems.append(f"{job.folder} {problem}")
-    if problems and not overwrite:
-        raise FlexQuantError(
-            f"{'; '.join(problems)}; replace what differs with --overwrite, or choose another folder"
-        )
-    return finished
-
-
-def _read_report(folder: Path, overwrite: bool) -> Mapping[str, Any] | None:
-    """Return a variant's report; a damaged one that may be replaced is empty, and fits no run."""
-    try:
-        return read_report(folder)
-    except FlexQuantError:
-        if not overwrite:
-            raise
-        return {}
-
-
-def _find_difference(job: _Job, report: Mapping[str, Any]) -> str | None:
-    if report.get("schema") != REPORT_SCHEMA:
-        return "was made by another release"
-    made_from = report["made_from"]
-    different = [n for n in {**job.made_from, **made_from} if job.made_from.get(n) != made_from.get(n)]
-    if different:
-        return f"was made with different {', '.join(different)}"
-    changes = find_changes(job.folder, report)
-    return f"was changed after it was made: {', '.join(changes)}" if changes else None
-
-
-def _quantize(
-    job: _Job,
-    source: SourceModel,
-    recipe: Recipe,
-    settings: Calibration,
-    tokenizer: PreTrainedTokenizerBase,
-    overwrite: bool,
-    show: Progress | None,
-) -> None:
-    import torch
-
-    from flexquant.quantization.distillation import distill_scales
-    from flexquant.quantization.oneshot import explained_memory, load_model, run_modifiers, save_model
-
-    name = job.variant.recipe.name
-    dtype = cast(torch.dtype, source.config.dtype or torch.bfloat16)
-    rows = [torch.tensor(row) for row in job.rows or ()]
-    with explained_memory(f"quantising '{name}'"):
-        quantized = load_model(source.folder, dtype)
-        modifiers, _ = build_modifiers(job.variant, rows, sum(map(len, rows)))
-        run_modifiers(quantized, tokenizer, modifiers, rows, settings.seed, show)
-        findings, strengths, spared = _findings(modifiers)
-        findings["distillation"] = None
-        if (distillation := job.variant.recipe.scale_distillation) is not None:
-            with explained_memory(f"training the scales of '{name}'", "remove scale_distillation"):
-                teacher = load_model(source.folder, dtype)
-                epochs = distillation.epochs
-                by_epoch = distill_scales(quantized, teacher, rows, epochs, settings.seed, show)
-                del teacher
-            findings["distillation"] = {"kl_by_epoch": by_epoch}
-        with staged_folder(job.folder, overwrite=overwrite) as stage:
-            save_model(quantized, dtype, source.folder, stage)
-            del quantized
-            resolved = with_findings(job.variant, strengths, spared)
-            document = resolved_document(resolved, recipe.description, settings, source, job.rows)
-            (stage / RECIPE).write_text(document, encoding="utf-8")
-            write_report(stage, {**_facts(job, settings), **findings})
-
-
-def _facts(job: _Job, settings: Calibration) -> dict[str, Any]:
+def _facts(job: _Job, settings: Calibration) -> JsonObject:
     calibration = None
     if job.rows is not None:
         calibration = {**portable_settings(settings), "rows_sha256": rows_sha256(job.rows)}
@@ -278,12 +280,12 @@ def _facts(job: _Job, settings: Calibration) -> dict[str, Any]:
 
 def _findings(
     modifiers: Sequence[Modifier],
-) -> tuple[dict[str, Any], Mapping[str, float | None], Sequence[str]]:
+) -> tuple[JsonObject, Mapping[str, float | None], Sequence[str]]:
     """Return the findings for the report, the strengths of smoothing, and the spared linears."""
     from flexquant.quantization.sensitivity import SpareSensitiveLayers
     from flexquant.quantization.smoothing import REFERENCE, SearchedSmoothQuant
 
-    findings: dict[str, Any] = {"smoothing": None, "sensitivities": None}
+    findings: JsonObject = {"smoothing": None, "sensitivities": None}
     strengths: Mapping[str, float | None] = {}
     spared: Sequence[str] = []
     for modifier in modifiers:

@@ -9,18 +9,18 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loguru import Message
 
 MODIFIERS = "llmcompressor.modifiers"
 
 
-class _Discard(io.TextIOBase):
+class _Discard(io.StringIO):
     """A text stream that discards what is written; loggers can keep it, and write to it later."""
 
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
+    def write(self, text: str, /) -> int:
         return len(text)
 
 
@@ -32,7 +32,7 @@ def quiet_libraries(warn: Callable[[str], None]) -> Iterator[None]:
     llmcompressor's modifiers, which concern the result, such as a linear that GPTQ could only round to
     nearest. Errors are raised as usual.
     """
-    discard: Any = _Discard()
+    discard = _Discard()
     disabled = logging.root.manager.disable
     with redirect_stdout(discard), redirect_stderr(discard), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -44,7 +44,7 @@ def quiet_libraries(warn: Callable[[str], None]) -> Iterator[None]:
 
             said: set[str] = set()
 
-            def pass_on(message: Any) -> None:
+            def pass_on(message: Message) -> None:
                 text = message.record["message"]
                 if text not in said:
                     said.add(text)

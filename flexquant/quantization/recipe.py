@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, create_model, model_validator
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.named_files import builtin_names, read_named
 from flexquant.documents.schema import Positive, Problem, Section, Text, read_section, says
 from flexquant.documents.texts import SELF
@@ -90,7 +91,7 @@ class ModifierSection(Section):
         return self
 
 
-def _checked(check: Check, value: Any) -> Any:
+def _checked(check: Check, value: object) -> object:
     if problem := check(value):
         raise Problem(f"is {show(value)}; {problem}")
     return value
@@ -99,7 +100,7 @@ def _checked(check: Check, value: Any) -> Any:
 def _modifier_section(name: str) -> type[ModifierSection]:
     fields: dict[str, Any] = {
         key: (
-            Annotated[Any, AfterValidator(partial(_checked, check))],
+            Annotated[object, AfterValidator(partial(_checked, check))],
             ... if key == "smoothing_strength" else None,
         )
         for key, check in MODIFIERS[name].items()
@@ -134,7 +135,7 @@ class RecipeSection(Section):
     description: Text = ""
     policy: Annotated[Text | None, says("give text, in quotes if need be")] = None
     calibration: Calibration = Calibration()
-    made_with: Any = None
+    made_with: object = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class VariantRecipe:
     """How one variant is made."""
 
     name: str
-    modifiers: Mapping[str, Mapping[str, Any]]
+    modifiers: Mapping[str, JsonObject]
     """Modifier -> arguments, in the order of use; the last modifier quantises."""
     sensitive_layers: SensitiveLayers | None = None
     scale_distillation: ScaleDistillation | None = None
@@ -153,9 +154,9 @@ class VariantRecipe:
     def quantizer(self) -> str:
         return next(name for name in self.modifiers if name in QUANTIZERS)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the variant's section of the document."""
-        section: dict[str, Any] = {name: dict(arguments) for name, arguments in self.modifiers.items()}
+        section: JsonObject = {name: dict(arguments) for name, arguments in self.modifiers.items()}
         if self.sensitive_layers is not None:
             section["sensitive_layers"] = self.sensitive_layers.model_dump()
         if self.scale_distillation is not None:

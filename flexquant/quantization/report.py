@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Write the files beside a variant's weights: its resolved recipe, and the report of what was searched.
+"""Write and read the files beside a variant's weights: its resolved recipe, and the report of the search.
 
 Neither holds a time or a path of this machine, so equal inputs give equal bytes. The report's ``made_from``
 records all inputs of the variant: a restarted run keeps a variant that has the same inputs.
@@ -8,24 +8,25 @@ records all inputs of the variant: a restarted run keeps a variant that has the 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import flexquant
 from flexquant.checkpoint.folder import read_json
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.provenance import hash_file
 from flexquant.checkpoint.writer import MAX_THREADS
+from flexquant.documents.digest import different_keys, digest_of, versions_of
 from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.recipe import SCHEMA, Calibration, VariantRecipe
+from flexquant.quantization.resolve import ResolvedVariant
 from flexquant.quantization.source_model import SourceModel
 
 REPORT_FILE = "quantization_report.json"
@@ -35,18 +36,13 @@ PACKAGES = ("llmcompressor", "auto-round", "compressed-tensors", "torch", "trans
 
 def versions() -> dict[str, str]:
     """Return the versions of FlexQuant and of the packages that determine a variant's bytes."""
-    found = {"flexquant": flexquant.__version__}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    missing = dict.fromkeys(PACKAGES, "not installed")
+    return {"flexquant": flexquant.__version__, **missing, **versions_of(PACKAGES)}
 
 
 def rows_sha256(rows: Sequence[Sequence[int]]) -> str:
     """Return the SHA-256 of calibration rows of token ids."""
-    return _sha256([list(row) for row in rows])
+    return digest_of([list(row) for row in rows])
 
 
 def variant_inputs(
@@ -61,7 +57,7 @@ def variant_inputs(
     return {
         "weights": source.weights_sha256,
         "model config": source.config_sha256,
-        "recipe": _sha256(recipe.to_json()),
+        "recipe": digest_of(recipe.to_json(), sort_keys=False),
         "calibration rows": None if rows is None else rows_sha256(rows),
         "seed": None if rows is None else seed,
         "versions": versions(),
@@ -69,7 +65,7 @@ def variant_inputs(
     }
 
 
-def portable_settings(calibration: Calibration) -> dict[str, Any]:
+def portable_settings(calibration: Calibration) -> JsonObject:
     """Return the calibration settings; a file or folder is reduced to its name."""
     data = calibration.data
     if data is not None and data != SELF and Path(data).expanduser().exists():
@@ -85,7 +81,7 @@ def resolved_document(
     rows: Sequence[Sequence[int]] | None,
 ) -> str:
     """Return the text of ``recipe.yaml``: the variant's recipe with all choices made, and its inputs."""
-    document: dict[str, Any] = {"schema": SCHEMA, "description": description}
+    document: JsonObject = {"schema": SCHEMA, "description": description}
     made_with = {**versions(), "model": source.label, "weights_sha256": source.weights_sha256}
     if rows is not None:
         document["calibration"] = portable_settings(calibration)
@@ -100,7 +96,7 @@ def smoothing_report(
     errors: Mapping[str, Mapping[float | None, float]],
     power: Mapping[str, float],
     reference: float = 0.5,
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """Return every strength's output MSE for each mapping, and totals compared with one strength for all.
 
     ``summed_mse`` is dominated by the layers with the largest outputs; ``relative_mse`` is therefore the mean
@@ -145,33 +141,88 @@ def smoothing_report(
     }
 
 
-def write_report(folder: Path, report: Mapping[str, Any]) -> None:
+def write_report(folder: Path, report: Mapping[str, object]) -> None:
     """Write the report into a variant's folder, after all other files, whose SHA-256 it lists."""
     document = {"schema": REPORT_SCHEMA, **report, "files": _hash_files(folder)}
     (folder / REPORT_FILE).write_text(json.dumps(document, indent=2) + "\n")
 
 
-def read_report(folder: Path) -> dict[str, Any] | None:
-    """Return a variant's report, or None if there is none; raise FlexQuantError for a damaged report."""
+def read_report(folder: Path, replaceable: bool = False) -> JsonObject | None:
+    """Return a variant's report, or None if there is none.
+
+    Raises FlexQuantError for a damaged report; one that is ``replaceable`` counts as empty, and fits no run.
+    """
     file = folder / REPORT_FILE
     if not file.is_file():
         return None
     advice = f"replace {folder} with --overwrite, or choose another folder"
     try:
         report = read_json(file)
+        if not all(isinstance(report.get(key), dict) for key in ("made_from", "files")):
+            raise FlexQuantError(f"{file} lacks 'made_from' or 'files'")
     except FlexQuantError as e:
+        if replaceable:
+            return {}
         raise FlexQuantError(f"{e}; {advice}") from e
-    if not all(isinstance(report.get(key), dict) for key in ("made_from", "files")):
-        raise FlexQuantError(f"{file} lacks 'made_from' or 'files'; {advice}")
     return report
 
 
-def find_changes(folder: Path, report: Mapping[str, Any]) -> list[str]:
-    """Return a phrase for each file that differs from the report; every file is read."""
+def find_difference(folder: Path, report: JsonObject, made_from: Mapping[str, object]) -> str | None:
+    """Return in what a variant is not what a run with these inputs would write; every file is read."""
+    if report.get("schema") != REPORT_SCHEMA:
+        return "was made by another release"
+    if different := different_keys(made_from, report["made_from"]):
+        return f"was made with different {', '.join(different)}"
     recorded, found = report["files"], _hash_files(folder)
     changes = {name: "is missing" if name not in found else "has other content" for name in recorded}
     changes |= {name: "was added" for name in found if name not in recorded}
-    return [f"{name} {change}" for name, change in changes.items() if recorded.get(name) != found.get(name)]
+    changed = ", ".join(
+        f"{name} {changes[name]}" for name in changes if recorded.get(name) != found.get(name)
+    )
+    return f"was changed after it was made: {changed}" if changed else None
+
+
+@dataclass(frozen=True)
+class QuantizedVariant:
+    """A folder that ``quantize_variants`` wrote, or found finished."""
+
+    name: str
+    folder: str
+    kept: bool
+    """Whether an earlier run had finished it, and ``resume`` kept it."""
+    seconds: float
+    """Seconds of quantising and writing, without loading the calibration data; 0 if it was kept."""
+    num_bytes: int
+    """Size of the safetensors files."""
+    group_size: int | None
+    """Input features that share one weight scale; None: one scale per output channel or tensor."""
+    smoothed: int
+    """Number of mappings that SmoothQuant smoothed."""
+    mse_gain: float | None
+    """Summed output MSE of all mappings with one alpha of 0.5, divided by that with the chosen alphas."""
+    spared: list[str]
+    """Units kept in another scheme or in 16 bit because they are sensitive."""
+
+    def to_json(self) -> JsonObject:
+        return asdict(self)
+
+
+def read_quantized(variant: ResolvedVariant, folder: Path, kept: bool, seconds: float) -> QuantizedVariant:
+    """Describe the finished ``folder`` of a variant, from its files and its report."""
+    report = read_report(folder) or {}
+    smoothing, sensitivities = report.get("smoothing") or {}, report.get("sensitivities") or {}
+    gain = smoothing.get("ratios_to_per_mapping", {}).get("summed_mse", {})
+    return QuantizedVariant(
+        name=variant.recipe.name,
+        folder=str(folder),
+        kept=kept,
+        seconds=seconds,
+        num_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        group_size=variant.group_size,
+        smoothed=sum(m["chosen"] is not None for m in smoothing.get("mappings", {}).values()),
+        mse_gain=next((ratio for way, ratio in gain.items() if way.startswith("all_")), None),
+        spared=[unit for unit, found in sensitivities.items() if found["spared"]],
+    )
 
 
 def _hash_files(folder: Path) -> dict[str, str]:
@@ -180,11 +231,6 @@ def _hash_files(folder: Path) -> dict[str, str]:
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         digests = pool.map(hash_file, paths)
         return {p.relative_to(folder).as_posix(): d for p, d in zip(paths, digests, strict=True)}
-
-
-def _sha256(data: object) -> str:
-    """Return the SHA-256 of JSON-able data; the order of keys counts, as for a recipe's modifiers."""
-    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
 def _ratio(a: float, b: float) -> float | None:

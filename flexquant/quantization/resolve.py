@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import LATENT_UP
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import ScaleMapping, default_mappings, resolve_mappings
@@ -60,11 +61,12 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
         for name, given in recipe.modifiers.items():
             arguments = dict(given)
             if name in TRANSFORMS:
-                arguments["mappings"] = _mappings(arguments.get("mappings"), model_type)
-                if not arguments["mappings"]:
+                mappings = _mappings(arguments.get("mappings"), model_type)
+                arguments["mappings"] = [list(mapping) for mapping in mappings]
+                if not mappings:
                     notes.append(f"without {name}, which norms feed which linears in {model_type} is unknown")
                     continue
-                names = list(resolve_mappings(arguments["mappings"], model, model_type))
+                names = list(resolve_mappings(mappings, model, model_type))
                 if name == "SmoothQuantModifier":
                     _check_strengths(arguments["smoothing_strength"], names)
                     smoothed = names
@@ -119,13 +121,13 @@ def with_findings(
     return replace(recipe, modifiers=modifiers, sensitive_layers=None)
 
 
-def _mappings(given: str | list[Any] | None, model_type: str) -> list[ScaleMapping]:
+def _mappings(given: str | list[object] | None, model_type: str) -> list[ScaleMapping]:
     if given is None or isinstance(given, str):
         return default_mappings(model_type, *([given] if given else []))
-    return [list(pair) for mapping in given if (pair := split_mapping(mapping))]
+    return [pair for mapping in given if (pair := split_mapping(mapping))]
 
 
-def _check_strengths(strengths: Any, smoothed: Sequence[str]) -> None:
+def _check_strengths(strengths: object, smoothed: Sequence[str]) -> None:
     if not isinstance(strengths, dict):
         return
     for name in strengths:
@@ -142,7 +144,7 @@ def _check_strengths(strengths: Any, smoothed: Sequence[str]) -> None:
 
 
 def _quantized_linears(
-    groups: Mapping[str, QuantizationScheme], arguments: Mapping[str, Any], model: PreTrainedModel
+    groups: Mapping[str, QuantizationScheme], arguments: JsonObject, model: PreTrainedModel
 ) -> dict[str, tuple[torch.nn.Linear, QuantizationScheme]]:
     """Return the module and the scheme of every linear that a quantising modifier quantises, by name."""
     import torch
@@ -186,7 +188,7 @@ def _check_distillable(linears: Mapping[str, tuple[torch.nn.Linear, Quantization
 
 
 def _group_size(
-    arguments: Mapping[str, Any],
+    arguments: JsonObject,
     groups: Mapping[str, QuantizationScheme],
     linears: Mapping[str, tuple[torch.nn.Linear, QuantizationScheme]],
 ) -> int | None:

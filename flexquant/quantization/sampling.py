@@ -1,28 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Sample text from a 16-bit model, for prompts of different lengths in one batch, each with a temperature."""
+"""Draw prompts from which a 16-bit model writes text, and sample it: all in one batch, each at a temperature.
+
+openings.yaml holds requests and first words. English, the first language there, has requests with a place for
+a topic, and code; the other languages are used if the model knows them. ``sentence`` has the same meaning in
+every language, so a model that knows two languages finds it about as likely in both.
+"""
 
 from __future__ import annotations
 
+import importlib.resources
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import torch
+import yaml
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.texts import start_of_row
-from flexquant.quantization.openings import ENGLISH, OTHERS, Language
 
 KNOWN = 1.6
 """Largest ratio of a sentence's nats to those in the model's best language at which a language is known."""
 VOCABULARY_TRIES = 100
+
+
+@dataclass(frozen=True)
+class Language:
+    """A language that a model may know."""
+
+    sentence: str
+    requests: tuple[str, ...]
+    """Questions of users; ``{}`` stands for one of TOPICS."""
+    openings: tuple[str, ...]
+    """First words of texts."""
+
+
+_DATA: JsonObject = yaml.safe_load(
+    importlib.resources.files("flexquant.quantization").joinpath("openings.yaml").read_text("utf-8")
+)
+TOPICS: tuple[str, ...] = tuple(_DATA["topics"])
+ENGLISH, *OTHERS = (
+    Language(entry["sentence"], tuple(entry["requests"]), tuple(entry["openings"]))
+    for entry in _DATA["languages"]
+)
+
+
+def draw_request(languages: tuple[Language, ...], draw: Random) -> str:
+    """Return a request in one of the languages."""
+    return draw.choice(draw.choice(languages).requests).replace("{}", draw.choice(TOPICS))
+
+
+def draw_opening(languages: tuple[Language, ...], draw: Random) -> str:
+    """Return the first words of a text in one of the languages, or of code."""
+    return draw.choice(draw.choice(languages).openings)
 
 
 class RowTemperatures(LogitsProcessor):
@@ -31,8 +70,9 @@ class RowTemperatures(LogitsProcessor):
     def __init__(self, temperatures: Sequence[float]) -> None:
         self._temperatures = torch.tensor(temperatures)[:, None]
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        return scores / self._temperatures.to(scores.device)
+    def __call__(self, input_ids: torch.Tensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores.div_(self._temperatures.to(scores.device))
+        return scores
 
 
 @torch.inference_mode()
@@ -54,8 +94,8 @@ def sample(
     padding = ends[0] if ends else 0
     ids = torch.tensor([[padding] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    generate: Any = model.generate
-    output = generate(
+    assert isinstance(model, GenerationMixin)
+    output = model.generate(
         input_ids=ids,
         attention_mask=mask,
         generation_config=GenerationConfig(
@@ -70,6 +110,7 @@ def sample(
         ),
         logits_processor=LogitsProcessorList([RowTemperatures(temperatures)]),
     )
+    assert isinstance(output, torch.Tensor)
     written = []
     for row in output[:, longest:].tolist():
         end = next((i for i, token in enumerate(row) if token in ends), len(row))
@@ -79,7 +120,7 @@ def sample(
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the end tokens in the model's generation settings and its tokenizer."""
-    configured: Any = model.generation_config.eos_token_id if model.generation_config else None
+    configured = model.generation_config.eos_token_id if model.generation_config else None
     listed = configured if isinstance(configured, list) else [configured]
     return list(dict.fromkeys(e for e in (*listed, tokenizer.eos_token_id) if e is not None))
 

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def choose_group_size(input_features: Mapping[str, int], sizes: Sequence[int] = 
     )
 
 
-def quantization_groups(arguments: Mapping[str, Any]) -> dict[str, QuantizationScheme]:
+def quantization_groups(arguments: JsonObject) -> dict[str, QuantizationScheme]:
     """Return group -> scheme from the arguments of a quantising modifier."""
     from compressed_tensors.quantization import QuantizationScheme
 
@@ -53,7 +54,7 @@ def quantization_groups(arguments: Mapping[str, Any]) -> dict[str, QuantizationS
     return groups
 
 
-def schemes_by_name(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
+def schemes_by_name(arguments: JsonObject) -> dict[str, list[str]]:
     """Return preset -> targets from the arguments of a quantising modifier."""
     scheme = arguments["scheme"]
     return scheme if isinstance(scheme, dict) else {scheme: arguments.get("targets", ["Linear"])}

@@ -16,16 +16,17 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
 from flexquant.checkpoint.sidecars import NOTICES, find_files
 from flexquant.checkpoint.writer import Progress
-from flexquant.documents.digest import digest_of
+from flexquant.documents.digest import different_keys, digest_of
 from flexquant.documents.texts import (
+    TextOrMessages,
     as_text,
     document_tokens,
     read_documents,
@@ -34,10 +35,16 @@ from flexquant.documents.texts import (
 )
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.oneshot import explained_memory, watched_layers
-from flexquant.quantization.openings import Language, draw_opening, draw_request
 from flexquant.quantization.recipe import Calibration
 from flexquant.quantization.report import versions
-from flexquant.quantization.sampling import known_languages, sample, vocabulary_word
+from flexquant.quantization.sampling import (
+    Language,
+    draw_opening,
+    draw_request,
+    known_languages,
+    sample,
+    vocabulary_word,
+)
 from flexquant.quantization.source_model import SourceModel
 
 FILE = "calibration.jsonl"
@@ -55,7 +62,7 @@ NAME = "the model's own text"
 OTHERWISE = "give text like your users' requests with --calibration FILE"
 
 
-def made_with(source: SourceModel, settings: Calibration) -> dict[str, Any]:
+def made_with(source: SourceModel, settings: Calibration) -> JsonObject:
     """Return what the text depends on, as the file's first record tells it under ``made_with``.
 
     Licences, which variants have copies of, decide nothing about it; the model's own code does.
@@ -73,7 +80,7 @@ def made_with(source: SourceModel, settings: Calibration) -> dict[str, Any]:
     }
 
 
-def find_written(file: Path, expected: dict[str, Any], *, overwrite: bool) -> bool:
+def find_written(file: Path, expected: JsonObject, *, overwrite: bool) -> bool:
     """Return whether ``file`` holds the text that :func:`write_calibration` would write.
 
     Raises FlexQuantError for a file with other inputs or a changed text, unless ``overwrite`` is set.
@@ -84,7 +91,7 @@ def find_written(file: Path, expected: dict[str, Any], *, overwrite: bool) -> bo
         first, *others = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         header = json.loads(first)["made_with"]
         digest = header.pop("text_sha256")
-        different = [key for key in {**expected, **header} if header.get(key) != expected.get(key)]
+        different = different_keys(expected, header)
         if digest != digest_of([_without_header(json.loads(first)), *map(json.loads, others)]):
             different.append("text")
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -116,7 +123,7 @@ def write_calibration(
         on_gpu = torch.cuda.is_available()
         model = AutoModelForCausalLM.from_pretrained(
             source.folder,
-            dtype=(source.config.dtype or torch.bfloat16) if on_gpu else torch.float32,
+            dtype=source.dtype if on_gpu else torch.float32,
             device_map="auto" if on_gpu else None,
         )
         with watched_layers(model, None):
@@ -135,12 +142,12 @@ def _write_documents(
     source: SourceModel,
     settings: Calibration,
     progress: Progress | None,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     needed = tokens_needed(tokenizer, samples=settings.samples, length=settings.length)
     documentation = _documentation(tokenizer, needed // 2, settings.seed)
     to_write = needed - sum(len(document_tokens(text, tokenizer, NAME)) for text in documentation)
     languages = known_languages(model, tokenizer)
-    records: list[dict[str, Any]] = []
+    records: list[JsonObject] = []
     tokens = asked = 0
     most = MOST_DOCUMENTS * math.ceil(to_write / settings.length)
     while tokens < to_write:
@@ -191,14 +198,14 @@ def _write_batch(
     languages: tuple[Language, ...],
     numbers: Sequence[int],
     settings: Calibration,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return the records of the documents with these numbers, without those that stayed empty."""
     draws = [Random(f"{settings.seed}, document {number}") for number in numbers]
     temperatures = [draw.choice(TEMPERATURES) for draw in draws]
     starts, prompts = [], []
     for number, draw in zip(numbers, draws, strict=True):
         if tokenizer.chat_template and number % 2 == 0:
-            start: Any = [{"role": "user", "content": draw_request(languages, draw)}]
+            start: TextOrMessages = [{"role": "user", "content": draw_request(languages, draw)}]
             text = as_text(start, tokenizer, NAME, to_answer=True)
             prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
         else:
@@ -206,12 +213,12 @@ def _write_batch(
             prompts.append(start_of_row(tokenizer) + tokenizer(start, add_special_tokens=False)["input_ids"])
         starts.append(start)
     written = sample(model, tokenizer, prompts, temperatures, settings.length)
-    records: list[dict[str, Any]] = []
+    records: list[JsonObject] = []
     for start, temperature, prompt, ids in zip(starts, temperatures, prompts, written, strict=True):
         answer = str(tokenizer.decode(ids, skip_special_tokens=True))
         if not answer.strip():
             continue
-        document: dict[str, Any] = (
+        document: JsonObject = (
             {"text": tokenizer.decode([*prompt, *ids], skip_special_tokens=True)}
             if isinstance(start, str)
             else {"messages": [*start, {"role": "assistant", "content": answer}]}
@@ -220,5 +227,5 @@ def _write_batch(
     return records
 
 
-def _without_header(record: dict[str, Any]) -> dict[str, Any]:
+def _without_header(record: JsonObject) -> JsonObject:
     return {key: value for key, value in record.items() if key != "made_with"}

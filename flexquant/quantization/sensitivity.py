@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import TypedDict
 
 import torch
 from compressed_tensors.offload import update_offload_parameter
@@ -23,6 +23,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
 from compressed_tensors.utils import patch_attr
+from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization.quantization import QuantizationMixin
 from llmcompressor.utils.dev import get_main_device
@@ -35,6 +36,16 @@ from flexquant.quantization.rounding import round_input, round_weight
 MEASURED_TOKENS = 1024
 LayerOutput = torch.Tensor | tuple[torch.Tensor, ...]
 """Output of a decoder layer: hidden states [1, tokens, features], in some models the first of a tuple."""
+
+
+class MeasuredUnit(TypedDict):
+    """What was measured of a unit, and whether it is spared."""
+
+    kl: float
+    """Divergence in nats a token, with this unit alone rounded to nearest."""
+    parameters: int
+    spared: bool
+    linears: list[str]
 
 
 class SpareSensitiveLayers(Modifier):
@@ -51,11 +62,11 @@ class SpareSensitiveLayers(Modifier):
     quantizer: QuantizationMixin
     """The modifier that quantises afterwards; it gets the spared linears to ignore."""
 
-    _found: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
+    _found: dict[str, MeasuredUnit] = PrivateAttr(default_factory=dict)
 
     @property
-    def found(self) -> dict[str, dict[str, Any]]:
-        """Unit -> its ``kl`` (nats), ``parameters``, ``linears``, and whether it is ``spared``."""
+    def found(self) -> dict[str, MeasuredUnit]:
+        """All units by name."""
         return self._found
 
     @property
@@ -63,10 +74,10 @@ class SpareSensitiveLayers(Modifier):
         """The names of the spared linears."""
         return [name for unit in self._found.values() if unit["spared"] for name in unit["linears"]]
 
-    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+    def on_initialize(self, state: State, **kwargs: object) -> bool:
         return True
 
-    def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
+    def on_calibration_start(self, state: State, event: Event, **kwargs: object) -> None:
         model = state.model
         linears = {n: m for n, m in model.named_modules() if hasattr(m, "quantization_scheme")}
         units = fused_units(list(linears))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
@@ -69,7 +68,7 @@ class SearchedSmoothQuant(SmoothQuantModifier):
             self.register_hook(mapping.balance_layers[0], self._observer(mapping.smooth_name), "forward")
 
     def _observer(self, name: str) -> Callable[..., None]:
-        def observe(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+        def observe(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: object) -> None:
             x = inputs[0].detach().flatten(0, -2)  # [tokens, in]
             largest = x.abs().amax(dim=0).float()
             if name in self.scales_:

@@ -20,6 +20,7 @@ from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError, explained
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 WEIGHT_DTYPES = ("F16", "BF16", "F32")
@@ -41,6 +42,13 @@ class SourceModel:
     """SHA-256 of the settings in config.json."""
     files_sha256: Mapping[str, str]
     """Name -> SHA-256 of each file that variants get copies of: tokenizer, chat template, licence ..."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's type of 16 or 32 bit; bfloat16 if its configuration tells none."""
+        import torch
+
+        return self.config.dtype if isinstance(self.config.dtype, torch.dtype) else torch.bfloat16
 
 
 def read_source(folder: Path) -> SourceModel:

@@ -11,20 +11,20 @@ cache are left out, and refused with the reason (:mod:`flexquant.quantization.kv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeGuard
 
 from flexquant.quantization.kv_safety import SHARED_CACHE, check_mapping, check_targets
 
-Check = Callable[[Any], str | None]
+Check = Callable[[object], str | None]
 """Returns what a value should be instead, or None if it is right."""
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _whole(minimum: int) -> Check:
-    def check(value: Any) -> str | None:
+    def check(value: object) -> str | None:
         if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
             return None
         return f"give a whole number of at least {minimum}"
@@ -32,41 +32,44 @@ def _whole(minimum: int) -> Check:
     return check
 
 
-def _fraction(value: Any) -> str | None:
+def _fraction(value: object) -> str | None:
     return None if _is_number(value) and 0 <= value <= 1 else "give a number from 0 to 1"
 
 
-def _positive(value: Any) -> str | None:
+def _positive(value: object) -> str | None:
     return None if _is_number(value) and value > 0 else "give a number above 0"
 
 
-def _one_of(*allowed: Any) -> Check:
+def _one_of(*allowed: object) -> Check:
     names = ", ".join("null" if value is None else str(value).lower() for value in allowed)
     return lambda value: None if any(value is a or value == a for a in allowed) else f"give one of {names}"
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     return None if isinstance(value, str) and value else "give text"
 
 
-def _names(value: Any) -> str | None:
-    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-        return None
-    return 'give a list of module names, classes or regular expressions such as "re:.*q_proj$"'
+def _are_names(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
 
 
-def _targets(value: Any) -> str | None:
-    return _names(value) or check_targets(value)
+def _names(value: object) -> str | None:
+    advice = 'give a list of module names, classes or regular expressions such as "re:.*q_proj$"'
+    return None if _are_names(value) else advice
 
 
-def _group_size(value: Any) -> str | None:
+def _targets(value: object) -> str | None:
+    return check_targets(value) if _are_names(value) else _names(value)
+
+
+def _group_size(value: object) -> str | None:
     sizes = value if isinstance(value, list) else [value]
     if sizes and all(_whole(1)(size) is None for size in sizes):
         return None
     return "give a number of input features, or a list of which the first that fits is taken"
 
 
-def _scheme(value: Any) -> str | None:
+def _scheme(value: object) -> str | None:
     if isinstance(value, str) and value:
         return None
     if isinstance(value, dict) and value:
@@ -74,7 +77,7 @@ def _scheme(value: Any) -> str | None:
     return "give the name of a preset such as W8A8, or a mapping from presets to lists of targets"
 
 
-def _config_groups(value: Any) -> str | None:
+def _config_groups(value: object) -> str | None:
     if not isinstance(value, dict) or not value or not all(isinstance(g, dict) for g in value.values()):
         return "give a mapping from names to groups with targets, weights and input_activations"
     for name, group in value.items():
@@ -87,13 +90,13 @@ def _config_groups(value: Any) -> str | None:
     return None
 
 
-def _observers(value: Any) -> str | None:
+def _observers(value: object) -> str | None:
     if isinstance(value, dict) and value and set(value) <= {"weights", "input"}:
         return next((problem for name in value.values() if (problem := _text(name))), None)
     return "give a mapping such as {weights: memoryless_mse}, or use weight_observer"
 
 
-def _smoothing_strength(value: Any) -> str | None:
+def _smoothing_strength(value: object) -> str | None:
     if isinstance(value, dict):
         strengths, empty = [v for v in value.values() if v is not None], not value
     else:
@@ -107,7 +110,7 @@ def _smoothing_strength(value: Any) -> str | None:
     return None
 
 
-def _mappings(value: Any) -> str | None:
+def _mappings(value: object) -> str | None:
     if isinstance(value, str) and value in NAMED_MAPPINGS:
         return None
     if not isinstance(value, list) or not value:
@@ -124,7 +127,7 @@ NAMED_MAPPINGS = ("norms", "norms-and-up")
 """Names of sets of mappings: from norms to the linears that read them; the same and up_proj to down_proj."""
 
 
-def split_mapping(mapping: Any) -> tuple[list[str], str] | None:
+def split_mapping(mapping: object) -> tuple[list[str], str] | None:
     """Return the linears and the module in front of them, from either notation of llmcompressor."""
     if isinstance(mapping, dict) and set(mapping) == {"smooth_layer", "balance_layers"}:
         mapping = [mapping["balance_layers"], mapping["smooth_layer"]]
@@ -133,7 +136,7 @@ def split_mapping(mapping: Any) -> tuple[list[str], str] | None:
     balance, smooth = mapping
     if isinstance(smooth, list) and len(smooth) == 1:
         smooth = smooth[0]
-    return (balance, smooth) if _names(balance) is None and isinstance(smooth, str) else None
+    return (balance, smooth) if _are_names(balance) and isinstance(smooth, str) else None
 
 
 _SCHEMES: dict[str, Check] = {

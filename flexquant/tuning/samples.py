@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
+from flexquant.documents.digest import different_keys
 from flexquant.errors import UsageError
 from flexquant.measuring.comparison import Comparison, compare
 from flexquant.policy.pass_times import PassTimes, Time
@@ -89,7 +90,7 @@ class Samples:
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
             wanted, found = json.loads(json.dumps(run)), data["run"]
-            different = [key for key in wanted if found.get(key) != wanted[key]]
+            different = different_keys(wanted, {key: found.get(key) for key in wanted})
             samples.context_seconds = data["context_seconds"]
             samples._seconds = {
                 variant: {

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from flexquant.quantization.calibration_rows import Stage
-from flexquant.quantization.quantized_variant import QuantizedVariant
 from flexquant.quantization.quantizing import quantize_variants
 from flexquant.quantization.recipe import SCHEMA, Recipe, load_recipe, parse_recipe
+from flexquant.quantization.report import QuantizedVariant
 
 FEW: dict[str, Any] = {"samples": 4, "length": 64}
 

@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flexquant.checkpoint.known_models import load_tokenizer
-from flexquant.quantization.openings import ENGLISH
-from flexquant.quantization.sampling import end_tokens, known_languages, sample, vocabulary_word
+from flexquant.quantization.sampling import ENGLISH, end_tokens, known_languages, sample, vocabulary_word
 
 COLD = 1e-5
 PROMPTS = [[5, 6, 7, 8, 9], [50]]

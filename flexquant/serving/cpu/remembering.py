@@ -16,14 +16,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from vllm.logger import init_logger
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.digest import digest_of
+from flexquant.documents.digest import digest_of, versions_of
 from flexquant.serving.cpu.machine import cpu_model
 from flexquant.serving.vllm_api import envs
 
@@ -78,12 +77,7 @@ def _try(layers: list[JsonObject]) -> list[dict[str, dict[str, float]]]:
 
 
 def _circumstances() -> JsonObject:
-    versions = {}
-    for name in ("torch", "vllm", "zentorch"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    versions = versions_of(("torch", "vllm", "zentorch"))
     return {"cpu": cpu_model(), "threads": torch.get_num_threads(), "versions": versions}
 
 

@@ -19,7 +19,7 @@ READING = (
         "digest-of-an-order",
         "One policy has another digest where its keys stand in another order.",
         "flexquant/documents/digest.py",
-        "sort_keys=True",
+        "sort_keys=sort_keys",
         "sort_keys=False",
         ("tests/unit/test_yaml_document.py::test_one_content_has_one_digest_whatever_the_order_of_its_keys",),
     ),
