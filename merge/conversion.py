@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
+from compressed_tensors.entrypoints.convert import AutoAWQConverter, Converter
+from compressed_tensors.entrypoints.convert import convert_checkpoint as convert
 
 from flexquant.checkpoint.folder import INDEX_FILE, check_folder, confined_file, read_json, read_tensors
 from flexquant.checkpoint.model_config import JsonObject
@@ -39,8 +40,6 @@ def convert_checkpoint(
     compressed-tensors cannot hold, for tensors of a wrong shape, an output that may not be replaced and a
     full disk.
     """
-    from compressed_tensors.entrypoints.convert import convert_checkpoint as convert
-
     folder, output = Path(folder), Path(output)
     check_folder(folder)
     config = read_json(confined_file(folder, "config.json"))
@@ -71,9 +70,7 @@ def _needed_files(folder: Path, tensors: Mapping[str, TensorRef]) -> Iterator[Pa
         yield Path(links)
 
 
-def _converter(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> Any:
-    from compressed_tensors.entrypoints.convert import AutoAWQConverter
-
+def _converter(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> Converter:
     method = section.get("quant_method")
     if method == "gptq":
         return GPTQConverter(section, _in_16_bit(tensors), tensors)
@@ -168,10 +165,10 @@ def _check_tensor(
 class _InDtype:
     """Wrap a converter and cast its 16-bit tensors to one dtype."""
 
-    def __init__(self, converter: Any, dtype: torch.dtype) -> None:
+    def __init__(self, converter: Converter, dtype: torch.dtype) -> None:
         self._converter, self._dtype = converter, dtype
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._converter, name)
 
     def process(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import ABSENT, JsonObject, config_differences, text_config
 from flexquant.errors import FlexQuantError, explained
@@ -118,7 +118,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(str(model))
 
 
-def model_differences(a: JsonObject, b: JsonObject) -> list[tuple[str, Any, Any]]:
+def model_differences(a: JsonObject, b: JsonObject) -> list[tuple[str, object, object]]:
     """Return (dotted key, value in a, value in b) of every difference; empty for two configs of one model.
 
     Releases of transformers differ in which default values they write. If one config lacks a key, the other's
@@ -128,12 +128,8 @@ def model_differences(a: JsonObject, b: JsonObject) -> list[tuple[str, Any, Any]
     found = list(config_differences(a, b))
     if found and all(x is ABSENT or y is ABSENT for _, x, y in found):
         found = list(config_differences(_with_defaults(a), _with_defaults(b)))
-    shown = [(key, _or_null(x), _or_null(y)) for key, x, y in found]
+    shown = [(key, None if x is ABSENT else x, None if y is ABSENT else y) for key, x, y in found]
     return [(key, x, y) for key, x, y in shown if x is not None or y is not None]
-
-
-def _or_null(value: Any) -> Any:
-    return None if value is ABSENT else value
 
 
 def _with_defaults(config: JsonObject) -> JsonObject:

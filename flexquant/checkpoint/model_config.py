@@ -38,7 +38,7 @@ def reads_more_than_text(config: JsonObject) -> bool:
     return any(config.get(f"{what}_config") for what in ("vision", "audio"))
 
 
-def written_or_default(config: JsonObject, key: str) -> Any:
+def written_or_default(config: JsonObject, key: str) -> object:
     """Return the value of ``key`` in a config or, if it has none, transformers' default for the model.
 
     The default is None if transformers does not know the model or refuses its config.
@@ -63,7 +63,7 @@ def count_layers(config: JsonObject) -> int:
     return layers
 
 
-def config_differences(a: JsonObject, b: JsonObject) -> Iterator[tuple[str, Any, Any]]:
+def config_differences(a: JsonObject, b: JsonObject) -> Iterator[tuple[str, object, object]]:
     """Yield (dotted key, value in a, value in b) where two configs differ; ABSENT marks a missing key.
 
     Keys are compared under the names that transformers 5 writes.
@@ -71,7 +71,7 @@ def config_differences(a: JsonObject, b: JsonObject) -> Iterator[tuple[str, Any,
     return _differences(_with_current_keys(a), _with_current_keys(b))
 
 
-def _differences(a: JsonObject, b: JsonObject, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differences(a: JsonObject, b: JsonObject, path: str = "") -> Iterator[tuple[str, object, object]]:
     for key in sorted((a.keys() | b.keys()) - INCIDENTAL_KEYS):
         x, y = a.get(key, ABSENT), b.get(key, ABSENT)
         if isinstance(x, dict) and isinstance(y, dict):
@@ -90,7 +90,7 @@ def _with_current_keys(config: JsonObject) -> JsonObject:
     return current
 
 
-def _take_rope(config: JsonObject) -> Any:
+def _take_rope(config: JsonObject) -> object:
     """Remove the RoPE keys from a config, and return them as transformers 5 writes them.
 
     The result is one set of parameters, or one for each kind of layer. Unknown forms are returned unchanged.

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
@@ -187,8 +187,10 @@ def _fill(buffer: memoryview, f: FileIO, ref: TensorRef) -> None:
         filled += got
 
 
-def _tensor_ref(path: Path, name: str, entry: Any, data_start: int) -> TensorRef:
+def _tensor_ref(path: Path, name: str, entry: object, data_start: int) -> TensorRef:
     try:
+        if not isinstance(entry, dict):
+            raise TypeError
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as e:
         raise _corrupt(path, f"tensor '{name}' lacks a dtype, a shape or two data offsets") from e
@@ -203,7 +205,7 @@ def _tensor_ref(path: Path, name: str, entry: Any, data_start: int) -> TensorRef
     return TensorRef(name, dtype, tuple(shape), path, data_start + begin, data_start + end)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> JsonObject:
+def _no_duplicates(pairs: list[tuple[str, object]]) -> JsonObject:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a key appears twice")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -67,7 +67,7 @@ def decode_forced(
     ``llm`` was made with :func:`engine_options`. ``folder`` is for files of scores. ``store_in`` is a folder
     to write log-probabilities into, ``compare_with`` a folder that the reference has filled so.
     """
-    from vllm import SamplingParams
+    from vllm import SamplingParams, TokensPrompt
 
     for folder_to_fill in filter(None, (folder, store_in)):
         folder_to_fill.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def decode_forced(
 
     for start in range(0, len(rows), batch_size):
         batch = range(start, min(start + batch_size, len(rows)))
-        prompts: Any = [{"prompt_token_ids": rows[row][:prompt_tokens]} for row in batch]
+        prompts = [TokensPrompt(prompt_token_ids=rows[row][:prompt_tokens]) for row in batch]
         outputs = llm.generate(prompts, [parameters(row) for row in batch], use_tqdm=False)
         for row, output in zip(batch, outputs, strict=True):
             if list(output.outputs[0].token_ids) != rows[row][prompt_tokens:]:
@@ -137,12 +137,12 @@ def most_tokens(prompts: list[list[int]], batch_size: int) -> int:
 
 def greedy_answers(llm: LLM, prompts: list[list[int]], batch_size: int, answer_tokens: int) -> list[TokenIds]:
     """Return the model's greedy answer to each prompt, one batch at a time."""
-    from vllm import SamplingParams
+    from vllm import SamplingParams, TokensPrompt
 
     parameters = SamplingParams(temperature=0, max_tokens=answer_tokens, detokenize=False)
     found = []
     for batch in batches(prompts, batch_size):
-        inputs: Any = [{"prompt_token_ids": prompt} for prompt in batch]
+        inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in batch]
         outputs = llm.generate(inputs, parameters, use_tqdm=False)
         found += [list(output.outputs[0].token_ids) for output in outputs]
     return found

@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WrapValidator, model_validator
 
@@ -49,8 +49,8 @@ GIB = 2.0**30
 def within(low: float, high: float, unit: str, scale: float = 1) -> WrapValidator:
     """Accept a number from ``low`` to ``high`` in ``unit``; the model holds it times ``scale``."""
 
-    def validate(value: Any, handler: Callable[[Any], float]) -> float:
-        if type(value) not in (int, float) or not low <= value <= high:
+    def validate(value: object, handler: Callable[[object], float]) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise Problem(f"is {show(value)}; give a number from {low:g} to {high:g} ({unit})")
         return handler(value) * scale
 
@@ -71,7 +71,7 @@ class Tile:
     columns: int
 
 
-def _tiles(value: Any) -> tuple[Tile, ...]:
+def _tiles(value: object) -> tuple[Tile, ...]:
     if not isinstance(value, dict):
         raise Problem(f"is {show(value)}; give a mapping from tokens to tiles, e.g. {{64: 64x128}}")
     tiles = []
@@ -131,7 +131,7 @@ class Rates(Section):
         return self
 
 
-def _check_schemes(value: Any) -> Any:
+def _check_schemes(value: object) -> object:
     if not isinstance(value, dict) or "bf16" not in value:
         raise Problem(f"is {show(value)}; give bf16 at least, of {', '.join(RATES)}")
     for scheme in value:

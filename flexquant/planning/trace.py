@@ -14,8 +14,9 @@ import io
 import json
 import sys
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.named_files import read_named
 from flexquant.documents.yaml_document import show
 from flexquant.errors import FlexQuantError
@@ -89,7 +90,7 @@ def _read_request(line: str, place: str) -> Request:
     return Request(float(arrival), _tokens(data, "input", place), _tokens(data, "output", place))
 
 
-def _tokens(data: dict[str, Any], key: str, place: str) -> int:
+def _tokens(data: JsonObject, key: str, place: str) -> int:
     tokens = data[key]
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise FlexQuantError(f"{place}: {key} is {show(tokens)}; give tokens, a whole number of at least 1")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -75,8 +75,9 @@ class LayerComparison:
         self._weights = weights
         self._tensors = (weights[0].layer(layer), weights[1].layer(layer))
         self._parameters = (weights[0].load_parameters(layer), weights[1].load_parameters(layer))
-        self._options: dict[str, Any] = {"until_cached": rotation is not None}
+        self._pass = partial(run_pass, skeleton, layer, until_cached=rotation is not None)
         self._seen, self._rows = self._run_reference()
+        self._run = partial(self._pass, reference=self._seen)
         self._cached_rows_differ = False
         self._turned: set[str] = set()
         """Matrices that read the residual stream, which is rotated."""
@@ -151,15 +152,10 @@ class LayerComparison:
         matrices = self._skeleton.matrices(self._layer)
         kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
         known = self._known_rows.get(kind)
-        seen = run_pass(
-            self._skeleton, self._layer, self._parameters[1], with_gradients=known is None, **self._options
-        )
+        seen = self._pass(self._parameters[1], with_gradients=known is None)
         if known is None:
             known = self._known_rows[kind] = rows_cached(seen)
         return cut_off(seen), known
-
-    def _run(self, parameters: Mapping[str, torch.Tensor], **options: Any) -> LayerPass:
-        return run_pass(self._skeleton, self._layer, parameters, self._seen, **options, **self._options)
 
     def _compare_matrix(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
         """Compare a matrix whose input is ``x`` [tokens, in]; return row factors [out] that cancel later."""

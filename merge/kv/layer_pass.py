@@ -5,13 +5,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from flexquant.merge.kv.skeleton import Skeleton, answer_at_random, is_linear, random
+from flexquant.merge.kv.skeleton import (
+    Answer,
+    OwnForward,
+    Skeleton,
+    answer_at_random,
+    input_of,
+    is_linear,
+    random,
+)
 
 OUTPUT = "the layer's output"
 CALL = ", call "
@@ -29,7 +36,7 @@ class LayerPass:
     """Input of each matrix, float32 [tokens, in], by name, in the order of the calls."""
     beside: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """Further arguments of the experts: which experts each token goes to, and their weights."""
-    answers: dict[str, object] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)
     """Output that each matrix was given in place of its product."""
     results: dict[str, torch.Tensor] = field(default_factory=dict)
     """Cached K and V, and the layer's output, float32."""
@@ -52,24 +59,26 @@ def run_pass(
     """
     seen = LayerPass()
 
-    def answer(name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def answer(name: str, module: nn.Module, forward: OwnForward, args: tuple[object, ...]) -> Answer:
         point = name if name not in seen.inputs else f"{name}{CALL}{len(seen.inputs)}"
-        given: torch.Tensor = args[0]
+        given = input_of(args)
         seen.inputs[point] = x = given.flatten(0, -2).clone()  # layers compute in place
         seen.beside[point] = tuple(other for other in args[1:] if isinstance(other, torch.Tensor))
+        answered: Answer
         if reference is not None:
             answered = reference.answers[point]
         elif is_linear(module):
             answered = random(name, (*given.shape[:-1], module.out_features)).requires_grad_(with_gradients)
         else:
-            answered = _detached(answer_at_random(name, module, forward, args))
+            answered = _mapped(torch.Tensor.detach, answer_at_random(name, module, forward, args))
         seen.answers[point] = answered
-        answered = _cloned(answered)
+        answered = _mapped(torch.Tensor.clone, answered)
         factors = None if gains is None else gains(point, x)
-        if factors is not None:
-            answered = answered * factors
         bias = module.bias if is_linear(module) else None
-        return answered if bias is None else answered + bias
+        if isinstance(answered, torch.Tensor):
+            answered = answered if factors is None else answered * factors
+            answered = answered if bias is None else answered + bias
+        return answered
 
     hidden = skeleton.hidden(layer)
     if rotation is not None:
@@ -118,15 +127,14 @@ def _rows_reaching(targets: list[torch.Tensor], y: torch.Tensor) -> torch.Tensor
 
 def cut_off(seen: LayerPass) -> LayerPass:
     """Return the recorded tensors, detached from their gradients."""
-    return LayerPass(*(_detached(getattr(seen, of.name)) for of in fields(seen)))
+    return LayerPass(
+        {name: x.detach() for name, x in seen.inputs.items()},
+        {name: tuple(x.detach() for x in others) for name, others in seen.beside.items()},
+        {name: _mapped(torch.Tensor.detach, answer) for name, answer in seen.answers.items()},
+        {name: x.detach() for name, x in seen.results.items()},
+    )
 
 
-def _cloned(answer: Any) -> Any:
-    return tuple(map(_cloned, answer)) if isinstance(answer, tuple) else answer.clone()
-
-
-def _detached(found: Any) -> Any:
-    """Return tensors detached, in the same tuples and mappings."""
-    if isinstance(found, dict):
-        return {name: _detached(of) for name, of in found.items()}
-    return tuple(map(_detached, found)) if isinstance(found, tuple) else found.detach()
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], answer: Answer) -> Answer:
+    """Return an answer whose tensors are changed."""
+    return tuple(_mapped(change, one) for one in answer) if isinstance(answer, tuple) else change(answer)

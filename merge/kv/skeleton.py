@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from threading import get_ident, local
-from typing import Any, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -34,7 +34,10 @@ TOKENS = 12
 EXPERTS = "experts"
 """Last part of the name of the module that holds a layer's routed experts."""
 
-MatrixForward = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...]], Any]
+Answer: TypeAlias = "torch.Tensor | tuple[Answer, ...]"
+"""Output of a matrix; experts can return several tensors."""
+OwnForward = Callable[..., Answer]
+MatrixForward = Callable[[str, nn.Module, OwnForward, tuple[object, ...]], Answer]
 """Called with a matrix's name in its layer, module, own forward and arguments; returns its output."""
 
 
@@ -51,11 +54,18 @@ class Written(DynamicCache):
         self.tensors: list[torch.Tensor] = []
         """K [1, heads, tokens, head size], then V."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.tensors += [key_states, value_states]
         if self.ends_pass:
             raise Enough
-        return super().update(key_states, value_states, *args, **kwargs)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 class Skeleton:
@@ -82,7 +92,7 @@ class Skeleton:
         self._parameters = [
             _shapes_beside(layer, found) for layer, found in zip(self.layers, self._matrices, strict=True)
         ]
-        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
         self._cache = Written(self._config)
         self.before_layers: set[str] = set()
         """Modules outside of the layers, without the embeddings, that run before the last layer."""
@@ -125,7 +135,7 @@ class Skeleton:
         args, kwargs = self._calls[layer]
         cache = Written(self._config, until_cached)
 
-        def own(value: Any) -> Any:  # layers share caches and mappings, and write into them
+        def own(value: object) -> object:  # layers share caches and mappings, and write into them
             return (
                 cache if value is self._cache else copy(value) if isinstance(value, MutableMapping) else value
             )
@@ -158,11 +168,11 @@ class Skeleton:
     def _see_calls(self) -> None:
         """Run the model once, with parameters of ones, and record the arguments of every layer."""
 
-        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def see(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             self._calls.append((args, kwargs))
 
         def see_outer(name: str) -> Callable[..., None]:
-            def seen(*_: Any) -> None:
+            def seen(*_: object) -> None:
                 if len(self._calls) < len(self.layers):
                     self.before_layers.add(name)
 
@@ -206,10 +216,9 @@ class Skeleton:
         """Replace a matrix's forward: it returns what this thread's pass answers, or random numbers."""
         forward = module.forward
 
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            args = (*args, *kwargs.values())
-            answer = getattr(self._thread, "answer", None) or answer_at_random
-            return answer(name, module, forward, args)
+        def asked(*args: object, **kwargs: object) -> Answer:
+            answer: MatrixForward = getattr(self._thread, "answer", None) or answer_at_random
+            return answer(name, module, forward, (*args, *kwargs.values()))
 
         module.forward = asked
 
@@ -238,9 +247,16 @@ def random(seed: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
-def answer_at_random(name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def input_of(args: tuple[object, ...]) -> torch.Tensor:
+    """Return a matrix's first argument."""
+    given = args[0]
+    assert isinstance(given, torch.Tensor)
+    return given
+
+
+def answer_at_random(name: str, module: nn.Module, forward: OwnForward, args: tuple[object, ...]) -> Answer:
     """Return normal numbers in the shape of the matrix's output, plus its bias."""
-    given: torch.Tensor = args[0]
+    given = input_of(args)
     if is_linear(module):
         answer = random(name, (*given.shape[:-1], module.out_features))
         return answer if module.bias is None else answer + module.bias
