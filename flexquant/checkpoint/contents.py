@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range, format_bytes
+from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range
 from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, StoredVariant
 from flexquant.checkpoint.model_config import JsonObject
@@ -121,31 +121,6 @@ def describe_scheme(quantization_config: JsonObject) -> str:
         if isinstance(g, dict)
     ]
     return "; ".join(dict.fromkeys(parts)) or str(quantization_config.get("format") or "unknown scheme")
-
-
-def format_checkpoint_report(report: CheckpointReport) -> str:
-    """Return the report as text for a terminal."""
-    width = max(len(SHARED), *(len(name) for name in report.variants))
-    lines = [
-        f"{report.base_architecture}, {report.num_layers} layers, {len(report.variants)} variant(s)",
-        "",
-        f"{'':{width}}  {'bytes':>10}  {'bits/param':>10}  scheme",
-    ]
-    for name, v in report.variants.items():
-        size, bits = format_bytes(v.own_bytes), v.bits_per_parameter
-        lines.append(f"{name:{width}}  {size:>10}  {bits:>10.2f}  {v.scheme}")
-    parameters = max(v.parameters for v in report.variants.values())
-    lines += [
-        f"{SHARED:{width}}  {format_bytes(report.shared_bytes):>10}",
-        f"{'total':{width}}  {format_bytes(report.total_bytes):>10}  "
-        f"{100 * report.total_bytes / max(1, report.bytes_16bit):.0f} % of the model in 16 bits "
-        f"({format_bytes(report.bytes_16bit)}, {parameters:,} parameters)",
-        "",
-        f"default policy: {report.policy_text}",
-        f"layers of different variants in one plan: {describe_mixing(report)}",
-        f"KV cache: {describe_kv(report.kv_compatibility)}",
-    ]
-    return "\n".join(lines)
 
 
 def describe_mixing(report: CheckpointReport) -> str:

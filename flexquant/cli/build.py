@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.build import STAGES_AFTER_QUANTISING, build_checkpoint
-    from flexquant.checkpoint.contents import format_checkpoint_report
+    from flexquant.cli.inspect import format_checkpoint_report
     from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS
     from flexquant.quantization.recipe import load_recipe
 

@@ -14,8 +14,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
+
+if TYPE_CHECKING:
+    from flexquant.checkpoint.contents import CheckpointReport
 
 HELP = "show what a merged checkpoint holds"
 
@@ -25,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> JsonObject:
-    from flexquant.checkpoint.contents import bytes_in_use, format_checkpoint_report, report_checkpoint
+    from flexquant.checkpoint.contents import bytes_in_use, report_checkpoint
     from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
     from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
     from flexquant.checkpoint.model_config import count_layers
@@ -49,3 +53,36 @@ def run(args: argparse.Namespace) -> JsonObject:
         said = f"unknown, since the policy cannot be served: {e}"
     print(f"{args.folder}: {format_checkpoint_report(report)}\nloaded under the default policy: {said}")
     return {**report.to_json(), "loaded": loaded}
+
+
+def format_checkpoint_report(report: CheckpointReport) -> str:
+    """Return the report as text for a terminal."""
+    from flexquant.checkpoint.contents import describe_kv, describe_mixing
+    from flexquant.checkpoint.layer_ranges import SHARED, format_bytes
+    from flexquant.documents.tables import table_lines
+
+    parameters = max(v.parameters for v in report.variants.values())
+    of_16_bit = (
+        f"{100 * report.total_bytes / max(1, report.bytes_16bit):.0f} % of the model in 16 bits "
+        f"({format_bytes(report.bytes_16bit)}, {parameters:,} parameters)"
+    )
+    rows = [
+        ["", "bytes", "bits/param", "scheme"],
+        *(
+            [name, format_bytes(v.own_bytes), f"{v.bits_per_parameter:.2f}", v.scheme]
+            for name, v in report.variants.items()
+        ),
+        [SHARED, format_bytes(report.shared_bytes)],
+        ["total", format_bytes(report.total_bytes), "", of_16_bit],
+    ]
+    return "\n".join(
+        [
+            f"{report.base_architecture}, {report.num_layers} layers, {len(report.variants)} variant(s)",
+            "",
+            *table_lines(rows, numbers=(1, 2)),
+            "",
+            f"default policy: {report.policy_text}",
+            f"layers of different variants in one plan: {describe_mixing(report)}",
+            f"KV cache: {describe_kv(report.kv_compatibility)}",
+        ]
+    )

@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> JsonObject:
-    from flexquant.checkpoint.contents import format_checkpoint_report
+    from flexquant.cli.inspect import format_checkpoint_report
     from flexquant.merge import merge_checkpoints
 
     folders = parse_folders(args.variants)

@@ -16,13 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import add_options
+from flexquant.documents.tables import table_lines
 from flexquant.policy.choose import DEFAULT_POLICY, choose_policy
 from flexquant.policy.moments import Span
 from flexquant.policy.pass_times import device_name, format_times
@@ -84,10 +85,9 @@ def _schema(args: argparse.Namespace) -> JsonObject:
 
 def _list(args: argparse.Namespace) -> JsonObject:
     policies = [load_policy(name) for name in builtin_policies()]
-    width = max(len(policy.name) for policy in policies)
-    for policy in policies:
-        mark = " (default)" if policy.name == DEFAULT_POLICY else ""
-        print(f"{policy.name:{width}}  {policy.description}{mark}")
+    marks = {DEFAULT_POLICY: " (default)"}
+    rows = [[policy.name, f"{policy.description}{marks.get(policy.name, '')}"] for policy in policies]
+    print("\n".join(table_lines(rows)))
     return {
         "policies": [{"name": policy.name, "description": policy.description} for policy in policies],
         "default": DEFAULT_POLICY,
@@ -180,18 +180,15 @@ class Row(NamedTuple):
     plan: str
 
 
-def _table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the table's lines; there is a column for moments only if the policy tells moments apart."""
-    width = max(len(row.span.name) for row in rows)
-
-    def line(phase: str, size: str, moment: str, plan: str) -> str:
-        return f"{phase:<8}  {size:<22}  {f'{moment:<{max(width, 6)}}  ' if width else ''}{plan}"
-
-    yield line("phase", "forward pass of", "moment", "plan")
+def _table(rows: Sequence[Row]) -> list[str]:
+    """Return the table's lines; there is a column for moments only if the policy tells moments apart."""
+    cells = [[f"{'phase':8}", f"{'forward pass of':22}", "moment", "plan"]]
     for row in rows:
         unit = "sequences" if row.phase == "decode" else "tokens"
         size = f"{row.first} or more" if row.last == sys.maxsize else f"{row.first} to {row.last}"
-        yield line(row.phase, f"{size} {unit}", row.span.name or "any", row.plan)
+        cells.append([row.phase, f"{size} {unit}", row.span.name or "any", row.plan])
+    has_moments = any(row.span.name for row in rows)
+    return table_lines(cells if has_moments else [[*row[:2], row[3]] for row in cells])
 
 
 def _plan(rows: Sequence[Row], phase: str, size: int) -> str:

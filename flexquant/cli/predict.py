@@ -20,6 +20,7 @@ from pathlib import Path
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import add_options
+from flexquant.documents.tables import table_lines
 from flexquant.errors import UsageError
 from flexquant.policy.choose import find_measured
 
@@ -51,8 +52,7 @@ def run(args: argparse.Namespace) -> JsonObject:
 
     if args.list_devices:
         devices = {name: load_device(name).description for name in builtin_devices()}
-        for name, description in devices.items():
-            print(f"{name:<12}{description}")
+        print("\n".join(table_lines(list(devices.items()))))
         return {"devices": devices}
     if args.folder is None or args.device is None:
         raise UsageError("give a merged checkpoint and --device, or --list-devices alone")

@@ -15,6 +15,7 @@ from tempfile import TemporaryFile, mkstemp
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
 from flexquant.documents.figures import new_figure
+from flexquant.documents.tables import align_cells
 from flexquant.errors import FlexQuantError
 from flexquant.policy.pass_times import device_name
 
@@ -38,13 +39,11 @@ def format_quality_table(document: JsonObject) -> str:
     """Return the results as an aligned Markdown table, followed by notes on how they were measured."""
     columns = [(title, [cell(r) for r in document["results"]]) for title, cell in COLUMNS]
     columns = [(title, cells) for title, cells in columns if any(cell != "-" for cell in cells)]
-    widths = [max(map(len, [title, *cells])) for title, cells in columns]
-    rows = [[title for title, _ in columns], ["-" * width for width in widths]]
-    rows += [list(row) for row in zip(*(cells for _, cells in columns), strict=True)]
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    return "\n".join([*lines, "", *_notes(document)])
+    rows = align_cells(
+        [list(row) for row in zip(*([title, *cells] for title, cells in columns), strict=True)]
+    )
+    rows.insert(1, ["-" * len(title) for title in rows[0]])
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *_notes(document)])
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.documents.tables import table_lines
 from flexquant.planning.device import Device
 from flexquant.planning.model_shape import ModelShape
 from flexquant.planning.predicting import (
@@ -26,8 +27,6 @@ from flexquant.planning.predicting import (
 from flexquant.policy.pass_times import Curve, PassTimes, device_name
 
 GIB = 2**30
-
-
 EITHER = "either"
 
 
@@ -104,31 +103,32 @@ def describe_origin(origin: JsonObject) -> str:
 def format_prediction(report: PredictionReport) -> str:
     """Return the report as text for a terminal."""
     prompt, output = report.tokens
-    header = f"{'':<10}{'rate':>10}{'max':>10}{'max':>10}{'compute':>10}{'memory':>10}{'requests':>10}"
-    units = f"{'':<10}{'TFLOPS':>10}{'requests':>10}{'tokens/s':>10}{'ms':>10}{'ms':>10}{'alone':>10}"
+    hardware = [
+        ["", "rate", "max", "max", "compute", "memory", "requests"],
+        ["", "TFLOPS", "requests", "tokens/s", "ms", "ms", "alone"],
+    ]
+    for variant, row in report.hardware.items():
+        rate, tokens_per_s = f"{row.rate_tflops:.4g}", f"{row.tokens_per_s:,.0f}"
+        times = _ms(row.compute_seconds), _ms(row.memory_seconds)
+        hardware.append(
+            [variant, rate, str(report.max_requests), tokens_per_s, *times, str(row.requests_alone)]
+        )
     each = "per device: " if report.tensor_parallel_size > 1 else ""
     lines = [
         f"{each}memory {report.memory_gib:g} GiB, {report.memory_gb_per_s:g} GB/s; weights of all variants "
         f"{report.weights_gib:.3g} GiB, KV cache {report.kv_kib_per_token:.4g} KiB a token",
         f"decoding as many requests of {prompt} + {output} tokens as fit:",
-        header,
-        units,
+        *table_lines(hardware, numbers=range(1, 7)),
     ]
-    for variant, row in report.hardware.items():
-        lines.append(
-            f"{variant:<10}{row.rate_tflops:>10.4g}{report.max_requests:>10}{row.tokens_per_s:>10,.0f}"
-            f"{_ms(row.compute_seconds):>10}{_ms(row.memory_seconds):>10}{row.requests_alone:>10}"
-        )
     if report.has_sliding_window:
         lines.append(
             "note: layers with a sliding window are counted as full attention; with contexts beyond the "
             "window more requests fit, and decoding is faster"
         )
-    times = report.times
-    lines += ["", f"decode, ms a pass, by sequences of {times.context} tokens in the KV cache"]
-    lines += _time_table(times.decode)
+    lines += ["", f"decode, ms a pass, by sequences of {report.times.context} tokens in the KV cache"]
+    lines += _time_table(report.times.decode)
     lines += ["", "prefill, ms a pass, by tokens of one prompt"]
-    lines += _time_table(times.prefill)
+    lines += _time_table(report.times.prefill)
     lines.append("")
     for phase, unit in (("decode", "sequences"), ("prefill", "tokens")):
         winners = report.fastest[phase]
@@ -168,10 +168,9 @@ def collapse(winners: Sequence[Winner], variants: int = 2) -> list[Winner]:
 
 def _time_table(curves: Mapping[str, Curve]) -> list[str]:
     sizes = list(next(iter(curves.values())))
-    rows = [f"{'':<10}" + "".join(f"{size:>9}" for size in sizes)]
-    for variant, curve in curves.items():
-        rows.append(f"{variant:<10}" + "".join(f"{_ms(curve[size].median):>9}" for size in sizes))
-    return rows
+    rows = [["", *map(str, sizes)]]
+    rows += [[variant, *(_ms(curve[size].median) for size in sizes)] for variant, curve in curves.items()]
+    return table_lines(rows, numbers=range(1, len(sizes) + 1))
 
 
 def _ms(seconds: float) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.documents.tables import table_lines
 from flexquant.planning.replaying import Replay
 
 COLUMNS = {
@@ -94,14 +95,13 @@ def format_simulation_table(results: Mapping[str, JsonObject]) -> str:
         rows.append([f"relative to {names[0]}", *[""] * len(COLUMNS)])
         ratios = ratios_to_first(results)
         rows += [[name, *(_ratio(ratios[name][key]) for key in COLUMNS)] for name in names[1:]]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) + 1)]
-    lines = [_line(row, widths) for row in rows]
-    lines.append("time per plan")
-    lines += [_plans(name, result, widths[0]) for name, result in results.items()]
-    return "\n".join(lines)
+    width = max(len(row[0]) for row in rows)
+    plans = [[f"{name:{width}}", _plans(result)] for name, result in results.items()]
+    numbers = range(1, len(COLUMNS) + 1)
+    return "\n".join([*table_lines(rows, numbers), "time per plan", *table_lines(plans)])
 
 
-def _plans(name: str, result: JsonObject, width: int) -> str:
+def _plans(result: JsonObject) -> str:
     texts = []
     for plan, share in result["time_per_plan"].items():
         counts = ", ".join(
@@ -109,12 +109,7 @@ def _plans(name: str, result: JsonObject, width: int) -> str:
         )
         texts.append(f"{plan} {share:.0%} ({counts})")
     preemptions = f"; {result['preemptions']} preemptions" if result["preemptions"] else ""
-    return f"{name:{width}}  {', '.join(texts)}; busy {result['busy']:.0%}{preemptions}"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    columns = zip(cells[1:], widths[1:], strict=True)
-    return "  ".join([f"{cells[0]:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in columns)]).rstrip()
+    return f"{', '.join(texts)}; busy {result['busy']:.0%}{preemptions}"
 
 
 def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float | None]:

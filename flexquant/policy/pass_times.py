@@ -28,6 +28,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.schema import KEYS_AS_GIVEN, Number, Positive, Problem, Section, says
+from flexquant.documents.tables import table_lines
 from flexquant.documents.yaml_document import show
 from flexquant.policy.plans import Layers
 
@@ -187,10 +188,7 @@ def format_times(times: PassTimes, plan: Callable[[str, int], str]) -> list[str]
             unit = UNITS[phase] if size > 1 else UNITS[phase].removesuffix("s")
             cells = [format_time(curve[size]) for curve in curves.values()]
             rows.append([f"{size} {unit}", *cells, plan(phase, size)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            lines.append("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
-        lines.append("")
+        lines += [*table_lines(rows), ""]
     return lines[:-1]
 
 
