@@ -17,7 +17,7 @@ from compressed_tensors.entrypoints.convert import convert_checkpoint as convert
 from flexquant.checkpoint.folder import INDEX_FILE, check_folder, confined_file, read_json, read_tensors
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
-from flexquant.checkpoint.safetensors_io import TensorRef
+from flexquant.checkpoint.safetensors_io import TensorRef, total_bytes
 from flexquant.checkpoint.sidecars import COPIED, find_files
 from flexquant.errors import FlexQuantError
 from flexquant.merge.gptq_format import GPTQConverter
@@ -49,7 +49,7 @@ def convert_checkpoint(
     converter = _converter(folder, section, tensors)
     linears = _check_linears(folder, section, tensors)
     prepare_output(output, [folder], overwrite=overwrite)
-    check_free_space(output, sum(ref.nbytes for ref in tensors.values()))
+    check_free_space(output, total_bytes(tensors))
     with staged_folder(output, overwrite=overwrite) as stage, _needed_files(folder, tensors) as needed:
         convert(needed, stage, _InDtype(converter, DTYPES[dtype]) if dtype else converter)
         if dtype:

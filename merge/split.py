@@ -11,6 +11,7 @@ from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
 from flexquant.checkpoint.provenance import PROVENANCE_FILE
+from flexquant.checkpoint.safetensors_io import total_bytes
 from flexquant.checkpoint.sidecars import COPIED, RECIPE, find_files, recipe_name
 from flexquant.checkpoint.writer import (
     DEFAULT_SHARD_SIZE,
@@ -43,7 +44,7 @@ def split_checkpoint(
     checkpoint.check_variant(variant)
     prepare_output(output, [checkpoint.folder], overwrite=overwrite)
     keys = checkpoint.variant_keys(variant)
-    tensors = {name: checkpoint.tensors[key] for name, key in keys.items()}
+    tensors = checkpoint.variant_tensors(variant)
     files = _plan_files(checkpoint, variant)
     shards = plan_shards([tensors], max_shard_size)
     check_free_space(output, needed_bytes(shards, files.values()))
@@ -63,7 +64,7 @@ def split_checkpoint(
         "output": str(output),
         "variant": variant,
         "tensors": len(tensors),
-        "bytes": sum(ref.nbytes for ref in tensors.values()),
+        "bytes": total_bytes(tensors),
     }
 
 

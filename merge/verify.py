@@ -46,8 +46,8 @@ def verify_checkpoint(
 
 def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progress | None) -> int:
     checkpoint.check_variant(source.name)
-    keys = checkpoint.variant_keys(source.name)
-    check_same_names(set(source.tensors), set(keys), str(source.folder), str(checkpoint.folder))
+    stored = checkpoint.variant_tensors(source.name)
+    check_same_names(set(source.tensors), set(stored), str(source.folder), str(checkpoint.folder))
     merged_config = checkpoint.source_config(source.name)
     differences = model_differences(source.config, merged_config)
     if source.quantization_config != merged_config["quantization_config"]:
@@ -57,7 +57,6 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
             f"the config of variant '{source.name}' in {checkpoint.folder} differs from {source.folder} in "
             f"'{differences[0][0]}'; merge it again"
         )
-    stored = {name: checkpoint.tensors[key] for name, key in keys.items()}
     matches = match_each(source.tensors, lambda name, ref: same_bytes(ref, stored[name]), progress)
     places = {name: f"{name} in {ref.file.name}" for name, ref in stored.items()}
     report_differences(checkpoint, matches, places, str(source.folder))

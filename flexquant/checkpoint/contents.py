@@ -14,7 +14,7 @@ from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, StoredVariant
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import EXPERTS, HEAD, is_in, layer_number
-from flexquant.checkpoint.safetensors_io import TensorRef
+from flexquant.checkpoint.safetensors_io import TensorRef, total_bytes
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def report_checkpoint(
 ) -> CheckpointReport:
     """Report on the tensors of a merged checkpoint, by merged key; only headers and shapes are read."""
     shared = _with_prefix(tensors, SHARED_PREFIX)
-    shared_bytes = _nbytes(shared)
+    shared_bytes = total_bytes(shared)
     variants = {}
     for name, variant in merged.variants.items():
         own = _with_prefix(tensors, variant.prefix)
@@ -68,16 +68,16 @@ def report_checkpoint(
         parameters = sum(math.prod(shape) for shape in logical_shapes(loaded).values())
         variants[name] = VariantReport(
             describe_scheme(variant.quantization_config),
-            _nbytes(own),
+            total_bytes(own),
             parameters,
-            8 * (_nbytes(own) + shared_bytes) / max(1, parameters),
+            8 * (total_bytes(own) + shared_bytes) / max(1, parameters),
         )
     return CheckpointReport(
         base_architecture=merged.base_architecture,
         num_layers=num_layers,
         variants=variants,
         shared_bytes=shared_bytes,
-        total_bytes=_nbytes(tensors),
+        total_bytes=total_bytes(tensors),
         bytes_16bit=2 * max(v.parameters for v in variants.values()),
         layered_plans=merged.layered_plans,
         mixable=[list(group) for group in merged.mixable_groups],
@@ -178,7 +178,3 @@ def _by_range(tensors: Iterable[tuple[str, TensorRef]]) -> dict[str, int]:
     for key, ref in tensors:
         of_layers[layer_number(key)] += ref.nbytes
     return by_range(of_layers)
-
-
-def _nbytes(tensors: Mapping[str, TensorRef]) -> int:
-    return sum(ref.nbytes for ref in tensors.values())

@@ -86,7 +86,8 @@ def read_json(path: Path) -> JsonObject:
 def wrong_key(error: ValidationError) -> str:
     """Describe the first problem of a JSON object: ``a wrong 'variants.w8a8.prefix' (Field required)``."""
     first = error.errors()[0]
-    return f"a wrong '{'.'.join(map(str, first['loc']))}' ({first['msg']})"
+    problem = first["msg"].replace(" tuple", " list")  # JSON has lists, which are read as tuples
+    return f"a wrong '{'.'.join(map(str, first['loc']))}' ({problem})"
 
 
 def read_tensors(folder: Path) -> dict[str, TensorRef]:

@@ -59,6 +59,10 @@ class MergedCheckpoint:
             if key.startswith(prefix)
         }
 
+    def variant_tensors(self, name: str) -> dict[str, TensorRef]:
+        """Return a variant's tensors, shared ones included, by original key."""
+        return {original: self.tensors[key] for original, key in self.variant_keys(name).items()}
+
     def source_config(self, name: str) -> JsonObject:
         """Return the ``config.json`` that the variant had before merging (without ``_name_or_path``)."""
         config = {

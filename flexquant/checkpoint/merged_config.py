@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field, StrictBool, StrictStr, ValidationError
+from pydantic import Field, StrictBool, StrictStr, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json, wrong_key
 from flexquant.checkpoint.layer_ranges import SHARED
@@ -56,13 +57,13 @@ def check_variant_name(name: str) -> None:
 class StoredVariant:
     """A quantised copy of the model: the prefix of its tensors, and how they are quantised."""
 
-    prefix: str
+    prefix: StrictStr
     """Prefix of the variant's tensor keys, dot included."""
     quantization_config: JsonObject
     """The source checkpoint's ``quantization_config``, verbatim (compressed-tensors)."""
-    own_head: bool | None = None
+    own_head: StrictBool | None = None
     """Whether its lm_head differs from its embedding; None: not recorded, by an older release."""
-    negative_scales: bool | None = None
+    negative_scales: StrictBool | None = None
     """Whether some scale of its packed weights is negative, as AutoRound makes them; None: not recorded."""
 
 
@@ -70,21 +71,21 @@ class StoredVariant:
 class MergedConfig:
     """The ``quantization_config`` section of a merged checkpoint's ``config.json``."""
 
-    base_architecture: str
+    base_architecture: StrictStr
     """The ``architectures[0]`` of every source, e.g. ``LlamaForCausalLM``."""
-    variants: dict[str, StoredVariant]
-    shared_modules: tuple[str, ...] = ()
+    variants: Annotated[dict[StrictStr, StoredVariant], Field(min_length=1)]
+    shared_modules: tuple[StrictStr, ...] = ()
     """Modules whose tensors are all shared, e.g. ``model.embed_tokens`` or ``model.layers.0.mlp.experts``."""
     mixable: tuple[tuple[str, ...], ...] | None = None
     """Groups of variants with equal residual streams; one plan can mix layers of one group.
 
     Every variant is in exactly one group; None: all are in one group.
     """
-    rescaled: tuple[str, ...] = ()
+    rescaled: tuple[StrictStr, ...] = ()
     """Variants with a linear that is scaled or rotated against the first variant's: no LoRA fits both."""
     policy: JsonObject | None = None
     """The default policy document (schema ``flexquant.policy/v1``); None: the built-in default."""
-    kv_compatibility: JsonObject = field(default_factory=dict)
+    kv_compatibility: JsonObject = Field(default_factory=dict)
     """Result of the KV-cache comparison while merging; for people, serving does not read it."""
 
     @property
@@ -137,38 +138,12 @@ class MergedConfig:
                 f"version {SCHEMA_VERSION}; upgrade flexquant, or merge again with this version"
             )
         try:
-            read = _Section.model_validate(section)
+            read = TypeAdapter(cls).validate_python({**section, "mixable": None})
         except ValidationError as e:
             raise FlexQuantError(
                 f"the merged checkpoint's quantization_config has {wrong_key(e)}; merge it again"
             ) from e
-        return cls(
-            base_architecture=read.base_architecture,
-            variants={name: StoredVariant(**dict(v)) for name, v in read.variants.items()},
-            shared_modules=tuple(read.shared_modules),
-            mixable=_read_mixable(section, read.variants),
-            rescaled=tuple(read.rescaled),
-            policy=read.policy,
-            kv_compatibility=read.kv_compatibility,
-        )
-
-
-class _Variant(BaseModel):
-    prefix: StrictStr
-    quantization_config: JsonObject
-    own_head: StrictBool | None = None
-    negative_scales: StrictBool | None = None
-
-
-class _Section(BaseModel):
-    """The keys of the section that are read; others are ignored."""
-
-    base_architecture: StrictStr
-    variants: Annotated[dict[StrictStr, _Variant], Field(min_length=1)]
-    shared_modules: list[StrictStr] = []
-    rescaled: list[StrictStr] = []
-    policy: JsonObject | None = None
-    kv_compatibility: JsonObject = {}
+        return replace(read, mixable=_read_mixable(section, read.variants))
 
 
 def _read_mixable(section: JsonObject, variants: Collection[str]) -> tuple[tuple[str, ...], ...]:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from flexquant.checkpoint.folder import INDEX_FILE, confined_file
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.provenance import PROVENANCE_FILE, hash_file
-from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
+from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks, total_bytes
 from flexquant.checkpoint.writer import MAX_THREADS, Progress
 from flexquant.errors import FlexQuantError
 
@@ -65,7 +65,7 @@ def match_each(
     tensors: Mapping[str, TensorRef], check: Callable[[str, TensorRef], bool], progress: Progress | None
 ) -> dict[str, bool]:
     """Return the result of ``check`` for every tensor, by name; several threads read at a time."""
-    total, done, matches = sum(ref.nbytes for ref in tensors.values()), 0, {}
+    total, done, matches = total_bytes(tensors), 0, {}
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     try:
         futures = {name: pool.submit(check, name, ref) for name, ref in tensors.items()}

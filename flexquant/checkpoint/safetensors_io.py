@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -130,6 +130,10 @@ def read_chunks(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memo
             _fill(chunk, f, ref)
             yield chunk
             left -= len(chunk)
+
+
+def total_bytes(tensors: Mapping[str, TensorRef]) -> int:
+    return sum(ref.nbytes for ref in tensors.values())
 
 
 def same_bytes(a: TensorRef, b: TensorRef) -> bool:

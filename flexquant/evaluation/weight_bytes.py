@@ -45,7 +45,7 @@ class LayerBytes:
             for original, key in keys.items():
                 if match := LAYER.search(original):
                     layers[int(match["index"])].append(key)
-            shapes = logical_shapes({original: checkpoint.tensors[key] for original, key in keys.items()})
+            shapes = logical_shapes(checkpoint.variant_tensors(name))
             weights = sum(math.prod(shape) for key, shape in shapes.items() if LAYER.search(key))
             self.weights = max(self.weights, weights)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from compressed_tensors.quantization import QuantizationArgs
 
+from flexquant.checkpoint.contents import report_checkpoint
 from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
@@ -88,11 +89,12 @@ def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8:
     kv_heads = max(1, (config.get("num_key_value_heads") or heads) / tensor_parallel_size)
     num_layers = count_layers(config)
 
-    readers = {}
-    for name, variant in checkpoint.merged.variants.items():
-        keys = checkpoint.variant_keys(name)
-        tensors = {original: checkpoint.tensors[key] for original, key in keys.items()}
-        readers[name] = LinearReader(tensors, variant.quantization_config, f"{folder}, variant {name}")
+    readers = {
+        name: LinearReader(
+            checkpoint.variant_tensors(name), variant.quantization_config, f"{folder}, variant {name}"
+        )
+        for name, variant in checkpoint.merged.variants.items()
+    }
     active_experts = config.get("num_experts_per_tok") or 1
     linears: dict[str, Mapping[Linear, int]] = {
         name: {
@@ -101,13 +103,8 @@ def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8:
         }
         for name, reader in readers.items()
     }
-    own_bytes = {
-        name: sum(r.nbytes for key, r in checkpoint.tensors.items() if key.startswith(variant.prefix))
-        / tensor_parallel_size
-        for name, variant in checkpoint.merged.variants.items()
-    }
-    all_bytes = sum(ref.nbytes for ref in checkpoint.tensors.values()) / tensor_parallel_size
-    shared_bytes = all_bytes - sum(own_bytes.values())
+    report = report_checkpoint(checkpoint.merged, num_layers, checkpoint.tensors)
+    own_bytes = {name: found.own_bytes / tensor_parallel_size for name, found in report.variants.items()}
     if w4a8:
         source = _source_of_w4a8(linears, folder)
         linears[DERIVED] = {
@@ -122,7 +119,7 @@ def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8:
         linears,
         next(iter(readers.values())).head(vocabulary, hidden).share(tensor_parallel_size),
         own_bytes,
-        shared_bytes,
+        report.shared_bytes / tensor_parallel_size,
         tensor_parallel_size,
         _has_sliding_window(config),
     )
