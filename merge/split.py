@@ -60,12 +60,7 @@ def split_checkpoint(
                     f"{PROVENANCE_FILE}; fetch or merge the checkpoint again"
                 )
         write_json(stage / "config.json", checkpoint.source_config(variant))
-    return {
-        "output": str(output),
-        "variant": variant,
-        "tensors": len(tensors),
-        "bytes": total_bytes(tensors),
-    }
+    return {"output": str(output), "variant": variant, "tensors": len(tensors), "bytes": total_bytes(tensors)}
 
 
 def _plan_files(checkpoint: MergedCheckpoint, variant: str) -> dict[str, Path]:

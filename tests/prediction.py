@@ -5,12 +5,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flexquant import cli
-from flexquant.planning.model_shape import Linear
+from flexquant.planning.device import Device, load_device
+from flexquant.planning.model_shape import Linear, read_model_shape
+from flexquant.planning.predicting import CONTEXT, roofline_pass_times
+from flexquant.policy.pass_times import PassTimes
 
 DEVICE = """schema: flexquant.device/v1
 description: round numbers
@@ -33,6 +37,14 @@ def square(scheme: str, outputs: int = 8192, inputs: int = 8192) -> Linear:
     """Return a GEMM of the published tables; INT4 has groups of 128 with 16-bit scales."""
     width = {"bf16": 2, "w8a8": 1, "fp8": 1, "w4a16": 0.5 + 2 / 128}[scheme]
     return Linear(outputs, inputs, width * outputs * inputs, scheme)
+
+
+def predict_pass_times(
+    folder: Path, device: str | Device, *, context: int = CONTEXT, w4a8: bool = False
+) -> PassTimes:
+    """Return predicted times of passes of a merged checkpoint on a device, loaded or by name."""
+    loaded = load_device(device) if isinstance(device, str) else device
+    return roofline_pass_times(read_model_shape(folder, w4a8=w4a8), loaded, context)
 
 
 def run_predict(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, dict[str, Any]]:

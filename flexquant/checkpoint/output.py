@@ -27,6 +27,8 @@ AT_FDCWD = -100
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 CHECKPOINT_FILES = ("config.json", "quantization_report.json")
 """Files that mark a folder that may be replaced: a checkpoint, or a variant that lost its config."""
+LOCK, STAGE, OLD, NEW = "lock", "tmp", "old", "new"
+"""Last parts of the names of FlexQuant's own files and folders beside an output."""
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -37,7 +39,9 @@ def remove_leftovers(output: Path) -> None:
     """
     target = _resolved(output)
     with _explained(output):
-        if any(path.exists() for path in (_lock_file(target), _stage(target), _old(target))):
+        if any(
+            path.exists() for path in (_beside(target, LOCK), _beside(target, STAGE), _beside(target, OLD))
+        ):
             with _locked(target):
                 _clean_up(target)
 
@@ -84,7 +88,7 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     ``output`` is then unchanged.
     """
     target = _resolved(output)
-    stage = _stage(target)
+    stage = _beside(target, STAGE)
     with _explained(output):
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target):
@@ -97,7 +101,9 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 _swap(stage, target, overwrite)
                 sync(target.parent)
             finally:
-                if not _old(target).exists():  # else the stage marks that `target` holds something foreign
+                if not _beside(
+                    target, OLD
+                ).exists():  # else the stage marks that `target` holds something foreign
                     shutil.rmtree(stage, ignore_errors=True)
 
 
@@ -115,7 +121,7 @@ def staged_file(file: Path) -> Iterator[Path]:
         yield file
         return
     target = Path(os.path.realpath(file))
-    partial = _beside(target, "new")
+    partial = _beside(target, NEW)
     try:
         yield partial
         sync(partial)
@@ -125,6 +131,12 @@ def staged_file(file: Path) -> Iterator[Path]:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text file as UTF-8; raise and leave ``file`` unchanged as :func:`staged_file` does."""
+    with staged_file(file) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def sync(path: Path) -> None:
@@ -152,18 +164,6 @@ def _beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.flexquant-{what}")
 
 
-def _lock_file(target: Path) -> Path:
-    return _beside(target, "lock")
-
-
-def _stage(target: Path) -> Path:
-    return _beside(target, "tmp")
-
-
-def _old(target: Path) -> Path:
-    return _beside(target, "old")
-
-
 @contextmanager
 def _explained(output: Path) -> Iterator[None]:
     """Turn an OSError in the block into a FlexQuantError that names the output."""
@@ -184,7 +184,7 @@ def _explained(output: Path) -> Iterator[None]:
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
     """Hold the lock of an output; raise FlexQuantError while another process holds it."""
-    path = _lock_file(target)
+    path = _beside(target, LOCK)
     fd = _lock(path, target)
     try:
         yield
@@ -241,7 +241,7 @@ def _swap(stage: Path, target: Path, overwrite: bool) -> None:
     if _renamed(stage, target, RENAME_EXCHANGE):
         return
     # Without an atomic exchange, a crash between the two renames leaves `old`, which the next run restores.
-    old = _old(target)
+    old = _beside(target, OLD)
     os.rename(target, old)
     try:
         os.rename(stage, target)
@@ -276,7 +276,7 @@ def _describe(path: Path) -> str:
 
 def _clean_up(target: Path) -> None:
     """Remove a dead process's leftovers, after restoring a folder that it had moved out of the way."""
-    old, stage = _old(target), _stage(target)
+    old, stage = _beside(target, OLD), _beside(target, STAGE)
     if old.exists() and (stage.exists() or not target.exists()):
         _put_back(target)
     for folder in (old, stage):
@@ -286,7 +286,7 @@ def _clean_up(target: Path) -> None:
 
 def _put_back(target: Path) -> None:
     """Restore the folder that was moved out of the way; raise FlexQuantError if its place is taken."""
-    old = _old(target)
+    old = _beside(target, OLD)
     if os.path.lexists(target):
         raise FlexQuantError(
             f"{old} is what a run that ended half way was to replace, and meanwhile {_describe(target)} "

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.errors import UsageError
+from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.settings import Settings
 
 if TYPE_CHECKING:
@@ -135,12 +135,7 @@ def progress_bar(title: str, unit: str = "") -> Iterator[Callable[[int, int], No
         nonlocal bar, before
         if bar is None:
             bar = tqdm(
-                desc=title,
-                initial=before,
-                total=total,
-                leave=False,
-                unit=unit or "B",
-                unit_scale=not unit,
+                desc=title, initial=before, total=total, leave=False, unit=unit or "B", unit_scale=not unit
             )
         bar.update(done - bar.n)
         before = done
@@ -193,3 +188,14 @@ def study_of(args: argparse.Namespace) -> Study:
 
 def tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
+
+
+def save_plot(file: Path, draw: Callable[[Path], None]) -> None:
+    """Draw a plot into ``file``; say on stderr why there is none, since a missing plot is no failure."""
+    from flexquant.checkpoint.output import staged_file
+
+    try:
+        with staged_file(file) as partial:
+            draw(partial)
+    except FlexQuantError as e:
+        print(f"no plot: {e}", file=sys.stderr)

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_options, add_study, study_of, tell
-from flexquant.errors import FlexQuantError, UsageError
+from flexquant.cli._arguments import add_options, add_study, save_plot, study_of, tell
+from flexquant.errors import UsageError
 
 HELP = "choose a precision for each layer in decode, and write the policy"
 
@@ -30,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_study(parser, "searched.yaml, searched.md and searched.png, beside sensitivity.json")
     times = {
         "--policy POLICY": "policy with measured times, from 'flexquant tune' (default: the one stored in "
-        "the checkpoint)",
+        "the checkpoint)"
     }
     add_options(parser.add_argument, times)
     budget = {
@@ -50,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> JsonObject:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from flexquant.checkpoint.output import staged_file
+    from flexquant.checkpoint.output import write_text
     from flexquant.evaluation.report import writable_folder
     from flexquant.layers.budget import Budget
     from flexquant.layers.search_report import (
@@ -77,12 +76,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     table = format_search_table(found)
     print(table)
     for name, text in (("searched.yaml", policy_text(document, found)), ("searched.md", table + "\n")):
-        with staged_file(folder / name) as partial:
-            partial.write_text(text, encoding="utf-8")
+        write_text(folder / name, text)
     print(f"chosen: {describe_layers(found.chosen.layers)}; wrote {folder / 'searched.yaml'}")
-    try:
-        with staged_file(folder / "searched.png") as partial:
-            save_search_plot(found, partial)
-    except FlexQuantError as e:
-        print(f"no plot: {e}", file=sys.stderr)
+    save_plot(folder / "searched.png", lambda file: save_search_plot(found, file))
     return document

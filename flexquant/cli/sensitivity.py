@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_study, study_of, tell
-from flexquant.errors import FlexQuantError
+from flexquant.cli._arguments import add_study, save_plot, study_of, tell
 
 HELP = "measure what each layer costs in a lower precision"
 
@@ -32,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> JsonObject:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from flexquant.checkpoint.output import staged_file
+    from flexquant.checkpoint.output import write_text
     from flexquant.evaluation.report import writable_folder
     from flexquant.layers.sensitivity_report import format_sensitivity_table, save_sensitivity_plot
 
@@ -41,11 +39,6 @@ def run(args: argparse.Namespace) -> JsonObject:
         document = study.measure(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
     table = format_sensitivity_table(document)
     print(table)
-    with staged_file(folder / "sensitivity.md") as partial:
-        partial.write_text(table + "\n", encoding="utf-8")
-    try:
-        with staged_file(folder / "sensitivity.png") as partial:
-            save_sensitivity_plot(document, partial)
-    except FlexQuantError as e:
-        print(f"no plot: {e}", file=sys.stderr)
+    write_text(folder / "sensitivity.md", table + "\n")
+    save_plot(folder / "sensitivity.png", lambda file: save_sensitivity_plot(document, file))
     return document

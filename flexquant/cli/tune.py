@@ -147,12 +147,7 @@ def run(args: argparse.Namespace) -> JsonObject:
         from flexquant.layers.limiting import limit_loss
 
         tuned = limit_loss(
-            tuned,
-            study,
-            args.max_quality_loss,
-            output.sensitivity,
-            overwrite=args.overwrite,
-            progress=tell,
+            tuned, study, args.max_quality_loss, output.sensitivity, overwrite=args.overwrite, progress=tell
         )
     return _tell(tuned, tuning.write(tuned))
 

@@ -180,12 +180,7 @@ class _Evaluation:
         return scores
 
     def _measure_policy(
-        self,
-        run: PolicyRun,
-        options: JsonObject,
-        folder: Path,
-        stored: Path | None,
-        reference: Scores | None,
+        self, run: PolicyRun, options: JsonObject, folder: Path, stored: Path | None, reference: Scores | None
     ) -> None:
         """Run the merged checkpoint under the run's policy; score it and have it answer the questions."""
         name, batch_size = run.candidate.name, run.batch_size

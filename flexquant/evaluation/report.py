@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryFile, mkstemp
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.output import staged_file
+from flexquant.checkpoint.output import staged_file, write_text
 from flexquant.documents.figures import new_figure
 from flexquant.documents.tables import align_cells
 from flexquant.errors import FlexQuantError
@@ -83,8 +83,7 @@ def write_results(document: JsonObject, folder: str | Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
-            with staged_file(file) as partial:
-                partial.write_text(text, encoding="utf-8")
+            write_text(file, text)
     except (OSError, FlexQuantError) as e:
         reason = e.strerror if isinstance(e, OSError) else e
         raise FlexQuantError(f"cannot write {file} ({reason}); {_keep_aside(numbers)}") from e

@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from flexquant.errors import FlexQuantError
-from flexquant.planning.device import Device, load_device
-from flexquant.planning.model_shape import ModelShape, read_model_shape
+from flexquant.planning.device import Device
+from flexquant.planning.model_shape import ModelShape
 from flexquant.planning.roofline import CostParts, attention_cost, pass_cost
 from flexquant.policy.pass_times import Curve, PassTimes, Time
 
@@ -49,25 +48,6 @@ class HardwareRow:
     tokens_per_s: float
     compute_seconds: float
     memory_seconds: float
-
-
-def predict_pass_times(
-    folder: str | Path,
-    device: str | Device,
-    *,
-    tensor_parallel_size: int = 1,
-    context: int = CONTEXT,
-    w4a8: bool = False,
-) -> PassTimes:
-    """Return predicted times of whole forward passes of a merged checkpoint's variants.
-
-    ``device`` is a name, the path of a device file, or a loaded device. ``w4a8`` adds the derived variant.
-    A prediction has no interval: low, median and high are equal. Raises :class:`FlexQuantError` as
-    :func:`flexquant.planning.device.load_device` and
-    :func:`flexquant.planning.model_shape.read_model_shape` do, and for a scheme that the device lacks.
-    """
-    loaded = load_device(device) if isinstance(device, str) else device
-    return roofline_pass_times(read_model_shape(folder, tensor_parallel_size, w4a8=w4a8), loaded, context)
 
 
 def roofline_pass_times(

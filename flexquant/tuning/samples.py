@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.output import staged_file
+from flexquant.checkpoint.output import write_text
 from flexquant.documents.digest import different_keys
 from flexquant.errors import UsageError
 from flexquant.measuring.comparison import Comparison, compare
@@ -76,8 +76,7 @@ class Samples:
     def save(self, file: Path, run: JsonObject) -> None:
         """Write all samples to ``file`` in one step; ``run`` describes the run that they belong to."""
         data = {"run": run, "seconds": self._seconds, "context_seconds": self.context_seconds}
-        with staged_file(file) as partial:
-            partial.write_text(json.dumps(data), encoding="utf-8")
+        write_text(file, json.dumps(data))
 
     @classmethod
     def load(cls, file: Path, run: JsonObject) -> Samples:

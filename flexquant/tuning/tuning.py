@@ -20,14 +20,7 @@ from flexquant.measuring.workers import Worker, start_workers
 from flexquant.planning.model_shape import read_model_shape
 from flexquant.planning.predicting import UTILIZATION
 from flexquant.policy.rules import Policy
-from flexquant.tuning.deciding import (
-    TooNoisyError,
-    check_decidable,
-    decide,
-    fastest,
-    relative_speed,
-    wide,
-)
+from flexquant.tuning.deciding import TooNoisyError, check_decidable, decide, fastest, relative_speed, wide
 from flexquant.tuning.notes import (
     batch_notes,
     bound_notes,

@@ -84,8 +84,7 @@ def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Exec
             f"rotation, allowed {bound:.3g}"
         )
     return ResidualBasis(
-        f"the token embeddings differ, {token}, and all of them by {error:.3g} after a rotation",
-        left @ right,
+        f"the token embeddings differ, {token}, and all of them by {error:.3g} after a rotation", left @ right
     )
 
 

@@ -13,10 +13,9 @@ from flexquant.documents.yaml_document import from_data
 from flexquant.errors import FlexQuantError
 from flexquant.planning.device import Device, builtin_devices, load_device
 from flexquant.planning.model_shape import Linear, read_model_shape
-from flexquant.planning.predicting import predict_pass_times
 from flexquant.planning.roofline import CostParts, linear_cost, pass_cost, quantisation_cost
 from flexquant.policy.pass_times import MeasuredSection, measured_pass_times
-from tests.prediction import DEVICE, square
+from tests.prediction import DEVICE, predict_pass_times, square
 
 
 def test_cost_of_a_linear_by_hand(device: Device) -> None:

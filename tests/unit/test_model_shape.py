@@ -16,9 +16,8 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.planning.device import Device
 from flexquant.planning.model_shape import Linear, LinearReader, read_model_shape
-from flexquant.planning.predicting import predict_pass_times
 from tests.checkpoints import make_checkpoint
-from tests.prediction import run_predict
+from tests.prediction import predict_pass_times, run_predict
 
 
 def test_shape_of_a_merged_checkpoint(merged: Path) -> None:

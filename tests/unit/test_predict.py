@@ -23,7 +23,6 @@ from flexquant.planning.predicting import (
     hardware_table,
     kv_cache_tokens,
     max_requests,
-    predict_pass_times,
 )
 from flexquant.planning.prediction_report import (
     collapse,
@@ -34,7 +33,7 @@ from flexquant.planning.prediction_report import (
 from flexquant.planning.roofline import pass_cost
 from flexquant.policy.pass_times import Time
 from flexquant.policy.rules import load_policy
-from tests.prediction import run_predict
+from tests.prediction import predict_pass_times, run_predict
 
 
 def test_context_is_paid_in_decoding(merged: Path, device: Device) -> None:

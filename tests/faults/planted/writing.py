@@ -63,7 +63,7 @@ WRITING = (
         "failed-swap-looks-finished",
         "A swap that cannot be undone looks like a finished one, so that the old checkpoint is deleted.",
         "flexquant/checkpoint/output.py",
-        "                if not _old(target).exists():",
+        "                if not _beside(target, OLD).exists():",
         "                if True:",
         (OUTPUT + "test_what_appears_between_the_two_renames_does_not_cost_the_old_copy",),
     ),
