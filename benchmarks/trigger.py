@@ -25,7 +25,7 @@ from benchmarks.speed.results import git_commit
 from flexquant.checkpoint.output import staged_file
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.evaluation.evaluating import evaluate
-from flexquant.evaluation.settings import Settings
+from flexquant.evaluation.inputs import Settings
 from flexquant.policy.schema import SCHEMA
 
 TRIGGERS: dict[str, dict[str, Any]] = {

@@ -4,21 +4,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexquant.checkpoint.known_models import Shapes, decoder_shapes, model_differences
-from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
 from flexquant.checkpoint.model_config import count_layers, written_or_default
 from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER, decoder_roots, tower
+from flexquant.checkpoint.recorded_hashes import match_each
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
+from flexquant.checkpoint.schemes import logical_shapes
 from flexquant.checkpoint.sidecars import plan_sidecars
 from flexquant.checkpoint.source import Source
-from flexquant.checkpoint.writer import MAX_THREADS
 from flexquant.errors import FlexQuantError
 
 LM_HEAD, EMBEDDING = "lm_head", "embed_tokens"
@@ -167,16 +165,10 @@ def _find_shared(sources: Sequence[Source]) -> set[str]:
     if not others:
         return set()
 
-    def is_shared(name: str) -> bool:
-        ref = first.tensors[name]
+    def is_shared(name: str, ref: TensorRef) -> bool:
         return all(name in s.tensors and same_bytes(ref, s.tensors[name]) for s in others)
 
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-        return {
-            name
-            for name, shared in zip(first.tensors, pool.map(is_shared, first.tensors), strict=True)
-            if shared
-        }
+    return {name for name, shared in match_each(first.tensors, is_shared, None).items() if shared}
 
 
 def _find_towers(sources: Sequence[Source]) -> dict[str, str]:

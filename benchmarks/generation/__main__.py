@@ -34,8 +34,8 @@ from flexquant.checkpoint.output import staged_file
 from flexquant.checkpoint.provenance import folder_label
 from flexquant.cli._arguments import parse_count, parse_names
 from flexquant.errors import FlexQuantError
+from flexquant.evaluation.inputs import Subject
 from flexquant.evaluation.report import writable_folder
-from flexquant.evaluation.subject import Subject
 
 SCHEMA = "flexquant.generation/v1"
 

@@ -21,9 +21,9 @@ from benchmarks.generation.long import long
 from benchmarks.generation.task import Task, prompt_of
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.evaluating import REFERENCE
+from flexquant.evaluation.inputs import Subject
 from flexquant.evaluation.measure import TokenIds, engine_options, greedy_answers, most_tokens
 from flexquant.evaluation.schedule import Candidate, Passes, PolicyRun, find_candidates, make_schedule
-from flexquant.evaluation.subject import Subject
 from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
 from flexquant.policy.schema import SCHEMA
 

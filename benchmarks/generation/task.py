@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexquant.errors import FlexQuantError
-from flexquant.evaluation.text import chat_prompt
+from flexquant.evaluation.inputs import chat_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

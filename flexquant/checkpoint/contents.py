@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range
-from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, StoredVariant
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import EXPERTS, HEAD, is_in, layer_number
 from flexquant.checkpoint.safetensors_io import TensorRef, total_bytes
+from flexquant.checkpoint.schemes import logical_shapes
 
 
 @dataclass(frozen=True)

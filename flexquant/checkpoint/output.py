@@ -39,9 +39,7 @@ def remove_leftovers(output: Path) -> None:
     """
     target = _resolved(output)
     with _explained(output):
-        if any(
-            path.exists() for path in (_beside(target, LOCK), _beside(target, STAGE), _beside(target, OLD))
-        ):
+        if any(_beside(target, what).exists() for what in (LOCK, STAGE, OLD)):
             with _locked(target):
                 _clean_up(target)
 
@@ -101,9 +99,8 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 _swap(stage, target, overwrite)
                 sync(target.parent)
             finally:
-                if not _beside(
-                    target, OLD
-                ).exists():  # else the stage marks that `target` holds something foreign
+                # Otherwise the stage marks that `target` holds something foreign.
+                if not _beside(target, OLD).exists():
                     shutil.rmtree(stage, ignore_errors=True)
 
 

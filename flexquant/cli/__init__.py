@@ -22,23 +22,9 @@ from pathlib import Path
 import flexquant
 from flexquant.errors import FlexQuantError, UsageError
 
-SUBCOMMANDS = (
-    "build",
-    "quantize",
-    "convert",
-    "merge",
-    "inspect",
-    "doctor",
-    "verify",
-    "split",
-    "policy",
-    "eval",
-    "sensitivity",
-    "search",
-    "tune",
-    "simulate",
-    "predict",
-)
+OF_CHECKPOINTS = ("build", "quantize", "convert", "merge", "inspect", "doctor", "verify", "split")
+OF_POLICIES = ("policy", "eval", "sensitivity", "search", "tune", "simulate", "predict")
+SUBCOMMANDS = (*OF_CHECKPOINTS, *OF_POLICIES)
 PACKAGE = Path(flexquant.__file__).parent
 # Error about a path -> what to do about it.
 ADVICE = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.evaluation.settings import Settings
+from flexquant.evaluation.inputs import Settings
 
 if TYPE_CHECKING:
     from flexquant.layers.sensitivity import Study
@@ -176,7 +176,7 @@ def add_study(parser: argparse.ArgumentParser, files: str) -> None:
 
 def study_of(args: argparse.Namespace) -> Study:
     """Return the study that the options describe; raise FlexQuantError for inputs that cannot be measured."""
-    from flexquant.evaluation.subject import Subject
+    from flexquant.evaluation.inputs import Subject
     from flexquant.layers.sensitivity import Study
     from flexquant.tuning.candidates import find_variants
 

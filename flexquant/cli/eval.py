@@ -23,7 +23,7 @@ from pathlib import Path
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import add_options, set_defaults, tell
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.evaluation.settings import Settings
+from flexquant.evaluation.inputs import Settings
 
 HELP = "measure what each policy costs in quality, through vLLM"
 
@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> JsonObject:
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.evaluation.evaluating import evaluate
+    from flexquant.evaluation.inputs import read_questions
     from flexquant.evaluation.report import (
         format_quality_table,
         save_quality_plot,
         writable_folder,
         write_results,
     )
-    from flexquant.evaluation.text import read_questions
 
     questions: list[str] | None = read_questions(args.questions) if args.questions else None
     with ExitStack() as outputs:

@@ -154,8 +154,7 @@ def run(args: argparse.Namespace) -> JsonObject:
 
 def _study(args: argparse.Namespace, variants: dict[str, Policy]) -> Study:
     """Return the study that measures losses; raise FlexQuantError for inputs that cannot be measured."""
-    from flexquant.evaluation.subject import Subject
-    from flexquant.evaluation.text import read_rows
+    from flexquant.evaluation.inputs import Subject, read_rows
     from flexquant.layers.sensitivity import Study
 
     subject = Subject.open(args.folder)

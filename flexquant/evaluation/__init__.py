@@ -3,15 +3,14 @@
 """Measure what each policy of a merged checkpoint costs in quality, as vLLM serves it.
 
     from flexquant.evaluation.evaluating import evaluate
-    from flexquant.evaluation.settings import Settings
+    from flexquant.evaluation.inputs import Settings
 
     document = evaluate("merged", "text.txt", reference="model", settings=Settings(batch_sizes=(8,)))
 
 The modules, in the order in which `evaluating` uses them:
 
-    settings          sets the rows, tokens and batch sizes to measure
-    subject           opens the checkpoint, and checks that a model can be its reference
-    text              draws rows of token ids from a text, and reads questions
+    inputs            sets what to measure; opens the checkpoint, and checks that a model can be the
+                      reference; draws rows of token ids from a text, and reads questions
     schedule          plans the runs, and skips runs whose results are known; checks with the trace which
                       passes ran
     measure           runs batches on an engine, and returns scores and greedy answers

@@ -15,6 +15,7 @@ import yaml
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space
 from flexquant.checkpoint.provenance import folder_label, hash_file
+from flexquant.evaluation.inputs import Settings, Subject, question_prompts, read_questions, read_rows
 from flexquant.evaluation.measure import (
     TokenIds,
     compare_answers,
@@ -32,9 +33,6 @@ from flexquant.evaluation.schedule import (
     make_schedule,
 )
 from flexquant.evaluation.scores import Quality, Scores, summarise_scores
-from flexquant.evaluation.settings import Settings
-from flexquant.evaluation.subject import Subject
-from flexquant.evaluation.text import question_prompts, read_questions, read_rows
 from flexquant.evaluation.weight_bytes import BytesPerWeight, LayerBytes
 from flexquant.measuring.engine import engine, environment, prepare_environment
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import UsageError
-from flexquant.evaluation.subject import Subject
+from flexquant.evaluation.inputs import Subject
 from flexquant.policy.choose import default_name, find_policies
 from flexquant.policy.moments import Moment
 from flexquant.policy.plans import Plan

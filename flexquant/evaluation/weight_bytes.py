@@ -16,9 +16,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.module_names import LAYER
+from flexquant.checkpoint.schemes import logical_shapes
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable
 

@@ -22,11 +22,9 @@ from flexquant.checkpoint.output import check_free_space, staged_file
 from flexquant.checkpoint.provenance import folder_label, hash_file
 from flexquant.documents.digest import different_keys
 from flexquant.errors import UsageError
+from flexquant.evaluation.inputs import Settings, Subject, read_rows
 from flexquant.evaluation.measure import decode_forced, engine_options
 from flexquant.evaluation.scores import Scores
-from flexquant.evaluation.settings import Settings
-from flexquant.evaluation.subject import Subject
-from flexquant.evaluation.text import read_rows
 from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer

@@ -13,12 +13,11 @@ from pathlib import Path
 from compressed_tensors.quantization import QuantizationArgs
 
 from flexquant.checkpoint.contents import report_checkpoint
-from flexquant.checkpoint.logical import logical_shapes
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
 from flexquant.checkpoint.module_names import decoder_layer, fused_name
 from flexquant.checkpoint.safetensors_io import TensorRef
-from flexquant.checkpoint.schemes import LinearSchemes
+from flexquant.checkpoint.schemes import LinearSchemes, logical_shapes
 from flexquant.errors import FlexQuantError
 
 KV_BYTES = 2

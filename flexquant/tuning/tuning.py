@@ -21,17 +21,20 @@ from flexquant.planning.model_shape import read_model_shape
 from flexquant.planning.predicting import UTILIZATION
 from flexquant.policy.rules import Policy
 from flexquant.tuning.deciding import TooNoisyError, check_decidable, decide, fastest, relative_speed, wide
-from flexquant.tuning.notes import (
+from flexquant.tuning.objectives import Goal, meet, optimise
+from flexquant.tuning.policy_file import (
+    TuningFiles,
+    TuningResult,
     batch_notes,
     bound_notes,
     crossover_notes,
     kernel_notes,
     origin_notes,
     stand_in_notes,
+    tuned_policy_document,
     unused_notes,
+    write_files,
 )
-from flexquant.tuning.objectives import Goal, meet, optimise
-from flexquant.tuning.policy_file import TuningFiles, TuningResult, tuned_policy_document, write_files
 from flexquant.tuning.rounds import Grid, Rounds, between
 from flexquant.tuning.samples import PHASES, Samples
 

@@ -16,9 +16,8 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-from flexquant.checkpoint.logical import PACKED_SUFFIX, unpacked_shape
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
-from flexquant.checkpoint.schemes import LinearSchemes, shape_problem
+from flexquant.checkpoint.schemes import PACKED_SUFFIX, LinearSchemes, shape_problem, unpacked_shape
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.sampling import row_numbers

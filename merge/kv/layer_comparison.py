@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from flexquant.checkpoint.layer_ranges import ranges
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.merge.kv.agreement import (
     ERROR_CAP,
@@ -279,11 +280,7 @@ def _is_of_another_model(agreement: MatrixDistance) -> bool:
 
 def _ranges(rows: torch.Tensor) -> list[range]:
     """Return the ranges of consecutive rows that a mask, bool [rows], selects."""
-    edges = torch.diff(
-        rows.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int)
-    )
-    starts, stops = (torch.nonzero(edges == sign).flatten().tolist() for sign in (1, -1))
-    return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
+    return ranges(torch.nonzero(rows).flatten().tolist())
 
 
 def equal(a: TensorRef | None, b: TensorRef | None) -> bool:

@@ -21,6 +21,7 @@ from typing import TypeAlias, TypeGuard
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -281,15 +282,14 @@ def _shapes_beside(layer: nn.Module, matrices: Mapping[str, nn.Module]) -> dict[
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Put parameters on the meta device while a model is built; buffers are computed as usual."""
-    register, building = nn.Module.register_parameter, get_ident()
+    building = get_ident()
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and get_ident() == building:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
-        register(module, name, parameter)
+    def on_meta(_: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        here = get_ident() == building
+        return nn.Parameter(parameter.to("meta"), requires_grad=False) if here else None
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    hook = register_module_parameter_registration_hook(on_meta)
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        hook.remove()

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from flexquant.checkpoint.logical import QUANTISATION_PARAMETER
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import decoder_layer, decoder_roots
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
+from flexquant.checkpoint.schemes import QUANTISATION_PARAMETER
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.dequantize import WeightReader

@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 
 from flexquant.evaluation.evaluating import evaluate
-from flexquant.evaluation.settings import Settings
+from flexquant.evaluation.inputs import Settings
 from flexquant.measuring.server import vllm_serve
 from flexquant.policy.rules import load_policy
 from tests import programs

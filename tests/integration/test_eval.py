@@ -12,9 +12,8 @@ import pytest
 
 from flexquant.cli import main
 from flexquant.evaluation.evaluating import evaluate
+from flexquant.evaluation.inputs import Settings, read_rows
 from flexquant.evaluation.measure import decode_forced, engine_options
-from flexquant.evaluation.settings import Settings
-from flexquant.evaluation.text import read_rows
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import engine

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from flexquant.evaluation.inputs import Settings, read_rows
 from flexquant.evaluation.measure import decode_forced, engine_options
-from flexquant.evaluation.settings import Settings
-from flexquant.evaluation.text import read_rows
 from tests.integration.conftest import engine, every_plan_of, take_policy
 
 pytestmark = pytest.mark.engine

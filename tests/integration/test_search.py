@@ -15,8 +15,7 @@ import pytest
 from flexquant import cli
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.evaluation.evaluating import evaluate
-from flexquant.evaluation.settings import Settings
-from flexquant.evaluation.subject import Subject
+from flexquant.evaluation.inputs import Settings, Subject
 from flexquant.layers.limiting import limit_loss
 from flexquant.layers.sensitivity import Study
 from flexquant.policy.plans import describe_layers

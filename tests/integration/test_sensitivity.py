@@ -12,7 +12,7 @@ import pytest
 
 from flexquant import cli
 from flexquant.evaluation.evaluating import evaluate
-from flexquant.evaluation.settings import Settings
+from flexquant.evaluation.inputs import Settings
 from flexquant.policy.plans import describe_layers, with_layer
 from tests.checkpoints import make_checkpoint
 from tests.conftest import STARTS

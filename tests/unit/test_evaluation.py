@@ -16,6 +16,7 @@ import torch
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import evaluate
+from flexquant.evaluation.inputs import Settings, Subject, question_prompts, read_questions
 from flexquant.evaluation.measure import compare_answers, engine_options, most_tokens
 from flexquant.evaluation.schedule import Passes, PolicyRun, find_candidates, make_schedule
 from flexquant.evaluation.scores import (
@@ -26,9 +27,6 @@ from flexquant.evaluation.scores import (
     standard_error,
     summarise_scores,
 )
-from flexquant.evaluation.settings import Settings
-from flexquant.evaluation.subject import Subject
-from flexquant.evaluation.text import question_prompts, read_questions
 from flexquant.evaluation.weight_bytes import LayerBytes
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.plans import Plan

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from flexquant.evaluation.inputs import Subject
 from flexquant.evaluation.schedule import Passes, PolicyRun, describe_plans, find_candidates, make_schedule
-from flexquant.evaluation.subject import Subject
 from flexquant.policy.plans import Plan
 from tests.policies import FLOOR, TRIGGERED
 

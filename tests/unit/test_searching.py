@@ -14,8 +14,7 @@ import pytest
 
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.evaluation.settings import Settings
-from flexquant.evaluation.subject import Subject
+from flexquant.evaluation.inputs import Settings, Subject
 from flexquant.layers.budget import Budget, MeasuredPlan, front
 from flexquant.layers.limiting import limit_loss
 from flexquant.layers.searching import Search, SearchResult

@@ -29,17 +29,20 @@ from flexquant.tuning.deciding import (
     undecided,
     wide,
 )
-from flexquant.tuning.notes import (
+from flexquant.tuning.objectives import Goal, Slo, meet, optimise
+from flexquant.tuning.policy_file import (
+    TuningFiles,
+    TuningResult,
     batch_notes,
     bound_notes,
     crossover_notes,
     kernel_notes,
     origin_notes,
     stand_in_notes,
+    tuned_policy_document,
     unused_notes,
+    write_files,
 )
-from flexquant.tuning.objectives import Goal, Slo, meet, optimise
-from flexquant.tuning.policy_file import TuningFiles, TuningResult, tuned_policy_document, write_files
 from flexquant.tuning.rounds import CPU, GPU, QUICK_CPU, QUICK_GPU, Grid, Rounds, between
 from flexquant.tuning.samples import Samples
 from flexquant.tuning.tuning import Memory, Tuning

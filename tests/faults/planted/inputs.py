@@ -37,7 +37,7 @@ INPUTS = (
     Fault(
         "packed-shapes-believed",
         "A weight is taken to have whatever shape is stored beside it.",
-        "flexquant/checkpoint/logical.py",
+        "flexquant/checkpoint/schemes.py",
         "if not fits or not 1 <=",
         "if False and not 1 <=",
         (f"{LINEARS}test_parameters_that_do_not_fit_are_refused_by_their_shapes",),

@@ -35,8 +35,8 @@ READING = (
         "bits-without-what-is-shared",
         "Bits per parameter leave out the tensors that variants share.",
         "flexquant/checkpoint/contents.py",
-        "8 * (_nbytes(own) + shared_bytes) /",
-        "8 * _nbytes(own) /",
+        "8 * (total_bytes(own) + shared_bytes) /",
+        "8 * total_bytes(own) /",
         ("tests/unit/test_mixing.py::test_bits_per_parameter_count_what_variants_share",),
     ),
     Fault(

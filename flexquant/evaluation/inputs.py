@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Read the inputs of an evaluation: settings, the merged checkpoint, rows of a text, and questions."""
+
+from __future__ import annotations
+
+import importlib.resources
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexquant.checkpoint.known_models import load_tokenizer
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.model_config import count_layers, text_config
+from flexquant.documents.texts import draw_rows, read_documents
+from flexquant.errors import FlexQuantError, UsageError, explained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of an evaluation. Raises :class:`UsageError` for values that cannot be measured."""
+
+    batch_sizes: tuple[int, ...] = (8, 48)
+    """Sequences in a decode pass, one number for each run, sorted and distinct."""
+    samples: int = 48
+    """Rows of text; a multiple of every batch size, so that each batch is full."""
+    prompt_tokens: int = 256
+    """Tokens of a row that are prefilled."""
+    tokens: int = 64
+    """Tokens of a row that are forced after the prompt, and scored."""
+    seed: int = 0
+    """Seed for drawing rows from the text."""
+    answer_tokens: int = 64
+    """Largest number of tokens in an answer."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "prompt_tokens", "tokens", "answer_tokens"):
+            _check_positive("--" + name.replace("_", "-"), getattr(self, name))
+        if not self.batch_sizes:
+            raise UsageError("no batch size is given; give at least one, e.g. --batch-sizes 8,48")
+        for batch_size in self.batch_sizes:
+            _check_positive("a batch size", batch_size)
+            if self.samples % batch_size:
+                raise UsageError(
+                    f"{self.samples} samples are not a multiple of the batch size {batch_size}; every batch "
+                    f"must be full: give e.g. --samples {-(-self.samples // batch_size) * batch_size}"
+                )
+        object.__setattr__(self, "batch_sizes", tuple(sorted(set(self.batch_sizes))))
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row, prompt and continuation."""
+        return self.prompt_tokens + self.tokens
+
+
+def _check_positive(name: str, number: int) -> None:
+    if number < 1:
+        raise UsageError(f"{name} is {number}; give a whole number of at least 1")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A merged checkpoint, with the properties of its model that an evaluation needs."""
+
+    checkpoint: MergedCheckpoint
+    num_layers: int
+    vocab_size: int
+    max_length: int | None
+    """Most tokens of a sequence: the config's ``max_position_embeddings``, or None if it has none."""
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def folder(self) -> Path:
+        return self.checkpoint.folder
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Subject:
+        """Read headers, config and tokenizer; raise FlexQuantError for anything but a merged checkpoint."""
+        checkpoint = MergedCheckpoint.open(folder)
+        config = text_config(checkpoint.config)
+        return cls(
+            checkpoint,
+            count_layers(checkpoint.config),
+            config["vocab_size"],
+            config.get("max_position_embeddings"),
+            load_tokenizer(checkpoint.folder),
+        )
+
+    def check_length(self, tokens: int, what: str) -> None:
+        """Raise FlexQuantError if a sequence of the model cannot have so many ``tokens``."""
+        if self.max_length is not None and tokens > self.max_length:
+            raise FlexQuantError(
+                f"{what} take {tokens} tokens, but the model's max_position_embeddings is {self.max_length}; "
+                "lower --prompt-tokens, --tokens or --answer-tokens"
+            )
+
+    def check_reference(self, model: str | Path) -> None:
+        """Raise FlexQuantError unless ``model`` is a 16-bit model with this checkpoint's tokenizer.
+
+        KL divergence is meaningless between different vocabularies.
+        """
+        from transformers import AutoConfig
+
+        with explained(
+            f"the reference {model} cannot be read", "give the folder or Hugging Face id of the 16-bit model"
+        ):
+            config = AutoConfig.from_pretrained(str(model))
+        if getattr(config, "quantization_config", None):
+            raise FlexQuantError(
+                f"the reference {model} is itself quantised; give the 16-bit model that the variants were "
+                "made from"
+            )
+        vocab_size = config.get_text_config().vocab_size
+        if vocab_size != self.vocab_size:
+            raise FlexQuantError(
+                f"the reference {model} has a vocabulary of {vocab_size} tokens, but {self.folder} one of "
+                f"{self.vocab_size}; give the 16-bit model that the variants were made from"
+            )
+        if load_tokenizer(model).get_vocab() != self.tokenizer.get_vocab():
+            raise FlexQuantError(
+                f"the tokenizers of the reference {model} and of {self.folder} differ; give the 16-bit model "
+                "that the variants were made from"
+            )
+
+
+def read_rows(text: str | Path, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> list[list[int]]:
+    """Return ``settings.samples`` rows of ``settings.row_tokens`` token ids, drawn from a text or JSONL file.
+
+    Raises FlexQuantError for a file that cannot be read or has too few tokens.
+    """
+    if not Path(text).is_file():
+        raise FlexQuantError(f"there is no file {text}; give a text or .jsonl file to measure on")
+    return draw_rows(
+        read_documents(text),
+        tokenizer,
+        samples=settings.samples,
+        length=settings.row_tokens,
+        seed=settings.seed,
+        name=f"the text {text}",
+    )
+
+
+def read_questions(path: str | Path | None) -> list[str]:
+    """Return the lines of a file that are not blank; None: the questions that come with FlexQuant.
+
+    Raises FlexQuantError for a file that cannot be read or holds no question.
+    """
+    file = importlib.resources.files(__package__) / "questions.txt" if path is None else Path(path)
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        raise FlexQuantError(f"cannot read the questions {path} as UTF-8 text ({e})") from e
+    questions = [line.strip() for line in lines if line.strip()]
+    if not questions:
+        raise FlexQuantError(f"{path} holds no questions; write one a line, or pass --no-questions")
+    return questions
+
+
+def question_prompts(questions: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the token ids of each question, in the chat template if the tokenizer has one."""
+    if not tokenizer.chat_template:
+        return [tokenizer(question)["input_ids"] for question in questions]
+    return [chat_prompt([{"role": "user", "content": question}], tokenizer) for question in questions]
+
+
+def chat_prompt(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a conversation in the chat template, with the prompt for an answer."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
