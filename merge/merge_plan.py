@@ -6,18 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from flexquant.checkpoint.known_models import Shapes, decoder_shapes, model_differences
+from flexquant.checkpoint.known_models import Shapes, decoder_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
 from flexquant.checkpoint.model_config import count_layers, written_or_default
 from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER, decoder_roots, tower
 from flexquant.checkpoint.recorded_hashes import match_each
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.schemes import logical_shapes
-from flexquant.checkpoint.sidecars import plan_sidecars
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.same_model import model_differences
+from flexquant.merge.sidecar_plan import SidecarPlan, plan_sidecars
 
 LM_HEAD, EMBEDDING = "lm_head", "embed_tokens"
 
@@ -30,7 +30,7 @@ class MergePlan:
     num_layers: int
     groups: dict[str, dict[str, TensorRef]]
     """Group (``shared`` first, then the variants) -> merged key -> reference to the tensor's bytes."""
-    files: dict[str, Path]
+    sidecars: SidecarPlan
     own_heads: frozenset[str]
     """Names of the sources whose lm_head differs from their embedding."""
 
@@ -61,8 +61,12 @@ class MergePlan:
         return {key: ref for group in self.groups.values() for key, ref in group.items()}
 
 
-def plan_merge(sources: Sequence[Source]) -> MergePlan:
+def plan_merge(
+    sources: Sequence[Source], *, tokenizer_from: str | None = None, generation_from: str | None = None
+) -> MergePlan:
     """Compare the sources and return the plan; read headers, small files, and tensors that may be equal.
+
+    The choices name the source of what else has to be equal in all.
 
     Raises FlexQuantError, naming the file, key, layer or tensor, if the sources differ in something that a
     merged model can have only once.
@@ -85,7 +89,7 @@ def plan_merge(sources: Sequence[Source]) -> MergePlan:
     for source, shape in zip(sources[1:], shapes[1:], strict=True):
         _check_same_shapes(first, shapes[0], source, shape, {LM_HEAD} if is_tied else ())
     check_shapes(sources, shapes[0])
-    files = plan_sidecars(sources)
+    sidecars = plan_sidecars(sources, tokenizer_from, generation_from)
     shared = _find_shared(sources)
     if len(sources) > 1:
         _check_towers(sources, shared)
@@ -94,7 +98,7 @@ def plan_merge(sources: Sequence[Source]) -> MergePlan:
         own = sorted(source.tensors.keys() - shared)
         groups[source.name] = {f"{source.name}.{name}": source.tensors[name] for name in own}
     own_heads = frozenset(s.name for s in sources if not is_tied or _has_own_head(s))
-    return MergePlan(tuple(sources), num_layers, {g: t for g, t in groups.items() if t}, files, own_heads)
+    return MergePlan(tuple(sources), num_layers, {g: t for g, t in groups.items() if t}, sidecars, own_heads)
 
 
 def _has_own_head(source: Source) -> bool:
@@ -112,16 +116,19 @@ def _check_same_model(a: Source, b: Source) -> None:
         )
     differences = model_differences(a.config, b.config)
     if differences:
+        advice = "if a key means nothing to this model, remove it from the config.json that has it"
+        if [key for key, *_ in differences] == ["dtype"]:
+            advice = "if they are, cast what is not quantised with --dtype bfloat16 or --dtype float16"
         listed = "; ".join(f"{key}: {x!r} against {y!r}" for key, x, y in differences[:5])
         raise FlexQuantError(
-            f"the base configs of '{a.name}' and '{b.name}' differ ({listed}); "
-            "only variants of one model can be merged"
+            f"the base configs of '{a.name}' and '{b.name}' differ ({listed}); only variants of one model "
+            f"can be merged: {advice}"
         )
     schemes = [s.quantization_config.get("kv_cache_scheme") for s in (a, b)]
     if schemes[0] != schemes[1]:
         raise FlexQuantError(
             f"'{a.name}' has kv_cache_scheme {schemes[0]!r} and '{b.name}' {schemes[1]!r}, but the variants "
-            "share one KV cache; quantise both with the same one"
+            "share one KV cache; quantise both with the same one, or take two checkpoints without it"
         )
 
 

@@ -25,6 +25,7 @@ from flexquant.checkpoint.writer import (
 )
 from flexquant.errors import FlexQuantError
 from flexquant.merge.card import make_card
+from flexquant.merge.formats import SECTIONS, open_source
 from flexquant.merge.merge_plan import MergePlan, plan_merge
 from flexquant.policy.choose import choose_policy
 from flexquant.policy.routes import build_route_table
@@ -39,17 +40,23 @@ def merge_checkpoints(
     output: str | Path,
     *,
     policy: str | None = None,
+    tokenizer_from: str | None = None,
+    generation_from: str | None = None,
+    dtype: str | None = None,
     overwrite: bool = False,
     allow_incompatible_kv: bool = False,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     progress: Progress | None = None,
     kv_progress: Progress | None = None,
 ) -> CheckpointReport:
-    """Merge compressed-tensors checkpoints of one model into the folder ``output``.
+    """Merge checkpoints of one model, in any format of :mod:`flexquant.merge.formats`, into ``output``.
 
     ``sources`` are (variant name, folder). ``policy`` is the default policy to store, a built-in name or a
-    file. Other threads write shards while the weights are compared: ``kv_progress`` is called with the layers
-    compared, afterwards ``progress`` with the bytes written. ``output`` appears only when it is complete; if
+    file. ``tokenizer_from`` and ``generation_from`` name the variant whose tokenizer or generation settings
+    the merged model gets; None: they must not differ. ``dtype``, ``bfloat16`` or ``float16``, casts what is
+    not quantised; None: all have one dtype. Other threads write shards while the weights are
+    compared: ``kv_progress`` is called with the layers compared, afterwards ``progress`` with the bytes
+    written. ``output`` appears only when it is complete; if
     the comparison refuses the variants, the shards written so far are deleted. Returns what was written.
     Raises FlexQuantError for sources that cannot be combined, an output that may not be replaced and a full
     disk.
@@ -59,9 +66,10 @@ def merge_checkpoints(
     output = Path(output)
     pairs = list(sources.items()) if isinstance(sources, Mapping) else list(sources)
     prepare_output(output, [Path(folder) for _, folder in pairs], overwrite=overwrite)
-    plan = plan_merge([Source.open(name, folder) for name, folder in pairs])
+    opened = [open_source(name, folder, dtype) for name, folder in pairs]
+    plan = plan_merge(opened, tokenizer_from=tokenizer_from, generation_from=generation_from)
     shards = plan_shards(list(plan.groups.values()), max_shard_size)
-    check_free_space(output, needed_bytes(shards, plan.files.values()))
+    check_free_space(output, needed_bytes(shards, plan.sidecars.files.values()))
     with staged_folder(output, overwrite=overwrite) as stage, writing_shards(stage, shards) as finish:
         kv = check_kv_compatibility(plan.sources, kv_progress)
         if not kv.compatible and not allow_incompatible_kv:
@@ -81,20 +89,20 @@ def merge_checkpoints(
             policy=_default_policy(policy, names, plan.num_layers, kv.mixable),
             kv_compatibility=kv.to_json(),
         )
-        return _describe(plan, merged, stage, finish(progress))
+        return _describe(plan, merged, stage, finish(progress), dtype)
 
 
 def _describe(
-    plan: MergePlan, merged: MergedConfig, stage: Path, digests: Mapping[str, str]
+    plan: MergePlan, merged: MergedConfig, stage: Path, digests: Mapping[str, str], dtype: str | None
 ) -> CheckpointReport:
     """Write the files beside the shards; ``digests`` maps merged keys to the SHA-256 of their tensors."""
-    for name, path in plan.files.items():
+    for name, path in plan.sidecars.files.items():
         copy_file(path, stage / name)
-    write_json(stage / "config.json", _merged_config(plan.sources[0].config, merged))
-    provenance = make_provenance(plan.sources, digests, stage, ["config.json", *plan.files])
+    write_json(stage / "config.json", _merged_config(plan.sidecars.complete(plan.sources[0].config), merged))
+    provenance = make_provenance(plan.sources, digests, stage, ["config.json", *plan.sidecars.files], dtype)
     write_json(stage / PROVENANCE_FILE, provenance)
     report = report_checkpoint(merged, plan.num_layers, plan.tensors)
-    (stage / "README.md").write_text(make_card(report, provenance, plan.files), encoding="utf-8")
+    (stage / "README.md").write_text(make_card(report, provenance, plan.sidecars.files), encoding="utf-8")
     return report
 
 
@@ -105,7 +113,8 @@ def _has_negative_scales(source: Source) -> bool:
 
 
 def _merged_config(base: JsonObject, merged: MergedConfig) -> JsonObject:
-    config = {key: value for key, value in base.items() if key != "_name_or_path"}
+    left_out = ("_name_or_path", *SECTIONS)
+    config = {key: value for key, value in base.items() if key not in left_out}
     architecture = served_architecture(merged.base_architecture)
     return {**config, "architectures": [architecture], "quantization_config": merged.to_json()}
 

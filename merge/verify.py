@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flexquant.checkpoint.known_models import model_differences
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.recorded_hashes import (
@@ -21,6 +20,8 @@ from flexquant.checkpoint.safetensors_io import same_bytes
 from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import open_source
+from flexquant.merge.same_model import model_differences
 
 
 def verify_checkpoint(
@@ -38,7 +39,8 @@ def verify_checkpoint(
     pairs = list(against.items()) if isinstance(against, Mapping) else list(against)
     check_recorded_files(checkpoint)
     if pairs:
-        counts = {name: _check_source(checkpoint, Source.open(name, f), progress) for name, f in pairs}
+        dtype = checkpoint.provenance.dtype
+        counts = {name: _check_source(checkpoint, open_source(name, f, dtype), progress) for name, f in pairs}
     else:
         counts = {"recorded hashes": check_recorded_tensors(checkpoint, progress)}
     return {"verified": str(folder), "tensors_compared_with": counts}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SHARDS = "*.safetensors"
+NUMBERED = re.compile(r"-of-(\d+)\.safetensors$")
+"""Matches the number of shards in the name of one of them."""
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NAME_SHOWN = 80
 """Characters of an invalid file name that a message shows."""
@@ -91,17 +95,13 @@ def wrong_key(error: ValidationError) -> str:
 
 
 def read_tensors(folder: Path) -> dict[str, TensorRef]:
-    """Return every tensor of the checkpoint, by name, from its single file or its index's shards.
+    """Return every tensor of the checkpoint, by name, from its index's shards or, without one, all files.
 
-    Raises FlexQuantError for a corrupt or missing shard, a shard outside the folder, and an index that
-    disagrees with its shards.
+    Raises FlexQuantError for a corrupt or missing shard, a shard outside the folder, an index that disagrees
+    with its shards, and a tensor that two files hold.
     """
     if not (folder / INDEX_FILE).exists():
-        if not (folder / SINGLE_FILE).exists():
-            raise FlexQuantError(
-                f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; is it a checkpoint folder?"
-            )
-        return read_header(confined_file(folder, SINGLE_FILE))
+        return _without_index(folder)
 
     index = confined_file(folder, INDEX_FILE)
     weight_map = read_json(index).get("weight_map")
@@ -126,6 +126,30 @@ def read_tensors(folder: Path) -> dict[str, TensorRef]:
                 "write the checkpoint again"
             )
     return tensors
+
+
+def _without_index(folder: Path) -> dict[str, TensorRef]:
+    """Return the tensors of a folder's safetensors files, whatever they are called."""
+    names = [SINGLE_FILE] if (folder / SINGLE_FILE).exists() else _shards(folder)
+    if not names:
+        raise FlexQuantError(f"{folder} has no safetensors file; is it a checkpoint folder?")
+    tensors: dict[str, TensorRef] = {}
+    for name in names:
+        if (numbered := NUMBERED.search(name)) and len(names) != int(numbered[1]):
+            count = int(numbered[1])
+            raise FlexQuantError(f"{folder} has {len(names)} of {count} files such as {name}; fetch it again")
+        for key, ref in read_header(confined_file(folder, name)).items():
+            if key in tensors:
+                raise FlexQuantError(
+                    f"{folder} has '{key}' in {tensors[key].file.name} and in {name}; keep one of the files"
+                )
+            tensors[key] = ref
+    return tensors
+
+
+def _shards(folder: Path) -> list[str]:
+    """Return the names of a folder's safetensors files but for Mistral's, which hold the model once more."""
+    return sorted(path.name for path in folder.glob(SHARDS) if not path.name.startswith("consolidated"))
 
 
 def check_finite(content: object, key: str = "") -> None:

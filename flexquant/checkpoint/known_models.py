@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.model_config import ABSENT, JsonObject, config_differences, text_config
+from flexquant.checkpoint.model_config import JsonObject, text_config
 from flexquant.errors import FlexQuantError, explained
 
 if TYPE_CHECKING:
@@ -116,23 +116,3 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     # The tokenizers library raises plain Exceptions for a broken file.
     with explained(problem, "put its files beside the weights", (Exception,)):
         return AutoTokenizer.from_pretrained(str(model))
-
-
-def model_differences(a: JsonObject, b: JsonObject) -> list[tuple[str, object, object]]:
-    """Return (dotted key, value in a, value in b) of every difference; empty for two configs of one model.
-
-    Releases of transformers differ in which default values they write. If one config lacks a key, the other's
-    value, null included, is therefore compared with transformers' default. Raises FlexQuantError for a config
-    that transformers refuses.
-    """
-    found = list(config_differences(a, b))
-    if found and all(x is ABSENT or y is ABSENT for _, x, y in found):
-        found = list(config_differences(_with_defaults(a), _with_defaults(b)))
-    shown = [(key, None if x is ABSENT else x, None if y is ABSENT else y) for key, x, y in found]
-    return [(key, x, y) for key, x, y in shown if x is not None or y is not None]
-
-
-def _with_defaults(config: JsonObject) -> JsonObject:
-    """Return the config with transformers' defaults filled in; unchanged if it does not know the model."""
-    known = known_config(config, "config.json")
-    return config if known is None else known.to_dict()

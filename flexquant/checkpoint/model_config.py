@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from flexquant.errors import FlexQuantError
@@ -12,8 +12,6 @@ from flexquant.errors import FlexQuantError
 JsonObject = dict[str, Any]
 """A JSON object as Python reads it."""
 
-# Keys that can differ between configs of one model: its path, the writer's version, the quantisation.
-INCIDENTAL_KEYS = frozenset({"quantization_config", "_name_or_path", "transformers_version"})
 # Key in transformers 4 -> key in transformers 5.
 RENAMED = {"torch_dtype": "dtype", "sliding_window_pattern": "_sliding_window_pattern"}
 # Keys that transformers 5 nests in `rope_parameters`, and transformers 4 writes at the top level.
@@ -63,19 +61,23 @@ def count_layers(config: JsonObject) -> int:
     return layers
 
 
-def config_differences(a: JsonObject, b: JsonObject) -> Iterator[tuple[str, object, object]]:
+def config_differences(
+    a: JsonObject, b: JsonObject, ignored: Collection[str]
+) -> Iterator[tuple[str, object, object]]:
     """Yield (dotted key, value in a, value in b) where two configs differ; ABSENT marks a missing key.
 
-    Keys are compared under the names that transformers 5 writes.
+    Keys are compared under the names that transformers 5 writes. The ``ignored`` ones are left out.
     """
-    return _differences(_with_current_keys(a), _with_current_keys(b))
+    return _differences(_with_current_keys(a), _with_current_keys(b), ignored)
 
 
-def _differences(a: JsonObject, b: JsonObject, path: str = "") -> Iterator[tuple[str, object, object]]:
-    for key in sorted((a.keys() | b.keys()) - INCIDENTAL_KEYS):
+def _differences(
+    a: JsonObject, b: JsonObject, ignored: Collection[str], path: str = ""
+) -> Iterator[tuple[str, object, object]]:
+    for key in sorted((a.keys() | b.keys()) - set(ignored)):
         x, y = a.get(key, ABSENT), b.get(key, ABSENT)
         if isinstance(x, dict) and isinstance(y, dict):
-            yield from _differences(x, y, f"{path}{key}.")
+            yield from _differences(x, y, ignored, f"{path}{key}.")
         elif x != y:
             yield path + key, x, y
 

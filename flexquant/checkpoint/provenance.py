@@ -29,6 +29,8 @@ class Provenance(BaseModel):
     """The keys of the document that are read; all are empty if the document has been removed."""
 
     sources: dict[str, JsonObject] = {}
+    dtype: str | None = None
+    """The dtype that what is not quantised was cast to; None: nothing was cast."""
     files: dict[str, str] = {}
     """Name of a file -> its SHA-256 in hexadecimal."""
     tensors: dict[str, str] = {}
@@ -47,9 +49,16 @@ def read_provenance(folder: Path) -> Provenance:
 
 
 def make_provenance(
-    sources: Sequence[Source], tensor_digests: Mapping[str, str], folder: Path, files: Iterable[str]
+    sources: Sequence[Source],
+    tensor_digests: Mapping[str, str],
+    folder: Path,
+    files: Iterable[str],
+    dtype: str | None,
 ) -> JsonObject:
-    """Return the provenance document; ``files`` in ``folder`` are hashed here."""
+    """Return the provenance document; ``files`` in ``folder`` are hashed here.
+
+    ``dtype`` is the one that what is not quantised was cast to; None: nothing was.
+    """
     return {
         "schema": SCHEMA,
         "versions": {
@@ -65,6 +74,7 @@ def make_provenance(
             }
             for s in sources
         },
+        **({"dtype": dtype} if dtype else {}),
         "files": {name: hash_file(folder / name) for name in sorted(files)},
         "tensors": dict(tensor_digests),
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -76,6 +76,26 @@ class TensorRef:
         return max(1, DTYPES[self.dtype][0] // 8)
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedTensor(TensorRef):
+    """A tensor that is computed from stored ones whenever it is read; ``file`` holds the first of them."""
+
+    compute: Callable[[Sequence[range] | None], torch.Tensor]
+    """Return the whole tensor for None, or these rows of it, concatenated."""
+
+
+def computed(
+    name: str,
+    like: TensorRef,
+    dtype: str,
+    shape: tuple[int, ...],
+    compute: Callable[[Sequence[range] | None], torch.Tensor],
+) -> ComputedTensor:
+    """Return the reference to a tensor of this dtype and shape; messages name the file of ``like``."""
+    nbytes = math.prod(shape) * DTYPES[dtype][0] // 8
+    return ComputedTensor(name, dtype, shape, like.file, 0, nbytes, compute)
+
+
 def read_header(path: Path) -> dict[str, TensorRef]:
     """Return the tensors of a safetensors file by name.
 
@@ -122,6 +142,9 @@ def read_chunks(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memo
 
     Raises FlexQuantError if the file can no longer be read or has become shorter.
     """
+    if isinstance(ref, ComputedTensor):
+        yield from _computed_chunks(ref, chunk_bytes)
+        return
     buffer = memoryview(bytearray(min(chunk_bytes, ref.nbytes)))
     with _opened(ref) as f:
         left = ref.nbytes
@@ -152,6 +175,8 @@ def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Te
     """
     import torch
 
+    if isinstance(ref, ComputedTensor):
+        return ref.compute(rows)
     torch_name = DTYPES[ref.dtype][1]
     if torch_name is None:
         raise FlexQuantError(f"tensor '{ref.name}' in {ref.file} has dtype {ref.dtype}, which torch lacks")
@@ -168,6 +193,21 @@ def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Te
             _fill(buffer[filled : filled + nbytes], f, ref)
             filled += nbytes
     return data.view(getattr(torch, torch_name)).reshape(shape)
+
+
+def _computed_chunks(ref: ComputedTensor, chunk_bytes: int) -> Iterator[memoryview]:
+    """Yield the bytes of a computed tensor; only the rows that a chunk touches are computed at a time."""
+    import torch
+
+    if not ref.shape:
+        yield memoryview(ref.compute(None).reshape(1).view(torch.uint8).numpy())
+        return
+    row_bytes = max(1, ref.nbytes // max(1, ref.shape[0]))
+    for start in range(0, ref.nbytes, chunk_bytes):
+        stop = min(start + chunk_bytes, ref.nbytes)
+        first = start // row_bytes
+        rows = ref.compute([range(first, -(-stop // row_bytes))]).contiguous().view(-1).view(torch.uint8)
+        yield memoryview(rows.numpy())[start - first * row_bytes : stop - first * row_bytes]
 
 
 @contextmanager

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json, read_tensors
-from flexquant.checkpoint.known_models import check_heads
+from flexquant.checkpoint.known_models import check_heads, decoder_shapes
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.safetensors_io import TensorRef
+from flexquant.checkpoint.module_names import LAYER, decoder_roots
+from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
 from flexquant.errors import FlexQuantError
+
+FREQUENCIES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -33,27 +36,54 @@ class Source:
 
     @classmethod
     def open(cls, name: str, folder: str | Path) -> Source:
-        """Read headers and configs only; raise FlexQuantError, naming the file, for an unusable folder."""
-        check_variant_name(name)
+        """Read headers and configs of a compressed-tensors checkpoint.
+
+        Raises FlexQuantError, naming the file, for an unusable folder and for another format.
+        """
         folder = Path(folder)
         check_folder(folder)
         config_file = confined_file(folder, "config.json")
         config = read_json(config_file)
+        section = config.get("quantization_config")
+        if not isinstance(section, dict) or section.get("quant_method") != "compressed-tensors":
+            raise FlexQuantError(
+                f"{config_file} does not describe a compressed-tensors checkpoint, such as llmcompressor or "
+                "'flexquant quantize' write"
+            )
+        return cls.make(name, folder, config, section, read_tensors(folder))
+
+    @classmethod
+    def make(
+        cls,
+        name: str,
+        folder: Path,
+        config: JsonObject,
+        section: JsonObject,
+        tensors: dict[str, TensorRef],
+    ) -> Source:
+        """Return a source whose tensors are in the form of compressed-tensors, without those that vLLM skips.
+
+        ``section`` is its ``quantization_config``. Raises FlexQuantError for a config that is not a model's.
+        """
+        check_variant_name(name)
+        place = str(folder / "config.json")
         architectures = config.get("architectures")
         if not isinstance(architectures, list) or not isinstance((architectures or [None])[0], str):
-            raise FlexQuantError(f"{config_file} names no architectures; a causal language model is needed")
-        section = config.get("quantization_config")
-        if not isinstance(section, dict):
-            raise FlexQuantError(
-                f"{config_file} has no quantization_config; merging needs compressed-tensors checkpoints "
-                "such as llmcompressor or 'flexquant quantize' write"
-            )
-        method = section.get("quant_method")
-        if method != "compressed-tensors":
-            how = "; convert it by 'flexquant convert'" if method in ("awq", "gptq") else ""
-            raise FlexQuantError(
-                f"{config_file} has quant_method {method!r}; merging needs compressed-tensors checkpoints "
-                f"such as llmcompressor or 'flexquant quantize' write{how}"
-            )
-        check_heads(config, str(config_file))
-        return cls(name, folder, config, section, read_tensors(folder))
+            raise FlexQuantError(f"{place} names no architectures; a causal language model is needed")
+        check_heads(config, place)
+        return cls(name, folder, config, section, _read_when_served(tensors, config, place))
+
+
+def _read_when_served(tensors: dict[str, TensorRef], config: JsonObject, place: str) -> dict[str, TensorRef]:
+    """Leave out what vLLM skips: RoPE's frequencies, and zero biases where the model has no bias."""
+    kept = {name: ref for name, ref in tensors.items() if not name.endswith(FREQUENCIES)}
+    biases = [name for name in kept if name.endswith(".bias") and LAYER.search(name)]
+    if not biases:
+        return kept
+    shapes = decoder_shapes(config, place)
+    known = {root + name for root in decoder_roots(kept) for name in shapes}
+    for name in biases:
+        of_model = name in known or f"{name.removesuffix('bias')}weight" not in known
+        if not of_model and not any(bytes(chunk).strip(b"\0") for chunk in read_chunks(kept[name])):
+            del kept[name]
+    return kept

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.cast import CASTS
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings
 
@@ -112,6 +113,14 @@ def add_effort(add: Callable[..., object], measured: str) -> None:
         "--width X%": "add rounds while the 95 %% interval of a ratio is wider than this (default: 3%%)",
     }
     add_options(add, options)
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(CASTS),
+        help="cast what is not quantised to this dtype (default: as it is)",
+    )
 
 
 def add_shard_size(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Convert an AWQ or GPTQ checkpoint to the format of compressed-tensors, so that it can be merged.
+"""Convert a checkpoint to the format of compressed-tensors. 'flexquant merge' reads the other formats too.
 
-Quantised values do not change. AWQ's GEMM format and GPTQ without desc_act are supported.
+Quantised values do not change. AWQ (GEMM), GPTQ without desc_act, AutoRound's exports in these formats and
+block FP8 are read.
 
 example:
   flexquant convert model-awq --output model-w4a16 --dtype bfloat16
@@ -13,25 +14,24 @@ from __future__ import annotations
 import argparse
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_options
+from flexquant.cli._arguments import add_dtype, progress_bar
 
-HELP = "convert an AWQ or GPTQ checkpoint, so that it can be merged"
+HELP = "convert an AWQ, GPTQ, AutoRound or block FP8 checkpoint to compressed-tensors"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options = {
-        "folder DIR": "AWQ or GPTQ checkpoint",
-        "--output DIR": "folder to write",
-        "--overwrite": "replace the output if it exists",
-        "--dtype": "cast scales and unquantised tensors to the other variants' dtype (default: do not cast)",
-    }
-    dtypes = {"action": "store", "choices": ("bfloat16", "float16")}
-    add_options(parser.add_argument, options, output={"required": True}, dtype=dtypes)
+    parser.add_argument("folder", metavar="DIR", help="checkpoint of another format")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    add_dtype(parser)
 
 
 def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.merge import convert_checkpoint
 
-    result = convert_checkpoint(args.folder, args.output, dtype=args.dtype, overwrite=args.overwrite)
+    with progress_bar("converting") as progress:
+        result = convert_checkpoint(
+            args.folder, args.output, dtype=args.dtype, overwrite=args.overwrite, progress=progress
+        )
     print(f"{args.output}: {result['linears']} linears, converted from {result['from']}")
     return result

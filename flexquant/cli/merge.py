@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Merge quantised variants of one model into one checkpoint.
 
-Each variant is a compressed-tensors checkpoint folder such as llmcompressor writes. Tensors that are equal
-in all of them are stored once. The output appears only when it has been checked and is complete.
+Each variant is a checkpoint folder: of compressed-tensors, such as llmcompressor writes, of AWQ, GPTQ or
+AutoRound, in block FP8 or in 16 bit. Tensors that are equal in all of them are stored once. The output
+appears only when it has been checked and is complete.
 
 examples:
   flexquant merge w8a8=model-w8a8 w4a16=model-w4a16 --output model-merged
@@ -15,22 +16,33 @@ from __future__ import annotations
 import argparse
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_options, add_shard_size, parse_folders, progress_bar
+from flexquant.cli._arguments import add_dtype, add_shard_size, parse_folders, progress_bar
 
 HELP = "merge quantised variants of one model into one checkpoint"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options = {
-        "variants NAME=DIR": "a variant's name and its checkpoint",
-        "--output DIR": "folder to write",
-        "--policy NAME|FILE": "policy to store as the default, a built-in name or a YAML file (default: "
-        "none; serving then uses its built-in default)",
-        "--overwrite": "replace the output if it exists",
-        "--allow-incompatible-kv": "merge even though the variants' KV caches are not interchangeable (for "
-        "experiments)",
-    }
-    add_options(parser.add_argument, options, variants={"nargs": "+"}, output={"required": True})
+    parser.add_argument("variants", nargs="+", metavar="NAME=DIR", help="a variant's name and its checkpoint")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME|FILE",
+        help="policy to store as the default, a built-in name or a YAML file (default: none; serving then "
+        "uses its built-in default)",
+    )
+    for what, part in (("tokenizer", "tokenizer and chat template"), ("generation", "generation settings")):
+        parser.add_argument(
+            f"--{what}-from",
+            metavar="NAME",
+            help=f"variant whose {part} the merged model gets (default: they must not differ)",
+        )
+    add_dtype(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    parser.add_argument(
+        "--allow-incompatible-kv",
+        action="store_true",
+        help="merge even though the variants' KV caches are not interchangeable (for experiments)",
+    )
     add_shard_size(parser)
 
 
@@ -45,6 +57,9 @@ def run(args: argparse.Namespace) -> JsonObject:
             folders,
             args.output,
             policy=args.policy,
+            tokenizer_from=args.tokenizer_from,
+            generation_from=args.generation_from,
+            dtype=args.dtype,
             overwrite=args.overwrite,
             allow_incompatible_kv=args.allow_incompatible_kv,
             max_shard_size=args.max_shard_size,

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A model of two makers: W8A8 by llm-compressor, INT4 in the format of GPTQ or AWQ, merged and served."""
+"""Checkpoints of several makers, formats and dtypes are merged as they are, and answer as in stock vLLM."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from flexquant.merge import convert_checkpoint, merge_checkpoints
+from flexquant.merge import merge_checkpoints
 from tests.foreign import write_foreign
 from tests.integration.conftest import generate
 from tests.integration.logprobs import assert_equal_but_for_ties
@@ -23,11 +26,56 @@ def test_it_answers_as_vllm_does_from_the_format_itself(
     method: str, real_variants: dict[str, Path], tmp_path: Path
 ) -> None:
     foreign = write_foreign(real_variants["w4a16"], tmp_path / method, method)
-    convert_checkpoint(foreign, tmp_path / "w4a16")
-    sources = {"w8a8": real_variants["w8a8"], "w4a16": tmp_path / "w4a16"}
-    merge_checkpoints(sources, tmp_path / "merged")
+    merge_checkpoints({"w8a8": real_variants["w8a8"], "w4a16": foreign}, tmp_path / "merged")
 
     w4a16, phase = generate(tmp_path / "merged", ["w4a16", "phase"], PROMPTS)
     (stock,) = generate(foreign, None, PROMPTS)
     assert_equal_but_for_ties(w4a16.answers[0], stock.answers[0])
     assert {(p["phase"] == "decode", p["plan"]) for p in phase.passes} == {(False, "w8a8"), (True, "w4a16")}
+
+
+def in_half(source: Path, folder: Path) -> Path:
+    """Write a checkpoint with fp16 in the place of bf16, as another publisher would."""
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.suffix == ".safetensors":
+            tensors = {
+                key: tensor.half() if tensor.dtype is torch.bfloat16 else tensor
+                for key, tensor in load_file(file).items()
+            }
+            save_file(tensors, folder / file.name, metadata={"format": "pt"})
+        elif file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    return folder
+
+
+def test_variants_of_two_dtypes_answer_as_their_sources_do_in_one(
+    real_variants: dict[str, Path], tmp_path: Path
+) -> None:
+    sources = {
+        "w8a8": in_half(real_variants["w8a8"], tmp_path / "half"),
+        "w4a16": real_variants["w4a16"],
+    }
+    merge_checkpoints(sources, tmp_path / "merged", dtype="bfloat16")
+    merged = generate(tmp_path / "merged", list(sources), PROMPTS)
+    for found, source in zip(merged, sources.values(), strict=True):
+        (stock,) = generate(source, None, PROMPTS, dtype="bfloat16")
+        assert_equal_but_for_ties(found.answers[0], stock.answers[0])
+
+
+ONLY_BF16 = "schema: flexquant.policy/v1\nrules: [{use: bf16}]\n"
+PREFILL_IN_BF16 = "schema: flexquant.policy/v1\nrules: [{when: {phase: decode}, use: w4a16}, {use: bf16}]\n"
+
+
+def test_a_model_in_16_bit_is_served_beside_its_int4(
+    real_model: Path, real_variants: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "policy.yaml").write_text(PREFILL_IN_BF16)
+    sources = {"bf16": real_model, "w4a16": real_variants["w4a16"]}
+    merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "policy.yaml"))
+    bf16, mixed = generate(tmp_path / "merged", [ONLY_BF16, PREFILL_IN_BF16], PROMPTS)
+    (stock,) = generate(real_model, None, PROMPTS)
+    assert_equal_but_for_ties(bf16.answers[0], stock.answers[0])
+    assert {(p["phase"] == "decode", p["plan"]) for p in mixed.passes} == {(False, "bf16"), (True, "w4a16")}

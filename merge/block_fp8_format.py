@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Read a checkpoint in block FP8, as DeepSeek and Qwen publish it, as compressed-tensors names its tensors.
+
+A linear has ``weight`` float8_e4m3fn [out, in] and ``weight_scale_inv`` [out / rows, in / columns], by which
+its weights are multiplied. Activations are quantised as they arrive, in groups as wide as a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.safetensors_io import TensorRef
+from flexquant.errors import FlexQuantError
+from flexquant.merge.packed_formats import matrices_in_16_bit
+
+BLOCK_FP8 = "fp8"
+SCALE = ".weight_scale_inv"
+
+
+def from_block_fp8(
+    folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]
+) -> tuple[JsonObject, dict[str, TensorRef]]:
+    """Return the ``quantization_config`` and the tensors as compressed-tensors has them.
+
+    No byte changes. Raises FlexQuantError for FP8 without blocks, and with scales for activations.
+    """
+    block = section.get("weight_block_size")
+    sizes = block if isinstance(block, list) else []
+    is_block = len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
+    if not is_block or section.get("activation_scheme", "dynamic") != "dynamic":
+        raise FlexQuantError(
+            f"{folder} is in FP8 with weight_block_size {block!r} and activation_scheme "
+            f"{section.get('activation_scheme')!r}; only blocks with dynamic activations are read: quantise "
+            "the model again, e.g. by 'flexquant quantize' with a recipe for FP8"
+        )
+    found = {_renamed(name): ref for name, ref in tensors.items()}
+    quantised = {name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**number, "strategy": "block", "block_structure": block, "dynamic": False},
+        "input_activations": {**number, "strategy": "group", "group_size": sizes[1], "dynamic": True},
+        "format": "float-quantized",
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": sorted(matrices_in_16_bit(tensors) - quantised),
+    }, found
+
+
+def _renamed(name: str) -> str:
+    return f"{name.removesuffix(SCALE)}.weight_scale" if name.endswith(SCALE) else name

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Read a checkpoint's generation settings as vLLM does: sampling defaults, and the tokens that end a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flexquant.checkpoint.folder import confined_file, read_json
+from flexquant.checkpoint.model_config import JsonObject, text_config, written_or_default
+from flexquant.checkpoint.sidecars import GENERATION_CONFIG
+from flexquant.checkpoint.source import Source
+from flexquant.errors import FlexQuantError
+
+SAMPLING = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_new_tokens",
+)
+"""Keys that vLLM's ``ModelConfig.get_diff_sampling_param`` reads; ``do_sample`` is none of them."""
+ENDS = "eos_token_id"
+SETTINGS = (*SAMPLING, ENDS)
+
+
+def generation_settings(source: Source) -> JsonObject:
+    """Return the values of SETTINGS that serving starts from, without nulls; ENDS holds sorted token ids.
+
+    A checkpoint without ``generation_config.json`` has those of its ``config.json``. Raises FlexQuantError if
+    ENDS is neither a token id nor a list of them.
+    """
+    path = settings_file(source.folder)
+    if path:
+        stated = read_json(path)
+    else:
+        nested = text_config(source.config)
+        stated = {key: source.config.get(key, nested.get(key)) for key in SAMPLING}
+        stated[ENDS] = written_or_default(nested, ENDS) if ENDS not in source.config else source.config[ENDS]
+    settings = {key: stated[key] for key in SAMPLING if stated.get(key) is not None}
+    ends = stated.get(ENDS)
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(end) is int for end in listed):
+        raise FlexQuantError(
+            f"{path or source.folder / 'config.json'} has {ENDS} {ends!r}, expected a token id or a list of "
+            "them; correct it, or fetch it again"
+        )
+    return settings | {ENDS: sorted(set(listed))}
+
+
+def settings_file(folder: Path) -> Path | None:
+    """Return a checkpoint's ``generation_config.json``; None if it has none."""
+    return confined_file(folder, GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else None

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Read the settings of an AWQ, GPTQ or AutoRound checkpoint, and convert words of integers by them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.entrypoints.convert import AutoAWQConverter
+
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.errors import FlexQuantError
+
+AWQ, GPTQ = "awq", "gptq"
+AUTO_ROUND = ("auto-round", "intel/auto-round")
+PACKED_METHODS = (AWQ, GPTQ, *AUTO_ROUND)
+WITH_OFFSET, WITHOUT_OFFSET = "gptq", "gptq_v2"
+"""Values of GPTQ's ``checkpoint_format``: zero points stored minus one, and as they are."""
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """What the settings of a checkpoint say of all its quantised linears."""
+
+    method: str
+    """AWQ or GPTQ."""
+    bits: int
+    group_size: int
+    """Inputs of a group; -1 for all."""
+    symmetric: bool
+    offsets: tuple[int, ...] = (0,)
+    """What may have to be added to a stored zero point."""
+    reordered: bool = False
+    """Whether the inputs without ``g_idx`` are in an unknown order."""
+
+    @property
+    def middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def values(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the unsigned values in int32 words [rows, words], int32 [rows, values]."""
+        shifts = torch.arange(0, 32, self.bits, dtype=torch.int32)
+        values = (packed.unsqueeze(-1) >> shifts & (1 << self.bits) - 1).flatten(-2)
+        return (
+            AutoAWQConverter.reverse_awq_order(values, None, self.bits)[0] if self.method == AWQ else values
+        )
+
+    def pack_weight(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return ``weight_packed``, int32 [out, in * bits / 32]."""
+        if self.method == GPTQ:
+            return stored.T.contiguous()
+        signed = (self.values(stored) - self.middle).to(torch.int8)
+        return pack_to_int32(signed.T.contiguous(), self.bits)
+
+    def pack_zero_points(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return ``weight_zero_point``, int32 [out * bits / 32, in / g]."""
+        zero_points = (self.values(stored) + self.offsets[0]) % (1 << self.bits)
+        signed = (zero_points - self.middle).to(torch.int8)
+        return pack_to_int32(signed.T.contiguous(), self.bits, packed_dim=0).contiguous()
+
+    def is_symmetric(self, stored: torch.Tensor) -> bool:
+        """Whether all zero points are in the middle."""
+        values = self.values(stored)
+        return any(
+            bool(((values + offset) % (1 << self.bits) == self.middle).all()) for offset in self.offsets
+        )
+
+
+def read_settings(folder: Path, section: JsonObject) -> PackedFormat:
+    """Return what a ``quantization_config`` says of the linears.
+
+    Raises FlexQuantError for settings that compressed-tensors cannot hold.
+    """
+    method = section["quant_method"]
+    if method in AUTO_ROUND:
+        return _read_auto_round(folder, section)
+    return _read_awq(folder, section) if method == AWQ else _read_gptq(folder, section)
+
+
+def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
+    packing = str(section.get("packing_format"))
+    method = next((known for known in (AWQ, GPTQ) if known in packing), None)
+    layers = (section.get("extra_config") or {}).values()
+    symmetric = section.get("sym", True)
+    unserved = method == GPTQ and not symmetric
+    if (
+        method is None
+        or unserved
+        or section.get("data_type", "int") != "int"
+        or any(layer.get("bits", 16) < 16 for layer in layers)
+    ):
+        raise FlexQuantError(
+            f"{folder} was exported by AutoRound with the packing_format {packing} and zero points, with "
+            "numbers that are no integers, or with other bits for some layers; export it as "
+            "auto_round:auto_gptq (symmetric), auto_round:auto_awq or llm_compressor, with one setting for "
+            "all layers"
+        )
+    # AutoRound's releases differ in the offset; vLLM ignores the zero points of its symmetric linears.
+    return PackedFormat(method, *_bits_and_size(folder, section, method), symmetric, offsets=(0, 1))
+
+
+def _read_awq(folder: Path, section: JsonObject) -> PackedFormat:
+    version = str(section.get("version", "gemm"))
+    if version.lower() != "gemm":
+        raise FlexQuantError(
+            f"{folder} is in AWQ's format {version!r}; take an AWQ checkpoint in the GEMM format"
+        )
+    return PackedFormat(AWQ, *_bits_and_size(folder, section, AWQ), not section.get("zero_point", True))
+
+
+def _read_gptq(folder: Path, section: JsonObject) -> PackedFormat:
+    dynamic = section.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or any(not str(pattern).startswith("-:") for pattern in dynamic):
+        raise FlexQuantError(
+            f"{folder} has other bits or groups for some layers ('dynamic' in its quantization_config), "
+            "which are not read; quantise the model with one setting"
+        )
+    form = section.get("checkpoint_format") or WITH_OFFSET
+    if form not in (WITH_OFFSET, WITHOUT_OFFSET):
+        raise FlexQuantError(
+            f"{folder} has the checkpoint_format {form!r}; only '{WITH_OFFSET}' and '{WITHOUT_OFFSET}' are "
+            "read: take the checkpoint that it was packed from"
+        )
+    offset = 1 if form == WITH_OFFSET else 0
+    symmetric, reordered = section.get("sym", True), section.get("desc_act", False)
+    return PackedFormat(GPTQ, *_bits_and_size(folder, section, GPTQ), symmetric, (offset,), reordered)
+
+
+def _bits_and_size(folder: Path, section: JsonObject, method: str) -> tuple[int, int]:
+    """Return the bits of a weight and the inputs of a group, which AutoAWQ writes under two names."""
+    bits = section.get("bits", section.get("w_bit", 4))
+    size = section.get("group_size", section.get("q_group_size", 128))
+    allowed = (4,) if method == AWQ else (4, 8)
+    if bits not in allowed:
+        listed = " and ".join(map(str, allowed))
+        raise FlexQuantError(f"{folder} has {bits!r} bits a weight; of {method} only {listed} are read")
+    if type(size) is not int or not (size > 0 or (size == -1 and method == GPTQ)):
+        raise FlexQuantError(
+            f"{folder} has the group_size {size!r} in its quantization_config, expected a number of inputs "
+            "or, for GPTQ, -1: correct it, or get the checkpoint again"
+        )
+    return bits, size

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Compare tokenizers by what they do, whatever release of which library wrote their files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from flexquant.checkpoint.folder import confined_file, read_json
+from flexquant.checkpoint.known_models import load_tokenizer
+from flexquant.checkpoint.sidecars import CHAT_TEMPLATES, MISTRAL_TOKENIZER, TOKENIZER, find_files
+from flexquant.checkpoint.source import Source
+from flexquant.errors import FlexQuantError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+SPECIAL = ("bos_token", "eos_token", "unk_token")
+"""Special tokens by the names under which vLLM asks for them. It pads nothing."""
+SHOWN = 120
+"""Characters of a differing value that a message shows."""
+HARD_TEXTS = (
+    "",
+    " ",
+    "Hello, world!  Two  spaces, and a trailing one ",
+    "\n\n\tdef f(x):\r\n        return x**2  # tab, CR LF and indentation\n",
+    "don't can't I'll you've WE'RE it's",
+    "3.14159 1,000,000 12345678901234567890 0x1F 1e-9 ½ ² Ⅷ ٣ १२३",
+    "naïve café cafe\u0301 Å Å ﬁ ＡＢＣ İstanbul ẞ straße ǅ",
+    "Привет, мир. Καλημέρα κόσμε. שָׁלוֹם עולם. مرحبا بالعالم. नमस्ते दुनिया. สวัสดีชาวโลก.",
+    "你好，世界。こんにちは世界。カタカナ ｶﾀｶﾅ 안녕하세요 세계 각 Việt Nam",
+    "👋🌍 👩‍👩‍👧‍👦 👍🏽 🇩🇪 ❤️ ☺︎ 𝕳𝖊𝖑𝖑𝖔 𓂀",
+    "zero\u200bwidth non\u00a0breaking soft\u00adhyphen \ufeffmark \u202ebackwards\u202c \ufffd \x00 \x1b[0m",
+    "▁metaspace ĠBPE ##piece </w> <0x0A> [UNK] <unk> <s> </s> <|endoftext|> <|im_start|>user",
+    "https://example.org/a_b?c=d&e=%20f user@example.org $x^{2}_{i}$ {{ braces }} `code` ~~ -- ——",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa        ........ ======== \n\n\n\n",
+    "CamelCaseIdentifier snake_case_name kebab-case SCREAMING_CASE αβγ_δ",
+)
+CONVERSATIONS = (
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": " 1 + 1? "}],
+    [
+        {"role": "user", "content": "What is 🌍?"},
+        {"role": "assistant", "content": "The Earth.\n"},
+        {"role": "user", "content": "And\n\nthe moon?"},
+    ],
+    [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": ""}],
+    [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "<|im_end|></s> [INST]"},
+        {"role": "assistant", "content": "{}"},
+        {"role": "user", "content": ""},
+    ],
+)
+
+
+def tokenizer_difference(a: Source, b: Source) -> str | None:
+    """Return what the tokenizers of two checkpoints do differently, in words; None if nothing was found.
+
+    Equal files are not loaded. For others the vocabulary, the merges, the added and the special tokens and
+    the chat template have to be equal, and both have to treat HARD_TEXTS and CONVERSATIONS alike. A chat
+    template that only one of them has is no difference.
+    """
+    names = {name for source in (a, b) for name in find_files(source.folder, TOKENIZER)}
+    differing = sorted(name for name in names if not has_same_file(name, a, b))
+    if not differing:
+        return None
+    mistral = [name for source in (a, b) for name in find_files(source.folder, MISTRAL_TOKENIZER)]
+    if read_by_mistral := [name for name in differing if name in mistral]:
+        return f"{read_by_mistral[0]} differs or is missing"
+    try:
+        first, second = load_tokenizer(a.folder), load_tokenizer(b.folder)
+    except FlexQuantError as e:
+        return f"{differing[0]} differs or is missing, and more cannot be said, as {e}"
+    for what, behaviour in _behaviours(first, second):
+        x, y = behaviour(first), behaviour(second)
+        if x != y:
+            return f"{what}, {_first_difference(x, y)}"
+    return None
+
+
+def has_same_file(name: str, a: Source, b: Source) -> bool:
+    """Whether both checkpoints have the file, with the same content; JSON is compared as data."""
+    if not all((source.folder / name).is_file() for source in (a, b)):
+        return False
+    x, y = confined_file(a.folder, name), confined_file(b.folder, name)
+    return read_json(x) == read_json(y) if name.endswith(".json") else x.read_bytes() == y.read_bytes()
+
+
+def has_chat_template(source: Source) -> bool:
+    """Whether a checkpoint has a chat template, in a file of its own or in its tokenizer's config."""
+    config = source.folder / "tokenizer_config.json"
+    in_config = config.is_file() and read_json(confined_file(source.folder, config.name)).get("chat_template")
+    return bool(in_config or find_files(source.folder, CHAT_TEMPLATES))
+
+
+def _behaviours(a: Tokenizer, b: Tokenizer) -> list[tuple[str, Callable[[Tokenizer], object]]]:
+    """Return what two tokenizers are compared by: a description, and a function of one."""
+    texts = [*HARD_TEXTS, *(f"a{token}b {token} c" for token in a.get_added_vocab())]
+    found: list[tuple[str, Callable[[Tokenizer], object]]] = [
+        ("special tokens", lambda tokenizer: {name: getattr(tokenizer, name) for name in SPECIAL}),
+        ("vocabularies", lambda tokenizer: tokenizer.get_vocab()),
+        ("added tokens", _added_tokens),
+        ("models", _model),
+    ]
+    if a.chat_template and b.chat_template:
+        found.append(("chat templates", _chat_templates))
+    found += [(f"token ids of the text {text!r}", partial(_token_ids, text=text)) for text in texts]
+    if a.chat_template and b.chat_template:
+        found += [
+            ("texts of a conversation", partial(_rendered, number=i)) for i in range(len(CONVERSATIONS))
+        ]
+    return found
+
+
+def _added_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    return {str(number): repr(token) for number, token in tokenizer.added_tokens_decoder.items()}
+
+
+def _model(tokenizer: Tokenizer) -> dict[str, object]:
+    """Return a fast tokenizer's model without its vocabulary, in the form that the library writes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = json.loads(backend.to_str())["model"] if backend else {}
+    return {key: value for key, value in model.items() if key != "vocab"}
+
+
+def _chat_templates(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the chat templates by name, without the last line's end, which Jinja leaves out."""
+    templates = tokenizer.chat_template
+    named = templates if isinstance(templates, dict) else {"default": templates}
+    return {name: template.removesuffix("\n") for name, template in named.items()}
+
+
+def _token_ids(tokenizer: Tokenizer, text: str) -> dict[str, object]:
+    """Return a text's token ids with and without special tokens, and the texts that they are decoded to."""
+    ids = {special: tokenizer.encode(text, add_special_tokens=special) for special in (True, False)}
+    return {
+        "with special tokens": ids[True],
+        "without": ids[False],
+        "decoded": tokenizer.decode(ids[True]),
+        "decoded without special tokens": tokenizer.decode(ids[True], skip_special_tokens=True),
+    }
+
+
+def _rendered(tokenizer: Tokenizer, number: int) -> object:
+    """Return what the chat template makes of a conversation; the error's text if it refuses that."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            CONVERSATIONS[number], tokenize=True, return_dict=False, add_generation_prompt=True
+        )
+    except (TemplateError, TypeError, ValueError) as e:
+        return str(e)
+
+
+def _first_difference(x: object, y: object) -> str:
+    if isinstance(x, Mapping) and isinstance(y, Mapping):
+        key = next(key for key in [*x, *y] if x.get(key) != y.get(key))
+        return f"{key!r}: {_first_difference(x.get(key), y.get(key))}"
+    return f"{_short(x)} against {_short(y)}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

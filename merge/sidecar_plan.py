@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Choose the files beside the weights, and refuse sources that need different ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexquant.checkpoint.folder import confined_file, read_json
+from flexquant.checkpoint.model_config import JsonObject, reads_more_than_text
+from flexquant.checkpoint.sidecars import (
+    GENERATION_CONFIG,
+    NOTICES,
+    PROCESSOR,
+    RECIPE,
+    TOKENIZER,
+    find_files,
+    recipe_name,
+)
+from flexquant.checkpoint.source import Source
+from flexquant.errors import FlexQuantError
+from flexquant.merge.generation import SETTINGS, generation_settings, settings_file
+from flexquant.merge.same_tokenizer import has_chat_template, has_same_file, tokenizer_difference
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CLASS = "tokenizer_class"
+"""Key of a config that names the tokenizer's class where the tokenizer's own config does not."""
+
+
+@dataclass(frozen=True)
+class SidecarPlan:
+    """The files to copy, and the sources whose tokenizer and generation settings the merged model gets."""
+
+    files: dict[str, Path]
+    """Name in the merged checkpoint -> path."""
+    tokenizer: Source
+    generation: Source
+
+    def complete(self, config: JsonObject) -> JsonObject:
+        """Return a source's config with the keys that belong to the chosen tokenizer and settings."""
+        belonging = [(TOKENIZER_CLASS, self.tokenizer), *((key, self.generation) for key in SETTINGS)]
+        chosen = {key: source.config[key] for key, source in belonging if key in source.config}
+        return {key: value for key, value in config.items() if key not in dict(belonging)} | chosen
+
+
+def plan_sidecars(
+    sources: Sequence[Source], tokenizer_from: str | None = None, generation_from: str | None = None
+) -> SidecarPlan:
+    """Return the files to copy; compare what the sources have, unless a choice names a source.
+
+    All files of the tokenizer come from one source, the first that has a chat template if any does. Raises
+    FlexQuantError, naming the difference and the choices, if tokenizers, generation settings, remote code or
+    (for a model that reads images) processors differ, and for a choice that names no source.
+    """
+    tokenizer = _choose_tokenizer(sources, tokenizer_from)
+    generation = _choose_generation(sources, generation_from)
+    identical = {name for source in sources for name in _code_files(source)}
+    if reads_more_than_text(sources[0].config):
+        identical |= {name for source in sources for name in find_files(source.folder, PROCESSOR)}
+    for name in sorted(identical):
+        _check_identical(name, sources)
+    names = {*identical, *find_files(tokenizer.folder, (*TOKENIZER, *PROCESSOR))}
+    files = {name: confined_file(tokenizer.folder, name) for name in sorted(names)}
+    if path := settings_file(generation.folder):
+        files[GENERATION_CONFIG] = path
+    for source in sources:
+        for name in find_files(source.folder, NOTICES):
+            files.setdefault(name, confined_file(source.folder, name))
+        for name in find_files(source.folder, (RECIPE,)):
+            files[recipe_name(source.name)] = confined_file(source.folder, name)
+    return SidecarPlan(files, tokenizer, generation)
+
+
+def _choose_tokenizer(sources: Sequence[Source], name: str | None) -> Source:
+    if name is not None:
+        return _named(sources, name, "--tokenizer-from")
+    first = sources[0]
+    for other in sources[1:]:
+        if difference := tokenizer_difference(first, other):
+            raise FlexQuantError(
+                f"the tokenizers of '{first.name}' and '{other.name}' differ: {difference}. One model has "
+                f"one; if these are variants of one model, choose with --tokenizer-from {first.name} or "
+                f"--tokenizer-from {other.name}"
+            )
+    return next(filter(has_chat_template, sources), first)
+
+
+def _choose_generation(sources: Sequence[Source], name: str | None) -> Source:
+    """Return the source that the settings come from: the first with a file, as all have the same effect."""
+    if name is not None:
+        return _named(sources, name, "--generation-from")
+    first, *others = sources
+    settings = generation_settings(first)
+    for other in others:
+        theirs = generation_settings(other)
+        for key in SETTINGS:
+            if settings.get(key) != theirs.get(key):
+                raise FlexQuantError(
+                    f"the generation settings of '{first.name}' and '{other.name}' differ in {key}: "
+                    f"{settings.get(key)} against {theirs.get(key)}. One checkpoint has one set of defaults: "
+                    f"choose with --generation-from {first.name} or --generation-from {other.name}"
+                )
+    return next((source for source in sources if settings_file(source.folder)), first)
+
+
+def _named(sources: Sequence[Source], name: str, option: str) -> Source:
+    for source in sources:
+        if source.name == name:
+            return source
+    names = ", ".join(source.name for source in sources)
+    raise FlexQuantError(f"{option} names '{name}', but the variants are {names}; name one of them")
+
+
+def _code_files(source: Source) -> Iterator[str]:
+    """Yield the names of the Python files that a model's ``auto_map`` loads, with what they import."""
+    configs = [source.config]
+    if (source.folder / TOKENIZER_CONFIG).is_file():
+        configs.append(read_json(confined_file(source.folder, TOKENIZER_CONFIG)))
+    classes = [value for config in configs for value in _mapped_classes(config.get("auto_map"))]
+    for module in sorted({name.partition(".")[0] for name in classes if "--" not in name}):
+        from transformers.dynamic_module_utils import get_relative_import_files
+
+        path = confined_file(source.folder, f"{module}.py")
+        yield path.name
+        yield from (Path(found).name for found in get_relative_import_files(path))
+
+
+def _mapped_classes(auto_map: object) -> list[str]:
+    values = auto_map.values() if isinstance(auto_map, dict) else ()
+    listed = [value if isinstance(value, list) else [value] for value in values]
+    return [name for names in listed for name in names if isinstance(name, str)]
+
+
+def _check_identical(name: str, sources: Sequence[Source]) -> None:
+    first = sources[0]
+    for other in sources[1:]:
+        if not has_same_file(name, first, other):
+            raise FlexQuantError(
+                f"{name} is not the same in '{first.name}' ({first.folder}) and '{other.name}' "
+                f"({other.folder}); variants of one model need the same code and processor files"
+            )

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Tokenizers and generation settings are compared by what they do, and one of each is taken along."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from tests.checkpoints import make_checkpoint
+
+TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+Edit = Callable[[Path], None]
+
+
+def edit_json(file: str, edit: Callable[[JsonObject], object]) -> Edit:
+    def apply(folder: Path) -> None:
+        content = json.loads((folder / file).read_text(encoding="utf-8"))
+        edit(content)
+        (folder / file).write_text(json.dumps(content), encoding="utf-8")
+
+    return apply
+
+
+def tokenizer_json(edit: Callable[[JsonObject], object]) -> Edit:
+    return edit_json("tokenizer.json", edit)
+
+
+def tokenizer_config(**values: object) -> Edit:
+    return edit_json("tokenizer_config.json", lambda config: config.update(values))
+
+
+def write(name: str, text: str) -> Edit:
+    def apply(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+    return apply
+
+
+def both(*edits: Edit) -> Edit:
+    def apply(folder: Path) -> None:
+        for edit in edits:
+            edit(folder)
+
+    return apply
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Save a byte-level tokenizer with a few merges and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("i", "n")]
+    words = [*alphabet, *map("".join, merges)]
+    vocab = {word: number for number, word in enumerate(words)} | {"<s>": 500, "</s>": 501, "<tool>": 502}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<tool>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    found = {s: make_checkpoint(folder / s, scheme=s, vocab_size=512) for s in ("w8a8", "w4a16")}
+    for source in found.values():
+        save_tokenizer(source)
+    return found
+
+
+@pytest.fixture
+def sources(pair: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
+    """Two variants of one model, with equal tokenizers; the weights are links."""
+    copies = {}
+    for name, source in pair.items():
+        copies[name] = tmp_path / name
+        copies[name].mkdir()
+        for file in source.iterdir():
+            target = copies[name] / file.name
+            if file.suffix == ".safetensors":
+                target.hardlink_to(file)
+            else:
+                target.write_bytes(file.read_bytes())
+    return copies
+
+
+def merges_as_strings(content: JsonObject) -> None:
+    content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]
+
+
+def left_by_calibration(content: JsonObject) -> None:
+    content["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 8},
+        "direction": "Left",
+        "pad_to_multiple_of": None,
+        "pad_id": 501,
+        "pad_type_id": 0,
+        "pad_token": "</s>",
+    }
+
+
+def without_defaults(content: JsonObject) -> None:
+    for key in ("dropout", "unk_token", "continuing_subword_prefix", "byte_fallback", "ignore_merges"):
+        content["model"].pop(key, None)
+
+
+def move_template_into_config(folder: Path) -> None:
+    text = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    tokenizer_config(chat_template=text)(folder)
+
+
+SAME = {
+    "merges as strings": tokenizer_json(merges_as_strings),
+    "truncation and padding": tokenizer_json(left_by_calibration),
+    "defaults left out": tokenizer_json(without_defaults),
+    "is_local and sides": tokenizer_config(is_local=True, padding_side="left", model_max_length=77),
+    "a padding token": tokenizer_config(pad_token="</s>"),
+    "the template in the config": move_template_into_config,
+    "a final newline of the template": write("chat_template.jinja", TEMPLATE + "\n"),
+    "no template": lambda folder: (folder / "chat_template.jinja").unlink(),
+    "files of transformers 4": both(
+        write("special_tokens_map.json", '{"bos_token": "<s>", "eos_token": "</s>"}'),
+        write("added_tokens.json", '{"<tool>": 502}'),
+    ),
+    "a program beside it": write("quantize.py", "print('made with')"),
+}
+
+
+@pytest.mark.parametrize("edited", ["w8a8", "w4a16"])
+@pytest.mark.parametrize("case", SAME)
+def test_what_does_the_same_is_merged(sources, tmp_path, case, edited):
+    SAME[case](sources[edited])
+    merge_checkpoints(sources, tmp_path / "merged")
+    merged = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert merged("the <tool> thing").input_ids == [257, 220, 502, 220, 256, 258, 70]
+    assert merged.chat_template.strip() == TEMPLATE.strip()
+    verify_checkpoint(tmp_path / "merged", sources)
+    assert not (tmp_path / "merged/quantize.py").exists()
+
+
+def swap_two_tokens(content: JsonObject) -> None:
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+
+OTHER = {
+    "two tokens swapped": (tokenizer_json(swap_two_tokens), r"vocabularies, '[ab]': \d+ against \d+"),
+    "merges in another order": (
+        tokenizer_json(lambda c: c["model"]["merges"].reverse()),
+        "models, 'merges': ",
+    ),
+    "a normaliser": (
+        tokenizer_json(lambda c: c.update(normalizer={"type": "Lowercase"})),
+        r"token ids of the text 'Hello, world!",
+    ),
+    "a decoder": (
+        tokenizer_json(lambda c: c.update(decoder={"type": "Fuse"})),
+        r"token ids of the text ' ', 'decoded': ",
+    ),
+    "a token that is not special": (
+        tokenizer_json(lambda c: c["added_tokens"][-1].update(special=False)),
+        "added tokens, '50[012]': .*special=True.* against .*special=False",
+    ),
+    "another end": (
+        tokenizer_config(eos_token="<tool>"),
+        "special tokens, 'eos_token': '</s>' against '<tool>'",
+    ),
+    "another template": (
+        write("chat_template.jinja", TEMPLATE.replace(": ", "> ")),
+        "chat templates, 'default': ",
+    ),
+    "another template for tools": (
+        write("additional_chat_templates/tool_use.jinja", TEMPLATE),
+        "chat templates, 'tool_use': None against ",
+    ),
+    "a tokenizer of mistral-common": (write("tekken.json", "{}"), "tekken.json differs or is missing"),
+    "no tokenizer": (
+        lambda folder: [file.unlink() for file in folder.glob("tokenizer*")],
+        "tokenizer.json differs or is missing, and more cannot be said, as the tokenizer of ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_what_does_something_else_is_refused_with_the_difference_and_the_choices(sources, tmp_path, case):
+    edit, named = OTHER[case]
+    edit(sources["w4a16"])
+    choices = r"(?s:.*)choose with --tokenizer-from w8a8 or --tokenizer-from w4a16"
+    with pytest.raises(FlexQuantError, match=f"tokenizers of 'w8a8' and 'w4a16' differ: {named}{choices}"):
+        merge_checkpoints(sources, tmp_path / "merged")
+
+
+def test_a_choice_takes_the_whole_tokenizer_of_one_source(sources, tmp_path):
+    tokenizer_json(swap_two_tokens)(sources["w4a16"])
+    for name, ids in (("w8a8", [64, 65]), ("w4a16", [65, 64])):
+        merge_checkpoints(sources, tmp_path / f"of {name}", tokenizer_from=name)
+        assert AutoTokenizer.from_pretrained(tmp_path / f"of {name}")("ab").input_ids == ids
+    with pytest.raises(
+        FlexQuantError, match="--tokenizer-from names 'fp8', but the variants are w8a8, w4a16"
+    ):
+        merge_checkpoints(sources, tmp_path / "again", tokenizer_from="fp8")
+
+
+def settings(**values: object) -> Edit:
+    return write("generation_config.json", json.dumps(values))
+
+
+def ends_of_config(ends: object) -> Edit:
+    return edit_json("config.json", lambda config: config.update(eos_token_id=ends))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (settings(eos_token_id=501, do_sample=True), settings(eos_token_id=[501], transformers_version="5")),
+        (settings(eos_token_id=[7, 501], pad_token_id=1), both(ends_of_config([501, 7]))),
+        (settings(eos_token_id=501, top_p=None, use_cache=False), settings(eos_token_id=501, top_p=None)),
+        (ends_of_config(501), ends_of_config([501])),
+    ],
+)
+def test_generation_settings_of_equal_effect_are_merged(sources, tmp_path, first, second):
+    first(sources["w8a8"])
+    second(sources["w4a16"])
+    merge_checkpoints(sources, tmp_path / "merged")
+    written = (tmp_path / "merged/generation_config.json").exists()
+    assert written == any((source / "generation_config.json").exists() for source in sources.values())
+
+
+def test_other_generation_settings_are_refused_and_can_be_chosen(sources, tmp_path):
+    settings(eos_token_id=501, temperature=0.6)(sources["w8a8"])
+    ends_of_config([501, 502])(sources["w4a16"])
+    with pytest.raises(
+        FlexQuantError,
+        match=r"differ in temperature: 0.6 against None.*--generation-from w8a8 or --generation-from w4a16",
+    ):
+        merge_checkpoints(sources, tmp_path / "merged")
+    merge_checkpoints(sources, tmp_path / "of w8a8", generation_from="w8a8")
+    assert json.loads((tmp_path / "of w8a8/generation_config.json").read_text())["temperature"] == 0.6
+    merge_checkpoints(sources, tmp_path / "of w4a16", generation_from="w4a16")
+    assert not (tmp_path / "of w4a16/generation_config.json").exists()
+    assert json.loads((tmp_path / "of w4a16/config.json").read_text())["eos_token_id"] == [501, 502]
+    split_checkpoint(tmp_path / "of w8a8", "w4a16", tmp_path / "split")
+    assert (tmp_path / "split/generation_config.json").is_file()
+
+
+@pytest.mark.parametrize("ends", ["501", [501, "7"], True])
+def test_an_end_that_is_no_token_id_is_refused(sources, tmp_path, ends):
+    settings(eos_token_id=ends)(sources["w8a8"])
+    with pytest.raises(
+        FlexQuantError, match="generation_config.json has eos_token_id .*, expected a token id"
+    ):
+        merge_checkpoints(sources, tmp_path / "merged")
+
+
+def test_only_code_that_the_config_loads_has_to_be_equal(sources, tmp_path):
+    for source in sources.values():
+        tokenizer_config(auto_map={"AutoTokenizer": ["my_tokenizer.Mine", None]})(source)
+        write("my_tokenizer.py", "from .parts import part\n")(source)
+        write("parts.py", "part = 1\n")(source)
+    write("benchmark.py", "slow = True\n")(sources["w8a8"])
+    merge_checkpoints(sources, tmp_path / "merged")
+    assert {path.name for path in (tmp_path / "merged").glob("*.py")} == {"my_tokenizer.py", "parts.py"}
+
+    write("parts.py", "part = 2\n")(sources["w4a16"])
+    with pytest.raises(FlexQuantError, match=r"parts.py is not the same in 'w8a8' .* need the same code"):
+        merge_checkpoints(sources, tmp_path / "again")
