@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
         cleanup_dist_env_and_memory()
 
 
-def take_policy(llm: LLM, name: str, document: dict[str, Any]) -> None:
+def take_policy(llm: LLM, name: str, document: JsonObject) -> None:
     """Change the engine's policy; raise FlexQuantError if the engine refuses it."""
     for answer in llm.collective_rpc("flexquant_change_policy", args=(name, document, False)):
         if "refused" in answer:

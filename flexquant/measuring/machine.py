@@ -8,17 +8,17 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.digest import versions_of
 from flexquant.serving.cpu.machine import cpu_model
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine() -> JsonObject:
     """Return the CPU's model, the number of cores, the GPU's name (None without a GPU) and its memory."""
     import torch
 
-    found: dict[str, Any] = {"cpu": cpu_model(), "cores": os.cpu_count(), "gpu": None}
+    found: JsonObject = {"cpu": cpu_model(), "cores": os.cpu_count(), "gpu": None}
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
         found |= {"gpu": gpu.name, "gpu_memory_gib": round(gpu.total_memory / 2**30, 1)}

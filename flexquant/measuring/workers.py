@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.engine import engine, prepare_environment
@@ -56,7 +57,7 @@ def import_ahead() -> None:
 class Worker:
     """The parent's handle of a process with an engine and a PassRunner."""
 
-    def __init__(self, name: str, folder: Path, policy: Policy, options: dict[str, Any], logs: Path) -> None:
+    def __init__(self, name: str, folder: Path, policy: Policy, options: JsonObject, logs: Path) -> None:
         self.name = name
         self.kernels: list[str] = []
         """Names of the kernels that run the engine's linear layers; known once it is ready."""
@@ -116,7 +117,7 @@ class Worker:
 
 @contextmanager
 def start_workers(
-    policies: Mapping[str, Policy], folder: Path, options: Callable[[str], dict[str, Any]]
+    policies: Mapping[str, Policy], folder: Path, options: Callable[[str], JsonObject]
 ) -> Iterator[dict[str, Worker]]:
     """Start an engine for each policy, yield the workers by name, and stop them on leaving.
 
@@ -143,7 +144,7 @@ def start_workers(
                     end(worker)
 
 
-def _serve(connection: Connection, log: str, folder: str, options: dict[str, Any]) -> None:
+def _serve(connection: Connection, log: str, folder: str, options: JsonObject) -> None:
     """Run the worker's process: start the engine, and answer calls until the parent closes the connection."""
     os.setpgrp()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"

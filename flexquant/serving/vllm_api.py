@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import SupportsLoRA as SupportsLoRA
     from vllm.model_executor.models.interfaces import SupportsMultiModal as SupportsMultiModal
     from vllm.model_executor.models.interfaces import SupportsPP as SupportsPP
+    from vllm.model_executor.models.interfaces import supports_multimodal as supports_multimodal
     from vllm.sequence import IntermediateTensors as IntermediateTensors
 
     # Goes when plugins may register such a hook.
@@ -70,6 +71,8 @@ if TYPE_CHECKING:
     from vllm.forward_context import override_forward_context as override_forward_context
 
     # Goes when vLLM captures graphs anew on request, as it pauses on request.
+    from vllm.v1.worker import gpu_model_runner as gpu_model_runner
+    from vllm.v1.worker.gpu import model_runner as model_runner
     from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient as AsyncMPClient
 

@@ -63,7 +63,7 @@ class Names:
 
 
 PUBLIC: dict[str, tuple[str, ...]] = {
-    "vllm": ("EngineArgs", "LLM", "RequestOutput", "SamplingParams"),
+    "vllm": ("EngineArgs", "LLM", "RequestOutput", "SamplingParams", "TokensPrompt"),
     "vllm.config": ("CompilationMode", "CUDAGraphMode", "ModelConfig", "VllmConfig"),
     "vllm.logger": ("init_logger",),
     "vllm.model_executor.models": ("ModelRegistry",),

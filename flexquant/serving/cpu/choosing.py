@@ -92,9 +92,9 @@ def choose_cpu_kernels(models: Mapping[str, nn.Module], sizes: Mapping[str, Sequ
             elif kinds:
                 _exchange(layer, kinds[0])
     chosen = find_fastest([request for request, _ in to_try.values()])
-    for (request, layers), kind_name in zip(to_try.values(), chosen, strict=True):
-        for layer, kinds in layers:
-            _exchange(layer, kinds[request["kernels"].index(kind_name)])
+    for (request, tried), kind_name in zip(to_try.values(), chosen, strict=True):
+        for tried_layer, kinds in tried:
+            _exchange(tried_layer, kinds[request["kernels"].index(kind_name)])
 
 
 def _exchange(layer: QuantisedLayer, kind: type[LinearKernel]) -> None:
@@ -122,6 +122,8 @@ def possible_kernels(kernel: LinearKernel | None) -> list[type[LinearKernel]]:
     The list is empty for W4A8 if only the stand-in is available.
     """
     kinds: list[type[LinearKernel]]
+    if kernel is None:
+        return []
     if isinstance(kernel, MPLinearKernel):
         kinds = [*_int4_kernels(kernel.config.act_type == torch.int8)]
     elif isinstance(kernel, CPUInt8ScaledMMLinearKernel) or type(kernel).__name__ == ZENTORCH_INT8:

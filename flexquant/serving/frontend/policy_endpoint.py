@@ -153,8 +153,8 @@ def _reason(e: BaseException) -> str:
 async def _ask_change(request: Request, policy: Policy, dry_run: bool, *more: object) -> list[JsonObject]:
     document = {key: value for key, value in policy.document.items() if key != "measured"}
     timeout = STATUS_TIMEOUT if dry_run else CAPTURE_TIMEOUT
-    asked = "flexquant_change_policy", policy.name, document, dry_run, *more
-    return await _ask_all(request, timeout, *asked)
+    method = "flexquant_change_policy"
+    return await _ask_all(request, timeout, method, policy.name, document, dry_run, *more)
 
 
 async def _ask_all(request: Request, timeout: float, method: str, *args: object) -> list[JsonObject]:

@@ -65,7 +65,7 @@ def tell_devices(variants: Mapping[str, nn.Module]) -> None:
 
 def share_adapters(manager: LoRAModelManager) -> None:
     """Give layers of all variants the adapter matrices of the wrapped layers that ``manager`` fills."""
-    modules: Any = manager.modules
+    modules = manager.modules
     for name in [name for name in modules if name.startswith(VARIANTS)]:
         layer = modules.pop(name)
         _, _, name_in_plan = name.removeprefix(VARIANTS).partition(".")

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
@@ -110,6 +110,13 @@ class Moments(Protocol):
         """Take the logits that a pass computed."""
 
 
+@runtime_checkable
+class LayerWithBackend(Protocol):
+    """An attention layer that keeps its backend where vLLM's own layers do."""
+
+    attn_backend: type[AttentionBackend] | None
+
+
 class PassObserver:
     """Observes the passes of one model through the metadata builders of its attention layers."""
 
@@ -126,7 +133,7 @@ class PassObserver:
         self._tokens_per_sequence = tokens_per_sequence
         self._replayed = replayed
         self._began = began
-        self._backends: dict[type, type] = {}
+        self._backends: dict[type[AttentionBackend], type[AttentionBackend]] = {}
         self._first_layer: str | None = None
         self._unobserved: str | None = None
         self._left_over: Pass | None = None
@@ -144,14 +151,13 @@ class PassObserver:
         self.moments: Moments | None = None
         """Gives each pass its moment; None if the policy does not tell moments apart."""
 
-    def observe(self, layers: Mapping[str, Any]) -> None:
+    def observe(self, layers: Mapping[str, object]) -> None:
         """Give attention layers, by name, an observed backend; call this before vLLM makes their KV cache.
 
         A layer that keeps its backend elsewhere cannot be observed: :meth:`check_phases` refuses it.
         """
         for name, layer in layers.items():
-            backend = getattr(layer, "attn_backend", None)
-            if backend is not None:
+            if isinstance(layer, LayerWithBackend) and (backend := layer.attn_backend) is not None:
                 if backend not in self._backends:
                     self._backends[backend] = self._observed(backend)
                 layer.attn_backend = self._backends[backend]

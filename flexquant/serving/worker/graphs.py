@@ -25,7 +25,7 @@ import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -43,6 +43,12 @@ from flexquant.serving.vllm_api import (
     override_forward_context,
     set_current_vllm_config,
 )
+
+if TYPE_CHECKING:
+    from flexquant.serving.vllm_api import gpu_model_runner, model_runner
+
+    Runner = gpu_model_runner.GPUModelRunner | model_runner.GPUModelRunner
+    """vLLM's V1 or V2 model runner."""
 
 logger = init_logger("vllm.flexquant.graphs")
 
@@ -149,7 +155,7 @@ class PlanGraphs:
             for plan in routes.reachable(size.num_tokens)
         )
 
-    def capture_again(self, runner: Any, vllm_config: VllmConfig) -> None:
+    def capture_again(self, runner: Runner, vllm_config: VllmConfig) -> None:
         """Have vLLM capture the graphs that :meth:`fit` misses, by the model's routes; no pass may run.
 
         ``runner`` is vLLM's model runner. If it raises, graphs can be missing, and a plan can have some of
@@ -158,8 +164,8 @@ class PlanGraphs:
         """
         self._memory = GraphMemory()
         torch.accelerator.synchronize()
-        if (v2 := getattr(runner, "cudagraph_manager", None)) is not None:
-            v2.graphs.clear()
+        if hasattr(runner, "cudagraph_manager") and runner.cudagraph_manager is not None:
+            runner.cudagraph_manager.graphs.clear()
         for wrapper in CUDAGraphWrapper._all_instances:
             if wrapper.runtime_mode == CUDAGraphMode.FULL:
                 wrapper.concrete_cudagraph_entries.clear()
@@ -181,11 +187,12 @@ class PlanGraphs:
             for size in wrapper.concrete_cudagraph_entries.keys() - kept:
                 del wrapper.concrete_cudagraph_entries[size]
 
-    def do_without(self, runner: Any) -> None:
+    def do_without(self, runner: Runner) -> None:
         """Have vLLM run all passes without CUDA graphs from now on, and drop the existing graphs."""
-        if (v2 := getattr(runner, "cudagraph_manager", None)) is not None:
-            v2.graphs.clear()
-            v2._graphs_captured = False
+        if hasattr(runner, "cudagraph_manager"):
+            if runner.cudagraph_manager is not None:
+                runner.cudagraph_manager.graphs.clear()
+                runner.cudagraph_manager._graphs_captured = False
         else:
             runner.cudagraph_dispatcher.keys_initialized = False
         for wrapper in CUDAGraphWrapper._all_instances:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from vllm.logger import init_logger
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flexquant.policy.plans import Plan
     from flexquant.policy.routes import RouteTable
     from flexquant.serving.worker.forward_pass import PassObserver
-    from flexquant.serving.worker.graphs import PlanGraphs
+    from flexquant.serving.worker.graphs import PlanGraphs, Runner
     from flexquant.serving.worker.pass_records import PassRecords
 
 logger = init_logger("vllm.flexquant.live_policy")
@@ -79,7 +79,7 @@ class LivePolicy:
         self,
         name: str,
         document: JsonObject,
-        runner: Any | None,
+        runner: Runner | None,
         seen: Collection[str] | None = None,
         change: str = "",
     ) -> JsonObject:
@@ -115,7 +115,7 @@ class LivePolicy:
             self._before = {change: before}
         return told
 
-    def restore(self, change: str, runner: Any) -> None:
+    def restore(self, change: str, runner: Runner) -> None:
         """Return to the policy before ``change``, if that is the last change that was made here.
 
         It is called if other engines have not taken the policy. Raises :class:`FlexQuantError` as
@@ -124,7 +124,7 @@ class LivePolicy:
         self._take(self._before.get(change, self._model.policy), runner)
         self._before.pop(change, None)
 
-    def _take(self, after: ServedPolicy, runner: Any) -> None:
+    def _take(self, after: ServedPolicy, runner: Runner) -> None:
         """Route by a policy; ranks agree after every step that can fail, and no later step can."""
         before = self._model.policy
 
@@ -147,7 +147,7 @@ class LivePolicy:
         except Exception:
             logger.exception("policy %s is served, but this rank could not note that", after.name)
 
-    def _capture_again(self, runner: Any, before: ServedPolicy) -> None:
+    def _capture_again(self, runner: Runner, before: ServedPolicy) -> None:
         """Capture CUDA graphs for the policy; if a rank fails, all return to the policy ``before``."""
 
         def capture() -> None:

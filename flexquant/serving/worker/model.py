@@ -19,7 +19,6 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable
 from flexquant.serving.config import tokens_per_sequence
-from flexquant.serving.cpu.embeddings import unpack_the_looked_up
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.options import resolved_policy
 from flexquant.serving.vllm_api import (
@@ -41,7 +40,7 @@ from flexquant.serving.worker.plan_views import build_plan
 from flexquant.serving.worker.policy_change import served_policy
 from flexquant.serving.worker.ranks import check_ranks_agree
 from flexquant.serving.worker.variants import build_variants
-from flexquant.serving.worker.weight_memory import WeightMemory
+from flexquant.serving.worker.weight_memory import WeightMemory, unpack_the_looked_up
 from flexquant.serving.worker.weights import VariantLoader
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         # vLLM 0.26 does not call the model's process_weights_after_loading.
         self._until_first_pass = self.register_forward_pre_hook(lambda *_: self._announce())
 
-    def _build_plan(self, plan: Plan) -> Any:
+    def _build_plan(self, plan: Plan) -> nn.Module:
         built = build_plan(dict(self.variants.items()), plan, self.merged, self._derived)
         if self._aux_layers is not None:
             set_aux_layers(built, self._aux_layers)
@@ -266,7 +265,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         return logits
 
 
-def set_aux_layers(plan: Any, layers: tuple[int, ...]) -> None:
+def set_aux_layers(plan: nn.Module, layers: tuple[int, ...]) -> None:
     """Have a plan return the hidden states before these layers; raise FlexQuantError if it cannot."""
     if not isinstance(plan, SupportsEagle3):
         raise FlexQuantError(

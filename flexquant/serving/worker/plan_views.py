@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeGuard
 
 from torch import nn
 from vllm.config import VllmConfig
@@ -29,10 +29,16 @@ from vllm.config import VllmConfig
 from flexquant import __version__
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.documents.digest import digest_of
+from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
 from flexquant.policy.rules import Derivation
 from flexquant.serving.options import OPTIONS_KEY, RESOLVED_KEY, additional_config
-from flexquant.serving.vllm_api import TorchCompileWithNoGuardsWrapper, set_current_vllm_config, set_model_tag
+from flexquant.serving.vllm_api import (
+    TorchCompileWithNoGuardsWrapper,
+    set_current_vllm_config,
+    set_model_tag,
+    supports_multimodal,
+)
 
 
 def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
@@ -42,16 +48,26 @@ def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
     return view
 
 
-def decoder_path(model: Any) -> str:
+def decoder_path(model: nn.Module) -> str:
     """Return the name of the module that holds a model's decoder layers as its ``layers``.
 
     It is ``model`` for text models. In a vision model it lies in the language model, or is that model itself.
     """
-    if not getattr(model, "supports_multimodal", False):
+    if not supports_multimodal(model):
         return "model"
     language_model = model.get_language_model()
     path = next(name for name, module in model.named_modules() if module is language_model)
     return path if hasattr(language_model, "layers") else f"{path}.model"
+
+
+def check_structure(model: nn.Module, architecture: str) -> None:
+    """Raise :class:`FlexQuantError` if a model has no stack of decoder layers where FlexQuant finds it."""
+    inner = dict(model.named_modules()).get(decoder_path(model))
+    if not isinstance(getattr(inner, "layers", None), nn.ModuleList):
+        raise FlexQuantError(
+            f"{architecture} is not built with 'model.layers' in this vLLM; FlexQuant serves decoder-only "
+            "architectures of that form, such as Llama, Qwen2, Qwen3, Mistral and Gemma 3"
+        )
 
 
 def stack_of_layers(model: nn.Module) -> nn.ModuleList:
@@ -69,7 +85,7 @@ def with_module(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
 
 
 def build_plan(
-    variants: Mapping[str, Any], plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivation]
+    variants: Mapping[str, nn.Module], plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivation]
 ) -> nn.Module:
     """Return a causal LM whose decoder layer i is taken from variant ``plan.layers[i]``.
 
@@ -78,8 +94,9 @@ def build_plan(
     """
     base = variants[plan.layers[-1]]
     path = decoder_path(base)
-    layers = [variants[v].get_submodule(path).layers[i] for i, v in enumerate(plan.layers)]
-    inner: Any = shallow_copy(base.get_submodule(path), layers=nn.ModuleList(layers))
+    stacks = {name: stack_of_layers(variants[name]) for name in plan.variants}
+    layers = [stacks[v][i] for i, v in enumerate(plan.layers)]
+    inner = shallow_copy(base.get_submodule(path), layers=nn.ModuleList(layers))
     if is_compiled(inner):
         digest = plan_digest(plan, merged, derived)
         give_own_compile_state(inner, plan.name, digest, inner.vllm_config)
@@ -87,7 +104,7 @@ def build_plan(
     return with_module(base, path, inner).eval()
 
 
-def is_compiled(inner: nn.Module) -> bool:
+def is_compiled(inner: nn.Module) -> TypeGuard[TorchCompileWithNoGuardsWrapper]:
     """Whether vLLM compiles a causal LM's inner model, the one that holds the decoder layers."""
     return isinstance(inner, TorchCompileWithNoGuardsWrapper) and not inner.do_not_compile
 
@@ -115,7 +132,9 @@ def plan_digest(plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivati
     return digest_of(content)
 
 
-def give_own_compile_state(inner: Any, plan_name: str, digest: str, vllm_config: VllmConfig) -> None:
+def give_own_compile_state(
+    inner: TorchCompileWithNoGuardsWrapper, plan_name: str, digest: str, vllm_config: VllmConfig
+) -> None:
     """Have ``inner``, a shallow copy of a compiled module, compiled and cached by itself."""
     others = additional_config(vllm_config)
     for key in (OPTIONS_KEY, RESOLVED_KEY):
@@ -124,6 +143,8 @@ def give_own_compile_state(inner: Any, plan_name: str, digest: str, vllm_config:
     config.additional_config = {**others, "flexquant_plan": f"{plan_name} {digest}"}
     inner.vllm_config = config
     inner.compiled = False
-    inner._compile_tag = f"flexquant-{re.sub(r'[^a-zA-Z0-9_-]+', '_', plan_name)}-{digest[:16]}"
-    with set_model_tag(inner._compile_tag), set_current_vllm_config(config):
+    tag = vars(inner)["_compile_tag"] = (
+        f"flexquant-{re.sub(r'[^a-zA-Z0-9_-]+', '_', plan_name)}-{digest[:16]}"
+    )
+    with set_model_tag(tag), set_current_vllm_config(config):
         TorchCompileWithNoGuardsWrapper.__init__(inner)

@@ -9,9 +9,8 @@ lists meaningful, but vLLM registers attention layers by name, in ``static_forwa
 its part of the KV cache. So all variants but the first are built against a scratch dictionary, and then
 their attention modules are replaced by the first variant's: *one* KV cache, written and read by all.
 Modules outside the decoder layers whose tensors are the same in every variant (embedding, final norm,
-lm_head, what reads images) are replaced in the same way, and exist once; so do equal experts
-(`expert_layers`). A *derived* variant (`w4a8`) is its source
-built once more with other kernels in the INT4 layers; it shares all else with the source.
+lm_head, what reads images) are replaced in the same way, and so are equal experts (`expert_layers`).
+A *derived* variant (`w4a8`) is its source built again, with other kernels in the INT4 layers alone.
 
 Only the decoder layers that some plan takes from a variant have memory. The others are built with their
 linears and experts on the meta device, so that vLLM's classes find what they need, and are then removed
@@ -21,9 +20,9 @@ linears and experts on the meta device, so that vLLM's classes find what they ne
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 from torch import nn
@@ -50,13 +49,15 @@ from flexquant.serving.worker.expert_layers import (
     name_apart,
     only_experts,
 )
-from flexquant.serving.worker.plan_views import decoder_path, stack_of_layers
-from flexquant.serving.worker.w4a8 import is_int4_layer, use_8bit_activations
+from flexquant.serving.worker.plan_views import check_structure, stack_of_layers
+from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
 
 if TYPE_CHECKING:
     from flexquant.policy.routes import RouteTable
+    from flexquant.serving.vllm_api import QuantizationConfig, QuantizeMethodBase
 
 LM_HEAD = "lm_head"
+Created = ParamSpec("Created")
 
 
 class AbsentLayer(nn.Module):
@@ -114,30 +115,35 @@ def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -
 
 
 @contextmanager
-def memory_for(layers: Collection[int], quant_config: Any) -> Iterator[None]:
+def memory_for(layers: Collection[int], quant_config: QuantizationConfig | None) -> Iterator[None]:
     """Build the linears and experts of all decoder layers but ``layers`` on the meta device."""
+    assert quant_config is not None, "every variant is quantised"
     method_of = quant_config.get_quant_method
 
-    def get_quant_method(layer: nn.Module, prefix: str) -> Any:
+    def get_quant_method(layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         method = method_of(layer, prefix)
         if method is None or is_in(prefix, layers) or isinstance(layer, AttentionLayerBase):
             return method
         # A method that transforms a linear's inputs wraps the linear's own; all layers share its matrices.
         method_of_weights = getattr(method, "quant_method", method)
-        create_weights = method_of_weights.create_weights
-
-        def create_without_memory(*args: Any, **kwargs: Any) -> None:
-            with torch.device("meta"):
-                create_weights(*args, **kwargs)
-
-        method_of_weights.create_weights = create_without_memory
+        vars(method_of_weights)["create_weights"] = without_memory(method_of_weights.create_weights)
         return method
 
-    quant_config.get_quant_method = get_quant_method
+    vars(quant_config)["get_quant_method"] = get_quant_method
     try:
         yield
     finally:
-        del quant_config.get_quant_method
+        del vars(quant_config)["get_quant_method"]
+
+
+def without_memory(create: Callable[Created, None]) -> Callable[Created, None]:
+    """Return a function that creates on the meta device what ``create`` creates."""
+
+    def create_without_memory(*args: Created.args, **kwargs: Created.kwargs) -> None:
+        with torch.device("meta"):
+            create(*args, **kwargs)
+
+    return create_without_memory
 
 
 def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, nn.Module]) -> None:
@@ -165,85 +171,85 @@ def build_variants(
     ``names`` can include variants that ``routes`` derives. Raises :class:`FlexQuantError` for an architecture
     that is not built with ``model.layers``.
     """
-    base_class, _ = ModelRegistry.resolve_model_cls(
-        [merged.base_architecture], model_config=vllm_config.model_config
-    )
     real_context = vllm_config.compilation_config.static_forward_context
     variants: dict[str, nn.Module] = {}
-    derived, layers = routes.derived, routes.layers
-
-    def build(name: str, registered: dict[str, nn.Module]) -> nn.Module:
-        source = derived[name].source if name in derived else name
-        config = variant_vllm_config(vllm_config, merged.variants[source], merged.base_architecture)
-        # --cpu-offload-gb needs layers with memory: vLLM copies each layer as soon as it is built.
-        offloads = vllm_config.offload_config.uva.cpu_offload_gb > 0
-        memory = nullcontext() if offloads else memory_for(layers[name], config.quant_config)
-        with explained_kernels(name, vllm_config), memory:
-            variant = initialize_model(config, prefix=prefix, model_class=base_class)
-        check_structure(variant, merged.base_architecture)
-        leave_out(variant, layers[name], registered)
-        if name in derived:
-            use_8bit_activations(variant, derived[name].activations)
-        check_precision(name, variant, derived[name].activations if name in derived else None)
-        return variant
-
-    def owner(module: str) -> str:
-        return next(name for name in names if is_in(module, layers[name]))
-
     for name in names:
-        if not variants:
-            variants[name] = build(name, real_context)
-            continue
-        with scratch_forward_context(vllm_config) as registered:
-            variant = build(name, registered)
-        replacements: dict[nn.Module, nn.Module] = {}
-        for layer_name, layer in registered.items():
-            if isinstance(layer, AttentionLayerBase):
-                if owner(layer_name) == name:
-                    real_context[layer_name] = layer
-                elif is_in(layer_name, layers[name]):
-                    replacements[layer] = real_context[layer_name]
-            elif layer not in expert_layers(variant):
-                raise FlexQuantError(
-                    f"layer '{layer_name}' ({type(layer).__name__}) of {merged.base_architecture} is looked "
-                    "up by name at run time and cannot exist in several variants yet; serve one variant's "
-                    "own checkpoint"
-                )
-        source = derived[name].source if name in derived else name
-        of_source = layers[source] if source in variants else ()
-        owners = {module: owner(module) for module in merged.shared_modules}
-        if source in variants:
-            owners |= {m: source for m in modules_as_in_source(variant) if is_in(m, of_source)}
-        for path, layer in expert_layers_by_path(variant).items():
-            if is_in(path, of_source):
-                there = variants[source].get_submodule(path).modules()
-                # The block around an expert layer also holds the shared experts, and loads them.
-                replacements |= dict(zip(layer.modules(), there, strict=True))
-            else:
-                name_apart(layer, name, real_context)
-        here = layers_here(variant)
-        for other in set(owners.values()) - {name}:
-            common = [m for m, has_it in owners.items() if has_it == other and is_in(m, here)]
-            of_other = find_modules(variants[other], common)
-            replacements |= dict(zip(find_modules(variant, common), of_other, strict=True))
-        check_cache_layers(registered, replacements, merged.base_architecture)
-        replace_modules(variant, replacements)
+        with scratch_forward_context(vllm_config) if variants else nullcontext(real_context) as registered:
+            variant = build_variant(vllm_config, merged, name, routes, prefix)
+        if variants:
+            share_modules(name, variant, variants, registered, real_context, merged, routes)
         variants[name] = variant
     if current_platform.is_cpu():
         choose_cpu_kernels(variants, sizes_by_variant(routes))
     return variants
 
 
-def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
-    """Return the modules that a derived variant shares with its source: all but the INT4 linear layers.
+def build_variant(
+    vllm_config: VllmConfig, merged: MergedConfig, name: str, routes: RouteTable, prefix: str
+) -> nn.Module:
+    """Build one variant, with attention layers of its own and the decoder layers that some plan takes."""
+    architecture, layers = merged.base_architecture, routes.layers[name]
+    base_class, _ = ModelRegistry.resolve_model_cls([architecture], model_config=vllm_config.model_config)
+    config = variant_vllm_config(vllm_config, merged.variants[routes.source(name)], architecture)
+    # --cpu-offload-gb needs layers with memory: vLLM copies each layer as soon as it is built.
+    offloads = vllm_config.offload_config.uva.cpu_offload_gb > 0
+    memory = nullcontext() if offloads else memory_for(layers, config.quant_config)
+    with explained_kernels(name, vllm_config), memory:
+        variant = initialize_model(config, prefix=prefix, model_class=base_class)
+    check_structure(variant, architecture)
+    leave_out(variant, layers, vllm_config.compilation_config.static_forward_context)
+    activations = routes.derived[name].activations if name in routes.derived else None
+    if activations is not None:
+        use_8bit_activations(variant, activations)
+    check_precision(name, variant, activations)
+    return variant
 
-    Whole expert layers are shared, shared experts included.
-    """
-    return tuple(
-        name
-        for name, module in variant.named_modules()
-        if (module._parameters or module._buffers) and not is_int4_layer(module)
-    )
+
+def share_modules(
+    name: str,
+    variant: nn.Module,
+    variants: Mapping[str, nn.Module],
+    registered: Mapping[str, nn.Module],
+    real_context: dict[str, nn.Module],
+    merged: MergedConfig,
+    routes: RouteTable,
+) -> None:
+    """Replace what a variant shares with ``variants``, built before it; ``registered`` are its own layers."""
+    layers, source, here = routes.layers, routes.source(name), layers_here(variant)
+    of_source = layers[source] if source in variants else frozenset()
+
+    def owner(module: str) -> str:
+        return next((first for first in (*variants, name) if is_in(module, layers[first])), "")
+
+    replacements: dict[nn.Module, nn.Module] = {}
+    for layer_name, layer in registered.items():
+        if isinstance(layer, AttentionLayerBase):
+            if owner(layer_name) == name:
+                real_context[layer_name] = layer
+            elif is_in(layer_name, layers[name]):
+                replacements[layer] = real_context[layer_name]
+        elif layer not in expert_layers(variant):
+            raise FlexQuantError(
+                f"layer '{layer_name}' ({type(layer).__name__}) of {merged.base_architecture} is looked up "
+                "by name at run time and cannot exist in several variants yet; serve one variant's own "
+                "checkpoint"
+            )
+    owners = {module: owner(module) for module in merged.shared_modules if is_in(module, here)}
+    if source in variants:
+        owners |= {m: source for m in modules_as_in_source(variant) if is_in(m, of_source & here)}
+    for path, layer in expert_layers_by_path(variant).items():
+        if is_in(path, of_source):
+            there = variants[source].get_submodule(path).modules()
+            # The block around an expert layer also holds the shared experts, and loads them.
+            replacements |= dict(zip(layer.modules(), there, strict=True))
+        else:
+            name_apart(layer, name, real_context)
+    for other in set(owners.values()) - {name}:
+        common = [module for module, has_it in owners.items() if has_it == other]
+        of_other = find_modules(variants[other], common)
+        replacements |= dict(zip(find_modules(variant, common), of_other, strict=True))
+    check_cache_layers(registered, replacements, merged.base_architecture)
+    replace_modules(variant, replacements)
 
 
 def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
@@ -289,12 +295,3 @@ def check_cache_layers(
                 "that compute it in one, and cannot exist in several variants; serve one variant's own "
                 "checkpoint ('flexquant split')"
             )
-
-
-def check_structure(model: nn.Module, architecture: str) -> None:
-    inner = dict(model.named_modules()).get(decoder_path(model))
-    if not isinstance(getattr(inner, "layers", None), nn.ModuleList):
-        raise FlexQuantError(
-            f"{architecture} is not built with 'model.layers' in this vLLM; FlexQuant serves decoder-only "
-            "architectures of that form, such as Llama, Qwen2, Qwen3, Mistral and Gemma 3"
-        )

@@ -12,12 +12,13 @@ which costs half a byte a weight.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from vllm.platforms import current_platform
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.serving.vllm_api import (
     CompressedTensorsWNA16,
@@ -83,7 +84,19 @@ def is_int4_layer(layer: nn.Module) -> bool:
     return isinstance(getattr(layer, "scheme", None), CompressedTensorsWNA16)
 
 
-def group_problem(weights: dict[str, Any], activations: str) -> str | None:
+def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
+    """Return the modules that a derived variant shares with its source: all but the INT4 linear layers.
+
+    Whole expert layers are shared, shared experts included.
+    """
+    return tuple(
+        name
+        for name, module in variant.named_modules()
+        if (module._parameters or module._buffers) and not is_int4_layer(module)
+    )
+
+
+def group_problem(weights: JsonObject, activations: str) -> str | None:
     """Return, as a relative clause, why integer weights with 16-bit activations cannot have 8-bit ones.
 
     None if they can. ``weights``: of a group of the checkpoint's ``quantization_config``.

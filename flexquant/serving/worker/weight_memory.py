@@ -5,7 +5,7 @@
 The count covers what a rank holds after vLLM's ``process_weights_after_loading``: every parameter, and every
 copy of a weight that a kernel has packed. Memory that several modules use counts once. On a CPU vLLM passes
 weights to oneDNN and leaves an empty parameter or none. It also passes the lm_head's weight to oneDNN, but
-keeps that parameter (:mod:`flexquant.serving.cpu.embeddings`). oneDNN does not report how much it holds, so
+keeps that parameter. oneDNN does not report how much it holds, so
 its copy counts like the loaded weight, in the same dtype. Buffers and workspaces do not count.
 """
 
@@ -14,14 +14,20 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
+from vllm.platforms import current_platform
 
 from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range
 from flexquant.checkpoint.module_names import layer_number
-from flexquant.serving.vllm_api import AttentionLayerBase, CPUDNNLGEMMHandler, LinearBase
+from flexquant.serving.vllm_api import (
+    AttentionLayerBase,
+    CPUDNNLGEMMHandler,
+    LinearBase,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from flexquant.serving.worker.expert_layers import expert_layers, expert_weights
 from flexquant.serving.worker.linear_kernels import linear_sizes
 
@@ -94,10 +100,10 @@ class WeightMemory:
             if module in experts:
                 elements += experts[module]
             elif isinstance(module, LinearBase):
-                linear: Any = module
-                inputs, outputs = linear_sizes(linear)
+                inputs, outputs = linear_sizes(module)
                 elements += inputs * outputs
-                elements += linear.bias.numel() if getattr(linear, "bias", None) is not None else 0
+                bias = getattr(module, "bias", None)
+                elements += bias.numel() if bias is not None else 0
             else:
                 others |= set(self._held(module))
         return 2 * (elements + sum(piece.elements for piece in others))
@@ -131,3 +137,38 @@ def packed_for_cpu(module: nn.Module) -> Iterator[torch.Tensor | CPUDNNLGEMMHand
     for cell in getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ():
         if isinstance(cell.cell_contents, (torch.Tensor, CPUDNNLGEMMHandler)):
             yield cell.cell_contents
+
+
+def multiplied(model: nn.Module) -> list[VocabParallelEmbedding]:
+    """Return the modules that compute logits: a model's lm_head, or its embedding if it has none."""
+    embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    return [module for module in embeddings if isinstance(module, ParallelLMHead)] or embeddings
+
+
+def unpack_the_looked_up(model: nn.Module) -> None:
+    """On a CPU, free the packed copies of embeddings that are only looked up: vLLM packs every embedding.
+
+    In a tied model it packs the same weight twice, once for the embedding and once for the lm_head.
+    """
+    heads = multiplied(model)
+    embeddings = {module for module in model.modules() if isinstance(module, VocabParallelEmbedding)}
+    for embedding in embeddings.difference(heads):
+        if hasattr(embedding, "cpu_linear"):
+            vars(embedding)["cpu_linear"] = torch.nn.functional.linear
+
+
+def to_be_packed(model: nn.Module) -> list[VocabParallelEmbedding]:
+    """Return the embeddings, of a model without weights, that this machine will keep a packed copy of."""
+    if not current_platform.is_cpu():
+        return []
+    return [module for module in multiplied(model) if not hasattr(module, "scheme") and _is_packed(module)]
+
+
+def _is_packed(embedding: VocabParallelEmbedding) -> bool:
+    """Whether vLLM packs an embedding on this CPU, tried on a small one of the same dtype."""
+    small = nn.Module()
+    small.weight = nn.Parameter(
+        torch.zeros(64, 64, dtype=embedding.get_parameter("weight").dtype), requires_grad=False
+    )
+    embedding.quant_method.process_weights_after_loading(small)
+    return any(True for _ in packed_for_cpu(small))

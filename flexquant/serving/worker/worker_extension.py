@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
@@ -13,13 +13,16 @@ from flexquant.policy.schema import PHASES
 from flexquant.serving.worker.linear_kernels import kernel_names
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from flexquant.serving.worker.graphs import Runner
     from flexquant.serving.worker.model import FlexQuantForCausalLM
 
 
 class ServingWorker(Protocol):
     """What the methods need of vLLM's worker, whatever its device and runner."""
 
-    model_runner: Any
+    model_runner: Runner
 
     def get_model(self) -> FlexQuantForCausalLM: ...
 
@@ -35,13 +38,17 @@ class FlexQuantWorker:
         """From the next pass on, remember which plans serve each request.
 
         The V1 runner holds the requests of the pass that it prepares; for the V2 runner,
-        :func:`observed_model_state` reports them. Both hold the requests that have not ended, V2
-        without preempted ones.
+        :func:`observed_model_state` names them. Both hold the requests that have not ended, V2 without
+        preempted ones.
         """
         model, runner = self.get_model(), self.model_runner
-        model.observer.request_names = lambda: runner.input_batch.req_ids
-        of_v2 = getattr(runner, "req_states", None)
-        under_way = runner.requests if of_v2 is None else of_v2.req_id_to_index
+        under_way: Container[str]
+        if hasattr(runner, "req_states"):
+            model.observer.request_names = tuple
+            under_way = runner.req_states.req_id_to_index
+        else:
+            model.observer.request_names = lambda: runner.input_batch.req_ids
+            under_way = runner.requests
         model.records.requests.under_way = lambda: under_way
 
     def flexquant_requests(self: ServingWorker, response: str) -> list[JsonObject]:

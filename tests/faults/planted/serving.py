@@ -151,7 +151,7 @@ SERVING = (
     Fault(
         "packed-head-not-foretold",
         "The doctor leaves out the copy of the lm_head that a CPU's kernels pack.",
-        "flexquant/serving/cpu/embeddings.py",
+        "flexquant/serving/worker/weight_memory.py",
         "if not current_platform.is_cpu():",
         "if current_platform.is_cpu():",
         ("tests/integration/test_doctor.py::test_weights_are_those_of_the_checkpoint",),
@@ -159,8 +159,8 @@ SERVING = (
     Fault(
         "embeddings-packed-for-nothing",
         "Embeddings that are only looked up keep a second copy on a CPU.",
-        "flexquant/serving/cpu/embeddings.py",
-        "embedding.cpu_linear = torch.nn.functional.linear",
+        "flexquant/serving/worker/weight_memory.py",
+        'vars(embedding)["cpu_linear"] = torch.nn.functional.linear',
         "pass",
         ("tests/integration/test_weight_memory.py::test_variants_and_what_they_share",),
     ),
@@ -193,16 +193,16 @@ SERVING = (
         "layers-shifted-in-a-plan",
         "A plan runs, as layer i, the layer i - 1 of the variant.",
         "flexquant/serving/worker/plan_views.py",
-        "variants[v].get_submodule(path).layers[i] for i, v in enumerate(plan.layers)",
-        "variants[v].get_submodule(path).layers[max(i - 1, 0)] for i, v in enumerate(plan.layers)",
+        "stacks[v][i] for i, v in enumerate(plan.layers)",
+        "stacks[v][max(i - 1, 0)] for i, v in enumerate(plan.layers)",
         (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
     ),
     Fault(
         "variants-shifted-in-a-plan",
         "A layered plan takes, for layer i, the variant of the layer i - 1.",
         "flexquant/serving/worker/plan_views.py",
-        "variants[v].get_submodule(path).layers[i] for i, v in enumerate(plan.layers)",
-        "variants[plan.layers[i - 1]].get_submodule(path).layers[i] for i, _ in enumerate(plan.layers)",
+        "stacks[v][i] for i, v in enumerate(plan.layers)",
+        "stacks[plan.layers[i - 1]][i] for i, _ in enumerate(plan.layers)",
         (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
     ),
     Fault(
@@ -339,9 +339,9 @@ SERVING = (
         "two-kv-caches",
         "The second variant keeps its own attention layers, with a KV cache of their own.",
         "flexquant/serving/worker/variants.py",
-        "                    replacements[layer] = real_context[layer_name]\n",
-        '                    layer.layer_name = f"{name}.{layer_name}"\n'
-        "                    real_context[layer.layer_name] = layer\n",
+        "                replacements[layer] = real_context[layer_name]\n",
+        '                layer.layer_name = f"{name}.{layer_name}"\n'
+        "                real_context[layer.layer_name] = layer\n",
         (VIEWS + "test_switching_between_variants_of_equal_weights_changes_nothing",),
     ),
     Fault(
@@ -407,8 +407,8 @@ SERVING = (
         "w4a8-served-as-w4a16",
         "A derived variant keeps the kernels of its source, without a word.",
         "flexquant/serving/worker/variants.py",
-        "            use_8bit_activations(variant, derived[name].activations)\n",
-        "            pass\n",
+        "        use_8bit_activations(variant, activations)\n",
+        "        pass\n",
         # The second is for CPUs with AMX, whose W4A16 kernel multiplies with 8-bit activations too.
         (
             W4A8 + "test_a_layer_multiplies_dequantised_int4_weights_with_int8_activations",
