@@ -152,7 +152,7 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
             if not isinstance(key_node, yaml.ScalarNode):
                 raise FlexQuantError(f"{place}: a key is a list or mapping; write text instead")
             try:
-                key = _key(_plain(key_node.value), place)
+                key = _key(_whole(key_node.value), place)
             except ValueError as e:
                 raise FlexQuantError(f"{place}: a key cannot be read ({e}); correct it") from e
             if key in mapping:
@@ -172,15 +172,22 @@ def _key(key: str, place: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a value that a server's processes can send to each other; raise ValueError for others.
-
-    JSON writes a character above 16 bits as two escapes; PyYAML leaves two surrogates, which are joined here.
-    """
-    if isinstance(value, str) and not value.isascii():
-        try:
-            return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
-        except UnicodeDecodeError as e:
-            raise ValueError("half of a character, the other half of which is missing") from e
+    """Return a value that a server's processes can send to each other; raise ValueError for others."""
+    if isinstance(value, str):
+        return _whole(value)
     if isinstance(value, int) and value.bit_length() > 63:
         raise ValueError("a number of more than 63 bit")
     return value
+
+
+def _whole(text: str) -> str:
+    """Return text with whole characters; raise ValueError for half a character.
+
+    JSON writes a character above 16 bits as two escapes; PyYAML leaves two surrogates, which are joined here.
+    """
+    if text.isascii():
+        return text
+    try:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError as e:
+        raise ValueError("half of a character, the other half of which is missing") from e

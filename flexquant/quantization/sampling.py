@@ -13,12 +13,12 @@ import importlib.resources
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Protocol, runtime_checkable
 
 import torch
 import yaml
 from transformers import (
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -64,6 +64,20 @@ def draw_opening(languages: tuple[Language, ...], draw: Random) -> str:
     return draw.choice(draw.choice(languages).openings)
 
 
+@runtime_checkable
+class GeneratingModel(Protocol):
+    """The part of transformers' causal language models that samples."""
+
+    def generate(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+    ) -> torch.Tensor: ...
+
+
 class RowTemperatures(LogitsProcessor):
     """Divides the logits [rows, vocabulary] of every row by its own temperature."""
 
@@ -94,7 +108,7 @@ def sample(
     padding = ends[0] if ends else 0
     ids = torch.tensor([[padding] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    assert isinstance(model, GenerationMixin)
+    assert isinstance(model, GeneratingModel)
     output = model.generate(
         input_ids=ids,
         attention_mask=mask,
@@ -110,7 +124,6 @@ def sample(
         ),
         logits_processor=LogitsProcessorList([RowTemperatures(temperatures)]),
     )
-    assert isinstance(output, torch.Tensor)
     written = []
     for row in output[:, longest:].tolist():
         end = next((i for i, token in enumerate(row) if token in ends), len(row))
