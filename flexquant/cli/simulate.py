@@ -104,15 +104,8 @@ def run(args: argparse.Namespace) -> JsonObject:
     machine = Machine.of_times(times)
     if predicted is not None:
         machine = Machine.of_device(predicted[1], args.tensor_parallel_size or 1)
-    limits = server_limits(
-        machine,
-        args.max_num_batched_tokens,
-        args.max_num_seqs,
-        args.kv_cache_tokens,
-        args.block_size,
-        args.capture_sizes,
-        args.async_scheduling,
-    )
+    most = args.max_num_batched_tokens, args.max_num_seqs, args.kv_cache_tokens
+    limits = server_limits(machine, *most, args.block_size, args.capture_sizes, args.async_scheduling)
     for name, policy in policies.items():
         check_times(name, policy, times)
     cost = PassCost(times)

@@ -94,7 +94,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_options(parser.add_argument, engines, tensor_parallel_size={"default": 1}, enforce_eager=eager)
 
 
-def run(args: argparse.Namespace) -> JsonObject:
+def _check(args: argparse.Namespace) -> None:
+    """Raise UsageError for options that do not go together."""
     measured_by = (args.text is not None) + (args.quality is not None)
     if measured_by != (args.max_quality_loss is not None):
         raise UsageError("--max-quality-loss needs --text or --quality, one of them, and they need it")
@@ -102,6 +103,10 @@ def run(args: argparse.Namespace) -> JsonObject:
         raise UsageError("--text measures on this machine; leave --from-metrics out, or give --quality")
     if args.reference is not None and args.text is None:
         raise UsageError("--reference is what --text is measured against; give --text too")
+
+
+def run(args: argparse.Namespace) -> JsonObject:
+    _check(args)
 
     from flexquant.checkpoint.merged_config import read_merged_config
     from flexquant.measuring.workers import import_ahead

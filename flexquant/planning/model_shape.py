@@ -88,12 +88,10 @@ def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8:
     kv_heads = max(1, (config.get("num_key_value_heads") or heads) / tensor_parallel_size)
     num_layers = count_layers(config)
 
-    readers = {
-        name: LinearReader(
-            checkpoint.variant_tensors(name), variant.quantization_config, f"{folder}, variant {name}"
-        )
-        for name, variant in checkpoint.merged.variants.items()
-    }
+    readers = {}
+    for name, variant in checkpoint.merged.variants.items():
+        tensors = checkpoint.variant_tensors(name)
+        readers[name] = LinearReader(tensors, variant.quantization_config, f"{folder}, variant {name}")
     active_experts = config.get("num_experts_per_tok") or 1
     linears: dict[str, Mapping[Linear, int]] = {
         name: {
