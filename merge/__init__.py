@@ -6,10 +6,7 @@
 
     merge_checkpoints({"w8a8": "model-w8a8", "w4a16": "model-w4a16"}, "model-merged")
 
-This folder is imported as `flexquant.merge`. `merging` runs the steps of a merge: `merge_plan` compares the
-sources and finds the tensors that they share, `kv` decides whether they can share one KV cache, and `card`
-writes the model card. `flexquant.checkpoint` reads and writes the folders. `verify` and `split` read a merged
-checkpoint. `conversion` prepares AWQ and GPTQ checkpoints for merging.
+This folder is imported as `flexquant.merge`. README.md says which module does what.
 """
 
 from flexquant.merge.conversion import convert_checkpoint

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 
+Item = TypeVar("Item")
 PROCESSOR = "flexquant.evaluation.forced_decoding:ForcedDecoding"
 
 
@@ -88,8 +89,7 @@ def decode_forced(
             extra_args={EXTRA_ARGS_KEY: options},
         )
 
-    for start in range(0, len(rows), batch_size):
-        batch = range(start, min(start + batch_size, len(rows)))
+    for batch in batches(range(len(rows)), batch_size):
         prompts = [TokensPrompt(prompt_token_ids=rows[row][:prompt_tokens]) for row in batch]
         outputs = llm.generate(prompts, [parameters(row) for row in batch], use_tqdm=False)
         for row, output in zip(batch, outputs, strict=True):
@@ -125,9 +125,9 @@ class AnswerAgreement:
     """Mean share of the reference's answer before the first difference, 0 to 1."""
 
 
-def batches(prompts: list[list[int]], batch_size: int) -> Iterator[list[list[int]]]:
-    for start in range(0, len(prompts), batch_size):
-        yield prompts[start : start + batch_size]
+def batches(items: Sequence[Item], batch_size: int) -> Iterator[Sequence[Item]]:
+    for start in range(0, len(items), batch_size):
+        yield items[start : start + batch_size]
 
 
 def most_tokens(prompts: list[list[int]], batch_size: int) -> int:

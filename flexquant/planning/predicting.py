@@ -50,14 +50,11 @@ class HardwareRow:
     memory_seconds: float
 
 
-def roofline_pass_times(
-    model: ModelShape,
-    device: Device,
-    context: int,
-    decode_sizes: tuple[int, ...] = DECODE_SIZES,
-    prefill_sizes: tuple[int, ...] = PREFILL_SIZES,
-) -> PassTimes:
-    """Return the times of passes of these sizes; decode has ``context`` tokens a sequence in the KV cache."""
+def roofline_pass_times(model: ModelShape, device: Device, context: int) -> PassTimes:
+    """Return predicted times of passes; decode has ``context`` tokens a sequence in the KV cache.
+
+    A prediction has no interval: low, median and high are equal.
+    """
 
     def curves(phase: str, sizes: tuple[int, ...]) -> dict[str, Curve]:
         return {
@@ -69,8 +66,8 @@ def roofline_pass_times(
         }
 
     return PassTimes(
-        curves("decode", decode_sizes),
-        curves("prefill", prefill_sizes),
+        curves("decode", DECODE_SIZES),
+        curves("prefill", PREFILL_SIZES),
         context,
         attention_cost(model, 1, device).seconds,
         {"device": device.name, "description": device.description},

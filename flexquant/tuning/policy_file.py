@@ -20,7 +20,7 @@ from flexquant.policy.pass_times import UNITS, PassTimes, device_name, format_ti
 from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
 from flexquant.serving.cpu.kernels import STAND_INS
-from flexquant.tuning.deciding import Decision, undecided
+from flexquant.tuning.deciding import Decision, Range, undecided
 from flexquant.tuning.objectives import PHASE_OF, Goal, Slo, largest_within
 from flexquant.tuning.samples import Samples
 
@@ -106,13 +106,13 @@ def write_files(output: TuningFiles, tuned: TuningResult, title: str) -> list[Pa
 
 def describe_decision(decision: Decision) -> str:
     """Return e.g. ``decode in w4a16 up to 12 sequences, then w8a8; prefill in w8a8``."""
-    parts = []
-    for phase, ranges in decision.ranges.items():
-        steps = [
-            r.variant if r.last is None else f"{r.variant} up to {r.last} {UNITS[phase]}" for r in ranges
-        ]
-        parts.append(f"{phase} in {', then '.join(steps)}")
-    return "; ".join(parts)
+    return "; ".join(f"{phase} in {describe_steps(phase, r)}" for phase, r in decision.ranges.items())
+
+
+def describe_steps(phase: str, ranges: Sequence[Range]) -> str:
+    """Return e.g. ``w4a16 up to 12 sequences, then w8a8``."""
+    steps = [r.variant if r.last is None else f"{r.variant} up to {r.last} {UNITS[phase]}" for r in ranges]
+    return ", then ".join(steps)
 
 
 def _rules(decision: Decision) -> list[JsonObject]:

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.comparison import percent
 from flexquant.measuring.machine import describe_command
-from flexquant.policy.pass_times import UNITS, Curve, PassTimes, Time
+from flexquant.policy.pass_times import Curve, PassTimes, Time
 from flexquant.policy.plans import Plan
 from flexquant.policy.rules import Policy
 from flexquant.tuning.deciding import Decision
 from flexquant.tuning.objectives import Goal, meet, optimise
-from flexquant.tuning.policy_file import TuningResult, tuned_policy_document
+from flexquant.tuning.policy_file import TuningResult, describe_steps, tuned_policy_document
 from flexquant.tuning.samples import PHASES, Samples
 from flexquant.tuning.traffic import Traffic
 
@@ -151,9 +151,7 @@ class Retuning:
         ]
         for phase, (served, proposed) in gain.items():
             notes.append(f"{phase}: {served:.3g} s in passes as served, {proposed:.3g} s as proposed.")
-        for phase, ranges in decision.ranges.items():
-            steps = [f"{r.variant} up to {r.last} {UNITS[phase]}" for r in ranges[:-1]]
-            notes.append(f"{phase}: {', then '.join([*steps, ranges[-1].variant])}.")
+        notes += [f"{phase}: {describe_steps(phase, ranges)}." for phase, ranges in decision.ranges.items()]
         saved = 1 - after / before
         if saved < WORTH_CHANGING:
             notes.append(
