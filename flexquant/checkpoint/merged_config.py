@@ -138,7 +138,7 @@ class MergedConfig:
                 f"version {SCHEMA_VERSION}; upgrade flexquant, or merge again with this version"
             )
         try:
-            read = TypeAdapter(cls).validate_python({**section, "mixable": None})
+            read: MergedConfig = TypeAdapter(MergedConfig).validate_python({**section, "mixable": None})
         except ValidationError as e:
             raise FlexQuantError(
                 f"the merged checkpoint's quantization_config has {wrong_key(e)}; merge it again"

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from threading import get_ident, local
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -284,7 +284,7 @@ def _parameters_on_meta() -> Iterator[None]:
     """Put parameters on the meta device while a model is built; buffers are computed as usual."""
     building = get_ident()
 
-    def on_meta(_: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    def on_meta(_: nn.Module, name: str, parameter: nn.Parameter) -> Any:  # torch's types allow None only
         here = get_ident() == building
         return nn.Parameter(parameter.to("meta"), requires_grad=False) if here else None
 
