@@ -20,9 +20,9 @@ linears and experts on the meta device, so that vLLM's classes find what they ne
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 from torch import nn
@@ -49,13 +49,15 @@ from flexquant.serving.worker.expert_layers import (
     name_apart,
     only_experts,
 )
-from flexquant.serving.worker.plan_views import decoder_path, stack_of_layers
+from flexquant.serving.worker.plan_views import check_structure, stack_of_layers
 from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
 
 if TYPE_CHECKING:
     from flexquant.policy.routes import RouteTable
+    from flexquant.serving.vllm_api import QuantizationConfig, QuantizeMethodBase
 
 LM_HEAD = "lm_head"
+Created = ParamSpec("Created")
 
 
 class AbsentLayer(nn.Module):
@@ -113,30 +115,35 @@ def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -
 
 
 @contextmanager
-def memory_for(layers: Collection[int], quant_config: Any) -> Iterator[None]:
+def memory_for(layers: Collection[int], quant_config: QuantizationConfig | None) -> Iterator[None]:
     """Build the linears and experts of all decoder layers but ``layers`` on the meta device."""
+    assert quant_config is not None, "every variant is quantised"
     method_of = quant_config.get_quant_method
 
-    def get_quant_method(layer: nn.Module, prefix: str) -> Any:
+    def get_quant_method(layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         method = method_of(layer, prefix)
         if method is None or is_in(prefix, layers) or isinstance(layer, AttentionLayerBase):
             return method
         # A method that transforms a linear's inputs wraps the linear's own; all layers share its matrices.
         method_of_weights = getattr(method, "quant_method", method)
-        create_weights = method_of_weights.create_weights
-
-        def create_without_memory(*args: Any, **kwargs: Any) -> None:
-            with torch.device("meta"):
-                create_weights(*args, **kwargs)
-
-        method_of_weights.create_weights = create_without_memory
+        vars(method_of_weights)["create_weights"] = without_memory(method_of_weights.create_weights)
         return method
 
-    quant_config.get_quant_method = get_quant_method
+    vars(quant_config)["get_quant_method"] = get_quant_method
     try:
         yield
     finally:
-        del quant_config.get_quant_method
+        del vars(quant_config)["get_quant_method"]
+
+
+def without_memory(create: Callable[Created, None]) -> Callable[Created, None]:
+    """Return a function that creates on the meta device what ``create`` creates."""
+
+    def create_without_memory(*args: Created.args, **kwargs: Created.kwargs) -> None:
+        with torch.device("meta"):
+            create(*args, **kwargs)
+
+    return create_without_memory
 
 
 def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, nn.Module]) -> None:
@@ -288,12 +295,3 @@ def check_cache_layers(
                 "that compute it in one, and cannot exist in several variants; serve one variant's own "
                 "checkpoint ('flexquant split')"
             )
-
-
-def check_structure(model: nn.Module, architecture: str) -> None:
-    inner = dict(model.named_modules()).get(decoder_path(model))
-    if not isinstance(getattr(inner, "layers", None), nn.ModuleList):
-        raise FlexQuantError(
-            f"{architecture} is not built with 'model.layers' in this vLLM; FlexQuant serves decoder-only "
-            "architectures of that form, such as Llama, Qwen2, Qwen3, Mistral and Gemma 3"
-        )
