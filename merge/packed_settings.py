@@ -134,7 +134,7 @@ def _bits_and_size(folder: Path, section: JsonObject, method: str) -> tuple[int,
     bits = section.get("bits", section.get("w_bit", 4))
     size = section.get("group_size", section.get("q_group_size", 128))
     allowed = (4,) if method == AWQ else (4, 8)
-    if bits not in allowed:
+    if type(bits) is not int or bits not in allowed:
         listed = " and ".join(map(str, allowed))
         raise FlexQuantError(f"{folder} has {bits!r} bits a weight; of {method} only {listed} are read")
     if type(size) is not int or not (size > 0 or (size == -1 and method == GPTQ)):

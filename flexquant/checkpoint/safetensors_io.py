@@ -200,14 +200,14 @@ def _computed_chunks(ref: ComputedTensor, chunk_bytes: int) -> Iterator[memoryvi
     import torch
 
     if not ref.shape:
-        yield memoryview(ref.compute(None).reshape(1).view(torch.uint8).numpy())
+        yield ref.compute(None).reshape(1).view(torch.uint8).numpy().data
         return
     row_bytes = max(1, ref.nbytes // max(1, ref.shape[0]))
     for start in range(0, ref.nbytes, chunk_bytes):
         stop = min(start + chunk_bytes, ref.nbytes)
         first = start // row_bytes
         rows = ref.compute([range(first, -(-stop // row_bytes))]).contiguous().view(-1).view(torch.uint8)
-        yield memoryview(rows.numpy())[start - first * row_bytes : stop - first * row_bytes]
+        yield rows.numpy().data[start - first * row_bytes : stop - first * row_bytes]
 
 
 @contextmanager
