@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flexquant.checkpoint.folder import confined_file
+from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
 from flexquant.checkpoint.sidecars import COPIED, find_files
@@ -39,9 +40,9 @@ def convert_checkpoint(
     Returns what was converted. Raises FlexQuantError as :func:`~flexquant.merge.formats.open_source` does,
     for a checkpoint with nothing to convert, an output that may not be replaced and a full disk.
     """
-    folder, output = Path(folder), Path(output)
+    folder, output = find_model(folder), Path(output)
     source = open_source("converted", folder, dtype)
-    stored = next((source.config[key] for key in SECTIONS if key in source.config), {})
+    stored: JsonObject = next((source.config[key] for key in SECTIONS if key in source.config), {})
     if dtype is None and stored == source.quantization_config:
         raise FlexQuantError(f"{folder} is in the format of compressed-tensors already; merge it as it is")
     prepare_output(output, [folder], overwrite=overwrite)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.cast import cast_tensors
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json, read_tensors
+from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
@@ -41,7 +42,7 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     ``dtype``, a key of CASTS, casts what is not quantised. Raises FlexQuantError, naming the file, for an
     unusable folder, another format, and settings that compressed-tensors cannot hold.
     """
-    folder = Path(folder)
+    folder = find_model(folder)
     check_folder(folder)
     config = read_json(confined_file(folder, "config.json"))
     tensors = read_tensors(folder)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from flexquant.checkpoint.contents import CheckpointReport, report_checkpoint
+from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, served_architecture
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
@@ -51,21 +52,21 @@ def merge_checkpoints(
 ) -> CheckpointReport:
     """Merge checkpoints of one model, in any format of :mod:`flexquant.merge.formats`, into ``output``.
 
-    ``sources`` are (variant name, folder). ``policy`` is the default policy to store, a built-in name or a
-    file. ``tokenizer_from`` and ``generation_from`` name the variant whose tokenizer or generation settings
-    the merged model gets; None: they must not differ. ``dtype``, ``bfloat16`` or ``float16``, casts what is
-    not quantised; None: all have one dtype. Other threads write shards while the weights are
-    compared: ``kv_progress`` is called with the layers compared, afterwards ``progress`` with the bytes
-    written. ``output`` appears only when it is complete; if
-    the comparison refuses the variants, the shards written so far are deleted. Returns what was written.
-    Raises FlexQuantError for sources that cannot be combined, an output that may not be replaced and a full
-    disk.
+    ``sources`` are (variant name, folder or Hugging Face id). ``policy`` is the default policy to store, a
+    built-in name or a file. ``tokenizer_from`` and ``generation_from`` name the variant whose tokenizer or
+    generation settings the merged model gets; None: they must not differ. ``dtype``, ``bfloat16`` or
+    ``float16``, casts what is not quantised; None: all have one dtype. Other threads write shards while the
+    weights are compared: ``kv_progress`` is called with the layers compared, afterwards ``progress`` with the
+    bytes written. ``output`` appears only when it is complete; if the comparison refuses the variants, the
+    shards written so far are deleted. Returns what was written. Raises FlexQuantError for sources that cannot
+    be combined, an output that may not be replaced and a full disk.
     """
     from flexquant.merge.kv.compatibility import check_kv_compatibility  # torch, which verifying does without
 
     output = Path(output)
-    pairs = list(sources.items()) if isinstance(sources, Mapping) else list(sources)
-    prepare_output(output, [Path(folder) for _, folder in pairs], overwrite=overwrite)
+    named = sources.items() if isinstance(sources, Mapping) else sources
+    pairs = [(name, find_model(folder)) for name, folder in named]
+    prepare_output(output, [folder for _, folder in pairs], overwrite=overwrite)
     opened = [open_source(name, folder, dtype) for name, folder in pairs]
     plan = plan_merge(opened, tokenizer_from=tokenizer_from, generation_from=generation_from)
     shards = plan_shards(list(plan.groups.values()), max_shard_size)

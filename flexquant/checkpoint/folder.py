@@ -37,7 +37,7 @@ UNBOUNDED = "time_step_limit"
 def check_folder(folder: Path) -> None:
     """Raise FlexQuantError unless ``folder`` is a folder."""
     if not folder.exists():
-        raise FlexQuantError(f"no such folder: {folder}")
+        raise FlexQuantError(f"no such folder: {folder}; give one, or a Hugging Face id such as org/name")
     if not folder.is_dir():
         raise FlexQuantError(f"{folder} is not a folder; give the folder that holds config.json")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexquant.checkpoint.folder import read_tensors
+from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, read_model_config
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.provenance import Provenance, read_provenance
@@ -30,7 +31,7 @@ class MergedCheckpoint:
     @classmethod
     def open(cls, folder: str | Path) -> MergedCheckpoint:
         """Read headers and configs; raise FlexQuantError for an unsound or foreign checkpoint."""
-        folder = Path(folder)
+        folder = find_model(folder)
         config, merged = read_model_config(folder)
         tensors = read_tensors(folder)
         prefixes = (SHARED_PREFIX, *(v.prefix for v in merged.variants.values()))

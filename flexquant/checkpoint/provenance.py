@@ -7,7 +7,6 @@ The file holds no time and no absolute path, so the same sources give the same b
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
@@ -19,6 +18,7 @@ import flexquant
 from flexquant.checkpoint.folder import confined_file, read_json, wrong_key
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.source import Source
+from flexquant.documents.digest import hash_file
 from flexquant.errors import FlexQuantError
 
 PROVENANCE_FILE = "flexquant_provenance.json"
@@ -78,12 +78,6 @@ def make_provenance(
         "files": {name: hash_file(folder / name) for name in sorted(files)},
         "tensors": dict(tensor_digests),
     }
-
-
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file of any size, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def folder_label(folder: Path) -> str:

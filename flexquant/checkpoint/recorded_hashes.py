@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from flexquant.checkpoint.folder import INDEX_FILE, confined_file
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.provenance import PROVENANCE_FILE, hash_file
+from flexquant.checkpoint.provenance import PROVENANCE_FILE
 from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks, total_bytes
 from flexquant.checkpoint.writer import MAX_THREADS, Progress
+from flexquant.documents.digest import hash_file
 from flexquant.errors import FlexQuantError
 
 MAX_NAMED = 5

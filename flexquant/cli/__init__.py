@@ -20,11 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import flexquant
+from flexquant.checkpoint.hub import find_model
 from flexquant.errors import FlexQuantError, UsageError
 
 OF_CHECKPOINTS = ("build", "quantize", "convert", "merge", "inspect", "doctor", "verify", "split")
 OF_POLICIES = ("policy", "eval", "sensitivity", "search", "tune", "simulate", "predict")
 SUBCOMMANDS = (*OF_CHECKPOINTS, *OF_POLICIES)
+MODELS = ("folder", "model", "reference")
+"""Arguments for which a model's id on the Hugging Face Hub can stand in the place of its folder."""
 PACKAGE = Path(flexquant.__file__).parent
 # Error about a path -> what to do about it.
 ADVICE = {
@@ -72,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 for success, 1 for a failure, or 2 for wrong usage."""
     args = build_parser().parse_args(argv)
     try:
+        for name in MODELS:
+            if value := getattr(args, name, None):
+                setattr(args, name, type(value)(find_model(value)))
         result = args.run(args)
         if args.json:
             print(json.dumps(result))

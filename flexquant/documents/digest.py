@@ -9,11 +9,18 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 
 def digest_of(document: object, sort_keys: bool = True) -> str:
     """Return the SHA-256 of JSON-able data, in hexadecimal; unsorted, the order of keys counts too."""
     return hashlib.sha256(json.dumps(document, sort_keys=sort_keys).encode()).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file of any size, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:

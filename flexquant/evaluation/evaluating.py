@@ -14,7 +14,8 @@ import yaml
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space
-from flexquant.checkpoint.provenance import folder_label, hash_file
+from flexquant.checkpoint.provenance import folder_label
+from flexquant.documents.digest import hash_file
 from flexquant.evaluation.inputs import Settings, Subject, question_prompts, read_questions, read_rows
 from flexquant.evaluation.measure import (
     TokenIds,

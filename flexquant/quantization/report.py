@@ -19,9 +19,8 @@ from pathlib import Path
 import flexquant
 from flexquant.checkpoint.folder import read_json
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.provenance import hash_file
 from flexquant.checkpoint.writer import MAX_THREADS
-from flexquant.documents.digest import different_keys, digest_of, versions_of
+from flexquant.documents.digest import different_keys, digest_of, hash_file, versions_of
 from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.folder import read_json, read_tensors
+from flexquant.checkpoint.folder import check_folder, read_json, read_tensors
+from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.model_config import reads_more_than_text
-from flexquant.checkpoint.provenance import folder_label, hash_file
+from flexquant.checkpoint.provenance import folder_label
 from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, DTYPES, TensorRef, read_chunks
 from flexquant.checkpoint.sidecars import COPIED, GENERATION_CONFIG, find_files
-from flexquant.documents.digest import digest_of
+from flexquant.documents.digest import digest_of, hash_file
 from flexquant.errors import FlexQuantError, explained
 
 if TYPE_CHECKING:
@@ -84,17 +85,9 @@ def find_folder(model: str | Path, progress: Callable[[str], None] = lambda mess
 
     Raises FlexQuantError if there is no such model, or if it is quantised already.
     """
-    folder = Path(model).expanduser()
-    if not folder.exists():
-        from huggingface_hub import snapshot_download
-
-        progress(f"looking for {model} on Hugging Face")
-        patterns = ["*.json", "*.safetensors", *COPIED]
-        with explained(
-            f"the model '{model}' is neither a folder nor a Hugging Face model that could be fetched",
-            "give a folder, or a model id such as Qwen/Qwen2.5-7B-Instruct",
-        ):
-            folder = Path(snapshot_download(str(model), allow_patterns=patterns))
+    progress(f"looking for {model}")
+    folder = find_model(model)
+    check_folder(folder)
     if not (folder / "config.json").is_file():
         raise FlexQuantError(f"{folder} has no config.json; name a model folder in Hugging Face's format")
     if "quantization_config" in read_json(folder / "config.json"):

@@ -31,7 +31,7 @@ def test_errors(model: Path, variants: Path, tmp_path: Path, monkeypatch: pytest
         "'w3a3' is no variant of the recipe 'default'; it has w8a8, w4a16", model, output, "default", "w3a3"
     )
     refused("no variant is chosen; the recipe has w8a8", model, output, "default", variants=[])
-    refused("neither a folder nor a Hugging Face model", tmp_path / "missing", output)
+    refused("no such folder", tmp_path / "missing", output)
     refused("has no config.json", tmp_path, output)
     refused("is quantised already", variants / "w8a8", output)
     refused("w8a8 exists; .*--overwrite", model, variants)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A server on this machine that answers the requests of huggingface_hub as the Hub does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_of_a_test"
+
+
+@dataclass
+class Hub:
+    """The models of the server, and how it fails."""
+
+    models: dict[str, Path]
+    """``org/name`` -> folder."""
+    gated: set[str] = field(default_factory=set)
+    """Models that ask for TOKEN."""
+    cut: dict[str, int] = field(default_factory=dict)
+    """Name of a file -> bytes after which the connection breaks, once."""
+    stalled: dict[str, int] = field(default_factory=dict)
+    """Name of a file -> bytes after which nothing more comes; ``waiting`` is then set."""
+    waiting: Event = field(default_factory=Event)
+    damaged: set[str] = field(default_factory=set)
+    """Names of files that arrive with another last byte."""
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+    """Method, path and Range header of every request for a file."""
+    url: str = ""
+
+    def commit(self, model: str) -> str:
+        return hashlib.sha1(model.encode()).hexdigest()
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    """Serve until the block is left; ``hub.url`` is the address."""
+
+    class Handler(_Handler):
+        pass
+
+    Handler.hub = hub
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        is_api = parts[:2] == ["api", "models"]
+        model = "/".join(parts[2:4] if is_api else parts[:2])
+        rest = parts[4:] if is_api else parts[2:]
+        if model not in self.hub.models:
+            self._fail(401, "RepoNotFound")
+        elif model in self.hub.gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self._fail(401, "GatedRepo")
+        elif len(rest) > 1 and rest[1] not in ("main", self.hub.commit(model)):
+            self._fail(404, "RevisionNotFound")
+        elif not is_api:
+            self._file(model, "/".join(rest[2:]))
+        elif rest[:1] == ["tree"]:
+            self._json([self._entry(self.hub.models[model], path) for path in _files(self.hub.models[model])])
+        else:
+            names = [{"rfilename": path} for path in _files(self.hub.models[model])]
+            self._json({"id": model, "modelId": model, "sha": self.hub.commit(model), "siblings": names})
+
+    def _entry(self, folder: Path, path: str) -> dict[str, object]:
+        size = (folder / path).stat().st_size
+        entry: dict[str, object] = {"type": "file", "path": path, "size": size, "oid": _etag(folder / path)}
+        if path.endswith(".safetensors"):
+            entry["lfs"] = {"oid": _etag(folder / path), "size": size, "pointerSize": 134}
+        return entry
+
+    def _file(self, model: str, name: str) -> None:
+        path = self.hub.models[model] / name
+        wanted = self.headers.get("Range", "")
+        self.hub.requests.append((self.command, f"{model}/{name}", wanted))
+        if not path.is_file():
+            self._fail(404, "EntryNotFound")
+            return
+        content = path.read_bytes()
+        start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
+        self.send_response(206 if wanted else 200)
+        self.send_header("X-Repo-Commit", self.hub.commit(model))
+        self.send_header("ETag", f'"{_etag(path)}"')
+        self.send_header("Accept-Ranges", "bytes")
+        if wanted:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if name in self.hub.damaged:
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        if (stop := self.hub.stalled.get(name)) is not None:
+            self.wfile.write(content[start:stop])
+            self.wfile.flush()
+            self.hub.waiting.set()
+            self.rfile.read(1)  # returns when the client is gone
+            self.close_connection = True
+            return
+        end = self.hub.cut.pop(name, len(content))
+        self.wfile.write(content[start:end])
+        self.close_connection = end < len(content)
+
+    def _json(self, content: object) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _fail(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _etag(path: Path) -> str:
+    """Return what the Hub names a file by: the SHA-256 of a large one, a hash as git's of others."""
+    kind = hashlib.sha256 if path.suffix == ".safetensors" else hashlib.sha1
+    return kind(path.read_bytes()).hexdigest()

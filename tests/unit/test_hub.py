@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A Hugging Face id can stand wherever a model's folder can; a local server answers as the Hub does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.hub import TOKEN, Hub, serving
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("hub")
+    found = {f"org/{s}": make_checkpoint(folder / s, scheme=s, num_shards=2) for s in ("w8a8", "w4a16")}
+    for source in found.values():
+        (source / "original").mkdir()
+        (source / "original/consolidated.safetensors").write_bytes(b"another copy")
+        (source / "pytorch_model.bin").write_bytes(b"and another")
+    return found
+
+
+@pytest.fixture
+def hub(models: dict[str, Path]) -> Iterator[Hub]:
+    with serving(Hub(dict(models))) as running:
+        yield running
+
+
+class Cache:
+    """A cache of the Hub's tools, and the environment in which commands use it."""
+
+    def __init__(self, hub: Hub, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("HF_")},
+            "HF_HOME": str(folder / "cache"),
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_DISABLE_XET": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flexquant", *arguments],
+            cwd=self.folder,
+            env={**self.environment, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, **environment)
+        out, err = process.communicate(timeout=240)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+@pytest.fixture
+def cache(hub: Hub, tmp_path: Path) -> Cache:
+    return Cache(hub, tmp_path)
+
+
+MERGE = ("merge", "w8a8=org/w8a8", "w4a16=org/w4a16@main", "--output", "merged")
+
+
+def test_ids_are_merged_and_then_need_no_network(cache: Cache, hub: Hub, models: dict[str, Path]) -> None:
+    done = cache.run(*MERGE)
+    assert done.returncode == 0, done.stderr
+    asked = {path for _, path, _ in hub.requests}
+    assert not [path for path in asked if path.endswith((".bin", "consolidated.safetensors"))]
+    folders = [f"{name.removeprefix('org/')}={folder}" for name, folder in models.items()]
+    assert cache.run("verify", "merged", "--against", *folders).returncode == 0
+    sources = json.loads((cache.folder / "merged/flexquant_provenance.json").read_text())["sources"]
+    assert sources["w8a8"]["folder"] == f"org/w8a8@{hub.commit('org/w8a8')}"
+
+    hub.models["org/merged"] = cache.folder / "merged"
+    for command in (
+        ("inspect", "org/merged"),
+        ("verify", "org/merged"),
+        ("policy", "show", "--model", "org/merged"),
+    ):
+        assert (done := cache.run(*command)).returncode == 0, done.stderr
+    count = len(hub.requests)
+    offline = cache.run(*MERGE, "--overwrite", HF_HUB_OFFLINE="1")
+    assert offline.returncode == 0, offline.stderr
+    assert len(hub.requests) == count
+    missing = cache.run("inspect", "org/other", HF_HUB_OFFLINE="1")
+    assert missing.returncode == 1 and "it is not in the cache" in missing.stderr
+
+
+def test_a_folder_of_that_name_wins(cache: Cache, hub: Hub, models: dict[str, Path]) -> None:
+    (cache.folder / "org").mkdir()
+    (cache.folder / "org/w8a8").symlink_to(models["org/w8a8"])
+    done = cache.run("merge", "w8a8=org/w8a8", "--output", "merged")
+    assert done.returncode == 0, done.stderr
+    assert hub.requests == []
+
+
+def test_a_merge_that_was_killed_fetches_only_what_had_not_arrived(cache: Cache, hub: Hub) -> None:
+    stalled, other = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    hub.stalled[stalled] = 1000
+    process = cache.start("merge", "w8a8=org/w8a8", "--output", "merged")
+    blobs = cache.folder / "cache/hub/models--org--w8a8/snapshots" / hub.commit("org/w8a8")
+    try:
+        while not (hub.waiting.wait(0.2) and (blobs / other).exists()):
+            assert process.poll() is None, process.communicate()[1]
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    hub.stalled.clear()
+    assert not (cache.folder / "merged").exists()
+
+    hub.requests.clear()
+    done = cache.run("merge", "w8a8=org/w8a8", "--output", "merged")
+    assert done.returncode == 0, done.stderr
+    fetched = {path for method, path, _ in hub.requests if method == "GET"}
+    assert f"org/w8a8/{stalled}" in fetched and f"org/w8a8/{other}" not in fetched
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "tokenizer.json"])
+def test_a_connection_that_breaks_is_taken_up_again(cache: Cache, hub: Hub, name: str) -> None:
+    hub.cut[name] = 1000
+    done = cache.run(*MERGE)
+    if done.returncode:  # small files are not taken up again by huggingface_hub itself
+        assert "try again" in done.stderr
+        done = cache.run(*MERGE)
+    assert done.returncode == 0, done.stderr
+    assert cache.run("verify", "merged").returncode == 0
+
+
+def test_a_file_that_arrives_damaged_is_refused_and_fetched_again(cache: Cache, hub: Hub) -> None:
+    hub.damaged.add("model-00002-of-00002.safetensors")
+    done = cache.run(*MERGE)
+    assert done.returncode == 1
+    assert "model-00002-of-00002.safetensors arrived damaged" in done.stderr
+    hub.damaged.clear()
+    assert (done := cache.run(*MERGE)).returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("org/gated", "ask for access on the model's page, and log in by 'hf auth login'"),
+        ("org/none", "no folder and no public model has this name"),
+        ("org/w8a8@v9", "after the @, give one of the model's branches, tags or commits"),
+    ],
+)
+def test_what_cannot_be_fetched_is_told_with_the_way_on(cache, hub, models, model: str, said: str) -> None:
+    hub.models["org/gated"] = models["org/w8a8"]
+    hub.gated.add("org/gated")
+    done = cache.run("merge", f"w8a8={model}", "--output", "merged")
+    assert done.returncode == 1
+    assert f"{model} cannot be fetched from the Hugging Face Hub" in done.stderr and said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (cache.folder / "merged").exists()
+    if model == "org/gated":
+        done = cache.run("merge", f"w8a8={model}", "--output", "merged", HF_TOKEN=TOKEN)
+        assert done.returncode == 0, done.stderr
