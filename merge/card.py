@@ -10,20 +10,20 @@ from pathlib import Path
 import yaml
 
 from flexquant.checkpoint.contents import CheckpointReport, describe_kv, describe_mixing
+from flexquant.checkpoint.folder import confined_file
 from flexquant.checkpoint.layer_ranges import format_bytes
+from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.provenance import PROVENANCE_FILE
-from flexquant.checkpoint.sidecars import recipe_name
+from flexquant.checkpoint.provenance import PROVENANCE_FILE, folder_label
+from flexquant.checkpoint.sidecars import CARD, recipe_name
+from flexquant.checkpoint.source import Source
 from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
 
-CARD = """\
+TEXT = """\
 ---
-library_name: vllm
-tags:
-- flexquant
-- compressed-tensors
+{metadata}
 ---
 
 # {title}
@@ -58,11 +58,15 @@ Layers of different variants in one plan: {mixing}. KV cache: {kv}.
 Merged by FlexQuant {version} from {sources}. `{provenance}` has the SHA-256 of every tensor, which
 `flexquant verify` compares. `flexquant split` gives a source checkpoint back, bit for bit.
 """
+CARRIED = ("license", "license_name", "license_link", "language")
+"""Keys of the sources' metadata that the merged model has too, if all that state them agree."""
 OUR_RECIPES = "flexquant.recipe/"
 NOT_VERSIONS = ("model", "weights_sha256", "calibration_rows_sha256")
 
 
-def make_card(report: CheckpointReport, provenance: JsonObject, files: Mapping[str, Path]) -> str:
+def make_card(
+    report: CheckpointReport, sources: Sequence[Source], provenance: JsonObject, files: Mapping[str, Path]
+) -> str:
     """Return the model card in Markdown; ``files`` maps sidecar names, recipes included, to their paths."""
     rows = [
         f"| `{name}` | {v.scheme} | {format_bytes(v.own_bytes)} | {v.bits_per_parameter:.2f} |"
@@ -70,9 +74,10 @@ def make_card(report: CheckpointReport, provenance: JsonObject, files: Mapping[s
     ]
     if report.shared_bytes:
         rows.append(f"| shared by all | as in the sources | {format_bytes(report.shared_bytes)} | |")
-    sources = [f"`{s['folder']}` (`{name}`)" for name, s in provenance["sources"].items()]
+    merged_from = [f"`{s['folder']}` (`{name}`)" for name, s in provenance["sources"].items()]
     count = len(report.variants)
-    return CARD.format(
+    return TEXT.format(
+        metadata=_metadata(report, sources),
         title=f"{report.base_architecture}: {' + '.join(report.variants)}",
         count="One quantised variant" if count == 1 else f"{count} quantised variants",
         architecture=report.base_architecture,
@@ -86,9 +91,53 @@ def make_card(report: CheckpointReport, provenance: JsonObject, files: Mapping[s
         kv=describe_kv(report.kv_compatibility),
         origins=describe_origins(list(report.variants), files),
         version=provenance["versions"]["flexquant"],
-        sources=", ".join(sources),
+        sources=", ".join(merged_from),
         provenance=PROVENANCE_FILE,
     )
+
+
+def _metadata(report: CheckpointReport, sources: Sequence[Source]) -> str:
+    """Return the metadata in YAML, with the base model, licence and languages that the sources' cards state."""
+    from huggingface_hub import ModelCardData
+
+    cards = [_read_metadata(source) for source in sources]
+    bases = [base for source, card in zip(sources, cards, strict=True) for base in _base_models(source, card)]
+    stated = {key: [card[key] for card in cards if card.get(key)] for key in CARRIED}
+    carried = {
+        key: found[0] for key, found in stated.items() if found and found.count(found[0]) == len(found)
+    }
+    task = "image-text-to-text" if report.base_architecture in VISION_ARCHITECTURES else "text-generation"
+    relation = {"base_model": list(dict.fromkeys(bases)), "base_model_relation": "quantized"} if bases else {}
+    data = ModelCardData(
+        library_name="vllm",
+        pipeline_tag=task,
+        tags=["flexquant", "compressed-tensors"],
+        **relation,
+        **carried,
+    )
+    return data.to_yaml()
+
+
+def _read_metadata(source: Source) -> JsonObject:
+    """Return the metadata of a source's own card; empty if it has none that can be read."""
+    from huggingface_hub import ModelCard
+
+    if not (source.folder / CARD).is_file():
+        return {}
+    try:
+        found: JsonObject = ModelCard.load(confined_file(source.folder, CARD)).data.to_dict()
+        return found
+    except (ValueError, TypeError, yaml.YAMLError):
+        return {}
+
+
+def _base_models(source: Source, card: JsonObject) -> list[str]:
+    """Return the models that a source was made from or, if its card names none, its own id on the Hub."""
+    stated = card.get("base_model")
+    if stated:
+        return [stated] if isinstance(stated, str) else list(stated)
+    label = folder_label(source.folder)
+    return [label.partition("@")[0]] if "/" in label else []
 
 
 def describe_origins(variants: Sequence[str], files: Mapping[str, Path]) -> str:

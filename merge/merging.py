@@ -103,7 +103,9 @@ def _describe(
     provenance = make_provenance(plan.sources, digests, stage, ["config.json", *plan.sidecars.files], dtype)
     write_json(stage / PROVENANCE_FILE, provenance)
     report = report_checkpoint(merged, plan.num_layers, plan.tensors)
-    (stage / "README.md").write_text(make_card(report, provenance, plan.sidecars.files), encoding="utf-8")
+    (stage / "README.md").write_text(
+        make_card(report, plan.sources, provenance, plan.sidecars.files), encoding="utf-8"
+    )
     return report
 
 

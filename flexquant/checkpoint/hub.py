@@ -8,12 +8,12 @@ import re
 import time
 from pathlib import Path
 
-from flexquant.checkpoint.sidecars import COPIED
+from flexquant.checkpoint.sidecars import CARD, COPIED
 from flexquant.documents.digest import hash_file
 from flexquant.errors import FlexQuantError
 
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-FILES = ("*.json", "*.safetensors", "*.yaml", *COPIED)
+FILES = ("*.json", "*.safetensors", "*.yaml", CARD, *COPIED)
 """Patterns of the files that are fetched."""
 NOT_NEEDED = ("original/*", "onnx/*", "consolidated*")
 """Patterns of files that hold the model once more, in other formats."""
@@ -53,8 +53,8 @@ def _fetch(model: str, revision: str | None) -> Path:
         errors.LocalEntryNotFoundError: "it is not in the cache; try again when the Hub can be reached",
     }
     try:
-        patterns = {"allow_patterns": [*FILES], "ignore_patterns": [*NOT_NEEDED]}
-        return Path(snapshot_download(model, revision=revision, **patterns))
+        files, others = list(FILES), list(NOT_NEEDED)
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=others))
     except (OSError, ValueError, errors.HfHubHTTPError) as e:
         kinds = [said for kind, said in advice.items() if isinstance(e, kind)]
         said = kinds[0] if kinds else "try again: what has arrived is kept"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 GENERATION_CONFIG = "generation_config.json"
 RECIPE = "recipe.yaml"
+CARD = "README.md"
 
 MISTRAL_TOKENIZER = ("tekken.json", "*.model.v*")
 """Files that mistral-common reads."""

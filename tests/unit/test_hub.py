@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
 from tests.checkpoints import make_checkpoint
 from tests.hub import TOKEN, Hub, serving
@@ -22,7 +23,11 @@ from tests.hub import TOKEN, Hub, serving
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("hub")
     found = {f"org/{s}": make_checkpoint(folder / s, scheme=s, num_shards=2) for s in ("w8a8", "w4a16")}
-    for source in found.values():
+    for name, source in found.items():
+        language = "en" if name == "org/w8a8" else "de"
+        (source / "README.md").write_text(
+            f"---\nlicense: apache-2.0\nlanguage: {language}\nbase_model: org/model\n---\nA model.\n"
+        )
         (source / "original").mkdir()
         (source / "original/consolidated.safetensors").write_bytes(b"another copy")
         (source / "pytorch_model.bin").write_bytes(b"and another")
@@ -81,6 +86,16 @@ def test_ids_are_merged_and_then_need_no_network(cache: Cache, hub: Hub, models:
     assert cache.run("verify", "merged", "--against", *folders).returncode == 0
     sources = json.loads((cache.folder / "merged/flexquant_provenance.json").read_text())["sources"]
     assert sources["w8a8"]["folder"] == f"org/w8a8@{hub.commit('org/w8a8')}"
+
+    card = ModelCard.load(cache.folder / "merged/README.md").data.to_dict()
+    assert card == {
+        "base_model": ["org/model"],
+        "base_model_relation": "quantized",
+        "library_name": "vllm",
+        "license": "apache-2.0",
+        "pipeline_tag": "text-generation",
+        "tags": ["flexquant", "compressed-tensors"],
+    }
 
     hub.models["org/merged"] = cache.folder / "merged"
     for command in (
