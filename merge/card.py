@@ -97,25 +97,19 @@ def make_card(
 
 
 def _metadata(report: CheckpointReport, sources: Sequence[Source]) -> str:
-    """Return the metadata in YAML, with the base model, licence and languages that the sources' cards state."""
-    from huggingface_hub import ModelCardData
-
+    """Return the metadata in YAML, with what the sources' cards state of base model, licence and language."""
     cards = [_read_metadata(source) for source in sources]
+    metadata: JsonObject = {"library_name": "vllm", "tags": ["flexquant", "compressed-tensors"]}
+    reads_images = report.base_architecture in VISION_ARCHITECTURES
+    metadata["pipeline_tag"] = "image-text-to-text" if reads_images else "text-generation"
     bases = [base for source, card in zip(sources, cards, strict=True) for base in _base_models(source, card)]
-    stated = {key: [card[key] for card in cards if card.get(key)] for key in CARRIED}
-    carried = {
-        key: found[0] for key, found in stated.items() if found and found.count(found[0]) == len(found)
-    }
-    task = "image-text-to-text" if report.base_architecture in VISION_ARCHITECTURES else "text-generation"
-    relation = {"base_model": list(dict.fromkeys(bases)), "base_model_relation": "quantized"} if bases else {}
-    data = ModelCardData(
-        library_name="vllm",
-        pipeline_tag=task,
-        tags=["flexquant", "compressed-tensors"],
-        **relation,
-        **carried,
-    )
-    return data.to_yaml()
+    if bases:
+        metadata |= {"base_model": list(dict.fromkeys(bases)), "base_model_relation": "quantized"}
+    for key in CARRIED:
+        stated = [card[key] for card in cards if card.get(key)]
+        if stated and all(value == stated[0] for value in stated):
+            metadata[key] = stated[0]
+    return yaml.safe_dump(metadata, sort_keys=False).strip()
 
 
 def _read_metadata(source: Source) -> JsonObject:
