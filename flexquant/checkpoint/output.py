@@ -47,8 +47,8 @@ def remove_leftovers(output: Path) -> None:
 def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> None:
     """Remove the leftovers of killed processes beside ``output``, and check that it may be written.
 
-    Raises FlexQuantError if it exists and may not be replaced, overlaps an input, or is being written by
-    another process.
+    Raises FlexQuantError if it exists and may not be replaced (an empty folder always may), overlaps an
+    input, or is being written by another process.
     """
     remove_leftovers(output)
     target = _resolved(output)
@@ -56,7 +56,7 @@ def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> 
         source = Path(os.path.realpath(folder))
         if target.is_relative_to(source) or source.is_relative_to(target):
             raise FlexQuantError(f"the output {output} overlaps the input {folder}; choose another folder")
-    if not output.exists():
+    if not output.exists() or _is_empty(output):
         return
     if not overwrite:
         raise FlexQuantError(f"{output} exists; choose another folder, or replace it with --overwrite")
@@ -81,13 +81,14 @@ def check_free_space(output: Path, needed: int) -> None:
 def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder to write into, which takes the place of ``output`` at the end.
 
-    With ``overwrite``, a checkpoint that is at ``output`` by then is replaced. Raises FlexQuantError for
-    anything else there, an output that another process is writing, a full disk or another failure to write;
-    ``output`` is then unchanged.
+    An empty folder that is at ``output`` now is replaced and, with ``overwrite``, a checkpoint that is there
+    by then. Raises FlexQuantError for anything else there, an output that another process is writing, a full
+    disk or another failure to write; ``output`` is then unchanged.
     """
     target = _resolved(output)
     stage = _beside(target, STAGE)
     with _explained(output):
+        was_empty = _is_empty(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target):
             _clean_up(target)
@@ -96,7 +97,7 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 yield stage
                 for path in (*stage.rglob("*"), stage):
                     sync(path)
-                _swap(stage, target, overwrite)
+                _swap(stage, target, overwrite, was_empty)
                 sync(target.parent)
             finally:
                 # Otherwise the stage marks that `target` holds something foreign.
@@ -172,6 +173,8 @@ def _explained(output: Path) -> Iterator[None]:
                 f"the disk ran full while writing {output} ({e.strerror}); nothing is left of it, free some "
                 "space or choose another disk"
             ) from e
+        if e.errno == errno.EBUSY:
+            raise FlexQuantError(f"{output} is where a disk is mounted; choose a folder on that disk") from e
         place = f" ({e.filename})" if e.filename else ""
         raise FlexQuantError(
             f"cannot write {output}: {e.strerror or e}{place}; choose a folder that can be written"
@@ -220,15 +223,17 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _swap(stage: Path, target: Path, overwrite: bool) -> None:
+def _swap(stage: Path, target: Path, overwrite: bool, was_empty: bool) -> None:
     """Move ``stage`` to ``target``; the former target is afterwards at ``stage``, or deleted.
+
+    ``was_empty``: an empty folder was at ``target`` from the beginning.
 
     Raises FlexQuantError if ``target`` holds something that may not be replaced.
     """
     if _renamed(stage, target, RENAME_NOREPLACE):
         return
-    if not os.path.lexists(target):
-        os.rename(stage, target)  # this can replace at most an empty folder that has just appeared
+    if not os.path.lexists(target) or (was_empty and _is_empty(target)):
+        os.rename(stage, target)  # this can replace at most an empty folder
         return
     if not (overwrite and _is_checkpoint(target)):
         raise FlexQuantError(
@@ -255,6 +260,10 @@ def _renamed(stage: Path, target: Path, flag: int) -> bool:
         return False
     done: int = renameat2(AT_FDCWD, bytes(stage), AT_FDCWD, bytes(target), flag)
     return done == 0
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not folder.is_symlink() and not os.listdir(folder)
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -157,6 +157,18 @@ def test_a_variant_that_lost_its_config_may_be_replaced(tmp_path):
     assert contents(tmp_path / "w8a8") == whole("new")
 
 
+@pytest.mark.parametrize("exchange", ["exchange", "two renames"])
+def test_an_empty_folder_is_an_output(tmp_path, monkeypatch, exchange):
+    if exchange != "exchange":
+        monkeypatch.setattr(output_module.ctypes, "CDLL", lambda *args, **options: object())
+    (tmp_path / "merged").mkdir()
+    prepare_output(tmp_path / "merged", [], overwrite=False)
+    with staged_folder(tmp_path / "merged") as stage:
+        (stage / "config.json").write_text("new")
+    assert contents(tmp_path / "merged") == {"config.json": "new"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "merged"]
+
+
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FlexQuantError, match=r"cannot write .*merged: .*file"):

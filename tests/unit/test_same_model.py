@@ -5,15 +5,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.model_executor import models
+from vllm.model_executor.models.registry import ModelRegistry
 
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.merge.merge_plan import plan_merge
+from flexquant.merge.same_model import IGNORED
 from tests.checkpoints import make_checkpoint
 
 LLAMA3 = {
@@ -91,6 +95,11 @@ def plan_with(tmp_path: Path, edit: Config, **options: Any) -> None:
         ({"torch_dtype": "float16"}, r"dtype: 'bfloat16' against 'float16'"),
         ({"attention_bias": True}, r"attention_bias: False against True"),
         ({"num_key_value_heads": 4}, r"num_key_value_heads: 2 against 4"),
+        ({"rms_norm_eps": 1e-5}, r"rms_norm_eps: 1e-06 against 1e-05"),
+        ({"hidden_act": "gelu"}, r"hidden_act: 'silu' against 'gelu'"),
+        ({"head_dim": 64}, r"head_dim: 32 against 64"),
+        ({"max_position_embeddings": 77}, r"max_position_embeddings: \d+ against 77"),
+        ({"mlp_bias": True}, r"mlp_bias: False against True"),
     ],
 )
 def test_another_model_is_refused_though_releases_differ(tmp_path, edit, named):
@@ -110,3 +119,47 @@ def test_a_default_that_one_release_leaves_out_is_no_difference_but_another_valu
     plan_with(tmp_path / "default", {"attention_dropout": None})
     with pytest.raises(FlexQuantError, match="tie_word_embeddings: "):
         plan_with(tmp_path / "tied", {"tie_word_embeddings": None}, tie_word_embeddings=True)
+
+
+def test_keys_that_no_server_reads_may_differ(tmp_path):
+    """AutoAWQ, AutoGPTQ, unsloth and each release of transformers write some of them."""
+    edit = {
+        "_attn_implementation_autoset": True,
+        "_from_model_config": True,
+        "attention_dropout": 0.1,
+        "bos_token_id": 7,
+        "eos_token_id": [257],
+        "id2label": {"0": "yes"},
+        "license": "mit",
+        "pad_token_id": 7,
+        "pretraining_tp": 2,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "torchscript": True,
+        "unsloth_fixed": True,
+        "use_cache": False,
+    }
+    assert edit.keys() <= IGNORED
+    plan_with(tmp_path, edit)
+
+
+LOOKED_AT = {
+    ("attention_dropout", "commandr.py"),  # handed on, and read nowhere
+    ("hidden_dropout", "chatglm.py"),  # a dropout, which inference does without
+}
+
+
+def test_no_served_model_of_vllm_reads_a_key_that_may_differ():
+    results = Path(__file__).parents[1] / "architectures/results.json"
+    outcomes = json.loads(results.read_text())["architectures"]
+    served = [name for name, found in outcomes.items() if found["outcome"] == "served"]
+    names = {ModelRegistry.models[name].module_name.rpartition(".")[2] for name in served}
+    files = [file for name in names if (file := Path(models.__path__[0], f"{name}.py")).is_file()]
+    own = IGNORED - {"quantization_config", "compression_config"}
+    readers = {
+        (key, file.name)
+        for file in files
+        for key in own
+        if re.search(rf"config\.{key}\b|getattr\([^)]*[\"']{key}[\"']", file.read_text())
+    }
+    assert len(files) > 40
+    assert readers <= LOOKED_AT
