@@ -93,10 +93,10 @@ def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
         or any(layer.get("bits", 16) < 16 for layer in layers)
     ):
         raise FlexQuantError(
-            f"{folder} was exported by AutoRound with the packing_format {packing} and zero points, with "
-            "numbers that are no integers, or with other bits for some layers; export it as "
-            "auto_round:auto_gptq (symmetric), auto_round:auto_awq or llm_compressor, with one setting for "
-            "all layers"
+            f"{folder} was exported by AutoRound in a form that is not read (packing_format {packing}, "
+            f"data_type {section.get('data_type')}, sym {symmetric}, {len(layers)} layers with settings of "
+            "their own); export it as auto_round:auto_gptq (symmetric), auto_round:auto_awq or "
+            "llm_compressor, as integers, with one setting for all layers"
         )
     # AutoRound's releases differ in the offset; vLLM ignores the zero points of its symmetric linears.
     return PackedFormat(method, *_bits_and_size(folder, section, method), symmetric, offsets=(0, 1))

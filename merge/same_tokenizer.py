@@ -159,7 +159,7 @@ def _rendered(tokenizer: Tokenizer, number: int) -> object:
 
 def _first_difference(x: object, y: object) -> str:
     if isinstance(x, Mapping) and isinstance(y, Mapping):
-        key = next(key for key in [*x, *y] if x.get(key) != y.get(key))
+        key = min((key for key in {*x, *y} if x.get(key) != y.get(key)), key=str)
         return f"{key!r}: {_first_difference(x.get(key), y.get(key))}"
     return f"{_short(x)} against {_short(y)}"
 

@@ -237,9 +237,12 @@ AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_g
     ("settings", "message"),
     [
         ({**AUTO_ROUND, "packing_format": "auto_round:fp8"}, "packing_format auto_round:fp8"),
-        ({**AUTO_ROUND, "sym": False}, "AutoRound with the packing_format auto_round:auto_gptq"),
-        ({**AUTO_ROUND, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 2}}}, "other bits for some"),
-        ({**AUTO_ROUND, "data_type": "mx_fp"}, "no integers"),
+        ({**AUTO_ROUND, "sym": False}, "sym False"),
+        (
+            {**AUTO_ROUND, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 2}}},
+            "1 layers with settings of their own",
+        ),
+        ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type mx_fp"),
     ],
 )
 def test_what_vllm_does_not_serve_of_auto_round_is_refused(settings, message, w4a16, tmp_path):

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Pairs of other formats answer under each variant's policy as stock vLLM answers from the source itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexquant.merge import merge_checkpoints
+from tests.integration.conftest import generate
+from tests.integration.logprobs import assert_equal_but_for_ties
+from tests.publishers.outcomes import MERGED, ONE_VARIANT, PAGE
+from tests.publishers.shapes import SHAPES, Shape
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time"]
+SERVED = [
+    shape
+    for shape in SHAPES
+    if f"| {shape.name} | {MERGED} |" in PAGE.read_text(encoding="utf-8")
+    and (shape.form or shape.options or shape.schemes[0] is None)
+    and "FP8" not in shape.name  # vLLM's CPU kernels have none in blocks
+]
+
+
+@pytest.mark.parametrize("shape", SERVED, ids=lambda shape: shape.name)
+def test_each_variant_answers_as_its_source_does(shape: Shape, tmp_path: Path) -> None:
+    sources = shape.write(tmp_path)
+    policies = [ONE_VARIANT.replace("w4a16", name) for name in sources]
+    (tmp_path / "policy.yaml").write_text(policies[0])
+    merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "policy.yaml"), **shape.options)
+    served = generate(tmp_path / "merged", policies, PROMPTS, dtype="bfloat16")
+    for found, source in zip(served, sources.values(), strict=True):
+        (stock,) = generate(source, None, PROMPTS, dtype="bfloat16")
+        assert_equal_but_for_ties(found.answers[0], stock.answers[0])

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What tools and people change in a checkpoint folder, as functions of the folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexquant.checkpoint.model_config import JsonObject
+
+Edit = Callable[[Path], None]
+SINGLE = "model.safetensors"
+
+
+def edit_json(file: str, edit: Callable[[JsonObject], object]) -> Edit:
+    def apply(folder: Path) -> None:
+        path = folder / file
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        edit(content)
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+    return apply
+
+
+def config(**values: object) -> Edit:
+    return edit_json("config.json", lambda content: content.update(values))
+
+
+def section(**values: object) -> Edit:
+    return edit_json("config.json", lambda content: content["quantization_config"].update(values))
+
+
+def generation(**values: object) -> Edit:
+    return edit_json("generation_config.json", lambda content: content.update(values))
+
+
+def tokenizer(edit: Callable[[JsonObject], object]) -> Edit:
+    return edit_json("tokenizer.json", edit)
+
+
+def tokenizer_config(**values: object) -> Edit:
+    return edit_json("tokenizer_config.json", lambda content: content.update(values))
+
+
+def file(name: str, text: str) -> Edit:
+    def apply(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+    return apply
+
+
+def tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Edit:
+    def apply(folder: Path) -> None:
+        state = load_file(folder / SINGLE)
+        edit(state)
+        save_file({k: t.contiguous() for k, t in state.items()}, folder / SINGLE, metadata={"format": "pt"})
+
+    return apply
+
+
+def renamed(name: str) -> Edit:
+    return lambda folder: (folder / SINGLE).rename(folder / name) and None
+
+
+def settings_in(name: str, **new_names: str) -> Edit:
+    """Move the quantisation's settings into a file of their own, some of them under new names."""
+
+    def apply(folder: Path) -> None:
+        content = json.loads((folder / "config.json").read_text())
+        found = content.pop("quantization_config")
+        found.pop("quant_method")
+        (folder / name).write_text(json.dumps({new_names.get(key, key): v for key, v in found.items()}))
+        (folder / "config.json").write_text(json.dumps(content))
+
+    return apply
+
+
+def in_half(folder: Path) -> None:
+    """Store fp16 in the place of bf16."""
+
+    def halve(state: dict[str, torch.Tensor]) -> None:
+        state |= {key: t.half() for key, t in state.items() if t.dtype is torch.bfloat16}
+
+    tensors(halve)(folder)
+    config(dtype="float16")(folder)
+
+
+def zero_biases(state: dict[str, torch.Tensor]) -> None:
+    """Add a bias of zeros to every GPTQ linear, as AutoGPTQ does."""
+    for key in [key for key in state if key.endswith(".scales")]:
+        state[key.replace(".scales", ".bias")] = torch.zeros(state[key].shape[1], dtype=torch.bfloat16)
+
+
+def frequencies(state: dict[str, torch.Tensor]) -> None:
+    for layer in range(2):
+        state[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+
+
+def reordered(state: dict[str, torch.Tensor]) -> None:
+    """Put a linear's inputs into another order, as ``desc_act`` does."""
+    key = "model.layers.1.self_attn.o_proj.g_idx"
+    state[key] = state[key].flip(0)
+
+
+def packed_for_marlin(state: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in state if key.endswith(".qweight")]:
+        state[f"{key.removesuffix('qweight')}B"] = state.pop(key)
+
+
+def block_fp8(folder: Path) -> None:
+    """Quantise a 16-bit checkpoint to FP8 in blocks of 32 x 32."""
+
+    def quantise(state: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in state if key.endswith("_proj.weight")]:
+            blocks = state[key].float().unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
+            scale = blocks.abs().amax((1, 3)) / 448
+            state[key] = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+            state[f"{key}_scale_inv"] = scale
+
+    tensors(quantise)(folder)
+    config(
+        quantization_config={
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [32, 32],
+        }
+    )(folder)
+
+
+def as_transformers_4(folder: Path) -> None:
+    """Write a Llama config as transformers 4 did."""
+
+    def apply(content: JsonObject) -> None:
+        rope = content.pop("rope_parameters")
+        content |= {
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": None,
+            "torch_dtype": content.pop("dtype"),
+        }
+        content["transformers_version"] = "4.44.2"
+
+    edit_json("config.json", apply)(folder)
+
+
+def merges_as_strings(content: JsonObject) -> None:
+    content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]
+
+
+def swapped_tokens(content: JsonObject) -> None:
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+
+def left_by_calibration(content: JsonObject) -> None:
+    content["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+
+
+def cache_scales(state: dict[str, torch.Tensor]) -> None:
+    for layer in range(2):
+        for part in ("k_scale", "v_scale"):
+            state[f"model.layers.{layer}.self_attn.{part}"] = torch.tensor(0.1)

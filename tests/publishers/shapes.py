@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The pairs: how each differs from two checkpoints that llm-compressor wrote from one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import make_checkpoint
+from tests.foreign import write_foreign
+from tests.publishers import edits
+from tests.publishers.edits import Edit
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+GPTQ_AS_AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "data_type": "int",
+}
+AWQ_AS_AUTO_ROUND = GPTQ_AS_AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A pair of checkpoints ``w8a8`` and ``w4a16`` of one model, each with what its publisher changed."""
+
+    name: str
+    form: Mapping[str, Any] = field(default_factory=dict)
+    """``method`` and settings of :func:`write_foreign` for the second; empty: as llm-compressor writes it."""
+    first: tuple[Edit, ...] = ()
+    """What the publisher of the first, ``w8a8``, changed."""
+    second: tuple[Edit, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Arguments of :func:`merge_checkpoints`."""
+    architecture: str = "llama"
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of :func:`make_checkpoint` for both."""
+    schemes: tuple[str | None, str | None] = ("w8a8", "w4a16")
+    transform: Any = None
+    """A change of the 16-bit model before it becomes the second."""
+
+    def write(self, folder: Path) -> dict[str, Path]:
+        """Write both checkpoints, and return their folders by name."""
+        settings = dict(self.form)
+        method = settings.pop("method", None)
+        scheme, other = self.schemes
+        w8a8 = make_checkpoint(folder / "w8a8", self.architecture, scheme, **self.model)
+        made = folder / ("compressed" if method else "w4a16")
+        w4a16 = make_checkpoint(made, self.architecture, other, transform=self.transform, **self.model)
+        if method:
+            w4a16 = write_foreign(w4a16, folder / "w4a16", method, **settings)
+        for edit in self.first:
+            edit(w8a8)
+        for edit in self.second:
+            edit(w4a16)
+        return {"w8a8": w8a8, "w4a16": w4a16}
+
+
+def _smooth_v_to_o(state: dict[str, Any]) -> None:
+    """Fold a scale between V and O, as AWQ does in models without grouped queries."""
+    import torch
+
+    scale = torch.linspace(0.5, 2.0, 128, dtype=torch.bfloat16)
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn"
+        state[f"{name}.v_proj.weight"] = state[f"{name}.v_proj.weight"] * scale[:, None]
+        state[f"{name}.o_proj.weight"] = state[f"{name}.o_proj.weight"] / scale
+
+
+def _in_place(edit: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def apply(state: dict[str, Any]) -> dict[str, Any]:
+        edit(state)
+        return state
+
+    return apply
+
+
+SHAPES = (
+    Shape("llm-compressor, both"),
+    Shape(
+        "llm-compressor of 2024: `compression_config`",
+        second=(
+            edits.edit_json(
+                "config.json", lambda c: c.update(compression_config=c.pop("quantization_config"))
+            ),
+        ),
+    ),
+    Shape(
+        "compressed-tensors with the keys of 2025",
+        second=(edits.section(global_compression_ratio=1.5, sparsity_config={}, kv_cache_scheme=None),),
+    ),
+    Shape("llm-compressor's FP8 and INT4", schemes=("fp8", "w4a16")),
+    Shape(
+        "AutoAWQ: no cache, other sampling keys",
+        form={"method": "awq", "version": "GEMM"},
+        second=(
+            edits.config(use_cache=False, pad_token_id=0),
+            edits.generation(eos_token_id=257, do_sample=True, bos_token_id=256),
+        ),
+    ),
+    Shape(
+        "AutoAWQ, settings in quant_config.json",
+        form={"method": "awq", "version": "GEMM"},
+        second=(edits.settings_in("quant_config.json", bits="w_bit", group_size="q_group_size"),),
+    ),
+    Shape(
+        "AutoAWQ, layers left out by parts of names",
+        form={"method": "awq", "modules_to_not_convert": ["gate"]},
+    ),
+    Shape("AutoAWQ's GEMV", form={"method": "awq", "version": "gemv"}),
+    Shape("AutoGPTQ", form={"method": "gptq"}, second=(edits.tensors(edits.zero_biases),)),
+    Shape(
+        "AutoGPTQ, settings in quantize_config.json, its own file name",
+        form={"method": "gptq"},
+        second=(edits.settings_in("quantize_config.json"), edits.renamed("gptq_model-4bit-128g.safetensors")),
+    ),
+    Shape(
+        "AutoGPTQ with desc_act",
+        form={"method": "gptq", "desc_act": True},
+        second=(edits.tensors(edits.reordered),),
+    ),
+    Shape(
+        "GPTQ packed for Marlin",
+        form={"method": "gptq", "is_marlin_format": True},
+        second=(edits.tensors(edits.packed_for_marlin),),
+    ),
+    Shape("GPTQModel, the newer format", form={"method": "gptq", "checkpoint_format": "gptq_v2"}),
+    Shape("GPTQModel, layers left out", form={"method": "gptq", "dynamic": {"-:.*lm_head": {}}}),
+    Shape(
+        "GPTQModel, other bits for some layers", form={"method": "gptq", "dynamic": {"+:.*down": {"bits": 8}}}
+    ),
+    Shape("GPTQ with zero points", form={"method": "gptq", "sym": False}),
+    Shape("AutoRound as GPTQ", form={"method": "gptq", **GPTQ_AS_AUTO_ROUND}),
+    Shape("AutoRound as AWQ", form={"method": "awq", **AWQ_AS_AUTO_ROUND}),
+    Shape(
+        "AutoRound in FP8", form={"method": "gptq", **GPTQ_AS_AUTO_ROUND, "packing_format": "auto_round:fp8"}
+    ),
+    Shape("block FP8 (DeepSeek, Qwen) and INT4", first=(edits.block_fp8,), schemes=(None, "w4a16")),
+    Shape("16 bit and INT4", schemes=(None, "w4a16")),
+    Shape("Quark's INT8", first=(edits.section(quant_method="quark"),)),
+    Shape("ModelOpt's INT8", first=(edits.section(quant_method="modelopt"),)),
+    Shape("bf16 and fp16", second=(edits.in_half,)),
+    Shape("bf16 and fp16, with `--dtype`", second=(edits.in_half,), options={"dtype": "bfloat16"}),
+    Shape(
+        "transformers 4 and 5",
+        first=(edits.as_transformers_4,),
+        second=(edits.tokenizer(edits.merges_as_strings),),
+    ),
+    Shape(
+        "keys of unsloth and of the Hub",
+        first=(
+            edits.config(
+                unsloth_fixed=True, unsloth_version="2025.1", license="mit", _from_model_config=True
+            ),
+        ),
+    ),
+    Shape("a tokenizer with calibration's truncation", first=(edits.tokenizer(edits.left_by_calibration),)),
+    Shape(
+        "the chat template in another file",
+        first=(edits.tokenizer_config(chat_template=TEMPLATE),),
+        second=(edits.file("chat_template.jinja", TEMPLATE + "\n"),),
+    ),
+    Shape("a chat template on one side", second=(edits.file("chat_template.jinja", TEMPLATE),)),
+    Shape(
+        "another chat template",
+        first=(edits.file("chat_template.jinja", TEMPLATE),),
+        second=(edits.file("chat_template.jinja", TEMPLATE.replace(": ", "> ")),),
+    ),
+    Shape(
+        "another chat template, with `--tokenizer-from`",
+        first=(edits.file("chat_template.jinja", TEMPLATE),),
+        second=(edits.file("chat_template.jinja", TEMPLATE.replace(": ", "> ")),),
+        options={"tokenizer_from": "w8a8"},
+    ),
+    Shape("the tokenizer of another base model", second=(edits.tokenizer(edits.swapped_tokens),)),
+    Shape("other sampling defaults", second=(edits.generation(temperature=0.6, eos_token_id=257),)),
+    Shape(
+        "other sampling defaults, with `--generation-from`",
+        second=(edits.generation(temperature=0.6, eos_token_id=257),),
+        options={"generation_from": "w4a16"},
+    ),
+    Shape("a program beside the weights", first=(edits.file("quantize.py", "print('made by')"),)),
+    Shape("RoPE's frequencies among the tensors", first=(edits.tensors(edits.frequencies),)),
+    Shape(
+        "other RoPE scaling", second=(edits.config(rope_parameters={"rope_type": "linear", "factor": 2.0}),)
+    ),
+    Shape("another norm epsilon", second=(edits.config(rms_norm_eps=1e-05),)),
+    Shape(
+        "FP8 scales of the cache on one side",
+        first=(edits.section(kv_cache_scheme=CACHE), edits.tensors(edits.cache_scales)),
+    ),
+    Shape("Llama 2 (own head for each query), AWQ", form={"method": "awq"}, model={"num_key_value_heads": 4}),
+    Shape(
+        "the same, AWQ with v to o folded",
+        form={"method": "awq"},
+        model={"num_key_value_heads": 4},
+        transform=_in_place(_smooth_v_to_o),
+    ),
+    Shape("Qwen 2.5, GPTQ", form={"method": "gptq"}, architecture="qwen2"),
+    Shape("Qwen 3, AWQ", form={"method": "awq"}, architecture="qwen3"),
+    Shape("Gemma 3, GPTQ", form={"method": "gptq"}, architecture="gemma3"),
+    Shape("Mistral, GPTQ", form={"method": "gptq"}, architecture="mistral"),
+    Shape(
+        "Mistral with tekken.json on one side",
+        first=(edits.file("tekken.json", "{}"),),
+        architecture="mistral",
+    ),
+)
