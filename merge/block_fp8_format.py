@@ -25,7 +25,8 @@ def from_block_fp8(
 ) -> tuple[JsonObject, dict[str, TensorRef]]:
     """Return the ``quantization_config`` and the tensors as compressed-tensors has them.
 
-    No byte changes. Raises FlexQuantError for FP8 without blocks, and with scales for activations.
+    No byte changes. Raises FlexQuantError for FP8 without blocks, with scales for activations, and for a
+    weight without its scale or with two.
     """
     block = section.get("weight_block_size")
     sizes = block if isinstance(block, list) else []
@@ -36,6 +37,14 @@ def from_block_fp8(
             f"{section.get('activation_scheme')!r}; only blocks with dynamic activations are read: quantise "
             "the model again, e.g. by 'flexquant quantize' with a recipe for FP8"
         )
+    for name, ref in tensors.items():
+        if name.endswith(".weight") and ref.dtype == "F8_E4M3" and f"{name}_scale_inv" not in tensors:
+            raise FlexQuantError(f"{name}_scale_inv is missing in {folder}; get the checkpoint again")
+        if _renamed(name) != name and _renamed(name) in tensors:
+            raise FlexQuantError(
+                f"{folder} has both {name} and {_renamed(name)}; a weight has one scale: get the checkpoint "
+                "again"
+            )
     found = {_renamed(name): ref for name, ref in tensors.items()}
     quantised = {name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
     number = {"num_bits": 8, "type": "float", "symmetric": True}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexquant.checkpoint.folder import confined_file
+from flexquant.checkpoint.folder import check_folder, confined_file, read_json
 from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
@@ -21,7 +21,7 @@ from flexquant.checkpoint.writer import (
     write_shards,
 )
 from flexquant.errors import FlexQuantError
-from flexquant.merge.formats import SECTIONS, open_source
+from flexquant.merge.formats import SECTIONS, open_source, stored_section
 
 
 def convert_checkpoint(
@@ -41,10 +41,12 @@ def convert_checkpoint(
     for a checkpoint with nothing to convert, an output that may not be replaced and a full disk.
     """
     folder, output = find_model(folder), Path(output)
+    check_folder(folder)
+    stored = stored_section(folder, read_json(confined_file(folder, "config.json")))
     source = open_source("converted", folder, dtype)
-    stored: JsonObject = next((source.config[key] for key in SECTIONS if key in source.config), {})
-    if dtype is None and stored == source.quantization_config:
-        raise FlexQuantError(f"{folder} is in the format of compressed-tensors already; merge it as it is")
+    if dtype is None and (stored is None or stored == source.quantization_config):
+        found = "is not quantised" if stored is None else "is in the format of compressed-tensors already"
+        raise FlexQuantError(f"{folder} {found}; merge it as it is")
     prepare_output(output, [folder], overwrite=overwrite)
     files = {name: confined_file(folder, name) for name in find_files(folder, COPIED)}
     shards = plan_shards([source.tensors], DEFAULT_SHARD_SIZE)
@@ -55,5 +57,6 @@ def convert_checkpoint(
         write_shards(stage, shards, progress)
         config = {key: value for key, value in source.config.items() if key not in SECTIONS}
         write_json(stage / "config.json", config | {SECTIONS[0]: source.quantization_config})
+    method = "16 bit" if stored is None else stored.get("quant_method")
     linears = sum(name.endswith(".weight_scale") for name in source.tensors)
-    return {"output": str(output), "from": stored.get("quant_method"), "linears": linears}
+    return {"output": str(output), "from": method, "linears": linears}

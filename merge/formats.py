@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexquant.checkpoint.cast import cast_tensors
+from flexquant.checkpoint.cast import cast_tensors, with_dtype
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json, read_tensors
 from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.model_config import JsonObject
@@ -24,7 +24,6 @@ SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
 """Files in which AutoGPTQ and AutoAWQ wrote what ``config.json`` lacks."""
 SECTIONS = ("quantization_config", "compression_config")
 """Keys of ``config.json`` for the quantisation; the second is llm-compressor's before 2025."""
-DTYPE_KEYS = ("dtype", "torch_dtype")
 IN_16_BIT: JsonObject = {
     "quant_method": "compressed-tensors",
     "format": "dense",
@@ -46,7 +45,7 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     check_folder(folder)
     config = read_json(confined_file(folder, "config.json"))
     tensors = read_tensors(folder)
-    section = _section(folder, config)
+    section = stored_section(folder, config)
     method = section.get("quant_method") if section else None
     if section is None:
         section = IN_16_BIT
@@ -60,17 +59,23 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
             f"{BLOCK_FP8} are read: quantise the model again, e.g. by 'flexquant quantize'"
         )
     if dtype is not None:
-        tensors = cast_tensors(tensors, dtype)
-        key = next((key for key in DTYPE_KEYS if key in config), DTYPE_KEYS[0])
-        config |= {key: dtype}
+        tensors, config = cast_tensors(tensors, dtype), with_dtype(config, dtype)
     return Source.make(name, folder, config, section, tensors)
 
 
-def _section(folder: Path, config: JsonObject) -> JsonObject | None:
-    """Return how a checkpoint says that it is quantised; None for one in 16 bit."""
+def stored_section(folder: Path, config: JsonObject) -> JsonObject | None:
+    """Return how a checkpoint says that it is quantised; None for one in 16 bit.
+
+    Raises FlexQuantError, naming the file, for settings that are no JSON object.
+    """
     for key in SECTIONS:
-        if isinstance(found := config.get(key), dict):
+        found = config.get(key)
+        if isinstance(found, dict):
             return found
+        if found is not None:
+            raise FlexQuantError(
+                f"{folder / 'config.json'} has {key} {found!r}, expected an object; get the checkpoint again"
+            )
     for file in SETTINGS_FILES:
         if (folder / file).exists():
             section = read_json(confined_file(folder, file))

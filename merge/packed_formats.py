@@ -54,6 +54,12 @@ def from_packed_format(
                 f"{folder} has its {name} quantised, which stays in 16 bit in a merged checkpoint; take a "
                 f"{form.method} checkpoint that leaves it out"
             )
+        for part in ("weight", "weight_packed"):
+            if f"{name}.{part}" in tensors:
+                raise FlexQuantError(
+                    f"{folder} has {name}.{part} beside {name}.qweight; a linear is stored once: get the "
+                    "checkpoint again"
+                )
         found |= _linear(name, form, tensors)
     return _section(form, tensors), found
 

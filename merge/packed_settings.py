@@ -83,8 +83,14 @@ def read_settings(folder: Path, section: JsonObject) -> PackedFormat:
 def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
     packing = str(section.get("packing_format"))
     method = next((known for known in (AWQ, GPTQ) if known in packing), None)
-    layers = (section.get("extra_config") or {}).values()
-    symmetric = section.get("sym", True)
+    extra = section.get("extra_config") or {}
+    layers = list(extra.values()) if isinstance(extra, dict) else [extra]
+    if not all(isinstance(layer, dict) and type(layer.get("bits", 16)) is int for layer in layers):
+        raise FlexQuantError(
+            f"{folder} has the extra_config {extra!r}, expected an object of settings by layer, with numbers "
+            "of bits; get the checkpoint again"
+        )
+    symmetric = _switch(folder, section, "sym", default=True)
     unserved = method == GPTQ and not symmetric
     if (
         method is None
@@ -108,7 +114,9 @@ def _read_awq(folder: Path, section: JsonObject) -> PackedFormat:
         raise FlexQuantError(
             f"{folder} is in AWQ's format {version!r}; take an AWQ checkpoint in the GEMM format"
         )
-    return PackedFormat(AWQ, *_bits_and_size(folder, section, AWQ), not section.get("zero_point", True))
+    return PackedFormat(
+        AWQ, *_bits_and_size(folder, section, AWQ), not _switch(folder, section, "zero_point", default=True)
+    )
 
 
 def _read_gptq(folder: Path, section: JsonObject) -> PackedFormat:
@@ -125,8 +133,19 @@ def _read_gptq(folder: Path, section: JsonObject) -> PackedFormat:
             "read: take the checkpoint that it was packed from"
         )
     offset = 1 if form == WITH_OFFSET else 0
-    symmetric, reordered = section.get("sym", True), section.get("desc_act", False)
+    symmetric = _switch(folder, section, "sym", default=True)
+    reordered = _switch(folder, section, "desc_act", default=False)
     return PackedFormat(GPTQ, *_bits_and_size(folder, section, GPTQ), symmetric, (offset,), reordered)
+
+
+def _switch(folder: Path, section: JsonObject, key: str, *, default: bool) -> bool:
+    value = section.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise FlexQuantError(
+            f"{folder} has {key} {value!r}, expected true or false, in its quantization_config; correct it, "
+            "or get the checkpoint again"
+        )
+    return default if value is None else value
 
 
 def _bits_and_size(folder: Path, section: JsonObject, method: str) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import DTYPES, TensorRef, computed, load_tensor
 from flexquant.checkpoint.schemes import PACKED_SUFFIX, QUANTISATION_PARAMETER
 from flexquant.errors import FlexQuantError
@@ -16,18 +17,30 @@ if TYPE_CHECKING:
 
 CASTS = {"bfloat16": "BF16", "float16": "F16"}
 """Name of a dtype in torch -> in safetensors."""
+DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def cast_tensors(tensors: Mapping[str, TensorRef], dtype: str) -> dict[str, TensorRef]:
     """Return the tensors with those in 16 bit in ``dtype``, a key of CASTS; they are cast when they are read.
 
-    Scales are cast where vLLM keeps them in the model's dtype: those of packed weights. Reading raises
-    FlexQuantError for a number that ``dtype`` cannot hold.
+    Scales are cast where vLLM keeps them in the model's dtype: those of packed weights. Raises FlexQuantError
+    for another ``dtype`` and, when a tensor is read, for a number that ``dtype`` cannot hold.
     """
+    if dtype not in CASTS:
+        raise FlexQuantError(f"weights cannot be cast to the dtype {dtype!r}; take {' or '.join(CASTS)}")
     return {
         name: _cast(ref, CASTS[dtype]) if _follows_the_model(name, tensors) else ref
         for name, ref in tensors.items()
     }
+
+
+def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
+    """Return a config, nested language model included, that states ``dtype`` wherever it states one."""
+    keys = [key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1]
+    nested = config.get("text_config")
+    if isinstance(nested, dict) and any(key in nested for key in DTYPE_KEYS):
+        config = config | {"text_config": with_dtype(nested, dtype)}
+    return config | dict.fromkeys(keys, dtype)
 
 
 def _follows_the_model(name: str, tensors: Mapping[str, TensorRef]) -> bool:

@@ -196,18 +196,25 @@ def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Te
 
 
 def _computed_chunks(ref: ComputedTensor, chunk_bytes: int) -> Iterator[memoryview]:
-    """Yield the bytes of a computed tensor; only the rows that a chunk touches are computed at a time."""
+    """Yield the bytes of a computed tensor; only the rows that a chunk touches are computed at a time.
+
+    Chunks that touch the same rows, which are then longer than a chunk, share them.
+    """
     import torch
 
     if not ref.shape:
         yield ref.compute(None).reshape(1).view(torch.uint8).numpy().data
         return
     row_bytes = max(1, ref.nbytes // max(1, ref.shape[0]))
+    touched, data = range(0), memoryview(b"")
     for start in range(0, ref.nbytes, chunk_bytes):
         stop = min(start + chunk_bytes, ref.nbytes)
-        first = start // row_bytes
-        rows = ref.compute([range(first, -(-stop // row_bytes))]).contiguous().view(-1).view(torch.uint8)
-        yield rows.numpy().data[start - first * row_bytes : stop - first * row_bytes]
+        rows = range(start // row_bytes, -(-stop // row_bytes))
+        if rows != touched:
+            touched = rows
+            data = ref.compute([rows]).contiguous().view(-1).view(torch.uint8).numpy().data
+        begin = rows.start * row_bytes
+        yield data[start - begin : stop - begin]
 
 
 @contextmanager

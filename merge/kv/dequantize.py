@@ -16,6 +16,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
+from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
 from flexquant.checkpoint.schemes import PACKED_SUFFIX, LinearSchemes, shape_problem, unpacked_shape
 from flexquant.checkpoint.source import Source
@@ -68,12 +69,15 @@ class WeightReader:
     def check_linears(self) -> None:
         """Raise FlexQuantError, naming the module, for a parameter that does not fit its Linear's scheme.
 
-        Only headers are read. Linears with an unsupported scheme are skipped.
+        Only headers are read. Linears with an unsupported scheme are skipped, those of decoder layers
+        that are stored quantised and have no scheme are refused.
         """
         for key, ref in self.source.tensors.items():
             module, _, parameter = key.rpartition(".")
             if parameter in ("weight", "weight_packed") and not _is_float(ref):
                 scheme = self.schemes.of(module)
+                if scheme is None and LAYER.search(key):
+                    self.weight_args(module)  # raises
                 if scheme is not None and self._is_readable(scheme):
                     self.check_shapes(module, scheme.weights)
 

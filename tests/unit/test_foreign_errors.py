@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Malformed settings and tensors of checkpoints that others made end in a message, never in a traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexquant.checkpoint.cast import with_dtype
+from flexquant.checkpoint.safetensors_io import TensorRef, computed, read_chunks
+from flexquant.errors import FlexQuantError
+from flexquant.merge import convert_checkpoint, merge_checkpoints
+from flexquant.merge.formats import open_source
+from tests.checkpoints import make_checkpoint
+from tests.foreign import write_foreign
+
+UP = "model.layers.0.mlp.up_proj"
+State = dict[str, torch.Tensor]
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+
+
+@pytest.fixture(scope="module")
+def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("source") / "w4a16", scheme="w4a16", num_layers=1)
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def rewrite(folder: Path, change: Callable[[State], object]) -> None:
+    change(state := load_file(folder / "model.safetensors"))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "named"),
+    [
+        ("gptq", {**AUTO_ROUND, "extra_config": "x"}, "extra_config 'x', expected an object"),
+        ("gptq", {**AUTO_ROUND, "extra_config": {UP: 1}}, "extra_config {.*}, expected an object"),
+        ("gptq", {**AUTO_ROUND, "extra_config": {UP: {"bits": "4"}}}, "extra_config .*, expected an object"),
+        ("gptq", {**AUTO_ROUND, "sym": "yes"}, "sym 'yes', expected true or false"),
+        ("gptq", {"sym": "false"}, "sym 'false', expected true or false"),
+        ("gptq", {"desc_act": "no"}, "desc_act 'no', expected true or false"),
+        ("awq", {"zero_point": 1}, "zero_point 1, expected true or false"),
+        ("gptq", {"bits": "4"}, "'4' bits a weight"),
+    ],
+)
+def test_settings_of_other_types_are_refused(method, settings, named, w4a16, tmp_path):
+    foreign = write_foreign(w4a16, tmp_path / "foreign", method, **settings)
+    with pytest.raises(FlexQuantError, match=named):
+        open_source("w4a16", foreign)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_null_stands_for_the_default(method, w4a16, tmp_path):
+    nulls = dict.fromkeys(("sym", "desc_act", "zero_point", "dynamic", "checkpoint_format"))
+    foreign = write_foreign(w4a16, tmp_path / "foreign", method, **nulls)
+    open_source("w4a16", foreign)
+
+
+def test_a_section_that_is_no_object_is_refused(tmp_path):
+    folder = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    edit_config(folder, quantization_config="awq")
+    with pytest.raises(FlexQuantError, match="quantization_config 'awq', expected an object"):
+        open_source("bf16", folder)
+
+
+def test_converting_says_what_it_was_wherever_the_settings_are(w4a16, tmp_path):
+    foreign = write_foreign(w4a16, tmp_path / "foreign", "gptq")
+    section = json.loads((foreign / "config.json").read_text())["quantization_config"]
+    (foreign / "quantize_config.json").write_text(json.dumps(section))
+    edit_config(foreign, quantization_config=None)
+    assert convert_checkpoint(foreign, tmp_path / "converted")["from"] == "gptq"
+
+
+def test_a_model_in_16_bit_has_nothing_to_convert(tmp_path):
+    folder = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    with pytest.raises(FlexQuantError, match="is not quantised.*merge it as it is"):
+        convert_checkpoint(folder, tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
+
+
+@pytest.mark.parametrize("part", ["weight", "weight_packed"])
+def test_a_linear_that_is_stored_twice_is_refused(part, w4a16, tmp_path):
+    foreign = write_foreign(w4a16, tmp_path / "foreign", "gptq")
+    rewrite(foreign, lambda state: state.update({f"{UP}.{part}": torch.zeros(256, 16, dtype=torch.int32)}))
+    with pytest.raises(FlexQuantError, match=rf"{UP}.{part} beside {UP}.qweight"):
+        open_source("w4a16", foreign)
+
+
+def quantise_in_blocks(state: State) -> None:
+    for key in [key for key in state if key.endswith("_proj.weight")]:
+        state[key] = state[key].to(torch.float8_e4m3fn)
+        state[f"{key}_scale_inv"] = torch.ones(state[key].shape[0] // 32, state[key].shape[1] // 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda state: state.pop(f"{UP}.weight_scale_inv"), rf"{UP}.weight_scale_inv is missing"),
+        (
+            lambda state: state.update({f"{UP}.weight_scale": torch.ones(8, 4)}),
+            rf"both {UP}.weight_scale_inv and {UP}.weight_scale",
+        ),
+    ],
+)
+def test_block_fp8_needs_one_scale_of_each_linear(change, named, tmp_path):
+    folder = make_checkpoint(tmp_path / "fp8", scheme=None, num_layers=1)
+    rewrite(folder, quantise_in_blocks)
+    edit_config(folder, quantization_config=FP8)
+    open_source("fp8", folder)
+    rewrite(folder, change)
+    with pytest.raises(FlexQuantError, match=named):
+        open_source("fp8", folder)
+
+
+def test_a_single_variant_without_its_quantisation_config_is_refused(tmp_path):
+    folder = make_checkpoint(tmp_path / "w8a8", num_layers=1)
+    edit_config(folder, quantization_config=None)
+    with pytest.raises(FlexQuantError, match="is stored as I8, but no config group quantises it"):
+        merge_checkpoints({"w8a8": folder}, tmp_path / "merged")
+
+
+def test_another_dtype_than_those_of_16_bit_is_refused(w4a16):
+    with pytest.raises(FlexQuantError, match="dtype 'int8'; take bfloat16 or float16"):
+        open_source("w4a16", w4a16, "int8")
+
+
+def test_every_dtype_that_a_config_states_is_the_one_that_was_asked_for(tmp_path):
+    folder = make_checkpoint(tmp_path / "w8a8", num_layers=1)
+    edit_config(folder, torch_dtype="bfloat16", dtype="bfloat16")
+    config = open_source("w8a8", folder, "float16").config
+    assert (config["dtype"], config["torch_dtype"]) == ("float16", "float16")
+
+
+def test_a_nested_language_model_states_the_dtype_too():
+    nested = {"dtype": "bfloat16", "vocab_size": 8}
+    assert with_dtype({"text_config": nested}, "float16") == {
+        "dtype": "float16",
+        "text_config": {"dtype": "float16", "vocab_size": 8},
+    }
+    assert nested["dtype"] == "bfloat16"
+
+
+def test_rows_that_are_longer_than_a_chunk_are_computed_once(tmp_path):
+    data = torch.arange(4 * 1000, dtype=torch.int32).view(4, 10, 100)
+    stored = TensorRef("x", "I32", (4, 10, 100), tmp_path / "x", 0, 16_000)
+    asked: list[Any] = []
+
+    def compute(rows: Any) -> torch.Tensor:
+        asked.append(rows)
+        return torch.cat([data[part.start : part.stop] for part in rows])
+
+    chunks = [bytes(chunk) for chunk in read_chunks(computed("x", stored, "I32", data.shape, compute), 500)]
+    assert b"".join(chunks) == data.numpy().tobytes()
+    assert {len(chunk) for chunk in chunks} == {500}
+    assert len(asked) == 4
