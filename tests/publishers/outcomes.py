@@ -19,7 +19,8 @@ HEAD = """\
 
 `python -m tests.publishers` makes small random checkpoints as publishers ship them, in pairs of one model,
 and merges them; `tests/publishers/shapes.py` says how each is made. The {merged} that are merged are verified
-against their sources, bit for bit, and answer as stock vLLM does from each source. {refused} are refused.
+against their sources, bit for bit, and answer as stock vLLM does from each source that it serves on a CPU.
+{refused} are refused.
 
 | pair | outcome |
 |---|---|

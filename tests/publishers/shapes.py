@@ -40,6 +40,8 @@ class Shape:
     model: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of :func:`make_checkpoint` for both."""
     schemes: tuple[str | None, str | None] = ("w8a8", "w4a16")
+    stock: Mapping[str, Any] | None = field(default_factory=dict)
+    """Arguments with which stock vLLM serves the second; None: it does not serve it on a CPU."""
     transform: Any = None
     """A change of the 16-bit model before it becomes the second."""
 
@@ -93,7 +95,7 @@ SHAPES = (
         "compressed-tensors with the keys of 2025",
         second=(edits.section(global_compression_ratio=1.5, sparsity_config={}, kv_cache_scheme=None),),
     ),
-    Shape("llm-compressor's FP8 and INT4", schemes=("fp8", "w4a16")),
+    Shape("llm-compressor's FP8 and INT4", schemes=("fp8", "w4a16"), stock=None),
     Shape(
         "AutoAWQ: no cache, other sampling keys",
         form={"method": "awq", "version": "GEMM"},
@@ -106,10 +108,12 @@ SHAPES = (
         "AutoAWQ, settings in quant_config.json",
         form={"method": "awq", "version": "GEMM"},
         second=(edits.settings_in("quant_config.json", bits="w_bit", group_size="q_group_size"),),
+        stock={"quantization": "awq"},
     ),
     Shape(
         "AutoAWQ, layers left out by parts of names",
         form={"method": "awq", "modules_to_not_convert": ["gate"]},
+        stock=None,
     ),
     Shape("AutoAWQ's GEMV", form={"method": "awq", "version": "gemv"}),
     Shape("AutoGPTQ", form={"method": "gptq"}, second=(edits.tensors(edits.zero_biases),)),
@@ -117,6 +121,7 @@ SHAPES = (
         "AutoGPTQ, settings in quantize_config.json, its own file name",
         form={"method": "gptq"},
         second=(edits.settings_in("quantize_config.json"), edits.renamed("gptq_model-4bit-128g.safetensors")),
+        stock={"quantization": "gptq"},
     ),
     Shape(
         "AutoGPTQ with desc_act",
@@ -133,13 +138,15 @@ SHAPES = (
     Shape(
         "GPTQModel, other bits for some layers", form={"method": "gptq", "dynamic": {"+:.*down": {"bits": 8}}}
     ),
-    Shape("GPTQ with zero points", form={"method": "gptq", "sym": False}),
+    Shape("GPTQ with zero points", form={"method": "gptq", "sym": False}, stock=None),
     Shape("AutoRound as GPTQ", form={"method": "gptq", **GPTQ_AS_AUTO_ROUND}),
     Shape("AutoRound as AWQ", form={"method": "awq", **AWQ_AS_AUTO_ROUND}),
     Shape(
         "AutoRound in FP8", form={"method": "gptq", **GPTQ_AS_AUTO_ROUND, "packing_format": "auto_round:fp8"}
     ),
-    Shape("block FP8 (DeepSeek, Qwen) and INT4", first=(edits.block_fp8,), schemes=(None, "w4a16")),
+    Shape(
+        "block FP8 (DeepSeek, Qwen) and INT4", first=(edits.block_fp8,), schemes=(None, "w4a16"), stock=None
+    ),
     Shape("16 bit and INT4", schemes=(None, "w4a16")),
     Shape("Quark's INT8", first=(edits.section(quant_method="quark"),)),
     Shape("ModelOpt's INT8", first=(edits.section(quant_method="modelopt"),)),
