@@ -12,23 +12,27 @@ from flexquant.checkpoint.sidecars import GENERATION_CONFIG
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 
-SAMPLING = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_new_tokens",
-)
-"""Keys that vLLM's ``ModelConfig.get_diff_sampling_param`` reads; ``do_sample`` is none of them."""
+SAMPLING: dict[str, tuple[int, ...]] = {
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "temperature": (1,),
+    "top_k": (0, -1),
+    "top_p": (1,),
+    "min_p": (0,),
+    "max_new_tokens": (),
+}
+"""Keys that vLLM's ``ModelConfig.get_diff_sampling_param`` reads -> values by which nothing changes.
+
+``do_sample`` is none of them.
+"""
 ENDS = "eos_token_id"
 SETTINGS = (*SAMPLING, ENDS)
 
 
 def generation_settings(source: Source) -> JsonObject:
-    """Return the values of SETTINGS that serving starts from, without nulls; ENDS holds sorted token ids.
+    """Return the values of SETTINGS that serving starts from, without what changes
+    nothing; ENDS holds sorted token ids.
 
     A checkpoint without ``generation_config.json`` has those of its ``config.json``. Raises FlexQuantError if
     ENDS is neither a token id nor a list of them.
@@ -40,7 +44,7 @@ def generation_settings(source: Source) -> JsonObject:
         nested = text_config(source.config)
         stated = {key: source.config.get(key, nested.get(key)) for key in SAMPLING}
         stated[ENDS] = written_or_default(nested, ENDS) if ENDS not in source.config else source.config[ENDS]
-    settings = {key: stated[key] for key in SAMPLING if stated.get(key) is not None}
+    settings = {key: stated[key] for key, none in SAMPLING.items() if stated.get(key) not in (None, *none)}
     ends = stated.get(ENDS)
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(type(end) is int for end in listed):

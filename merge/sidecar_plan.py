@@ -50,18 +50,21 @@ def plan_sidecars(
 ) -> SidecarPlan:
     """Return the files to copy; compare what the sources have, unless a choice names a source.
 
-    All files of the tokenizer come from one source, the first that has a chat template if any does. Raises
-    FlexQuantError, naming the difference and the choices, if tokenizers, generation settings, remote code or
-    (for a model that reads images) processors differ, and for a choice that names no source.
+    All files of the tokenizer, its code included, come from one source, the first that has a chat template if
+    any does. Raises FlexQuantError, naming the difference and the choices, if tokenizers, generation settings,
+    remote code or (for a model that reads images) processors differ, and for a choice that names no source.
     """
     tokenizer = _choose_tokenizer(sources, tokenizer_from)
     generation = _choose_generation(sources, generation_from)
-    identical = {name for source in sources for name in _code_files(source)}
+    identical = {name for source in sources for name in _code_files(source.folder, source.config)}
+    code = set(_code_files(tokenizer.folder, _tokenizer_config(tokenizer)))
+    if tokenizer_from is None:
+        identical |= code
     if reads_more_than_text(sources[0].config):
         identical |= {name for source in sources for name in find_files(source.folder, PROCESSOR)}
     for name in sorted(identical):
         _check_identical(name, sources)
-    names = {*identical, *find_files(tokenizer.folder, (*TOKENIZER, *PROCESSOR))}
+    names = {*identical, *code, *find_files(tokenizer.folder, (*TOKENIZER, *PROCESSOR))}
     files = {name: confined_file(tokenizer.folder, name) for name in sorted(names)}
     if path := settings_file(generation.folder):
         files[GENERATION_CONFIG] = path
@@ -76,15 +79,15 @@ def plan_sidecars(
 def _choose_tokenizer(sources: Sequence[Source], name: str | None) -> Source:
     if name is not None:
         return _named(sources, name, "--tokenizer-from")
-    first = sources[0]
-    for other in sources[1:]:
+    first = next(filter(has_chat_template, sources), sources[0])
+    for other in [source for source in sources if source is not first]:
         if difference := tokenizer_difference(first, other):
             raise FlexQuantError(
                 f"the tokenizers of '{first.name}' and '{other.name}' differ: {difference}. One model has "
                 f"one; if these are variants of one model, choose with --tokenizer-from {first.name} or "
                 f"--tokenizer-from {other.name}"
             )
-    return next(filter(has_chat_template, sources), first)
+    return first
 
 
 def _choose_generation(sources: Sequence[Source], name: str | None) -> Source:
@@ -113,16 +116,18 @@ def _named(sources: Sequence[Source], name: str, option: str) -> Source:
     raise FlexQuantError(f"{option} names '{name}', but the variants are {names}; name one of them")
 
 
-def _code_files(source: Source) -> Iterator[str]:
-    """Yield the names of the Python files that a model's ``auto_map`` loads, with what they import."""
-    configs = [source.config]
-    if (source.folder / TOKENIZER_CONFIG).is_file():
-        configs.append(read_json(confined_file(source.folder, TOKENIZER_CONFIG)))
-    classes = [value for config in configs for value in _mapped_classes(config.get("auto_map"))]
+def _tokenizer_config(source: Source) -> JsonObject:
+    present = (source.folder / TOKENIZER_CONFIG).is_file()
+    return read_json(confined_file(source.folder, TOKENIZER_CONFIG)) if present else {}
+
+
+def _code_files(folder: Path, config: JsonObject) -> Iterator[str]:
+    """Yield the names of the Python files that a config's ``auto_map`` loads, with what they import."""
+    classes = _mapped_classes(config.get("auto_map"))
     for module in sorted({name.partition(".")[0] for name in classes if "--" not in name}):
         from transformers.dynamic_module_utils import get_relative_import_files
 
-        path = confined_file(source.folder, f"{module}.py")
+        path = confined_file(folder, f"{module}.py")
         yield path.name
         yield from (Path(found).name for found in get_relative_import_files(path))
 

@@ -109,10 +109,13 @@ def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or Hugging Face id; raise FlexQuantError if it cannot be read."""
+    """Return the tokenizer of a folder or Hugging Face id.
+
+    Raises FlexQuantError if it cannot be read or needs code of its own, which is not run.
+    """
     from transformers import AutoTokenizer
 
     problem = f"the tokenizer of {model} cannot be read"
     # The tokenizers library raises plain Exceptions for a broken file.
     with explained(problem, "put its files beside the weights", (Exception,)):
-        return AutoTokenizer.from_pretrained(str(model))
+        return AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)

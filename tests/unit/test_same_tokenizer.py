@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,6 +203,38 @@ def test_what_does_something_else_is_refused_with_the_difference_and_the_choices
         merge_checkpoints(sources, tmp_path / "merged")
 
 
+def test_all_chat_templates_are_compared_also_if_the_first_source_has_none(sources, tmp_path):
+    sources["w4a16_b"] = tmp_path / "w4a16_b"
+    shutil.copytree(sources["w4a16"], sources["w4a16_b"])
+    (sources["w8a8"] / "chat_template.jinja").unlink()
+    write("chat_template.jinja", TEMPLATE.replace(": ", "> "))(sources["w4a16_b"])
+    with pytest.raises(FlexQuantError, match="tokenizers of 'w4a16' and 'w4a16_b' differ: chat templates"):
+        merge_checkpoints(sources, tmp_path / "merged")
+
+
+def test_a_tokenizer_with_code_is_not_loaded_and_nobody_is_asked(sources, tmp_path, monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt: asked.append(prompt) or "n")
+    for source in sources.values():
+        tokenizer_config(auto_map={"AutoTokenizer": ["my_tokenizer.Mine", None]}, tokenizer_class="Mine")(
+            source
+        )
+        write("my_tokenizer.py", "raise SystemExit('was run')\n")(source)
+    tokenizer_config(clean_up_tokenization_spaces=True)(sources["w4a16"])
+    with pytest.raises(FlexQuantError, match="tokenizer_config.json differs or is missing, and more cannot"):
+        merge_checkpoints(sources, tmp_path / "merged")
+    assert asked == []
+
+
+def test_the_code_of_a_tokenizer_that_was_not_chosen_does_not_matter(sources, tmp_path):
+    tokenizer_config(auto_map={"AutoTokenizer": ["my_tokenizer.Mine", None]})(sources["w4a16"])
+    write("my_tokenizer.py", "part = 1\n")(sources["w4a16"])
+    merge_checkpoints(sources, tmp_path / "without", tokenizer_from="w8a8")
+    assert not (tmp_path / "without/my_tokenizer.py").exists()
+    merge_checkpoints(sources, tmp_path / "with", tokenizer_from="w4a16")
+    assert (tmp_path / "with/my_tokenizer.py").is_file()
+
+
 def test_a_choice_takes_the_whole_tokenizer_of_one_source(sources, tmp_path):
     tokenizer_json(swap_two_tokens)(sources["w4a16"])
     for name, ids in (("w8a8", [64, 65]), ("w4a16", [65, 64])):
@@ -228,6 +261,10 @@ def ends_of_config(ends: object) -> Edit:
         (settings(eos_token_id=[7, 501], pad_token_id=1), both(ends_of_config([501, 7]))),
         (settings(eos_token_id=501, top_p=None, use_cache=False), settings(eos_token_id=501, top_p=None)),
         (ends_of_config(501), ends_of_config([501])),
+        (
+            settings(eos_token_id=501, temperature=1.0, top_p=1.0, repetition_penalty=1.0),
+            settings(eos_token_id=501, top_k=-1, min_p=0.0),
+        ),
     ],
 )
 def test_generation_settings_of_equal_effect_are_merged(sources, tmp_path, first, second):
