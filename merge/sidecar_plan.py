@@ -51,8 +51,9 @@ def plan_sidecars(
     """Return the files to copy; compare what the sources have, unless a choice names a source.
 
     All files of the tokenizer, its code included, come from one source, the first that has a chat template if
-    any does. Raises FlexQuantError, naming the difference and the choices, if tokenizers, generation settings,
-    remote code or (for a model that reads images) processors differ, and for a choice that names no source.
+    any does. Raises FlexQuantError, naming the difference and the choices, if tokenizers, generation
+    settings, remote code or (for a model that reads images) processors differ, and for a choice that names no
+    source.
     """
     tokenizer = _choose_tokenizer(sources, tokenizer_from)
     generation = _choose_generation(sources, generation_from)

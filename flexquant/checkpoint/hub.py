@@ -12,7 +12,7 @@ from flexquant.checkpoint.sidecars import CARD, COPIED
 from flexquant.documents.digest import hash_file
 from flexquant.errors import FlexQuantError
 
-HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 FILES = ("*.json", "*.safetensors", "*.yaml", CARD, *COPIED)
 """Patterns of the files that are fetched."""
 NOT_NEEDED = ("original/*", "onnx/*", "consolidated*")
@@ -27,12 +27,21 @@ def find_model(model: str | Path) -> Path:
 
     An id is ``org/name`` or ``org/name@revision``. Only files that are not in the cache are fetched.
     ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HOME`` are those of Hugging Face's own tools.
-    What is no id is returned as it is. Raises FlexQuantError if there is neither a folder nor a model, for a
-    model that asks for a login, and for a file that arrived damaged.
+    What is no id is returned as it is. Raises FlexQuantError for a name that no folder can have, if there is
+    neither a folder nor a model, for a model that asks for a login, and for a file that arrived damaged.
     """
-    folder = Path(model).expanduser()
     found = HUB_ID.fullmatch(str(model))
-    if folder.exists() or not found:
+    try:
+        folder = Path(model).expanduser()
+        is_there = folder.exists()
+    except PermissionError:
+        raise
+    except (OSError, RuntimeError) as e:  # too long, the home of nobody ...
+        raise FlexQuantError(
+            f"{model} cannot be the name of a folder ({e}); give a folder, or a Hugging Face id such as "
+            "org/name"
+        ) from e
+    if is_there or not found:
         return folder
     started = time.time()
     snapshot = _fetch(found["id"], found["revision"])
@@ -50,7 +59,10 @@ def _fetch(model: str, revision: str | None) -> Path:
         errors.RepositoryNotFoundError: "no folder and no public model has this name: give a folder that "
         "exists, or log in by 'hf auth login' for a private model",
         errors.RevisionNotFoundError: "after the @, give one of the model's branches, tags or commits",
-        errors.LocalEntryNotFoundError: "it is not in the cache; try again when the Hub can be reached",
+        errors.LocalEntryNotFoundError: "no folder has this name, and it is not in the cache: give a folder "
+        "that exists, or try again when the Hub can be reached",
+        errors.HFValidationError: "no folder has this name, and no model can have it: give a folder that "
+        "exists",
     }
     try:
         files, others = list(FILES), list(NOT_NEEDED)

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from flexquant.checkpoint.hub import find_model
+from flexquant.errors import FlexQuantError
 from tests.checkpoints import make_checkpoint
 from tests.hub import TOKEN, Hub, serving
 
@@ -139,6 +141,32 @@ def test_a_merge_that_was_killed_fetches_only_what_had_not_arrived(cache: Cache,
     assert done.returncode == 0, done.stderr
     fetched = {path for method, path, _ in hub.requests if method == "GET"}
     assert f"org/w8a8/{stalled}" in fetched and f"org/w8a8/{other}" not in fetched
+
+
+@pytest.mark.parametrize("model", ["./w8a8", "../w8a8", ".models/w8a8", "models/.w8a8", "a/b/c"])
+def test_a_path_that_is_no_id_is_not_asked_for(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexquant.checkpoint.hub._fetch", lambda *asked: pytest.fail(f"asked for {asked}"))
+    assert find_model(model) == Path(model)
+
+
+@pytest.mark.parametrize("model", ["~nobody-has-this-name/w8a8", "x" * 300])
+def test_what_can_be_no_folder_is_refused(model: str) -> None:
+    with pytest.raises(FlexQuantError, match=f"{model} cannot be the name of a folder .*; give a folder"):
+        find_model(model)
+
+
+def test_a_folder_that_is_missing_where_there_is_no_network_is_called_missing(cache: Cache) -> None:
+    for environment in ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
+        done = cache.run("inspect", "models/w8a8", **environment)
+        assert done.returncode == 1
+        assert "no folder has this name, and it is not in the cache" in done.stderr
+
+
+def test_a_name_that_no_model_can_have_is_called_a_missing_folder(cache: Cache, hub: Hub) -> None:
+    done = cache.run("inspect", "models/w8a8--half")
+    assert done.returncode == 1
+    assert "no folder has this name, and no model can have it" in done.stderr
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "tokenizer.json"])
