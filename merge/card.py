@@ -56,7 +56,8 @@ Layers of different variants in one plan: {mixing}. KV cache: {kv}.
 ## Provenance
 
 Merged by FlexQuant {version} from {sources}. `{provenance}` has the SHA-256 of every tensor, which
-`flexquant verify` compares. `flexquant split` gives a source checkpoint back, bit for bit.
+`flexquant verify` compares. `flexquant split` writes one variant as a plain checkpoint again, with these
+tensors bit for bit.
 """
 CARRIED = ("license", "license_name", "license_link", "language")
 """Keys of the sources' metadata that the merged model has too, if all that state them agree."""
@@ -79,7 +80,7 @@ def make_card(
     return TEXT.format(
         metadata=_metadata(report, sources),
         title=f"{report.base_architecture}: {' + '.join(report.variants)}",
-        count="One quantised variant" if count == 1 else f"{count} quantised variants",
+        count="One variant" if count == 1 else f"{count} variants",
         architecture=report.base_architecture,
         parameters=max(v.parameters for v in report.variants.values()),
         layers=report.num_layers,
@@ -128,8 +129,9 @@ def _read_metadata(source: Source) -> JsonObject:
 def _base_models(source: Source, card: JsonObject) -> list[str]:
     """Return the models that a source was made from or, if its card names none, its own id on the Hub."""
     stated = card.get("base_model")
-    if stated:
-        return [stated] if isinstance(stated, str) else list(stated)
+    listed = stated if isinstance(stated, list) else [stated]
+    if names := [name for name in listed if isinstance(name, str) and name]:
+        return names
     label = folder_label(source.folder)
     return [label.partition("@")[0]] if "/" in label else []
 

@@ -5,8 +5,11 @@
 from __future__ import annotations
 
 import pytest
+from huggingface_hub import ModelCard
 
+from flexquant.merge import merge_checkpoints
 from flexquant.merge.card import describe_origins
+from tests.checkpoints import make_checkpoint
 
 RECIPE = """
 schema: flexquant.recipe/v1
@@ -62,3 +65,28 @@ def test_other_recipes_are_named_and_missing_ones_said(tmp_path):
             "- `w8a8`: by `recipe.w8a8.yaml`, as it came with the source.",
             "- `w4a16`: its source came without a recipe.",
         ]
+
+
+@pytest.mark.parametrize(
+    ("stated", "bases"),
+    [
+        ("org/a", ["org/a"]),
+        ("[org/a, 7, [org/b], null]", ["org/a"]),
+        ("7", None),
+        ("{org/a: org/b}", None),
+        ("true", None),
+    ],
+)
+def test_only_names_of_base_models_are_carried_over(stated, bases, tmp_path):
+    source = make_checkpoint(tmp_path / "w8a8", num_layers=1)
+    (source / "README.md").write_text(f"---\nbase_model: {stated}\nlicense: {{a: b}}\n---\nText.\n")
+    merge_checkpoints({"w8a8": source}, tmp_path / "merged")
+    assert ModelCard.load(tmp_path / "merged/README.md").data.to_dict().get("base_model") == bases
+
+
+def test_the_card_does_not_promise_another_format_back(tmp_path):
+    source = make_checkpoint(tmp_path / "bf16", scheme=None, num_layers=1)
+    merge_checkpoints({"bf16": source}, tmp_path / "merged")
+    text = (tmp_path / "merged/README.md").read_text()
+    assert "One variant of one LlamaForCausalLM" in text
+    assert "`flexquant split` writes one variant as a plain checkpoint again" in text

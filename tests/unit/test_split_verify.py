@@ -71,6 +71,7 @@ def test_split_refuses(merged, tmp_path):
     with pytest.raises(FlexQuantError, match="no variant 'fp8'; it has w8a8, w4a16"):
         split_checkpoint(merged, "fp8", tmp_path / "plain")
     (tmp_path / "plain").mkdir()
+    (tmp_path / "plain/notes.txt").touch()
     with pytest.raises(FlexQuantError, match="exists"):
         split_checkpoint(merged, "w8a8", tmp_path / "plain")
     flip_a_byte(merged, "w8a8.model.layers.0.mlp.up_proj.weight")
