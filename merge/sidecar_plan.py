@@ -20,7 +20,7 @@ from flexquant.checkpoint.sidecars import (
     recipe_name,
 )
 from flexquant.checkpoint.source import Source
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, explained
 from flexquant.merge.generation import SETTINGS, generation_settings, settings_file
 from flexquant.merge.same_tokenizer import has_chat_template, has_same_file, tokenizer_difference
 
@@ -130,7 +130,10 @@ def _code_files(folder: Path, config: JsonObject) -> Iterator[str]:
 
         path = confined_file(folder, f"{module}.py")
         yield path.name
-        yield from (Path(found).name for found in get_relative_import_files(path))
+        problem = f"what {path} imports cannot be read"
+        with explained(problem, "get the checkpoint again", (OSError, ValueError)):
+            imported = [Path(found).name for found in get_relative_import_files(path)]
+        yield from imported
 
 
 def _mapped_classes(auto_map: object) -> list[str]:

@@ -226,6 +226,26 @@ def test_a_tokenizer_with_code_is_not_loaded_and_nobody_is_asked(sources, tmp_pa
     assert asked == []
 
 
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [(b"from .gone import part\n", "No such file or directory"), (b"\xff\xfe\x00", "can't decode byte")],
+)
+def test_code_that_is_damaged_or_incomplete_is_named(code, problem, sources, tmp_path):
+    for source in sources.values():
+        tokenizer_config(auto_map={"AutoTokenizer": ["my_tokenizer.Mine", None]})(source)
+        (source / "my_tokenizer.py").write_bytes(code)
+    with pytest.raises(FlexQuantError, match=f"what .*my_tokenizer.py imports cannot be read .*{problem}"):
+        merge_checkpoints(sources, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7].content.x() }}", "{% if %}", 5])
+def test_chat_templates_that_fail_alike_are_the_same(template, sources, tmp_path):
+    for name, source in sources.items():
+        (source / "chat_template.jinja").unlink()
+        tokenizer_config(chat_template=template, made_by=name)(source)
+    merge_checkpoints(sources, tmp_path / "merged")
+
+
 def test_the_code_of_a_tokenizer_that_was_not_chosen_does_not_matter(sources, tmp_path):
     tokenizer_config(auto_map={"AutoTokenizer": ["my_tokenizer.Mine", None]})(sources["w4a16"])
     write("my_tokenizer.py", "part = 1\n")(sources["w4a16"])
