@@ -20,6 +20,9 @@ PACKED_METHODS = (AWQ, GPTQ, *AUTO_ROUND)
 WITH_OFFSET, WITHOUT_OFFSET = "gptq", "gptq_v2"
 """Values of GPTQ's ``checkpoint_format``: zero points stored minus one, and as they are."""
 
+INPUTS_AT_A_TIME = 256
+"""Inputs of a linear that are repacked at a time; a value takes 8 times its memory meanwhile."""
+
 
 @dataclass(frozen=True)
 class PackedFormat:
@@ -52,8 +55,8 @@ class PackedFormat:
         """Return ``weight_packed``, int32 [out, in * bits / 32]."""
         if self.method == GPTQ:
             return stored.T.contiguous()
-        signed = (self.values(stored) - self.middle).to(torch.int8)
-        return pack_to_int32(signed.T.contiguous(), self.bits)
+        parts = ((self.values(part) - self.middle).to(torch.int8) for part in stored.split(INPUTS_AT_A_TIME))
+        return torch.cat([pack_to_int32(part.T.contiguous(), self.bits) for part in parts], dim=1)
 
     def pack_zero_points(self, stored: torch.Tensor) -> torch.Tensor:
         """Return ``weight_zero_point``, int32 [out * bits / 32, in / g]."""

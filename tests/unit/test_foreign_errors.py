@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.cast import with_dtype
@@ -18,8 +19,9 @@ from flexquant.checkpoint.safetensors_io import TensorRef, computed, read_chunks
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints
 from flexquant.merge.formats import open_source
+from flexquant.merge.packed_settings import PackedFormat
 from tests.checkpoints import make_checkpoint
-from tests.foreign import write_foreign
+from tests.foreign import awq_tensors, write_foreign
 
 UP = "model.layers.0.mlp.up_proj"
 State = dict[str, torch.Tensor]
@@ -150,6 +152,15 @@ def test_a_nested_language_model_states_the_dtype_too():
         "text_config": {"dtype": "float16", "vocab_size": 8},
     }
     assert nested["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("inputs", [8, 256, 264, 640])
+def test_weights_of_awq_are_repacked_in_parts(inputs):
+    values = torch.randint(0, 16, (24, inputs))
+    ones = torch.ones(24, 1, dtype=torch.int64)
+    stored = awq_tensors(values, ones, ones)["qweight"]
+    packed = PackedFormat("awq", 4, 8, symmetric=False).pack_weight(stored)
+    assert torch.equal(unpack_from_int32(packed, 4, torch.Size((24, inputs))) + 8, values)
 
 
 def test_rows_that_are_longer_than_a_chunk_are_computed_once(tmp_path):
