@@ -138,7 +138,8 @@ def _read_gptq(folder: Path, section: JsonObject) -> PackedFormat:
     offset = 1 if form == WITH_OFFSET else 0
     symmetric = _switch(folder, section, "sym", default=True)
     reordered = _switch(folder, section, "desc_act", default=False)
-    return PackedFormat(GPTQ, *_bits_and_size(folder, section, GPTQ), symmetric, (offset,), reordered)
+    bits, size = _bits_and_size(folder, section, GPTQ)
+    return PackedFormat(GPTQ, bits, size, symmetric, (offset,), reordered and size > 0)
 
 
 def _switch(folder: Path, section: JsonObject, key: str, *, default: bool) -> bool:

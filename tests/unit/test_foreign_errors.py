@@ -19,7 +19,7 @@ from flexquant.checkpoint.safetensors_io import TensorRef, computed, read_chunks
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints
 from flexquant.merge.formats import open_source
-from flexquant.merge.packed_settings import PackedFormat
+from flexquant.merge.packed_settings import PackedFormat, read_settings
 from tests.checkpoints import make_checkpoint
 from tests.foreign import awq_tensors, write_foreign
 
@@ -161,6 +161,13 @@ def test_weights_of_awq_are_repacked_in_parts(inputs):
     stored = awq_tensors(values, ones, ones)["qweight"]
     packed = PackedFormat("awq", 4, 8, symmetric=False).pack_weight(stored)
     assert torch.equal(unpack_from_int32(packed, 4, torch.Size((24, inputs))) + 8, values)
+
+
+@pytest.mark.parametrize(("size", "reordered"), [(-1, False), (64, True)])
+def test_one_group_for_all_inputs_has_no_order(size, reordered):
+    """vLLM serves desc_act where it means nothing."""
+    section = {"quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": True}
+    assert read_settings(Path("model"), section).reordered is reordered
 
 
 def test_rows_that_are_longer_than_a_chunk_are_computed_once(tmp_path):
