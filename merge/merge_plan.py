@@ -117,7 +117,7 @@ def _check_same_model(a: Source, b: Source) -> None:
     differences = model_differences(a.config, b.config)
     if differences:
         advice = "if a key means nothing to this model, remove it from the config.json that has it"
-        if [key for key, *_ in differences] == ["dtype"]:
+        if all(key.rpartition(".")[2] == "dtype" for key, *_ in differences):
             advice = "if they are, cast what is not quantised with --dtype bfloat16 or --dtype float16"
         listed = "; ".join(f"{key}: {x!r} against {y!r}" for key, x, y in differences[:5])
         raise FlexQuantError(

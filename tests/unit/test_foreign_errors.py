@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.cast import with_dtype
 from flexquant.checkpoint.safetensors_io import TensorRef, computed, read_chunks
+from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints
 from flexquant.merge.formats import open_source
+from flexquant.merge.merge_plan import plan_merge
 from flexquant.merge.packed_settings import PackedFormat, read_settings
 from tests.checkpoints import make_checkpoint
 from tests.foreign import awq_tensors, write_foreign
@@ -161,6 +163,15 @@ def test_weights_of_awq_are_repacked_in_parts(inputs):
     stored = awq_tensors(values, ones, ones)["qweight"]
     packed = PackedFormat("awq", 4, 8, symmetric=False).pack_weight(stored)
     assert torch.equal(unpack_from_int32(packed, 4, torch.Size((24, inputs))) + 8, values)
+
+
+def test_a_nested_dtype_that_differs_is_told_with_the_way_on():
+    def source(name: str, dtype: str) -> Source:
+        config = {"architectures": ["A"], "dtype": dtype, "text_config": {"dtype": dtype}}
+        return Source(name, Path(name), config, {}, {})
+
+    with pytest.raises(FlexQuantError, match="dtype: 'bfloat16' against 'float16'; text_.*--dtype bfloat16"):
+        plan_merge([source("w8a8", "bfloat16"), source("w4a16", "float16")])
 
 
 @pytest.mark.parametrize(("size", "reordered"), [(-1, False), (64, True)])
