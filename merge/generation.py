@@ -31,8 +31,9 @@ SETTINGS = (*SAMPLING, ENDS)
 
 
 def generation_settings(source: Source) -> JsonObject:
-    """Return the values of SETTINGS that serving starts from, without what changes
-    nothing; ENDS holds sorted token ids.
+    """Return the values of SETTINGS that serving starts from; ENDS holds sorted token ids.
+
+    What is not stated has the first value by which nothing changes, or None.
 
     A checkpoint without ``generation_config.json`` has those of its ``config.json``. Raises FlexQuantError if
     ENDS is neither a token id nor a list of them.
@@ -44,7 +45,10 @@ def generation_settings(source: Source) -> JsonObject:
         nested = text_config(source.config)
         stated = {key: source.config.get(key, nested.get(key)) for key in SAMPLING}
         stated[ENDS] = written_or_default(nested, ENDS) if ENDS not in source.config else source.config[ENDS]
-    settings = {key: stated[key] for key, none in SAMPLING.items() if stated.get(key) not in (None, *none)}
+    settings: JsonObject = {}
+    for key, none in SAMPLING.items():
+        value = stated.get(key)
+        settings[key] = next(iter(none), None) if value in (None, *none) else value
     ends = stated.get(ENDS)
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(type(end) is int for end in listed):

@@ -33,15 +33,12 @@ def find_model(model: str | Path) -> Path:
     found = HUB_ID.fullmatch(str(model))
     try:
         folder = Path(model).expanduser()
-        is_there = folder.exists()
-    except PermissionError:
-        raise
-    except (OSError, RuntimeError) as e:  # too long, the home of nobody ...
+    except RuntimeError as e:  # the home of nobody
         raise FlexQuantError(
             f"{model} cannot be the name of a folder ({e}); give a folder, or a Hugging Face id such as "
             "org/name"
         ) from e
-    if is_there or not found:
+    if folder.exists() or not found:
         return folder
     started = time.time()
     snapshot = _fetch(found["id"], found["revision"])

@@ -300,7 +300,7 @@ def test_other_generation_settings_are_refused_and_can_be_chosen(sources, tmp_pa
     ends_of_config([501, 502])(sources["w4a16"])
     with pytest.raises(
         FlexQuantError,
-        match=r"differ in temperature: 0.6 against None.*--generation-from w8a8 or --generation-from w4a16",
+        match=r"differ in temperature: 0.6 against 1.*--generation-from w8a8 or --generation-from w4a16",
     ):
         merge_checkpoints(sources, tmp_path / "merged")
     merge_checkpoints(sources, tmp_path / "of w8a8", generation_from="w8a8")
