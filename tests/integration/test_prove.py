@@ -17,6 +17,7 @@ from tests import programs
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="on a GPU a proof takes half an hour")
 def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> None:
     output = tmp_path / "proof"
