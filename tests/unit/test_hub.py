@@ -52,6 +52,7 @@ class Cache:
             "HF_HOME": str(folder / "cache"),
             "HF_ENDPOINT": hub.url,
             "HF_HUB_DISABLE_XET": "1",
+            "NO_PROXY": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
         }
 
