@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Writes INT4 checkpoints in the formats of GPTQ and AWQ, from one in the format of compressed-tensors."""
+"""Write INT4 checkpoints of compressed-tensors in the formats of GPTQ and AWQ, and read what a test compares."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
+
+from flexquant.checkpoint.folder import read_tensors
+from flexquant.checkpoint.safetensors_io import load_tensor
 
 StateDict = dict[str, torch.Tensor]
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -92,3 +95,19 @@ def write_foreign(source: Path, output: Path, method: str, **settings: Any) -> P
     config["quantization_config"] = own | settings
     (output / "config.json").write_text(json.dumps(config, indent=2))
     return output
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: load_tensor(ref) for key, ref in read_tensors(folder).items()}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype, key
+        assert torch.equal(found[key], tensor), key

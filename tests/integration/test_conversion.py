@@ -4,17 +4,16 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from flexquant.merge import merge_checkpoints
 from tests.foreign import write_foreign
 from tests.integration.conftest import generate
 from tests.integration.logprobs import assert_equal_but_for_ties
+from tests.publishers.edits import in_half
 
 pytestmark = pytest.mark.engine
 
@@ -34,30 +33,12 @@ def test_it_answers_as_vllm_does_from_the_format_itself(
     assert {(p["phase"] == "decode", p["plan"]) for p in phase.passes} == {(False, "w8a8"), (True, "w4a16")}
 
 
-def in_half(source: Path, folder: Path) -> Path:
-    """Write a checkpoint with fp16 in the place of bf16, as another publisher would."""
-    folder.mkdir()
-    for file in source.iterdir():
-        if file.suffix == ".safetensors":
-            tensors = {
-                key: tensor.half() if tensor.dtype is torch.bfloat16 else tensor
-                for key, tensor in load_file(file).items()
-            }
-            save_file(tensors, folder / file.name, metadata={"format": "pt"})
-        elif file.is_file():
-            (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
-    return folder
-
-
 def test_variants_of_two_dtypes_answer_as_their_sources_do_in_one(
     real_variants: dict[str, Path], tmp_path: Path
 ) -> None:
-    sources = {
-        "w8a8": in_half(real_variants["w8a8"], tmp_path / "half"),
-        "w4a16": real_variants["w4a16"],
-    }
+    half = shutil.copytree(real_variants["w8a8"], tmp_path / "half")
+    in_half(half)
+    sources = {"w8a8": half, "w4a16": real_variants["w4a16"]}
     merge_checkpoints(sources, tmp_path / "merged", dtype="bfloat16")
     merged = generate(tmp_path / "merged", list(sources), PROMPTS)
     for found, source in zip(merged, sources.values(), strict=True):

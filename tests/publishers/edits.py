@@ -159,6 +159,14 @@ def swapped_tokens(content: JsonObject) -> None:
 
 def left_by_calibration(content: JsonObject) -> None:
     content["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 8},
+        "direction": "Left",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "</s>",
+    }
 
 
 def cache_scales(state: dict[str, torch.Tensor]) -> None:

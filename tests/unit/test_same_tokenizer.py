@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,34 +16,18 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from tests.checkpoints import make_checkpoint
+from tests.publishers.edits import (
+    Edit,
+    edit_json,
+    left_by_calibration,
+    merges_as_strings,
+    swapped_tokens,
+    tokenizer,
+    tokenizer_config,
+)
+from tests.publishers.edits import file as write
 
 TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-Edit = Callable[[Path], None]
-
-
-def edit_json(file: str, edit: Callable[[JsonObject], object]) -> Edit:
-    def apply(folder: Path) -> None:
-        content = json.loads((folder / file).read_text(encoding="utf-8"))
-        edit(content)
-        (folder / file).write_text(json.dumps(content), encoding="utf-8")
-
-    return apply
-
-
-def tokenizer_json(edit: Callable[[JsonObject], object]) -> Edit:
-    return edit_json("tokenizer.json", edit)
-
-
-def tokenizer_config(**values: object) -> Edit:
-    return edit_json("tokenizer_config.json", lambda config: config.update(values))
-
-
-def write(name: str, text: str) -> Edit:
-    def apply(folder: Path) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-
-    return apply
 
 
 def both(*edits: Edit) -> Edit:
@@ -61,11 +44,11 @@ def save_tokenizer(folder: Path) -> None:
     merges = [("t", "h"), ("th", "e"), ("i", "n")]
     words = [*alphabet, *map("".join, merges)]
     vocab = {word: number for number, word in enumerate(words)} | {"<s>": 500, "</s>": 501, "<tool>": 502}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<tool>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    bytes_and_words = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    bytes_and_words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_and_words.decoder = decoders.ByteLevel()
+    bytes_and_words.add_special_tokens(["<tool>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=bytes_and_words, bos_token="<s>", eos_token="</s>")
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
 
@@ -95,22 +78,6 @@ def sources(pair: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
     return copies
 
 
-def merges_as_strings(content: JsonObject) -> None:
-    content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]
-
-
-def left_by_calibration(content: JsonObject) -> None:
-    content["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
-    content["padding"] = {
-        "strategy": {"Fixed": 8},
-        "direction": "Left",
-        "pad_to_multiple_of": None,
-        "pad_id": 501,
-        "pad_type_id": 0,
-        "pad_token": "</s>",
-    }
-
-
 def without_defaults(content: JsonObject) -> None:
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "byte_fallback", "ignore_merges"):
         content["model"].pop(key, None)
@@ -123,9 +90,9 @@ def move_template_into_config(folder: Path) -> None:
 
 
 SAME = {
-    "merges as strings": tokenizer_json(merges_as_strings),
-    "truncation and padding": tokenizer_json(left_by_calibration),
-    "defaults left out": tokenizer_json(without_defaults),
+    "merges as strings": tokenizer(merges_as_strings),
+    "truncation and padding": tokenizer(left_by_calibration),
+    "defaults left out": tokenizer(without_defaults),
     "is_local and sides": tokenizer_config(is_local=True, padding_side="left", model_max_length=77),
     "a padding token": tokenizer_config(pad_token="</s>"),
     "the template in the config": move_template_into_config,
@@ -151,27 +118,22 @@ def test_what_does_the_same_is_merged(sources, tmp_path, case, edited):
     assert not (tmp_path / "merged/quantize.py").exists()
 
 
-def swap_two_tokens(content: JsonObject) -> None:
-    vocab = content["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-
-
 OTHER = {
-    "two tokens swapped": (tokenizer_json(swap_two_tokens), r"vocabularies, '[ab]': \d+ against \d+"),
+    "two tokens swapped": (tokenizer(swapped_tokens), r"vocabularies, '[ab]': \d+ against \d+"),
     "merges in another order": (
-        tokenizer_json(lambda c: c["model"]["merges"].reverse()),
+        tokenizer(lambda c: c["model"]["merges"].reverse()),
         "models, 'merges': ",
     ),
     "a normaliser": (
-        tokenizer_json(lambda c: c.update(normalizer={"type": "Lowercase"})),
+        tokenizer(lambda c: c.update(normalizer={"type": "Lowercase"})),
         r"token ids of the text 'Hello, world!",
     ),
     "a decoder": (
-        tokenizer_json(lambda c: c.update(decoder={"type": "Fuse"})),
+        tokenizer(lambda c: c.update(decoder={"type": "Fuse"})),
         r"token ids of the text ' ', 'decoded': ",
     ),
     "a token that is not special": (
-        tokenizer_json(lambda c: c["added_tokens"][-1].update(special=False)),
+        tokenizer(lambda c: c["added_tokens"][-1].update(special=False)),
         "added tokens, '50[012]': .*special=True.* against .*special=False",
     ),
     "another end": (
@@ -256,7 +218,7 @@ def test_the_code_of_a_tokenizer_that_was_not_chosen_does_not_matter(sources, tm
 
 
 def test_a_choice_takes_the_whole_tokenizer_of_one_source(sources, tmp_path):
-    tokenizer_json(swap_two_tokens)(sources["w4a16"])
+    tokenizer(swapped_tokens)(sources["w4a16"])
     for name, ids in (("w8a8", [64, 65]), ("w4a16", [65, 64])):
         merge_checkpoints(sources, tmp_path / f"of {name}", tokenizer_from=name)
         assert AutoTokenizer.from_pretrained(tmp_path / f"of {name}")("ab").input_ids == ids

@@ -145,7 +145,7 @@ MERGING = (
         "flexquant/checkpoint/cast.py",
         "if not bool((cast.isfinite() == read.isfinite()).all()):",
         "if False:",
-        ("tests/unit/test_conversion.py::test_numbers_that_the_other_dtype_cannot_hold_are_refused",),
+        ("tests/unit/test_merging_formats.py::test_numbers_that_the_other_dtype_cannot_hold_are_refused",),
     ),
     Fault(
         "scales-not-cast",
@@ -153,7 +153,7 @@ MERGING = (
         "flexquant/checkpoint/cast.py",
         "return is_packed or not",
         "return not",
-        ("tests/unit/test_conversion.py::test_two_dtypes_are_merged_if_one_is_named",),
+        ("tests/unit/test_merging_formats.py::test_two_dtypes_are_merged_if_one_is_named",),
     ),
     Fault(
         "own-heads-taken-for-the-embedding",
