@@ -9,19 +9,12 @@ from pathlib import Path
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json
 from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
+from flexquant.checkpoint.output import prepare_output
 from flexquant.checkpoint.sidecars import COPIED, find_files
-from flexquant.checkpoint.writer import (
-    DEFAULT_SHARD_SIZE,
-    Progress,
-    copy_file,
-    needed_bytes,
-    plan_shards,
-    write_json,
-    write_shards,
-)
+from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import SECTIONS, open_source, stored_section
+from flexquant.merge.plain_checkpoint import write_plain_checkpoint
 
 
 def convert_checkpoint(
@@ -49,14 +42,9 @@ def convert_checkpoint(
         raise FlexQuantError(f"{folder} {found}; merge it as it is")
     prepare_output(output, [folder], overwrite=overwrite)
     files = {name: confined_file(folder, name) for name in find_files(folder, COPIED)}
-    shards = plan_shards([source.tensors], DEFAULT_SHARD_SIZE)
-    check_free_space(output, needed_bytes(shards, files.values()))
-    with staged_folder(output, overwrite=overwrite) as stage:
-        for name, path in files.items():
-            copy_file(path, stage / name)
-        write_shards(stage, shards, progress)
-        config = {key: value for key, value in source.config.items() if key not in SECTIONS}
-        write_json(stage / "config.json", config | {SECTIONS[0]: source.quantization_config})
+    config = {key: value for key, value in source.config.items() if key not in SECTIONS}
+    config[SECTIONS[0]] = source.quantization_config
+    write_plain_checkpoint(output, source.tensors, config, files, overwrite=overwrite, progress=progress)
     method = "16 bit" if stored is None else stored.get("quant_method")
     linears = sum(name.endswith(".weight_scale") for name in source.tensors)
     return {"output": str(output), "from": method, "linears": linears}

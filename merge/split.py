@@ -4,25 +4,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from flexquant.checkpoint.folder import confined_file
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
+from flexquant.checkpoint.output import prepare_output
 from flexquant.checkpoint.provenance import PROVENANCE_FILE
 from flexquant.checkpoint.safetensors_io import total_bytes
 from flexquant.checkpoint.sidecars import COPIED, RECIPE, find_files, recipe_name
-from flexquant.checkpoint.writer import (
-    DEFAULT_SHARD_SIZE,
-    Progress,
-    copy_file,
-    needed_bytes,
-    plan_shards,
-    write_json,
-    write_shards,
-)
+from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE, Progress
 from flexquant.errors import FlexQuantError
+from flexquant.merge.plain_checkpoint import write_plain_checkpoint
 
 
 def split_checkpoint(
@@ -34,7 +28,7 @@ def split_checkpoint(
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     progress: Progress | None = None,
 ) -> JsonObject:
-    """Write the variant to ``output`` with its original keys and config, and bit-identical tensors.
+    """Write the variant to ``output``: its original keys, bit-identical tensors, a config of equal effect.
 
     Returns how many tensors and bytes were written. Raises FlexQuantError for an unknown variant, a tensor
     that no longer has its recorded hash, an output that may not be replaced and a full disk.
@@ -46,20 +40,26 @@ def split_checkpoint(
     keys = checkpoint.variant_keys(variant)
     tensors = checkpoint.variant_tensors(variant)
     files = _plan_files(checkpoint, variant)
-    shards = plan_shards([tensors], max_shard_size)
-    check_free_space(output, needed_bytes(shards, files.values()))
     recorded = checkpoint.provenance.tensors
-    with staged_folder(output, overwrite=overwrite) as stage:
-        for name, path in files.items():
-            copy_file(path, stage / name)
-        digests = write_shards(stage, shards, progress)
+
+    def check(digests: Mapping[str, str]) -> None:
         for name, digest in digests.items():
             if recorded.get(keys[name], digest) != digest:
                 raise FlexQuantError(
                     f"tensor '{keys[name]}' in {folder} differs from its recorded SHA-256 in "
                     f"{PROVENANCE_FILE}; fetch or merge the checkpoint again"
                 )
-        write_json(stage / "config.json", checkpoint.source_config(variant))
+
+    write_plain_checkpoint(
+        output,
+        tensors,
+        checkpoint.source_config(variant),
+        files,
+        overwrite=overwrite,
+        max_shard_size=max_shard_size,
+        progress=progress,
+        check=check,
+    )
     return {"output": str(output), "variant": variant, "tensors": len(tensors), "bytes": total_bytes(tensors)}
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Write INT4 checkpoints of compressed-tensors in the formats of GPTQ and AWQ, and read what a test compares."""
+"""Write INT4 checkpoints in the formats of GPTQ and AWQ, and compare the tensors of checkpoints."""
 
 from __future__ import annotations
 
