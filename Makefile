@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 #
-# make demo   quantise, merge and serve a small real model, and ask it things (MODEL=id or folder for another)
+# make demo   quantise, merge, tune and serve a small real model beside what it was made of (MODEL=id or folder for
+#             another)
 #             SAMPLES and LENGTH set the calibration, on text of which the model writes half (CALIBRATION=file for
 #             other text): few and short here, since a CPU needs minutes for them. RECIPE is made for small
 #             models: RECIPE=default for larger ones
@@ -62,8 +63,9 @@ PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorde
 .PHONY: demo test test-full test-quantize test-serve test-oldest test-faults lint check-vllm setup clean
 .SECONDARY:
 
-demo: .venv/serve/.done $(MERGED)/config.json
-	@$(SERVE)/python examples/demo.py $(MERGED) --reference $(MODEL)
+demo: .venv/serve/.done $(MERGED)/config.json $(MERGED).tuned.yaml
+	@$(SERVE)/python examples/demo.py $(MERGED) --reference $(MODEL) --policy $(MERGED).tuned.yaml \
+		--static w8a8=.work/variants/$(NAME)/w8a8 w4a16=.work/variants/$(NAME)/w4a16
 
 test: lint test-quantize test-serve
 
@@ -199,3 +201,6 @@ clean:
 		--variants-folder .work/variants/$* --recipe $(RECIPE) \
 		--calibration $(CALIBRATION) \
 		--samples $(SAMPLES) --length $(LENGTH) --overwrite
+
+.work/merged/%.tuned.yaml: .work/merged/%/config.json | .venv/serve/.done
+	@$(SERVE)/flexquant tune .work/merged/$* --quick --overwrite --output $@

@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Ask a merged checkpoint and its 16-bit model the same questions, and draw which plan ran when.
+"""Serve one model in 16 bit, in each static precision and with FlexQuant; show times, memory and answers.
 
-python examples/demo.py MERGED_CHECKPOINT --reference 16_BIT_MODEL
+python examples/demo.py MERGED --reference 16_BIT_MODEL --static w8a8=FOLDER w4a16=FOLDER --policy POLICY
 
-Each is served by `vllm serve` in turn, so that they share neither memory nor cores. Decoding is greedy.
+`vllm serve` serves one after another, so that they share neither memory nor cores. Decoding is greedy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -41,92 +43,113 @@ Of 91 such questions asked, these are among the fifteen whose first twelve token
 ahead of the next likely one (benchmarks/results/demo-questions.json), so that rounding seldom turns them.
 """
 SIDE_BY_SIDE = 4
-"""Requests at a time: a question begins when another one is answered, so its prefill meets decode passes."""
+"""Questions at a time: one begins when another is answered, so its prefill meets decode passes."""
 ANSWER_TOKENS = 48
+REPEATS = 3
+"""Times that each kind of request is measured; the median is shown."""
+LONG, SHORT = 1024, 16
+"""Tokens of a prompt."""
+BATCH = 8
+"""Answers at once."""
+FIRST = f"first token of a prompt of {LONG} tokens, ms"
+NEXT = "each next token of one answer, ms"
+NEXT_IN_BATCH = f"each next token of {BATCH} answers at once, ms"
+CHECKPOINT = "checkpoint, MiB"
+FLEXQUANT = "FlexQuant"
 SYMBOLS = "#.+o*x"
 """Symbols of the plans, in the order of their first pass; the last one stands for all that follow."""
 PHASES = {"prefill": "p", "mixed": "m", "decode": "d"}
 WIDTH = 96
+BAR = 56
+"""Characters of a chart's longest bar."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    text: str
-    first_token: float
-    """Seconds from the request to its first token (TTFT)."""
-    per_token: float
-    """Mean seconds between tokens after the first (TPOT)."""
+@contextmanager
+def serve(model: str, *options: str) -> Iterator[OpenAI]:
+    """Serve ``model`` with vLLM's ``options``, and yield a client."""
+    print(f"vllm serve {model} ...", end="", flush=True)
+    started = time.monotonic()
+    # Each prompt is measured more than once.
+    options = ("--max-model-len", "2048", "--enforce-eager", "--no-enable-prefix-caching", *options)
+    if not torch.cuda.is_available():
+        options += ("--max-num-seqs", "16")
+    with vllm_serve(model, "--served-model-name", "model", *options) as url:
+        print(f" {time.monotonic() - started:.0f} s to start,", end="", flush=True)
+        started = time.monotonic()
+        yield OpenAI(base_url=url, api_key="none")
+        print(f" {time.monotonic() - started:.0f} s to answer and to measure", flush=True)
 
 
-def ask(client: OpenAI, model: str, question: str) -> Answer:
-    """Send one chat request, and time its tokens as they come."""
-    sent = time.monotonic()
-    stream = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": question}],
-        max_tokens=ANSWER_TOKENS,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    pieces, times, tokens = [], [], 1
-    for chunk in stream:
-        if chunk.choices and chunk.choices[0].delta.content:
-            pieces.append(chunk.choices[0].delta.content)
-            times.append(time.monotonic())
-        if chunk.usage:
-            tokens = chunk.usage.completion_tokens
-    times = times or [time.monotonic()]
-    return Answer(
-        first_sentence("".join(pieces)),
-        times[0] - sent,
-        (times[-1] - times[0]) / max(1, tokens - 1),
-    )
+def ask_all(client: OpenAI) -> list[str]:
+    """Return the first sentence of the answer to each question."""
+
+    def ask(question: str) -> str:
+        answer = client.chat.completions.create(
+            model="model",
+            messages=[{"role": "user", "content": question}],
+            max_tokens=ANSWER_TOKENS,
+            temperature=0,
+        )
+        return first_sentence(answer.choices[0].message.content or "")
+
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        return list(pool.map(ask, QUESTIONS))
 
 
 def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.!?])\s", " ".join(text.split()))[0]
 
 
-def serve_and_ask(model: str, *options: str) -> list[Answer]:
-    """Return the answers of ``model`` to all questions, served with vLLM's ``options``."""
-    print(f"vllm serve {model} ...", end="", flush=True)
-    started = time.monotonic()
-    options = ("--max-model-len", "2048", "--enforce-eager", *options)
-    if not torch.cuda.is_available():
-        options += ("--max-num-seqs", "16")
-    with vllm_serve(model, *options) as url:
-        print(f" {time.monotonic() - started:.0f} s to start,", end="", flush=True)
-        started = time.monotonic()
-        client = OpenAI(base_url=url, api_key="none")
-        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-            answers = list(pool.map(lambda question: ask(client, model, question), QUESTIONS))
-        print(f" {time.monotonic() - started:.0f} s to answer {len(QUESTIONS)} questions", flush=True)
-    return answers
+def measure(client: OpenAI, model: str) -> dict[str, float]:
+    """Return the median milliseconds of each kind of request, and the MiB of the files of ``model``."""
+    tokens = random.Random(0).choices(range(5, 100), k=LONG)
+
+    def time_request(prompt: int, answer: int) -> tuple[float, float]:
+        """Return the time to the first token (TTFT), and the mean time of each further one (TPOT)."""
+        sent = time.monotonic()
+        stream = client.completions.create(
+            model="model",
+            prompt=tokens[:prompt],
+            max_tokens=answer,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        times = [time.monotonic() for _ in stream]
+        return (times[0] - sent) * 1000, (times[-1] - times[0]) * 1000 / max(1, answer - 1)
+
+    def batch(_: int) -> float:
+        with ThreadPoolExecutor(BATCH) as pool:
+            return statistics.median(pool.map(lambda _: time_request(SHORT, 32)[1], range(BATCH)))
+
+    return {
+        FIRST: statistics.median(time_request(LONG, 1)[0] for _ in range(REPEATS)),
+        NEXT: statistics.median(time_request(SHORT, 32)[1] for _ in range(REPEATS)),
+        NEXT_IN_BATCH: statistics.median(map(batch, range(REPEATS))),
+        CHECKPOINT: sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) / 2**20,
+    }
 
 
-def print_answers(answers: list[Answer], reference: list[Answer] | None) -> None:
-    if reference is None:
-        for question, answer in zip(QUESTIONS, answers, strict=True):
-            print(f"Q: {question}\n   FlexQuant: {answer.text}")
-        return
-    same = 0
-    for question, answer, expected in zip(QUESTIONS, answers, reference, strict=True):
-        print(f"Q: {question}")
-        if answer.text == expected.text:
-            same += 1
-            print(f"   both:      {answer.text}")
-        else:
-            print(f"   16 bit:    {expected.text}\n   FlexQuant: {answer.text}")
-    print(f"{same} of {len(QUESTIONS)} answers begin with the same sentence, word for word.")
+def print_charts(figures: dict[str, dict[str, float]]) -> None:
+    """Draw a bar for what each server took: ``figures`` by server and by what was measured."""
+    width = max(map(len, figures))
+    for quantity in (FIRST, NEXT, NEXT_IN_BATCH, CHECKPOINT):
+        largest = max(by_quantity[quantity] for by_quantity in figures.values())
+        print(f"\n{quantity}")
+        for server, by_quantity in figures.items():
+            bar = "█" * max(1, round(by_quantity[quantity] / largest * BAR))
+            print(f"  {server:<{width}}  {bar} {by_quantity[quantity]:.{1 if largest < 100 else 0}f}")
 
 
-def print_times(served: dict[str, list[Answer]]) -> None:
-    print(f"\n{'median of all requests':<30}{'first token, ms':>18}{'per further token, ms':>24}")
-    for name, answers in served.items():
-        first = statistics.median(a.first_token for a in answers) * 1000
-        further = statistics.median(a.per_token for a in answers) * 1000
-        print(f"{name:<30}{first:>18.0f}{further:>24.1f}")
+def print_answers(answers: dict[str, list[str]]) -> None:
+    """Show the answers to each question; servers that answer alike share a line."""
+    for number, question in enumerate(QUESTIONS):
+        servers: dict[str, list[str]] = {}
+        for server, sentences in answers.items():
+            servers.setdefault(sentences[number], []).append(server)
+        print(f"\nQ: {question}")
+        for sentence, names in servers.items():
+            print(f"   {'all' if len(names) == len(answers) else ', '.join(names)}: {sentence}")
 
 
 def print_routes(passes: list[dict]) -> None:
@@ -148,35 +171,37 @@ def print_routes(passes: list[dict]) -> None:
         print(f"{phase:<16}" + "".join(f"{count:>{w}}" for count, w in cells))
 
 
-def print_memory(header: dict) -> None:
-    sizes = header["weight_bytes"]
-    parts = " + ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
-    in_16_bit = header["weight_bytes_in_16_bit"]
-    print(f"\nWeights in MiB: {parts} = {sum(sizes.values()) / 2**20:.1f}; in 16 bit {in_16_bit / 2**20:.1f}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="folder written by 'flexquant merge'")
-    parser.add_argument("--reference", metavar="MODEL", help="16-bit model to ask the same questions")
+    parser.add_argument("--reference", metavar="MODEL", help="serve the 16-bit model too")
+    parser.add_argument(
+        "--static", nargs="+", default=[], metavar="NAME=DIR", help="serve the checkpoint of a variant too"
+    )
+    parser.add_argument("--policy", help="FlexQuant's policy (default: the checkpoint's)")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="keep the record of all passes in this file"
     )
     args = parser.parse_args()
+    models = {"16 bit": args.reference} if args.reference else {}
+    models |= {f"static {name}": folder for name, _, folder in (s.partition("=") for s in args.static)}
+    answers, figures = {}, {}
+    for server, model in models.items():
+        with serve(model) as client:
+            answers[server], figures[server] = ask_all(client), measure(client, model)
     with tempfile.TemporaryDirectory() as folder:
         trace = args.trace or Path(folder) / "routes.jsonl"
-        reference = serve_and_ask(args.reference) if args.reference else None
-        config = json.dumps({"flexquant": {"trace": str(trace.absolute())}})
-        answers = serve_and_ask(args.checkpoint, "--additional-config", config)
-        header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
-    print_answers(answers, reference)
-    print_times(
-        ({"16 bit": reference} if reference else {}) | {f"FlexQuant, policy {header['policy']}": answers}
-    )
+        settings = {"trace": str(trace.absolute())} | ({"policy": args.policy} if args.policy else {})
+        with serve(args.checkpoint, "--additional-config", json.dumps({"flexquant": settings})) as client:
+            answers[FLEXQUANT] = ask_all(client)
+            header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+            figures[FLEXQUANT] = measure(client, args.checkpoint)
+    print_answers(answers)
+    print(f"\n{FLEXQUANT} answered under the policy {header['policy']}.")
     print_routes(passes)
-    print_memory(header)
+    print_charts(figures)
 
 
 if __name__ == "__main__":

@@ -81,34 +81,44 @@ def test_custom_policy(real_merged):
     assert {plan for phase, plan in taken if phase != "decode"} <= {"w4a16", "w8a8"}
 
 
-def test_demo_answers_beside_the_16_bit_model_and_draws_every_pass(tiny_merged, tmp_path):
-    folder = shutil.copytree(tiny_merged() / "merged", tmp_path / "merged")
+def test_demo_serves_each_precision_and_charts_what_it_measured(tiny_merged, tmp_path):
+    folder = shutil.copytree(tiny_merged(), tmp_path / "demo")
     reference = make_checkpoint(tmp_path / "reference", scheme=None, num_layers=4)
-    for model in (folder, reference):
+    for model in (folder / "merged", folder / "w4a16", reference):
         template = "{% for message in messages %}{{ message.content }}{% endfor %}"
         (model / "chat_template.jinja").write_text(template)
     trace = tmp_path / "routes.jsonl"
-    lines = run("demo.py", folder, "--reference", reference, "--trace", trace).splitlines()
+    options = ("--reference", reference, "--static", f"w4a16={folder / 'w4a16'}", "--policy", "w8a8")
+    output = run("demo.py", folder / "merged", *options, "--trace", trace)
+    servers = {"16 bit", "static w4a16", "FlexQuant"}
 
-    assert len(lines) <= 60
-    asked = [i for i, line in enumerate(lines) if line.startswith("Q: ")]
+    asked = [block for block in output.split("\n\n") if block.startswith("Q: ")]
     assert len(asked) == 8
-    for i in asked:
-        both = re.match(r" +both: ", lines[i + 1])
-        assert both or (re.match(r" +16 bit: ", lines[i + 1]) and re.match(r" +FlexQuant: ", lines[i + 2]))
+    for block in asked:
+        names = [line.split(":")[0].strip() for line in block.splitlines()[1:]]
+        assert names == ["all"] or set(", ".join(names).split(", ")) == servers
+
+    charts = re.findall(r"^(.+)((?:\n  .+? +█+ [\d.]+)+)$", output, re.MULTILINE)
+    assert [title.partition(",")[0] for title, _ in charts] == [
+        "first token of a prompt of 1024 tokens",
+        "each next token of one answer",
+        "each next token of 8 answers at once",
+        "checkpoint",
+    ]
+    for _, bars in charts:
+        found = {name: (len(bar), float(n)) for name, bar, n in re.findall(r"  (.+?) +(█+) ([\d.]+)", bars)}
+        assert set(found) == servers
+        longest, largest = max(found.values())
+        assert all(abs(bar - number / largest * longest) <= 2 for bar, number in found.values())
 
     passes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+    lines = output.splitlines()
     drawn = {
         kind: "".join(line.split(maxsplit=1)[1] for line in lines if re.match(rf"{kind} +\S+$", line))
         for kind in ("phase", "plan")
     }
-    assert drawn["phase"] == "".join(p["phase"][0] for p in passes)
-    assert drawn["plan"] == "".join({"w8a8": "#", "w4a16": "."}[p["plan"]] for p in passes)
-
-    counts = Counter((p["phase"], p["plan"]) for p in passes)
-    header = next(line.split() for line in lines if line.startswith("forward passes"))
-    for phase in ("prefill", "mixed", "decode"):
-        cells = next(line.split() for line in lines if re.match(rf"{phase} +\d", line))
-        assert [counts[phase, plan] for plan in header[2:]] == list(map(int, cells[1:]))
-    assert re.match(r"Weights in MiB: (\w+ [\d.]+( \+ )?){3} = [\d.]+; in 16 bit [\d.]+$", lines[-1])
-    assert all(name in lines[-1] for name in ("shared", "w8a8", "w4a16"))
+    answering = passes[: len(drawn["phase"])]
+    assert len(answering) > 48 and drawn["phase"] == "".join(p["phase"][0] for p in answering)
+    assert {p["plan"] for p in passes} == {"w8a8"} and set(drawn["plan"]) == {"#"}
+    counted = re.findall(r"^(prefill|mixed|decode) +(\d+)$", output, re.MULTILINE)
+    assert Counter({phase: int(n) for phase, n in counted}) == Counter(p["phase"] for p in answering)
