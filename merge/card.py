@@ -122,7 +122,7 @@ def _read_metadata(source: Source) -> JsonObject:
     try:
         found: JsonObject = ModelCard.load(confined_file(source.folder, CARD)).data.to_dict()
         return found
-    except (ValueError, TypeError, yaml.YAMLError):
+    except (FlexQuantError, ValueError, TypeError, yaml.YAMLError):
         return {}
 
 

@@ -90,3 +90,11 @@ def test_the_card_does_not_promise_another_format_back(tmp_path):
     text = (tmp_path / "merged/README.md").read_text()
     assert "One variant of one LlamaForCausalLM" in text
     assert "`flexquant split` writes one variant as a plain checkpoint again" in text
+
+
+def test_a_card_that_git_lfs_did_not_fetch_is_none(tmp_path):
+    source = make_checkpoint(tmp_path / "w8a8", num_layers=1)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4096\n"
+    (source / "README.md").write_text(pointer)
+    merge_checkpoints({"w8a8": source}, tmp_path / "merged")
+    assert "base_model" not in ModelCard.load(tmp_path / "merged/README.md").data.to_dict()
