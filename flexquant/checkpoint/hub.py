@@ -15,8 +15,9 @@ from flexquant.errors import FlexQuantError
 HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 FILES = ("*.json", "*.safetensors", "*.yaml", CARD, *COPIED)
 """Patterns of the files that are fetched."""
-NOT_NEEDED = ("original/*", "onnx/*", "consolidated*")
-"""Patterns of files that hold the model once more, in other formats."""
+NOT_NEEDED = ("consolidated*", *(f"*/{pattern}" for pattern in FILES if "/" not in pattern))
+"""Patterns of files that hold the model once more: in Mistral's format, or in folders, into which FILES leads
+since a ``*`` matches ``/`` too."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 CLOCK_TOLERANCE = 5.0
 """Seconds by which a file system's clock may differ from the machine's."""

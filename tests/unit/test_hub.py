@@ -20,6 +20,8 @@ from flexquant.errors import FlexQuantError
 from tests.checkpoints import make_checkpoint
 from tests.hub import TOKEN, Hub, serving
 
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -30,8 +32,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (source / "README.md").write_text(
             f"---\nlicense: apache-2.0\nlanguage: {language}\nbase_model: org/model\n---\nA model.\n"
         )
-        (source / "original").mkdir()
-        (source / "original/consolidated.safetensors").write_bytes(b"another copy")
+        for copy in ("consolidated.safetensors", "original/params.json", "fp32/a/model.safetensors"):
+            (source / copy).parent.mkdir(parents=True, exist_ok=True)
+            (source / copy).write_bytes(b"another copy")
+        (source / TEMPLATE).parent.mkdir()
+        (source / TEMPLATE).write_text("{{ messages }}")
         (source / "pytorch_model.bin").write_bytes(b"and another")
     return found
 
@@ -85,6 +90,7 @@ def test_ids_are_merged_and_then_need_no_network(cache: Cache, hub: Hub, models:
     assert done.returncode == 0, done.stderr
     asked = {path for _, path, _ in hub.requests}
     assert not [path for path in asked if path.endswith((".bin", "consolidated.safetensors"))]
+    assert {path for path in asked if path.count("/") > 2} == {f"{name}/{TEMPLATE}" for name in models}
     folders = [f"{name.removeprefix('org/')}={folder}" for name, folder in models.items()]
     assert cache.run("verify", "merged", "--against", *folders).returncode == 0
     sources = json.loads((cache.folder / "merged/flexquant_provenance.json").read_text())["sources"]

@@ -65,4 +65,20 @@ READING = (
             "tests/unit/test_layer_ranges.py::test_a_derived_variant_counts_what_its_source_does_not_hold_for_it",
         ),
     ),
+    Fault(
+        "copies-in-folders-fetched",
+        "Weights that a repository of the Hub holds once more, in a folder, are fetched too.",
+        "flexquant/checkpoint/hub.py",
+        'NOT_NEEDED = ("consolidated*", *(f"*/{pattern}" for pattern in FILES if "/" not in pattern))',
+        'NOT_NEEDED = ("original/*", "onnx/*", "consolidated*")',
+        ("tests/unit/test_hub.py::test_ids_are_merged_and_then_need_no_network",),
+    ),
+    Fault(
+        "cards-needed",
+        "A source whose card cannot be read is refused.",
+        "merge/card.py",
+        "except (FlexQuantError, ValueError, TypeError, yaml.YAMLError):",
+        "except (ValueError, TypeError, yaml.YAMLError):",
+        ("tests/unit/test_origins.py::test_a_card_that_git_lfs_did_not_fetch_is_none",),
+    ),
 )
