@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import EXPERTS, make_checkpoint
 from tests.foreign import write_foreign
 from tests.publishers import edits
 from tests.publishers.edits import Edit
@@ -211,6 +211,25 @@ SHAPES = (
     Shape("Qwen 3, AWQ", form={"method": "awq"}, architecture="qwen3"),
     Shape("Gemma 3, GPTQ", form={"method": "gptq"}, architecture="gemma3"),
     Shape("Mistral, GPTQ", form={"method": "gptq"}, architecture="mistral"),
+    Shape(
+        "Mixtral, AWQ",
+        form={"method": "awq", "modules_to_not_convert": ["gate"]},
+        architecture="mixtral",
+        stock=None,
+    ),
+    Shape("Qwen 2 MoE, GPTQ", form={"method": "gptq"}, architecture="qwen2_moe", stock=None),
+    Shape(
+        "Qwen 3 MoE, AWQ",
+        form={"method": "awq", "modules_to_not_convert": ["mlp.gate"]},
+        architecture="qwen3_moe",
+        stock=None,
+    ),
+    Shape(
+        "Qwen 2 MoE, GPTQ, its experts in 16 bit on both sides",
+        form={"method": "gptq", "dynamic": {r"-:.*\.experts": {}, "-:.*gate$": {}}},
+        architecture="qwen2_moe",
+        model={"ignore": (EXPERTS,)},
+    ),
     Shape(
         "Mistral with tekken.json on one side",
         first=(edits.file("tekken.json", "{}"),),

@@ -122,6 +122,17 @@ def test_what_is_left_in_16_bit_is_found_in_the_tensors(method: str, w4a16: Path
     assert packed == {key for key in tensors_of(w4a16) if key.endswith(".weight_packed")}
 
 
+def test_each_expert_is_converted_and_routers_stay_in_16_bit(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "compressed", "qwen2_moe", "w4a16", num_layers=1)
+    convert_checkpoint(write_foreign(made, tmp_path / "gptq", "gptq"), tmp_path / "converted")
+    assert_equal(tensors_of(tmp_path / "converted"), tensors_of(made))
+    assert config_of(tmp_path / "converted")["quantization_config"]["ignore"] == [
+        "lm_head",
+        "model.layers.0.mlp.gate",
+        "model.layers.0.mlp.shared_expert_gate",
+    ]
+
+
 def test_files_that_a_variant_needs_are_taken_along_and_no_others(w4a16: Path, tmp_path: Path) -> None:
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq")
     needed = ("tekken.json", "chat_template.jinja", "LICENSE", "generation_config.json")

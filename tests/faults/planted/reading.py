@@ -81,4 +81,12 @@ READING = (
         "except (ValueError, TypeError, yaml.YAMLError):",
         ("tests/unit/test_origins.py::test_a_card_that_git_lfs_did_not_fetch_is_none",),
     ),
+    Fault(
+        "routers-named-quantised",
+        "The config of a converted mixture of experts says that its routers are quantised.",
+        "merge/packed_formats.py",
+        "if not key.endswith(EMBEDDING_WEIGHTS)",
+        'if not key.endswith((*EMBEDDING_WEIGHTS, "gate.weight"))',
+        ("tests/unit/test_conversion.py::test_each_expert_is_converted_and_routers_stay_in_16_bit",),
+    ),
 )
