@@ -27,7 +27,7 @@ def convert_checkpoint(
 ) -> JsonObject:
     """Write a checkpoint to ``output`` as merging reads it: in the format of compressed-tensors.
 
-    Quantised values do not change. ``dtype``, ``bfloat16`` or ``float16``, casts what is not quantised; None
+    Quantised values do not change. ``dtype``, ``bfloat16`` or ``float16``, casts what is in 16 bit; None
     leaves it. Files that no variant needs are not copied.
 
     Returns what was converted. Raises FlexQuantError as :func:`~flexquant.merge.formats.open_source` does,

@@ -38,7 +38,7 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     """Read the headers and configs of a checkpoint that becomes the variant ``name``.
 
     The formats are compressed-tensors, AWQ (GEMM), GPTQ, AutoRound's exports in these, block FP8, and 16 bit.
-    ``dtype``, a key of CASTS, casts what is not quantised. Raises FlexQuantError, naming the file, for an
+    ``dtype``, a key of CASTS, casts what is in 16 bit. Raises FlexQuantError, naming the file, for an
     unusable folder, another format, and settings that compressed-tensors cannot hold.
     """
     folder = find_model(folder)

@@ -118,7 +118,7 @@ def _check_same_model(a: Source, b: Source) -> None:
     if differences:
         advice = "if a key means nothing to this model, remove it from the config.json that has it"
         if all(key.rpartition(".")[2] == "dtype" for key, *_ in differences):
-            advice = "if they are, cast what is not quantised with --dtype bfloat16 or --dtype float16"
+            advice = "if they are, choose one with --dtype bfloat16 or --dtype float16"
         listed = "; ".join(f"{key}: {x!r} against {y!r}" for key, x, y in differences[:5])
         raise FlexQuantError(
             f"the base configs of '{a.name}' and '{b.name}' differ ({listed}); only variants of one model "

@@ -55,7 +55,7 @@ def merge_checkpoints(
     ``sources`` are (variant name, folder or Hugging Face id). ``policy`` is the default policy to store, a
     built-in name or a file. ``tokenizer_from`` and ``generation_from`` name the variant whose tokenizer or
     generation settings the merged model gets; None: they must not differ. ``dtype``, ``bfloat16`` or
-    ``float16``, casts what is not quantised; None: all have one dtype. Other threads write shards while the
+    ``float16``, casts what is in 16 bit; None: all have one dtype. Other threads write shards while the
     weights are compared: ``kv_progress`` is called with the layers compared, afterwards ``progress`` with the
     bytes written. ``output`` appears only when it is complete; if the comparison refuses the variants, the
     shards written so far are deleted. Returns what was written. Raises FlexQuantError for sources that cannot

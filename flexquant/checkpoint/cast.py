@@ -23,8 +23,10 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 def cast_tensors(tensors: Mapping[str, TensorRef], dtype: str) -> dict[str, TensorRef]:
     """Return the tensors with those in 16 bit in ``dtype``, a key of CASTS; they are cast when they are read.
 
-    Scales are cast where vLLM keeps them in the model's dtype: those of packed weights. Raises FlexQuantError
-    for another ``dtype`` and, when a tensor is read, for a number that ``dtype`` cannot hold.
+    Scales are cast where vLLM keeps them in the model's dtype: those of packed weights. What is in 32 bit
+    stays: vLLM keeps some of it so, such as a router's correction bias, and casts the rest when it loads it.
+    Raises FlexQuantError for another ``dtype`` and, when a tensor is read, for a number that ``dtype`` cannot
+    hold.
     """
     if dtype not in CASTS:
         raise FlexQuantError(f"weights cannot be cast to the dtype {dtype!r}; take {' or '.join(CASTS)}")

@@ -30,7 +30,7 @@ class Provenance(BaseModel):
 
     sources: dict[str, JsonObject] = {}
     dtype: str | None = None
-    """The dtype that what is not quantised was cast to; None: nothing was cast."""
+    """The dtype that what is in 16 bit was cast to; None: nothing was cast."""
     files: dict[str, str] = {}
     """Name of a file -> its SHA-256 in hexadecimal."""
     tensors: dict[str, str] = {}
@@ -57,7 +57,7 @@ def make_provenance(
 ) -> JsonObject:
     """Return the provenance document; ``files`` in ``folder`` are hashed here.
 
-    ``dtype`` is the one that what is not quantised was cast to; None: nothing was.
+    ``dtype`` is the one that what is in 16 bit was cast to; None: nothing was.
     """
     return {
         "schema": SCHEMA,

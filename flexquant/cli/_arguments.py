@@ -119,7 +119,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=tuple(CASTS),
-        help="cast what is not quantised to this dtype (default: as it is)",
+        help="cast what is in 16 bit to this dtype; vLLM itself casts what is in 32 bit (default: as it is)",
     )
 
 

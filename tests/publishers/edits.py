@@ -81,14 +81,21 @@ def settings_in(name: str, **new_names: str) -> Edit:
     return apply
 
 
-def in_half(folder: Path) -> None:
-    """Store fp16 in the place of bf16."""
+def stored_in(dtype: str) -> Edit:
+    """Store what is in bf16 in another dtype."""
 
-    def halve(state: dict[str, torch.Tensor]) -> None:
-        state |= {key: t.half() for key, t in state.items() if t.dtype is torch.bfloat16}
+    def apply(folder: Path) -> None:
+        def cast(state: dict[str, torch.Tensor]) -> None:
+            other = getattr(torch, dtype)
+            state |= {key: t.to(other) for key, t in state.items() if t.dtype is torch.bfloat16}
 
-    tensors(halve)(folder)
-    config(dtype="float16")(folder)
+        tensors(cast)(folder)
+        config(dtype=dtype)(folder)
+
+    return apply
+
+
+in_half = stored_in("float16")
 
 
 def zero_biases(state: dict[str, torch.Tensor]) -> None:
@@ -113,13 +120,15 @@ def packed_for_marlin(state: dict[str, torch.Tensor]) -> None:
         state[f"{key.removesuffix('qweight')}B"] = state.pop(key)
 
 
-def block_fp8(folder: Path) -> None:
-    """Quantise a 16-bit checkpoint to FP8 in blocks of 32 x 32."""
+def block_fp8(folder: Path, scale_fmt: str | None = None) -> None:
+    """Quantise a 16-bit checkpoint to FP8 in blocks of 32 x 32; ``scale_fmt`` ue8m0: by powers of two."""
 
     def quantise(state: dict[str, torch.Tensor]) -> None:
         for key in [key for key in state if key.endswith("_proj.weight")]:
             blocks = state[key].float().unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
             scale = blocks.abs().amax((1, 3)) / 448
+            if scale_fmt == "ue8m0":
+                scale = scale.log2().ceil().exp2()
             state[key] = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
             state[f"{key}_scale_inv"] = scale
 
@@ -129,6 +138,7 @@ def block_fp8(folder: Path) -> None:
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "weight_block_size": [32, 32],
+            **({"scale_fmt": scale_fmt} if scale_fmt else {}),
         }
     )(folder)
 

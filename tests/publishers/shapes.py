@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +148,23 @@ SHAPES = (
     Shape(
         "block FP8 (DeepSeek, Qwen) and INT4", first=(edits.block_fp8,), schemes=(None, "w4a16"), stock=None
     ),
+    Shape(
+        "block FP8 scaled by powers of two (DeepSeek V3.1) and INT4",
+        first=(partial(edits.block_fp8, scale_fmt="ue8m0"),),
+        schemes=(None, "w4a16"),
+        stock=None,
+    ),
     Shape("16 bit and INT4", schemes=(None, "w4a16")),
     Shape("Quark's INT8", first=(edits.section(quant_method="quark"),)),
     Shape("ModelOpt's INT8", first=(edits.section(quant_method="modelopt"),)),
     Shape("bf16 and fp16", second=(edits.in_half,)),
     Shape("bf16 and fp16, with `--dtype`", second=(edits.in_half,), options={"dtype": "bfloat16"}),
+    Shape(
+        "32 bit and INT4, with `--dtype`",
+        first=(edits.stored_in("float32"),),
+        options={"dtype": "bfloat16"},
+        schemes=(None, "w4a16"),
+    ),
     Shape(
         "transformers 4 and 5",
         first=(edits.as_transformers_4,),

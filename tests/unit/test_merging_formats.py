@@ -142,6 +142,15 @@ def test_two_dtypes_are_merged_if_one_is_named(w4a16: Path, tmp_path: Path) -> N
         assert config_of(tmp_path / dtype)["dtype"] == dtype
 
 
+def test_what_is_in_32_bit_is_cast_by_the_server(tmp_path: Path) -> None:
+    single = make_checkpoint(tmp_path / "w8a8", num_layers=1)
+    edits.stored_in("float32")(single)
+    merge_checkpoints({"w8a8": single}, tmp_path / "merged", dtype="bfloat16")
+    merged = tensors_of(tmp_path / "merged")
+    assert {t.dtype for t in merged.values()} == {torch.int8, torch.float32}
+    assert config_of(tmp_path / "merged")["dtype"] == "bfloat16"
+
+
 def test_numbers_that_the_other_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
     large = make_checkpoint(tmp_path / "large")
     edits.tensors(lambda state: state["model.norm.weight"].fill_(1e6))(large)
