@@ -45,6 +45,8 @@ def from_block_fp8(
                 f"{folder} has both {name} and {_renamed(name)}; a weight has one scale: get the checkpoint "
                 "again"
             )
+    # scale_fmt ue8m0 is left out: it has vLLM scale activations by powers of two where DeepGEMM multiplies,
+    # which vLLM does by default for every checkpoint in block FP8.
     found = {_renamed(name): ref for name, ref in tensors.items()}
     quantised = {name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
     number = {"num_bits": 8, "type": "float", "symmetric": True}

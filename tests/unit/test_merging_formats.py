@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.errors import FlexQuantError
-from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.merge import convert_checkpoint, merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.merge.formats import open_source
 from tests.checkpoints import make_checkpoint
 from tests.foreign import assert_equal, config_of, tensors_of, write_foreign
@@ -119,6 +120,24 @@ def test_block_fp8_keeps_every_byte(tmp_path: Path) -> None:
         edits.section(**wrong)(fp8)
         with pytest.raises(FlexQuantError, match="only blocks with dynamic activations"):
             open_source("fp8", fp8)
+
+
+def test_scale_fmt_asks_vllm_for_what_it_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.envs import environment_variables
+    from vllm.transformers_utils.config import get_config
+
+    source, switch = make_checkpoint(tmp_path / "fp8", scheme=None, num_layers=1), "VLLM_USE_DEEP_GEMM_E8M0"
+    edits.block_fp8(source, scale_fmt="ue8m0")
+    convert_checkpoint(source, tmp_path / "converted")
+    read = {}
+    for folder in (source, tmp_path / "converted"):
+        monkeypatch.setenv(switch, "")
+        monkeypatch.delenv(switch)
+        get_config(folder, trust_remote_code=False)
+        read[folder.name] = (os.environ.get(switch), environment_variables[switch]())
+    assert read == {"fp8": ("1", True), "converted": (None, True)}
 
 
 def test_a_model_in_16_bit_is_a_variant(w4a16: Path, tmp_path: Path) -> None:
