@@ -78,11 +78,13 @@ class RouteTable:
 
     @property
     def layers(self) -> dict[str, frozenset[int]]:
-        """Variant -> decoder layers that plans take from it; variants that no plan uses are left out."""
+        """Variant -> decoder layers that plans need of it; variants that no plan needs are left out."""
         used: dict[str, set[int]] = {}
         for plan in self.plans:
             for number, variant in enumerate(plan.layers):
                 used.setdefault(variant, set()).add(number)
+                if variant in self.derived and self.derived[variant].is_one_copy:
+                    used.setdefault(self.source(variant), set()).add(number)
         return {variant: frozenset(numbers) for variant, numbers in used.items()}
 
     @property

@@ -39,6 +39,7 @@ from flexquant.policy.schema import (
     Activations,
     BoundsSection,
     DerivedSection,
+    DerivedWeights,
     PolicySection,
     RuleSection,
     ScheduleSection,
@@ -99,6 +100,12 @@ class Derivation:
     activations: Activations
     place: str = field(compare=False)
     """File, line and key, for messages."""
+    weights: DerivedWeights = "int4"
+    """``int8``: each pass computes INT8 weights from the source's, and the variant has none of its own."""
+
+    @property
+    def is_one_copy(self) -> bool:
+        return self.weights == "int8"
 
 
 @dataclass(frozen=True)
@@ -235,7 +242,9 @@ def _derivations(found: Mapping[str, DerivedSection], document: Document) -> dic
             document.fail(
                 (*path, "from"), f"is '{entry.source}', itself derived; name a variant of the checkpoint"
             )
-        derived[name] = Derivation(entry.source, entry.activations, document.place(path))
+        if entry.weights == "int8" and entry.activations != "int8":
+            document.fail((*path, "activations"), f"is '{entry.activations}'; INT8 weights need int8")
+        derived[name] = Derivation(entry.source, entry.activations, document.place(path), entry.weights)
     return derived
 
 

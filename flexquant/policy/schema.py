@@ -37,6 +37,7 @@ Phase = Literal["prefill", "decode", "mixed"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """Phases of passes: prompt chunks only, sequences in generation only, both."""
 Activations = Literal["int8", "fp8"]
+DerivedWeights = Literal["int4", "int8"]
 IN_DECODE = {
     "batch_size": "use 'tokens' instead",
     "since_prompt": "add 'phase: decode'",
@@ -171,6 +172,8 @@ class DerivedSection(Section):
     """The variant whose INT4 weights it has."""
     activations: Annotated[Activations, says(f"give one of {', '.join(get_args(Activations))}")]
     """Type to which activations are quantised, per token."""
+    weights: Annotated[DerivedWeights, says(f"give one of {', '.join(get_args(DerivedWeights))}")] = "int4"
+    """int4: a second copy, in the layout of another kernel. int8: no copy, each pass computes them."""
 
 
 class SignalSection(Section):

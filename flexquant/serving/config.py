@@ -121,22 +121,29 @@ def build_routes(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) 
 
 
 def check_derivable(name: str, derivation: Derivation, source: StoredVariant) -> None:
-    """Refuse a derived variant whose source is not symmetric INT4 with 16-bit activations.
-
-    Also refuse a variant for which this device has no kernel.
-    """
+    """Refuse a derived variant if its source lacks the weights that it needs, or this device a kernel."""
+    from flexquant.serving.worker.one_copy import check_device, layer_problem
     from flexquant.serving.worker.w4a8 import check_signs, find_kernel, group_problem
 
     groups = source.quantization_config["config_groups"].values()
     weights = [group.get("weights") or {} for group in groups if not group.get("input_activations")]
     integers = [w for w in weights if w.get("type", "int") == "int"]  # layers of other types do not change
-    problems = [group_problem(w, derivation.activations) for w in integers]
-    if not problems or any(problems):
-        problem = next(filter(None, problems), "which has no symmetric INT4 weights")
+    if derivation.is_one_copy:
+        int4 = [w for w in integers if w.get("num_bits") == 4]
+        problems = [*map(layer_problem, int4)] or ["which has no INT4 weights"]
+        check_device(f"{derivation.place} derives '{name}'")
+        needed = "INT4 weights"
+    else:
+        problems = [group_problem(w, derivation.activations) for w in integers]
+        problems = problems or ["which has no symmetric INT4 weights"]
+        needed = "symmetric INT4 weights in groups"
+    if any(problems):
         raise FlexQuantError(
-            f"{derivation.place} derives '{name}' from '{derivation.source}', {problem}; derive it from a "
-            "W4A16 variant with symmetric INT4 weights in groups"
+            f"{derivation.place} derives '{name}' from '{derivation.source}', "
+            f"{next(filter(None, problems))}; derive it from a W4A16 variant with {needed}"
         )
+    if derivation.is_one_copy:
+        return
     find_kernel(derivation.activations)
     if source.negative_scales:
         check_signs(derivation.activations, f"variant '{derivation.source}'")

@@ -5,7 +5,8 @@
 vLLM uses three things, in this order: the quantisation method named in the checkpoint's config
 (:class:`FlexQuantConfig`); the architecture's configuration hook (:class:`FlexQuantModelConfig`), which
 refuses everything that can be refused before a process is started or a byte is loaded; and the model class,
-which is registered by name and imported only by the worker.
+which is registered by name and imported only by the worker. With ``--config-format flexquant`` a parser of
+configurations (:class:`SingleVariantParser`) comes before them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
@@ -30,13 +31,16 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.serving.vllm_api import (
     MODELS_CONFIG_MAP,
     QUANTIZATION_METHODS,
+    HFConfigParser,
     QuantizationConfig,
     QuantizeMethodBase,
     VerifyAndUpdateConfig,
+    register_config_parser,
     register_quantization_config,
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
     from vllm.config import VllmConfig
 
 WORKER_EXTENSION = "flexquant.serving.worker.worker_extension.FlexQuantWorker"
@@ -79,6 +83,26 @@ class FlexQuantConfig(QuantizationConfig):
         raise RuntimeError(
             f"layer '{prefix}' was built with the merged config, not a variant's; this is a FlexQuant bug"
         )
+
+
+class SingleVariantParser(HFConfigParser):
+    """Reads the config of a published INT4 checkpoint as that of a merged one with this variant alone."""
+
+    def parse(
+        self,
+        model: str | Path,
+        trust_remote_code: bool,
+        revision: str | None = None,
+        code_revision: str | None = None,
+        **options: Any,
+    ) -> tuple[dict[str, Any], PreTrainedConfig]:
+        from flexquant.checkpoint.single_variant import as_merged
+
+        found, config = super().parse(model, trust_remote_code, revision, code_revision, **options)
+        merged = as_merged(found, str(model))
+        for key in ("architectures", "quantization_config"):
+            setattr(config, key, merged[key])
+        return merged, config
 
 
 class FlexQuantModelConfig(VerifyAndUpdateConfig):
@@ -143,6 +167,7 @@ def register_with_vllm() -> None:
     if QUANT_METHOD in QUANTIZATION_METHODS:
         return
     register_quantization_config(QUANT_METHOD)(FlexQuantConfig)
+    register_config_parser(QUANT_METHOD)(SingleVariantParser)
     classes = {ARCHITECTURE: "model"} | {served_architecture(base): "vision" for base in VISION_ARCHITECTURES}
     for name, module in classes.items():
         MODELS_CONFIG_MAP[name] = FlexQuantModelConfig

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import supports_multimodal as supports_multimodal
     from vllm.sequence import IntermediateTensors as IntermediateTensors
 
+    # Goes when a quantisation method may take over a checkpoint together with the model class.
+    from vllm.transformers_utils.config import HFConfigParser as HFConfigParser
+    from vllm.transformers_utils.config import register_config_parser as register_config_parser
+
     # Goes when plugins may register such a hook.
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP as MODELS_CONFIG_MAP
     from vllm.model_executor.models.config import VerifyAndUpdateConfig as VerifyAndUpdateConfig

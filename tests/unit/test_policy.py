@@ -103,6 +103,7 @@ def test_partly_shadowed_rule_is_allowed() -> None:
 def test_builtin_policies_are_complete() -> None:
     assert builtin_policies() == [
         "fp8-phase-batch",
+        "one-copy",
         "phase",
         "phase-batch",
         "phase-batch-layer",
@@ -139,9 +140,25 @@ def test_derived_variant_is_read_and_survives_storing() -> None:
     assert parse_policy(policy.document).derived == policy.derived
 
 
+def test_weights_are_derived_in_int4_unless_int8_is_said() -> None:
+    entry = {"from": "w4a16", "activations": "int8"}
+    for weights, is_one_copy in (({}, False), ({"weights": "int4"}, False), ({"weights": "int8"}, True)):
+        policy = parse_policy(deriving(w4a8=entry | weights))
+        assert [d.is_one_copy for d in policy.derived.values()] == [is_one_copy]
+        assert parse_policy(policy.document).derived == policy.derived
+
+
 @pytest.mark.parametrize(
     ("derive", "message"),
     [
+        (
+            {"w4a8": {"from": "w4a16", "activations": "fp8", "weights": "int8"}},
+            r"derive\.w4a8\.activations is 'fp8'; INT8 weights need int8",
+        ),
+        (
+            {"w4a8": {"from": "w4a16", "activations": "int8", "weights": "fp8"}},
+            r"weights is \"fp8\"; give one of int4, int8",
+        ),
         (
             {"w4a8": {"from": "w4a16", "activations": "int4"}},
             r"activations is \"int4\"; give one of int8, fp8",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -26,6 +26,7 @@ from flexquant.policy.routes import RouteTable
 from flexquant.policy.schema import PHASES
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.cpu.kernels import REPLACED
+from flexquant.serving.cpu.one_copy import layout_of
 from flexquant.serving.cpu.remembering import find_fastest
 from flexquant.serving.vllm_api import CPUInt8ScaledMMLinearKernel, MPLinearKernel, scalar_types
 from flexquant.serving.worker.linear_kernels import (
@@ -34,6 +35,7 @@ from flexquant.serving.worker.linear_kernels import (
     is_quantised,
     kernel_of_layer,
     remake,
+    set_kernel,
 )
 
 logger = init_logger("vllm.flexquant.cpu")
@@ -65,27 +67,32 @@ def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
     return {variant: tuple(sorted(sizes)) for variant, sizes in (in_others | in_decode).items()}
 
 
-def choose_cpu_kernels(models: Mapping[str, nn.Module], sizes: Mapping[str, Sequence[int]]) -> None:
+def choose_cpu_kernels(
+    models: Mapping[str, nn.Module], sizes: Mapping[str, Sequence[int]], read_again: Collection[str] = ()
+) -> None:
     """Replace the kernels of the INT4 and INT8 layers below ``models``, whose weights are not loaded yet.
 
-    ``sizes`` maps the models' names to the numbers of tokens with which to time kernels.
+    ``sizes`` maps the models' names to the numbers of tokens with which to time kernels. The INT4 kernels of
+    models in ``read_again`` keep their weights in a layout that is known.
     """
     if problem := zentorch_problem():
         logger.warning(problem)
     to_try: dict[str, tuple[JsonObject, list[tuple[QuantisedLayer, list[type[LinearKernel]]]]]] = {}
     for name, model in models.items():
         for layer in model.modules():
-            if not is_quantised(layer):
-                continue
             kernel = kernel_of_layer(layer)
+            if kernel is None or not is_quantised(layer):
+                continue
             kinds = possible_kernels(kernel)
-            if len(kinds) > 1 and _is_worth_a_trial(layer):
+            if name in read_again and isinstance(kernel, MPLinearKernel):
+                kinds = [kind for kind in kinds if layout_of(kind) is not None]
+            if len(kinds) > 1 and _is_worth_a_trial(layer, kernel):
                 request = {
                     "inputs": layer.input_size_per_partition,
                     "outputs": layer.output_size_per_partition,
                     "dtype": str(layer.params_dtype).removeprefix("torch."),
-                    "group_size": getattr(layer.scheme.kernel.config, "group_size", None),
-                    "sizes": list(sizes[name]),
+                    "group_size": getattr(kernel.config, "group_size", None),
+                    "sizes": list(sizes.get(name, DECODE_SIZES)),
                     "kernels": [f"{kind.__module__}:{kind.__name__}" for kind in kinds],
                 }
                 to_try.setdefault(digest_of(request), (request, []))[1].append((layer, kinds))
@@ -98,18 +105,17 @@ def choose_cpu_kernels(models: Mapping[str, nn.Module], sizes: Mapping[str, Sequ
 
 
 def _exchange(layer: QuantisedLayer, kind: type[LinearKernel]) -> None:
-    if kind is not type(layer.scheme.kernel):
-        layer.scheme.kernel = remake(layer.scheme.kernel, kind)
+    if (kernel := kernel_of_layer(layer)) is not None and kind is not type(kernel):
+        set_kernel(layer, remake(kernel, kind))
 
 
-def _is_worth_a_trial(layer: QuantisedLayer) -> bool:
+def _is_worth_a_trial(layer: QuantisedLayer, kernel: LinearKernel) -> bool:
     """Whether a layer has many weights, of a scheme that a trial supports.
 
     These are symmetric INT4, and INT8 per channel with activations quantised per token.
     """
     if layer.input_size_per_partition * layer.output_size_per_partition < FEWEST_WEIGHTS:
         return False
-    kernel = layer.scheme.kernel
     if isinstance(kernel, MPLinearKernel):
         return kernel.config.weight_type == scalar_types.uint4b8 and not kernel.config.zero_points
     config = kernel.config

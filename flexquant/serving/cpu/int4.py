@@ -44,8 +44,14 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        packed, scale, *_ = self._get_weight_params(layer)  # int32 [out, in/8], [out, in/group]
-        q = unpack_quantized_values_into_int32(packed.data, self.config.weight_type, packed_dim=1)
+        packed, scale, *_ = self._get_weight_params(layer)
+        # int32 [out, in/8] and [out, in/group]; GPTQ's, and AWQ's as vLLM rewrites them, are transposed.
+        is_transposed = getattr(packed, "packed_dim", 1) == 0
+        q = unpack_quantized_values_into_int32(
+            packed.data, self.config.weight_type, 0 if is_transposed else 1
+        )
+        if is_transposed:
+            q, scale = q.t(), scale.t()
         weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.contiguous(), INNER_K_TILES)
         scale_and_zero = torch.zeros(*scale.t().shape, 2, dtype=scale.dtype)  # [in/group, out, 2]
         scale_and_zero[..., 0] = scale.data.t()

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol, TypeGuard
 
 import torch
@@ -17,32 +17,39 @@ LinearKernel = MPLinearKernel | ScaledMMLinearKernel
 """A kernel of vLLM's for weights that are packed, or for weights and activations in 8 bit."""
 
 
-class Scheme(Protocol):
-    """The part of compressed-tensors in vLLM that holds the kernel of one layer."""
-
-    kernel: LinearKernel
-
-
 class QuantisedLayer(Protocol):
     """What vLLM sets on a quantised layer, be it a linear layer or an lm_head."""
 
-    scheme: Scheme
     input_size_per_partition: int
     output_size_per_partition: int
     params_dtype: torch.dtype
 
 
 def is_quantised(layer: nn.Module) -> TypeGuard[QuantisedLayer]:
-    """Whether a layer has a scheme, which is so unless it is in 16 bit."""
-    return getattr(layer, "scheme", None) is not None
+    """Whether a kernel of vLLM's multiplies a layer by weights that are not in 16 bit."""
+    return kernel_of_layer(layer) is not None
 
 
 def kernel_of_layer(layer: object) -> LinearKernel | None:
     """Return the kernel of a quantised layer; None in 16 bit, and for a scheme without a kernel object."""
-    scheme = getattr(layer, "scheme", None)
-    if scheme is None:
-        return None
-    return next((value for value in vars(scheme).values() if hasattr(type(value), "can_implement")), None)
+    return next((getattr(holder, name) for holder, name in _kernels(layer)), None)
+
+
+def set_kernel(layer: object, kernel: LinearKernel) -> None:
+    """Exchange the kernel of a quantised layer."""
+    holder, name = next(_kernels(layer))
+    setattr(holder, name, kernel)
+
+
+def _kernels(layer: object) -> Iterator[tuple[object, str]]:
+    """Yield what holds a layer's kernel, and the name of the attribute.
+
+    In compressed-tensors it is the layer's scheme, for AWQ and GPTQ the layer's method.
+    """
+    for holder in (getattr(layer, "scheme", None), getattr(layer, "quant_method", None)):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if hasattr(type(value), "can_implement"):
+                yield holder, name
 
 
 def kernel_name(layer: LinearBase) -> str:

@@ -35,11 +35,12 @@ from flexquant.serving.worker.forward_pass import Pass, PassObserver, observed_m
 from flexquant.serving.worker.graphs import PlanGraphs
 from flexquant.serving.worker.live_policy import LivePolicy
 from flexquant.serving.worker.moments import running_moments
+from flexquant.serving.worker.one_copy import find_scales
 from flexquant.serving.worker.pass_records import PassRecords
 from flexquant.serving.worker.plan_views import build_plan
 from flexquant.serving.worker.policy_change import served_policy
 from flexquant.serving.worker.ranks import check_ranks_agree
-from flexquant.serving.worker.variants import build_variants
+from flexquant.serving.worker.variants import build_variants, is_one_copy
 from flexquant.serving.worker.weight_memory import WeightMemory, unpack_the_looked_up
 from flexquant.serving.worker.weights import VariantLoader
 
@@ -87,8 +88,9 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self.observer.moments = running_moments(routes)
         self._vllm_config = vllm_config
         self._derived = routes.derived
+        loaded = {name: variant for name, variant in variants.items() if not is_one_copy(routes, name)}
         self._loader = VariantLoader(
-            variants,
+            loaded,
             self.merged,
             routes.derived,
             routes.layers,
@@ -109,7 +111,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self._graphs = PlanGraphs(has_full=mode is not None and mode.has_full_cudagraphs())
         self.live_policy = LivePolicy(self, vllm_config, self._plans, self._graphs, self._build_plan)
         """Changes the policy while serving."""
-        self._memory: WeightMemory | None = WeightMemory(variants)
+        self._memory: WeightMemory | None = WeightMemory(loaded)
         self.weight_bytes: dict[str, int] = {}
         """Variant -> bytes of its weights as kernels keep them; known once all are loaded."""
         self.weight_bytes_by_layers: BytesByRange = {}
@@ -146,6 +148,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self._until_first_pass.remove()
         for variant in self.variants.values():
             unpack_the_looked_up(variant)
+        find_scales(self.variants.values())
         sizes = self.weight_bytes = self._memory.nbytes()
         by_layers = self.weight_bytes_by_layers = self._memory.nbytes_by_range()
         in_16_bit = self._memory.nbytes_in_16_bit(self._plans[self.routes.plans[0].name])

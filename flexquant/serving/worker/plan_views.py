@@ -122,6 +122,7 @@ def plan_digest(plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivati
         schemes[name] = {
             "quantization_config": source.quantization_config,
             "activations": derivation.activations if derivation else None,
+            **({"weights": derivation.weights} if derivation and derivation.is_one_copy else {}),
         }
     content = {
         "flexquant": __version__,

@@ -49,6 +49,7 @@ from flexquant.serving.worker.expert_layers import (
     name_apart,
     only_experts,
 )
+from flexquant.serving.worker.one_copy import one_copy_of
 from flexquant.serving.worker.plan_views import check_structure, stack_of_layers
 from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
 
@@ -168,20 +169,27 @@ def build_variants(
 ) -> dict[str, nn.Module]:
     """Build the named variants over one set of attention layers; the weights are loaded later.
 
-    ``names`` can include variants that ``routes`` derives. Raises :class:`FlexQuantError` for an architecture
-    that is not built with ``model.layers``.
+    ``names`` can include variants that ``routes`` derives; those that have no weights come last. Raises
+    :class:`FlexQuantError` for an architecture that is not built with ``model.layers``.
     """
     real_context = vllm_config.compilation_config.static_forward_context
     variants: dict[str, nn.Module] = {}
-    for name in names:
+    for name in [name for name in names if not is_one_copy(routes, name)]:
         with scratch_forward_context(vllm_config) if variants else nullcontext(real_context) as registered:
             variant = build_variant(vllm_config, merged, name, routes, prefix)
         if variants:
             share_modules(name, variant, variants, registered, real_context, merged, routes)
         variants[name] = variant
     if current_platform.is_cpu():
-        choose_cpu_kernels(variants, sizes_by_variant(routes))
-    return variants
+        read_again = {routes.source(name) for name in names if is_one_copy(routes, name)}
+        choose_cpu_kernels(variants, sizes_by_variant(routes), read_again)
+    views = {name: one_copy_of(variants[routes.source(name)], name) for name in names if name not in variants}
+    return variants | views
+
+
+def is_one_copy(routes: RouteTable, name: str) -> bool:
+    """Whether a variant computes its weights from another's in each pass."""
+    return name in routes.derived and routes.derived[name].is_one_copy
 
 
 def build_variant(

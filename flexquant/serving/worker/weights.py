@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flexquant.policy.rules import Derivation
 
 
-REQUIRED_PARAMETER = re.compile(r"(^|\.)(w13_|w2_)?weight(_packed|_scale)?$")
+REQUIRED_PARAMETER = re.compile(r"(^|\.)((w13_|w2_)?weight(_packed|_scale)?|qweight|scales)$")
 """Matches parameters that every checkpoint has; vLLM's schemes also create optional ones (zero points ...).
 
 Names of parameters that vLLM fuses from all experts of a layer begin with ``w13_`` or ``w2_``.
@@ -63,7 +63,7 @@ class VariantLoader:
 
     def wants(self, key: str) -> bool:
         """Whether a tensor of the merged checkpoint belongs to a variant and layer that were built."""
-        prefix, name = _split(key)
+        prefix, name = self._split(key)
         return bool(self._takers(prefix, name)) or self._is_compared(prefix, name)
 
     def _readers_of(self, prefix: str) -> list[str]:
@@ -80,7 +80,7 @@ class VariantLoader:
         """
         loaded: dict[str, set[str]] = {name: set() for name in self._variants}
         norms: dict[str, dict[str, torch.Tensor]] = {}
-        for prefix, tensors in _runs(weights):
+        for prefix, tensors in self._runs(weights):
             for name in self._readers_of(prefix):
                 own = [(key, tensor) for key, tensor in tensors if name in self._takers(prefix, key)]
                 loaded[name] |= self._variants[name].load_weights(own)
@@ -116,6 +116,23 @@ class VariantLoader:
     def _is_compared(self, prefix: str, key: str) -> bool:
         return self._must_be_unsmoothed and "norm" in key and prefix in self._readers
 
+    def _runs(self, weights: Iterable[NamedTensor]) -> Iterator[tuple[str, list[NamedTensor]]]:
+        """Yield each prefix with consecutive tensors, at most :data:`RUN`, whose keys lack the prefix."""
+        for prefix, group in groupby(weights, key=lambda item: self._split(item[0])[0]):
+            tensors = ((self._split(key)[1], tensor) for key, tensor in group)
+            while run := list(islice(tensors, RUN)):
+                yield prefix, run
+
+    def _split(self, key: str) -> tuple[str, str]:
+        """Split a merged key into its prefix, dot included, and the original key.
+
+        The keys of a checkpoint that was not merged have no prefix.
+        """
+        if "" in self._readers:
+            return "", key
+        prefix, dot, name = key.partition(".")
+        return prefix + dot, name
+
     def _check_complete(self, loaded: Mapping[str, set[str]]) -> None:
         of_variant = {
             name: dict(variant.named_parameters(remove_duplicate=False))
@@ -135,17 +152,3 @@ class VariantLoader:
                     f"'{missing[0]}'; check it with 'flexquant verify', or merge again. If it is whole, this "
                     "vLLM's model has weights that the checkpoint was published without, and is not served"
                 )
-
-
-def _runs(weights: Iterable[NamedTensor]) -> Iterator[tuple[str, list[NamedTensor]]]:
-    """Yield each prefix with consecutive tensors, at most :data:`RUN`, whose keys lack the prefix."""
-    for prefix, group in groupby(weights, key=lambda item: _split(item[0])[0]):
-        tensors = ((_split(key)[1], tensor) for key, tensor in group)
-        while run := list(islice(tensors, RUN)):
-            yield prefix, run
-
-
-def _split(key: str) -> tuple[str, str]:
-    """Split a merged key into its prefix, dot included, and the original key."""
-    prefix, dot, name = key.partition(".")
-    return prefix + dot, name

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+//
+// What PyTorch has no operator for, between INT4 weights as kernels keep them and its INT8 product: INT4 to INT8
+// weights, and INT32 sums to an output. Loops run on PyTorch's own threads.
+#include <ATen/Dispatch.h>
+#include <ATen/TensorIterator.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+namespace {
+
+constexpr int64_t INPUTS_AT_ONCE = 32;
+constexpr int64_t WIDEST = 64;
+
+// Call work(first, count) for consecutive rows of `tensor`, side by side.
+void for_rows(const at::Tensor& tensor, int64_t grain, const std::function<void(int64_t, int64_t)>& work) {
+  const char* start = static_cast<const char*>(tensor.data_ptr());
+  const int64_t row_bytes = tensor.stride(0) * tensor.element_size();
+  at::Tensor rows = tensor.select(1, 0);
+  auto iterator = at::TensorIteratorConfig()
+                      .add_output(rows)
+                      .check_all_same_dtype(false)
+                      .resize_outputs(false)
+                      .build();
+  iterator.for_each(
+      [&](char** data, const int64_t*, int64_t count) { work((data[0] - start) / row_bytes, count); }, grain);
+}
+
+// The 4-bit values of a block, [inputs, width]. A byte holds outputs b and b + width / 2, or 2 b and 2 b + 1.
+void unpack(const uint8_t* __restrict packed, uint8_t* __restrict values, int64_t inputs, int64_t width,
+            bool in_halves) {
+  const int64_t half = width / 2;
+  if (!in_halves) {
+    for (int64_t b = 0; b < inputs * half; b++) {
+      values[2 * b] = packed[b] & 15;
+      values[2 * b + 1] = packed[b] >> 4;
+    }
+    return;
+  }
+  for (int64_t k = 0; k < inputs; k++, packed += half, values += width) {
+    for (int64_t b = 0; b < half; b++) values[b] = packed[b] & 15;
+    for (int64_t b = 0; b < half; b++) values[half + b] = packed[b] >> 4;
+  }
+}
+
+template <int64_t width>
+void rescale(const uint8_t* __restrict values, const float* __restrict ratio, const float* __restrict zero,
+             int8_t* __restrict out, int64_t outputs, int64_t inputs) {
+  for (int64_t k = 0; k < inputs; k++, values += width, out += outputs)
+    for (int64_t n = 0; n < width; n++)
+      out[n] = static_cast<int8_t>(std::nearbyint((static_cast<float>(values[n]) - zero[n]) * ratio[n]));
+}
+
+// Write INT8 weights `out` [inputs, outputs]: (value - zero) * ratio, to the nearest, ties to even.
+// `packed` holds blocks of `block` outputs one after another, and the last block may be narrower; `ratio` and
+// `zero` are float32 [groups, outputs].
+void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::Tensor& zero, int64_t block,
+                  bool in_halves, at::Tensor out) {
+  const int64_t inputs = out.size(0), outputs = out.size(1), group = inputs / ratio.size(0);
+  TORCH_CHECK(block <= WIDEST && outputs % 16 == 0 && inputs % ratio.size(0) == 0);
+  TORCH_CHECK(packed.nbytes() * 2 == static_cast<size_t>(inputs * outputs) && ratio.is_contiguous());
+  TORCH_CHECK(packed.is_contiguous() && zero.is_contiguous() && out.is_contiguous());
+  const auto* bytes = static_cast<const uint8_t*>(packed.data_ptr());
+  const float *ratios = ratio.data_ptr<float>(), *zeros = zero.data_ptr<float>();
+  int8_t* weights = out.data_ptr<int8_t>();
+  for_rows(out, INPUTS_AT_ONCE, [&](int64_t first, int64_t count) {
+    uint8_t values[INPUTS_AT_ONCE * WIDEST];
+    for (int64_t k = first, next; k < first + count; k = next) {
+      next = std::min({k + INPUTS_AT_ONCE, first + count, (k / group + 1) * group});
+      for (int64_t n = 0; n < outputs; n += block) {
+        const int64_t width = std::min(block, outputs - n), scales = k / group * outputs + n;
+        unpack(bytes + (n * inputs + k * width) / 2, values, next - k, width, in_halves && width == block);
+        const auto rescale_block = width == 64   ? rescale<64>
+                                   : width == 48 ? rescale<48>
+                                   : width == 32 ? rescale<32>
+                                                 : rescale<16>;
+        rescale_block(values, ratios + scales, zeros + scales, weights + k * outputs + n, outputs, next - k);
+      }
+    }
+  });
+}
+
+// Write `out` [tokens, outputs] = sums * row scale * column scale + bias. `sums` are int32; scales and bias float32.
+void scale_sums(const at::Tensor& sums, const at::Tensor& row, const at::Tensor& column,
+                const std::optional<at::Tensor>& bias, at::Tensor out) {
+  const int64_t outputs = sums.size(1);
+  TORCH_CHECK(sums.is_contiguous() && row.is_contiguous() && column.is_contiguous() && out.is_contiguous());
+  TORCH_CHECK(row.numel() == sums.size(0) && column.numel() == outputs && out.sizes() == sums.sizes());
+  const auto* from = sums.data_ptr<int32_t>();
+  const float *rows = row.data_ptr<float>(), *columns = column.data_ptr<float>();
+  const float* biases = bias ? bias->data_ptr<float>() : nullptr;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "scale_sums", [&] {
+    scalar_t* to = out.data_ptr<scalar_t>();
+    for_rows(out, 16, [&](int64_t first, int64_t count) {
+      for (int64_t m = first; m < first + count; m++) {
+        const int32_t* __restrict sum = from + m * outputs;
+        scalar_t* __restrict result = to + m * outputs;
+        const float scale = rows[m];
+        if (biases)
+          for (int64_t n = 0; n < outputs; n++)
+            result[n] = static_cast<scalar_t>(static_cast<float>(sum[n]) * scale * columns[n] + biases[n]);
+        else
+          for (int64_t n = 0; n < outputs; n++)
+            result[n] = static_cast<scalar_t>(static_cast<float>(sum[n]) * scale * columns[n]);
+      }
+    });
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY(flexquant_one_copy, m) {
+  m.def("int4_to_int8(Tensor packed, Tensor ratio, Tensor zero, int block, bool in_halves, Tensor(a!) out) -> ()");
+  m.def("scale_sums(Tensor sums, Tensor row, Tensor column, Tensor? bias, Tensor(a!) out) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(flexquant_one_copy, CPU, m) {
+  m.impl("int4_to_int8", int4_to_int8);
+  m.impl("scale_sums", scale_sums);
+}

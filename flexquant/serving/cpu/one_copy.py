@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Multiply in INT8 on a CPU by weights that are kept in INT4 alone, in the layout of the INT4 kernel.
+
+Each call writes a layer's INT8 weights into memory that all layers of a thread share, and has oneDNN
+multiply (``torch._int_mm``). The two loops around that product are one_copy.cpp, which PyTorch's own tool
+compiles once for a machine; without a compiler, PyTorch's operators do the same, but far more slowly.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from vllm.logger import init_logger
+
+from flexquant.documents.digest import digest_of
+from flexquant.serving.cpu.int4 import INNER_K_TILES, TorchCPUInt4LinearKernel
+from flexquant.serving.cpu.machine import cpu_model
+from flexquant.serving.vllm_api import (
+    CPUWNA16LinearKernel,
+    MPLinearKernel,
+    ZentorchWNA16LinearKernel,
+    envs,
+    scalar_types,
+    unpack_quantized_values_into_int32,
+)
+from flexquant.serving.vllm_api import _custom_ops as ops
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+# A multiplication and an addition round twice, as PyTorch's operators do, whatever the CPU.
+FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+ZERO = 8.0
+"""Value of a symmetric INT4 weight that stands for 0."""
+
+logger = init_logger("vllm.flexquant.cpu")
+_kept = threading.local()
+_most_weights = 0
+_library = torch.library.Library("flexquant", "FRAGMENT")
+_library.define(
+    "one_copy_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor channel_scale, "
+    "Tensor? bias, int block, bool in_halves) -> Tensor"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an INT4 kernel keeps a layer's weights: in blocks of outputs, each [inputs, block] of 4 bits."""
+
+    block: int
+    """Outputs of a block; the last one can be narrower, and then holds neighbours."""
+    in_halves: bool
+    """Whether a byte holds outputs b and b + block / 2, and not neighbours."""
+
+
+def layout_of(kind: type) -> Layout | None:
+    """Return the layout in which a kind of kernel keeps weights; None if it is not known, as zentorch's."""
+    if issubclass(kind, TorchCPUInt4LinearKernel):
+        return pytorch_layout()
+    is_vllms = issubclass(kind, CPUWNA16LinearKernel) and not issubclass(kind, ZentorchWNA16LinearKernel)
+    return Layout(16, in_halves=False) if is_vllms else None
+
+
+@functools.cache
+def pytorch_layout() -> Layout | None:
+    """Return the layout of PyTorch's operator on this CPU, found out on a small weight."""
+    inputs, outputs = 32, 64 + 16
+    values = torch.randint(0, 16, (outputs, inputs), generator=torch.Generator().manual_seed(0)).int()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, INNER_K_TILES)
+    for layout in (Layout(b, h) for b in (64, 32) for h in (True, False)):
+        if torch.equal(unpacked(packed, layout, inputs, outputs).int().t(), values):
+            return layout
+    return None
+
+
+def unpacked(packed: torch.Tensor, layout: Layout, inputs: int, outputs: int) -> torch.Tensor:
+    """Return the 4-bit values, uint8 [inputs, outputs], of a kernel's ``packed`` weights."""
+    flat, parts, whole = packed.flatten().view(torch.uint8), [], outputs // layout.block * layout.block
+    for first, last, width in ((0, whole, layout.block), (whole, outputs, outputs - whole)):
+        if first < last:
+            pairs = flat[first * inputs // 2 : last * inputs // 2].view(-1, inputs, width // 2)
+            beside = 2 if layout.in_halves and width == layout.block else 3
+            values = torch.stack([pairs & 15, pairs >> 4], beside).flatten(2)
+            parts.append(values.transpose(0, 1).reshape(inputs, -1))
+    return torch.cat(parts, 1)
+
+
+def scale_and_zero(
+    kernel: MPLinearKernel, layer: torch.nn.Module
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a layer's scales [groups, outputs], and its zero points, int32 in packs of 8, if it has some."""
+    _, scale, zero, *_ = kernel._get_weight_params(layer)
+    if isinstance(kernel, TorchCPUInt4LinearKernel):
+        return scale.data[..., 0], None
+    return scale.data, zero.data if kernel.config.zero_points and zero is not None else None
+
+
+def channel_scales(
+    packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, inputs: int, layout: Layout
+) -> torch.Tensor:
+    """Return the scales of INT8 weights, float32 [outputs]: each channel's greatest weight becomes 127.
+
+    The arguments are a layer's, as its INT4 kernel keeps them. Memory for its INT8 weights is reserved.
+    """
+    global _most_weights
+    groups, outputs = scale.shape
+    _most_weights = max(_most_weights, inputs * outputs)
+    ones, zeros = torch.ones(groups, outputs, dtype=torch.float32), _zeros(zero, scale)
+    weights = _int8_weights(packed, ones, zeros, inputs, layout)  # value - zero, exactly
+    most = weights.view(groups, -1, outputs).float().abs().amax(1)
+    greatest = (most * scale.float().abs()).amax(0)
+    return torch.where(greatest > 0, greatest / 127, 1.0)
+
+
+@torch.library.impl(_library, "one_copy_linear", "CPU")
+def one_copy_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    channel_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    block: int,
+    in_halves: bool,
+) -> torch.Tensor:
+    """Return [tokens, outputs] for ``x`` [tokens, inputs] in its dtype, multiplied in INT8.
+
+    ``x`` is quantised per token. The INT4 weights are rounded to INT8 with the scales ``channel_scale``.
+    """
+    ratio = (scale.float() / channel_scale).contiguous()
+    weights = _int8_weights(packed, ratio, _zeros(zero, scale), x.shape[1], Layout(block, in_halves))
+    quantized, row, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
+    bias = None if bias is None else bias.float()
+    if not int8_product_is_exact():
+        sums = _exact_product(quantized, weights)
+    elif has_operators():
+        out = torch.empty(len(x), weights.shape[1], dtype=x.dtype)
+        sums = torch._int_mm(quantized, weights)
+        torch.ops.flexquant_one_copy.scale_sums(sums, row, channel_scale, bias, out)
+        return out
+    else:
+        sums = torch._int_mm(quantized, weights).float()
+    sums = sums.mul_(row).mul_(channel_scale)
+    return (sums if bias is None else sums.add_(bias)).to(x.dtype)
+
+
+@torch.library.register_fake("flexquant::one_copy_linear", lib=_library)
+def _one_copy_linear_shape(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    channel_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    block: int,
+    in_halves: bool,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], channel_scale.shape[0]))
+
+
+@functools.cache
+def has_operators() -> bool:
+    """Whether one_copy.cpp is compiled, which is done now if it was not done before on such a machine."""
+    from torch.utils.cpp_extension import load
+
+    built_for = [
+        SOURCE.read_text(),
+        FLAGS,
+        torch.__version__,
+        cpu_model(),
+        torch.backends.cpu.get_cpu_capability(),
+    ]
+    folder = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "one_copy" / digest_of(built_for)[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = os.environ.get("PATH", "")
+    # PyTorch looks on the path for ninja, which vLLM brings, also where the environment is not activated.
+    os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
+    try:
+        load(
+            "one_copy", [str(SOURCE)], extra_cflags=FLAGS, build_directory=str(folder), is_python_module=False
+        )
+    except (OSError, RuntimeError) as e:
+        reason = (str(e).splitlines() or [type(e).__name__])[0]
+        logger.warning(
+            "FlexQuant computes INT8 weights slowly, for want of a compiler (%s); install g++ and ninja",
+            reason,
+        )
+        return False
+    finally:
+        os.environ["PATH"] = path
+    return True
+
+
+@functools.cache
+def int8_product_is_exact() -> bool:
+    """Whether PyTorch's INT8 product has the right sums on this CPU, tried with the largest values."""
+    x, weights = (torch.full(shape, 127, dtype=torch.int8) for shape in ((16, 64), (64, 16)))
+    return bool((torch._int_mm(x, weights) == 64 * 127 * 127).all())
+
+
+def _exact_product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return x @ weights, both int8, in float32, which holds the products of 8-bit integers exactly."""
+    out = torch.zeros(len(x), weights.shape[1], dtype=torch.float32)
+    for columns, rows in zip(x.split(256, dim=1), weights.split(256), strict=True):
+        out.addmm_(columns.float(), rows.float())
+    return out
+
+
+def _zeros(zero: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:
+    """Return the values that stand for 0, float32 [groups, outputs]."""
+    if zero is None:
+        return torch.full(scale.shape, ZERO, dtype=torch.float32)
+    return unpack_quantized_values_into_int32(zero, scalar_types.uint4, packed_dim=1).float().contiguous()
+
+
+def _int8_weights(
+    packed: torch.Tensor, ratio: torch.Tensor, zeros: torch.Tensor, inputs: int, layout: Layout
+) -> torch.Tensor:
+    """Return (value - zero) * ratio in int8 [inputs, outputs]; the thread's next call writes over it."""
+    groups, outputs = ratio.shape
+    out = _scratch()[: inputs * outputs].view(inputs, outputs)
+    if has_operators():
+        torch.ops.flexquant_one_copy.int4_to_int8(packed, ratio, zeros, layout.block, layout.in_halves, out)
+        return out
+    values = unpacked(packed, layout, inputs, outputs).view(groups, -1, outputs)
+    scaled = values.float().sub_(zeros[:, None]).mul_(ratio[:, None])
+    return out.copy_(scaled.round_().view(inputs, outputs))
+
+
+def _scratch() -> torch.Tensor:
+    """Return this thread's memory for the INT8 weights of one layer: two threads may multiply at once."""
+    memory: torch.Tensor | None = getattr(_kept, "memory", None)
+    if memory is None or memory.numel() < _most_weights:
+        with torch.inference_mode(False):  # made inside that mode, it could not be written to outside of it
+            memory = _kept.memory = torch.empty(_most_weights, dtype=torch.int8)
+    return memory

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Published INT4 checkpoints are served as they are, and in INT8 from one copy of the weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from safetensors.torch import load_file, save_file
+
+from flexquant.merge import merge_checkpoints
+from flexquant.policy.rules import load_policy
+from flexquant.serving.worker.one_copy import OneCopyMethod
+from tests.checkpoints import make_checkpoint
+from tests.foreign import write_foreign
+from tests.integration.conftest import answers, engine, generate, take_policy
+from tests.integration.logprobs import distance
+from tests.integration.test_serving_errors import refusal
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = ["The capital of France is a city of more than two million people,", "def merge(a, b):"]
+SAMPLING = {"max_tokens": 8}
+IN_INT8 = """
+schema: flexquant.policy/v1
+derive:
+  w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}
+rules:
+  - use: w8a8-from-int4
+"""
+ROUTED = """
+schema: flexquant.policy/v1
+derive:
+  w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}
+rules:
+  - when: {phase: [prefill, mixed]}
+    use: w8a8-from-int4
+  - use: {default: w4a16, layers: {"0": w8a8-from-int4}}
+"""
+FORMATS = {"compressed-tensors": {}, "awq": {}, "gptq": {"checkpoint_format": "gptq_v2"}}
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("int4") / "w4a16", "qwen2", "w4a16")
+
+
+@pytest.fixture(scope="module")
+def published(int4: Path) -> dict[str, Path]:
+    """Return the checkpoint in each format."""
+    others = [name for name in FORMATS if name != "compressed-tensors"]
+    written = {name: write_foreign(int4, int4.parent / name, name, **FORMATS[name]) for name in others}
+    return {"compressed-tensors": int4, **written}
+
+
+def in_int8(int4: Path, output: Path) -> Path:
+    """Write the W8A8 checkpoint whose weights are those of an INT4 checkpoint, rounded to INT8."""
+    make_checkpoint(output, "qwen2", "w8a8")
+    file = output / "model.safetensors"
+    tensors, given = load_file(file), load_file(int4 / "model.safetensors")
+    for name in [key.removesuffix("_packed") for key in given if key.endswith(".weight_packed")]:
+        codes = unpack_from_int32(given[f"{name}_packed"], 4, torch.Size(given[f"{name}_shape"].tolist()))
+        scale = given[f"{name}_scale"].float()
+        weight = codes.unflatten(1, (scale.shape[1], -1)).float() * scale[..., None]
+        weight = weight.flatten(1)
+        channel = weight.abs().amax(1, keepdim=True) / 127
+        tensors |= {name: (weight / channel).round().to(torch.int8), f"{name}_scale": channel}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return output
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_published_checkpoint_is_served_as_it_is(name: str, published: dict[str, Path]) -> None:
+    ours = generate(published[name], ["w4a16", IN_INT8, ROUTED], PROMPTS, sampling=SAMPLING)
+    (stock,) = generate(published[name], None, PROMPTS, sampling=SAMPLING)
+    in_int4, in_int8, routed = (served.answers[0] for served in ours)
+    assert distance(in_int4, stock.answers[0]) < 0.01
+    assert 0 < distance(in_int8, stock.answers[0]) < 0.2
+    assert {(p["phase"], p["plan"]) for p in ours[2].passes} == {
+        ("prefill", "w8a8-from-int4"),
+        ("decode", "w8a8-from-int4+w4a16[1]"),
+    }
+    assert 0 < distance(routed, in_int8) < 0.2
+
+
+def test_in_int8_it_answers_as_a_checkpoint_of_the_same_int8_weights(int4: Path, tmp_path: Path) -> None:
+    (served,) = generate(int4, [IN_INT8], PROMPTS, sampling=SAMPLING)
+    (expected,) = generate(in_int8(int4, tmp_path / "w8a8"), None, PROMPTS, sampling=SAMPLING)
+    (in_int4,) = generate(int4, ["w4a16"], PROMPTS, sampling=SAMPLING)
+    assert distance(served.answers[0], expected.answers[0]) < 0.01
+    assert distance(in_int4.answers[0], expected.answers[0]) > 0.02
+
+
+def test_it_is_served_from_one_copy_by_default(int4: Path) -> None:
+    """The linears of both variants have the same parameters, and their bytes count once."""
+
+    def inspect(model: Any) -> dict[str, Any]:
+        source, variant = model.variants["w4a16"], model.variants["w8a8-from-int4"]
+        methods = [
+            m for m in variant.modules() if isinstance(getattr(m, "quant_method", None), OneCopyMethod)
+        ]
+        tensors = {p.data_ptr() for p in source.parameters()}
+        return {
+            "policy": model.policy.name,
+            "linears": len(methods),
+            "own": [n for n, p in variant.named_parameters() if p.data_ptr() not in tensors],
+            "bytes": model.weight_bytes,
+        }
+
+    with engine(int4, config_format="flexquant") as llm:
+        (found,) = llm.apply_model(inspect)
+        take_policy(llm, "w4a16")
+        alone = answers(llm, PROMPTS, **SAMPLING)
+    (in_int4,) = generate(int4, ["w4a16"], PROMPTS, sampling=SAMPLING)
+    assert found["linears"] == 2 * 4 and found["own"] == []
+    assert set(found["bytes"]) == {"w4a16", "shared"}
+    assert distance(alone, in_int4.answers[0]) < 0.01
+
+
+def test_a_merged_checkpoint_takes_it_beside_its_own_w8a8(int4: Path, tmp_path: Path) -> None:
+    """Some layers have W8A8 of their own, the others compute it."""
+    w8a8 = make_checkpoint(tmp_path / "w8a8", "qwen2", "w8a8")
+    merge_checkpoints({"w8a8": w8a8, "w4a16": int4}, tmp_path / "merged")
+    mixed = IN_INT8.replace("use: w8a8-from-int4", 'use: {default: w8a8-from-int4, layers: {"1": w8a8}}')
+    served = generate(tmp_path / "merged", ["w8a8", IN_INT8, mixed], PROMPTS, sampling=SAMPLING)
+    own, computed, both = (found.answers[0] for found in served)
+    assert 0 < distance(both, own) < distance(computed, own)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "found"), [("w8a8", "is quantised by compressed-tensors"), (None, "is in 16 bit")]
+)
+def test_a_checkpoint_without_int4_weights_is_refused(scheme: str | None, found: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen2", scheme)
+    message = refusal(folder, config_format="flexquant")
+    assert f"{folder} {found}, and FlexQuant serves checkpoints with INT4 weights as they are" in message
+
+
+def test_groups_ordered_by_activation_are_refused(published: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(published["gptq"], tmp_path / "ordered")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"desc_act": false', '"desc_act": true'))
+    assert "whose groups are ordered by activation" in refusal(folder, config_format="flexquant")
+
+
+def test_the_default_policy_is_the_built_in_one(int4: Path) -> None:
+    assert load_policy("one-copy").derived["w8a8-from-int4"].is_one_copy

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""A linear that keeps INT4 weights alone multiplies as one with the INT8 weights nearest to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+from flexquant.serving.cpu import one_copy, trial
+from flexquant.serving.cpu.choosing import possible_kernels
+
+pytest.importorskip("vllm")
+
+INPUTS = 256
+SHAPES = {"whole blocks": 128, "a narrow block": 128 + 48}
+
+
+def made(kind: Any, outputs: int, group: int, sign: str = "") -> tuple[Any, torch.nn.Module, torch.Tensor]:
+    """Return a kernel, its packed layer, and the weights that it was given, float64 [out, in]."""
+    torch.manual_seed(0)
+    kernel, linear = trial._int4(
+        kind, {"inputs": INPUTS, "outputs": outputs, "group_size": group}, torch.bfloat16
+    )
+    if sign == "negative":
+        linear.weight_scale.data *= torch.randn_like(linear.weight_scale).sign()
+    codes = unpack_from_int32(linear.weight_packed.data, 4, torch.Size((outputs, INPUTS)))
+    width = INPUTS if group == -1 else group
+    weight = codes.double() * linear.weight_scale.data.double().repeat_interleave(width, dim=1)
+    kernel.process_weights_after_loading(linear)
+    return kernel, linear, weight
+
+
+def kinds() -> list[Any]:
+    kernel, _ = trial._int4(
+        one_copy.TorchCPUInt4LinearKernel, {"inputs": INPUTS, "outputs": 64, "group_size": 64}, torch.bfloat16
+    )
+    return [kind for kind in possible_kernels(kernel) if one_copy.layout_of(kind) is not None]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("group", [32, 128, 256])
+@pytest.mark.parametrize("outputs", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("kind", kinds())
+def test_the_int8_weights_are_the_nearest(
+    kind: Any, outputs: int, group: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled:
+        assert one_copy.has_operators()
+    else:
+        monkeypatch.setattr(one_copy, "has_operators", lambda: False)
+    kernel, linear, weight = made(kind, outputs, group, "negative")
+    layout = one_copy.layout_of(kind)
+    scale, zero = one_copy.scale_and_zero(kernel, linear)
+    channel = one_copy.channel_scales(linear.weight_packed, scale, zero, INPUTS, layout)
+    expected_scale = weight.abs().amax(1, keepdim=True) / 127
+    torch.testing.assert_close(channel.double()[:, None], expected_scale, rtol=1e-6, atol=0)
+    ratio = (scale.float() / channel).contiguous()
+    found = one_copy._int8_weights(linear.weight_packed, ratio, one_copy._zeros(zero, scale), INPUTS, layout)
+    # Ties fall either way, by the last bit of a scale.
+    assert (found.t() - weight / expected_scale).abs().max() < 0.5 + 1e-4
+    assert found.abs().amax(0).eq(127).all()
