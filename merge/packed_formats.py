@@ -114,7 +114,7 @@ def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -
     found = [
         _transformed(f"{weight}_packed", qweight, "I32", (outputs, words), form.pack_weight),
         _transformed(f"{weight}_scale", scales, scales.dtype, (outputs, groups), _turned),
-        _transformed(f"{weight}_shape", qweight, "I64", (2,), lambda _: torch.tensor([outputs, inputs])),
+        _constant(f"{weight}_shape", qweight, torch.tensor([outputs, inputs])),
     ]
     if not form.symmetric and qzeros is not None:
         shape = (-(-outputs // values), groups)
@@ -168,10 +168,17 @@ def _transformed(
     def compute(rows: Sequence[range] | None) -> torch.Tensor:
         if _last.key is not key:
             _last.key, _last.tensor = key, convert(load_tensor(stored))
-        whole = _last.tensor
-        return whole if rows is None else torch.cat([whole[part.start : part.stop] for part in rows])
+        return _of_rows(_last.tensor, rows)
 
     return computed(name, stored, dtype, shape, compute)
+
+
+def _constant(name: str, like: TensorRef, value: torch.Tensor) -> TensorRef:
+    return computed(name, like, "I64", tuple(value.shape), lambda rows: _of_rows(value, rows))
+
+
+def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
+    return whole if rows is None else torch.cat([whole[part.start : part.stop] for part in rows])
 
 
 def _section(form: PackedFormat, tensors: Mapping[str, TensorRef]) -> JsonObject:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.entrypoints.convert import AutoAWQConverter
+from torch.nn.functional import pad
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
@@ -20,8 +21,10 @@ PACKED_METHODS = (AWQ, GPTQ, *AUTO_ROUND)
 WITH_OFFSET, WITHOUT_OFFSET = "gptq", "gptq_v2"
 """Values of GPTQ's ``checkpoint_format``: zero points stored minus one, and as they are."""
 
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Each of eight neighbouring outputs -> its place in a word of AWQ's."""
 INPUTS_AT_A_TIME = 256
-"""Inputs of a linear that are repacked at a time; a value takes 8 times its memory meanwhile."""
+"""Inputs of an AWQ linear that are repacked at a time, to stay in a core's cache; an even number."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,17 @@ class PackedFormat:
         """Return ``weight_packed``, int32 [out, in * bits / 32]."""
         if self.method == GPTQ:
             return stored.T.contiguous()
-        parts = ((self.values(part) - self.middle).to(torch.int8) for part in stored.split(INPUTS_AT_A_TIME))
-        return torch.cat([pack_to_int32(part.T.contiguous(), self.bits) for part in parts], dim=1)
+        inputs, words = stored.shape
+        pairs = torch.zeros(words, len(AWQ_PLACES), -(-inputs // 8) * 4, dtype=torch.uint8)
+        for first in range(0, inputs, INPUTS_AT_A_TIME):
+            part = stored[first : first + INPUTS_AT_A_TIME].view(torch.uint8).unflatten(1, (words, 4))
+            part = pad(part.permute(2, 1, 0), (0, part.shape[0] % 2))  # a byte: two outputs of one input
+            even, odd = part[..., 0::2], part[..., 1::2]
+            halves = even & 15 | odd << 4, even >> 4 | odd & 240
+            start, stop = first // 2, first // 2 + even.shape[-1]
+            for output, place in enumerate(AWQ_PLACES):
+                pairs[:, output, start:stop] = halves[place % 2][place // 2]
+        return pairs.flatten(0, 1).view(torch.int32)
 
     def pack_zero_points(self, stored: torch.Tensor) -> torch.Tensor:
         """Return ``weight_zero_point``, int32 [out * bits / 32, in / g]."""
