@@ -2,14 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """How fast and how small is merging? Against ``cp -r`` of the same bytes, interleaved.
 
-    python benchmarks/merge.py --gib 8 --folder /data --output benchmarks/results/merge.json
-    python benchmarks/merge.py --gib 8 --hidden 8192 --folder /data
+    python -m benchmarks.merge --gib 8 --folder /data --output benchmarks/results/merge.json
+    python -m benchmarks.merge --gib 8 --hidden 8192 --folder /data
+    python -m benchmarks.merge --awq
 
-Makes two random checkpoints of one model, Llama-shaped, W8A8 and W4A16, several shards each. Merging
-compares the weights (the KV caches must be interchangeable), hashes every tensor and waits for the disk.
-``cp`` does none of it, so a merge that compares nothing is timed too, and ``cp -r`` and ``sync``.
-``flexquant verify`` of the result is timed against ``cat`` of its files, once with none of them in the page
-cache and once with what the cache holds by then. Prints a table and, as the last line, the same as JSON.
+Makes two random checkpoints of one model, Llama-shaped, W8A8 and W4A16, several shards each; with ``--awq``
+the second is in AWQ's format, which merging converts. Merging compares the weights (the KV caches must be
+interchangeable), hashes every tensor and waits for the disk. ``cp`` does none of it, so a merge that compares
+nothing is timed too, and ``cp -r`` and ``sync``. ``flexquant verify`` of the result is timed against ``cat``
+of its files, once with none of them in the page cache and once with what the cache holds by then. Prints a
+table and, as the last line, the same as JSON.
 """
 
 from __future__ import annotations
@@ -27,135 +29,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
+from benchmarks.merge_sources import make_source, weights_of_layer
 from flexquant.serving.cpu.machine import cpu_model
 
-VOCAB, GROUP_SIZE = 1024, 128
-HEADS, KV_HEADS = 32, 8
-WEIGHTS_PER_SHARD = 1 << 28
 GIB = 1 << 30
-BF16_ONE = b"\x80\x3f"
 
 T = TypeVar("T")
-Tensors = Iterator[tuple[str, str, list[int], bytes]]
-
-
-def projections(hidden: int) -> dict[str, tuple[int, int]]:
-    """Return the shapes of a layer's Linears."""
-    intermediate, kv_size = 4 * hidden, hidden * KV_HEADS // HEADS
-    return {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv_size, hidden),
-        "self_attn.v_proj": (kv_size, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (intermediate, hidden),
-        "mlp.up_proj": (intermediate, hidden),
-        "mlp.down_proj": (hidden, intermediate),
-    }
-
-
-def weights_of_layer(hidden: int) -> int:
-    return sum(rows * columns for rows, columns in projections(hidden).values())
-
-
-def layer_tensors(layer: int, scheme: str, hidden: int, pool: bytes) -> Tensors:
-    """Yield (name, dtype, shape, bytes) of one decoder layer, the bytes cut from a random pool."""
-    prefix = f"model.layers.{layer}."
-
-    def cut(name: str, size: int) -> bytes:
-        start = hash_name(name) % (len(pool) - size)
-        return pool[start : start + size]
-
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        yield f"{prefix}{norm}.weight", "BF16", [hidden], BF16_ONE * hidden
-    for projection, (rows, columns) in projections(hidden).items():
-        name = f"{prefix}{projection}.weight"
-        packed = cut(name, rows * columns // 2)
-        if scheme == "w8a8":
-            yield name, "I8", [rows, columns], times_16(packed)
-            yield name + "_scale", "BF16", [rows, 1], b"\x80\x3a" * rows  # 2 ** -10
-        else:
-            groups = columns // GROUP_SIZE
-            yield name + "_packed", "I32", [rows, columns // 8], packed
-            yield name + "_shape", "I64", [2], rows.to_bytes(8, "little") + columns.to_bytes(8, "little")
-            yield name + "_scale", "BF16", [rows, groups], b"\x80\x3c" * (rows * groups)  # 2 ** -6
-
-
-def times_16(packed: bytes) -> bytes:
-    """Return 16 times each packed 4-bit value, as int8: the same weights at a scale of a sixteenth."""
-    values = bytearray(2 * len(packed))
-    values[0::2] = packed.translate(bytes(((b & 15) - 8) * 16 % 256 for b in range(256)))
-    values[1::2] = packed.translate(bytes(((b >> 4) - 8) * 16 % 256 for b in range(256)))
-    return bytes(values)
-
-
-def hash_name(name: str) -> int:
-    return int.from_bytes(name.encode(), "little") % 1_000_000_007
-
-
-def write_shard(path: Path, tensors: list[tuple[str, str, list[int], bytes]]) -> None:
-    header, position = {}, 0
-    for name, dtype, shape, data in tensors:
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + len(data)]}
-        position += len(data)
-    text = json.dumps(header).encode()
-    with open(path, "wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        for *_, data in tensors:
-            f.write(data)
-
-
-def make_source(folder: Path, scheme: str, num_layers: int, hidden: int, pool: bytes) -> None:
-    folder.mkdir()
-    shards = []
-    layers_per_shard = max(1, WEIGHTS_PER_SHARD // weights_of_layer(hidden))
-    for first in range(0, num_layers, layers_per_shard):
-        layers = range(first, min(first + layers_per_shard, num_layers))
-        shards.append([t for layer in layers for t in layer_tensors(layer, scheme, hidden, pool)])
-        write_shard(folder / shard_name(len(shards) - 1), shards[-1])
-        shards[-1] = [(name, dtype, shape, b"") for name, dtype, shape, _ in shards[-1]]
-    embedding = bytearray(pool[: 2 * VOCAB * hidden])
-    embedding[1::2] = embedding[1::2].translate(bytes((b & 0x80) | 0x3C for b in range(256)))  # about 2 ** -6
-    outer = [("model.embed_tokens.weight", [VOCAB, hidden]), ("lm_head.weight", [VOCAB, hidden])]
-    shards.append(
-        [(name, "BF16", shape, embedding) for name, shape in outer]
-        + [("model.norm.weight", "BF16", [hidden], BF16_ONE * hidden)]
-    )
-    write_shard(folder / shard_name(len(shards) - 1), shards[-1])
-    weight_map = {name: shard_name(i) for i, shard in enumerate(shards) for name, *_ in shard}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    activations = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
-    if scheme == "w4a16":
-        weights |= {"num_bits": 4, "strategy": "group", "group_size": GROUP_SIZE}
-    group = {"targets": ["Linear"], "weights": weights}
-    group |= {"input_activations": activations} if scheme == "w8a8" else {}
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "num_hidden_layers": num_layers,
-        "vocab_size": VOCAB,
-        "quantization_config": {
-            "quant_method": "compressed-tensors",
-            "format": {"w8a8": "int-quantized", "w4a16": "pack-quantized"}[scheme],
-            "ignore": ["lm_head"],
-            "config_groups": {"group_0": group},
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def shard_name(number: int) -> str:
-    return f"shard-{number:03d}.safetensors"
 
 
 def memory(name: str) -> int:
@@ -234,11 +119,11 @@ def measure_verify(folder: str, times: dict[str, list[float]]) -> None:
         times[f"{name}_cached"].append(in_child(function, folder))
 
 
-def measure(folder: Path, gib: float, hidden: int, repeats: int) -> dict[str, object]:
+def measure(folder: Path, gib: float, hidden: int, repeats: int, int4: str) -> dict[str, object]:
     num_layers = max(1, round(gib * GIB / (1.5 * weights_of_layer(hidden))))
     pool = os.urandom(max(32 << 20, 3 * hidden * hidden))  # the largest packed projection has 2 * hidden^2
-    sources = {scheme: str(folder / scheme) for scheme in ("w8a8", "w4a16")}
-    for scheme, path in sources.items():
+    sources = {name: str(folder / name) for name in ("w8a8", "w4a16")}
+    for path, scheme in zip(sources.values(), ("w8a8", int4), strict=True):
         make_source(Path(path), scheme, num_layers, hidden, pool)
     nbytes = sum(f.stat().st_size for path in sources.values() for f in Path(path).iterdir())
     copies, synced, merges, streams, peaks = [], [], [], [], []
@@ -293,12 +178,13 @@ def main() -> None:
     )
     parser.add_argument("--gib", type=float, default=2, help="size of both inputs together (default: 2)")
     parser.add_argument("--hidden", type=int, default=2048, help="width of the layers (default: 2048)")
+    parser.add_argument("--awq", action="store_true", help="make the INT4 checkpoint in AWQ's format")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each, interleaved (default: 3)")
     parser.add_argument("--folder", help="where to make the temporary inputs (default: the system's)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="flexquant-merge-") as folder:
-        measured = measure(Path(folder), args.gib, args.hidden, args.repeats)
+        measured = measure(Path(folder), args.gib, args.hidden, args.repeats, "awq" if args.awq else "w4a16")
     result = {
         "benchmark": "merge",
         "argv": sys.argv[1:],

@@ -147,7 +147,7 @@ def smoothing() -> str:
 
 
 def merging() -> str:
-    found, wide = read("merge.json"), read("merge-8192.json")
+    found, wide, awq = read("merge.json"), read("merge-8192.json"), read("merge-awq.json")
     verifying = ""
     if "verify_to_read" in found:
         verifying = (
@@ -163,16 +163,22 @@ def merging() -> str:
         f"{synced:.1f} times as long), and at most "
         f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory{verifying}. Of layers "
         f"{wide['hidden_size']} wide, {wide['input_bytes'] / 1e9:.1f} GB took {wide['merge_to_cp']:.1f} "
-        f"times as long as `cp -r`, and {wide['merge_without_comparing_to_cp']:.1f} times without comparing."
+        f"times as long as `cp -r`, and {wide['merge_without_comparing_to_cp']:.1f} times without comparing. "
+        f"With the INT4 source in AWQ's format, which merging converts, {awq['input_bytes'] / 1e9:.1f} GB "
+        f"took {awq['merge_to_cp']:.1f} times as long as `cp -r` "
+        f"({awq['merge_without_comparing_to_cp']:.1f} times without comparing), and "
+        f"{awq['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB."
     )
 
 
 def merging_memory() -> str:
-    found = read("merge.json")
+    found, awq = read("merge.json"), read("merge-awq.json")
     return (
         f"Merging {found['input_bytes'] / 1e9:.1f} GB took at most "
         f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory, PyTorch included "
-        "([measured](../benchmarks/SERVER.md#merging)); a larger model takes no more."
+        "([measured](../benchmarks/SERVER.md#merging)); a larger model takes no more. "
+        f"With a source in AWQ's format it took {awq['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB: each "
+        "thread holds the tensor that it converts."
     )
 
 

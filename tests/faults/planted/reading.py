@@ -97,4 +97,12 @@ READING = (
         'if tensors[name].dtype not in (*CASTS.values(), "F32"):',
         ("tests/unit/test_merging_formats.py::test_what_is_in_32_bit_is_cast_by_the_server",),
     ),
+    Fault(
+        "every-converted-tensor-kept",
+        "A merge keeps each tensor that it has converted until its end.",
+        "merge/packed_formats.py",
+        "    key = object()\n",
+        "    key, _last = object(), _Last()\n",
+        ("tests/unit/test_merge_memory.py::test_four_times_the_model_takes_the_same_memory",),
+    ),
 )
