@@ -32,7 +32,7 @@ from benchmarks.speed.results import git_commit
 from benchmarks.speed.servers import MODEL_NAME, Server, ServerOptions
 from benchmarks.speed.subjects import FLEXQUANT, Subject, parse_subject
 from benchmarks.speed.workloads import WRITTEN, Workload
-from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.planning.pass_cost import PassCost
 from flexquant.planning.replaying import replay

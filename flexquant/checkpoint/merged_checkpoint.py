@@ -9,10 +9,11 @@ from pathlib import Path
 
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.hub import find_model
-from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, read_model_config
+from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.provenance import Provenance, read_provenance
 from flexquant.checkpoint.safetensors_io import TensorRef
+from flexquant.checkpoint.served_config import read_model_config
 from flexquant.errors import FlexQuantError
 
 
@@ -29,10 +30,15 @@ class MergedCheckpoint:
     provenance: Provenance
 
     @classmethod
-    def open(cls, folder: str | Path) -> MergedCheckpoint:
-        """Read headers and configs; raise FlexQuantError for an unsound or foreign checkpoint."""
+    def open(cls, folder: str | Path, *, published: bool = False) -> MergedCheckpoint:
+        """Read headers and configs; raise FlexQuantError for an unsound or foreign checkpoint.
+
+        ``published``: take a published INT4 checkpoint too, as one with a single variant.
+        """
         folder = find_model(folder)
         config, merged = read_model_config(folder)
+        if not published and any(not variant.prefix for variant in merged.variants.values()):
+            raise FlexQuantError(f"{folder} is no merged checkpoint; create one with 'flexquant merge'")
         tensors = read_tensors(folder)
         prefixes = (SHARED_PREFIX, *(v.prefix for v in merged.variants.values()))
         for key in tensors:

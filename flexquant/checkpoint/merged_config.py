@@ -14,15 +14,14 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, StrictBool, StrictStr, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from flexquant.checkpoint.folder import check_folder, confined_file, read_json, wrong_key
+from flexquant.checkpoint.folder import wrong_key
 from flexquant.checkpoint.layer_ranges import SHARED
-from flexquant.checkpoint.model_config import JsonObject, count_layers
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 
 CONFIG_FILE = "config.json"
@@ -160,31 +159,3 @@ def _read_mixable(section: JsonObject, variants: Collection[str]) -> tuple[tuple
             f"each of {', '.join(variants)} once; merge it again"
         )
     return tuple(map(tuple, groups))
-
-
-def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
-    """Return the whole ``config.json`` of a merged checkpoint, and its section about the variants.
-
-    Raises :class:`FlexQuantError` for a folder that ``flexquant merge`` did not write.
-    """
-    try:
-        check_folder(folder)
-        config = read_json(confined_file(folder, CONFIG_FILE))
-    except FlexQuantError as e:
-        raise FlexQuantError(f"{e}; give the folder that 'flexquant merge' wrote") from e
-    section = config.get("quantization_config")
-    try:
-        merged = MergedConfig.from_json(section if isinstance(section, dict) else {})
-        count_layers(config)
-        return config, merged
-    except FlexQuantError as e:
-        raise FlexQuantError(f"{folder / CONFIG_FILE}: {e}") from e
-
-
-def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
-    """Return a merged checkpoint's section about the variants, and its number of decoder layers.
-
-    Raises :class:`FlexQuantError` for a folder that ``flexquant merge`` did not write.
-    """
-    config, merged = read_model_config(folder)
-    return merged, count_layers(config)

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 PACKED_SUFFIX = "_packed"
 WORD_BITS = 32
 """Bits of the int32 words that hold packed integers of at most 8 bits."""
-# Parameters that compressed-tensors adds beside a module's own.
+INT4_IN_WORD = 8
+# Parameters that compressed-tensors, AWQ and GPTQ add beside a module's own.
 QUANTISATION_PARAMETER = re.compile(
-    r"\.(weight|input|output|q|k|v|attn|prob)_(scale|zero_point|global_scale|g_idx|shape)$"
+    r"\.((weight|input|output|q|k|v|attn|prob)_(scale|zero_point|global_scale|g_idx|shape)"
+    r"|qzeros|scales|g_idx)$"
 )
 TensorShape = tuple[int, ...]
 
@@ -33,14 +35,18 @@ TensorShape = tuple[int, ...]
 def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the unquantised model, by name.
 
-    ``weight_packed`` counts as ``weight`` with the shape stored in ``weight_shape``. Raises FlexQuantError
-    for a packed integer weight without that shape, or with one that does not fit it.
+    ``weight_packed`` counts as ``weight`` with the shape stored in ``weight_shape``, AWQ's and GPTQ's
+    ``qweight`` as ``weight`` with the outputs of ``scales``. Raises FlexQuantError for a ``weight_packed`` of
+    integers without that shape, or with one that does not fit it.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, ref in tensors.items():
         if name.endswith(PACKED_SUFFIX):
             name = name.removesuffix(PACKED_SUFFIX)
             shapes[name] = unpacked_shape(name, ref, tensors.get(f"{name}_shape"))
+        elif name.endswith(".qweight") and (scales := tensors.get(name.replace(".qweight", ".scales"))):
+            outputs, values = scales.shape[-1], math.prod(ref.shape) * INT4_IN_WORD
+            shapes[name.replace(".qweight", ".weight")] = (outputs, values // outputs)
         elif not QUANTISATION_PARAMETER.search(name):
             shapes[name] = ref.shape
     return shapes

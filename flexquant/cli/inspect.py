@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.policy.choose import choose_policy
     from flexquant.policy.routes import build_route_table
 
-    checkpoint = MergedCheckpoint.open(args.folder)
+    checkpoint = MergedCheckpoint.open(args.folder, published=True)
     merged, layers = checkpoint.merged, count_layers(checkpoint.config)
     report = report_checkpoint(merged, layers, checkpoint.tensors)
     loaded: BytesByRange = {}
@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> JsonObject:
             policy, merged.variants, layers, sys.maxsize, mixable=merged.mixable_groups
         )
         sources = {name: derivation.source for name, derivation in routes.derived.items()}
-        loaded = bytes_in_use(merged, checkpoint.tensors, routes.layers, sources)
+        held = {name: numbers for name, numbers in routes.layers.items() if routes.has_weights(name)}
+        loaded = bytes_in_use(merged, checkpoint.tensors, held, sources)
         said = describe_bytes(loaded)
     except FlexQuantError as e:
         said = f"unknown, since the policy cannot be served: {e}"

@@ -17,8 +17,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import add_options
 from flexquant.documents.tables import table_lines
 from flexquant.errors import UsageError

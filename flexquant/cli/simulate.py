@@ -25,8 +25,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
+from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import add_options, parse_counts
 from flexquant.errors import UsageError
 from flexquant.policy.choose import find_policies

@@ -108,7 +108,7 @@ def _check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> JsonObject:
     _check(args)
 
-    from flexquant.checkpoint.merged_config import read_merged_config
+    from flexquant.checkpoint.served_config import read_merged_config
     from flexquant.measuring.workers import import_ahead
     from flexquant.tuning.candidates import find_variants, leave_out_lossy
     from flexquant.tuning.objectives import Goal, Slo
@@ -171,7 +171,7 @@ def _study(args: argparse.Namespace, variants: dict[str, Policy]) -> Study:
 def _propose(
     args: argparse.Namespace, goal: Goal, output: TuningFiles, variants: dict[str, Policy]
 ) -> JsonObject:
-    from flexquant.checkpoint.merged_config import read_merged_config
+    from flexquant.checkpoint.served_config import read_merged_config
     from flexquant.policy.choose import find_measured
     from flexquant.tuning.policy_file import write_files
     from flexquant.tuning.retuning import Retuning

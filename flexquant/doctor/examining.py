@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.checkpoint.merged_config import QUANT_METHOD
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.doctor.findings import Finding
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.machine import describe_machine, describe_versions
@@ -62,7 +63,8 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
         yield _graphs(vllm_config, model)
         for name, variant in model.variants.items():
             yield from find_kernels(name, variant)
-        yield from examine_memory(vllm_config, dict(model.variants.items()))
+        held = {name: variant for name, variant in model.variants.items() if model.routes.has_weights(name)}
+        yield from examine_memory(vllm_config, held)
 
 
 def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
@@ -72,7 +74,7 @@ def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
     from flexquant.serving.vllm_api import FlexibleArgumentParser, UsageContext
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
-    args, unknown = parser.parse_known_args(["--model", folder, *arguments])
+    args, unknown = parser.parse_known_args(["--model", folder, "--config-format", QUANT_METHOD, *arguments])
     if unknown:
         raise FlexQuantError(
             f"'{' '.join(unknown)}' is no argument of vLLM's engine; leave out what is for the API server, "

@@ -79,7 +79,7 @@ class Subject:
     @classmethod
     def open(cls, folder: str | Path) -> Subject:
         """Read headers, config and tokenizer; raise FlexQuantError for anything but a merged checkpoint."""
-        checkpoint = MergedCheckpoint.open(folder)
+        checkpoint = MergedCheckpoint.open(folder, published=True)
         config = text_config(checkpoint.config)
         return cls(
             checkpoint,

@@ -59,6 +59,7 @@ class LayerBytes:
         held = {
             (key, name if name in routes.derived else None)
             for name, numbers in routes.layers.items()
+            if routes.has_weights(name)
             for number in numbers
             for key in self._layers[sources[name]][number]
         }

@@ -69,7 +69,7 @@ def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8:
     checkpoint, an unknown scheme, latent attention, and attention heads that ``tensor_parallel_size`` does
     not divide.
     """
-    checkpoint = MergedCheckpoint.open(folder)
+    checkpoint = MergedCheckpoint.open(folder, published=True)
     config = text_config(checkpoint.config)
     hidden, heads, vocabulary = (
         _integer(config, key, folder) for key in ("hidden_size", "num_attention_heads", "vocab_size")
@@ -184,7 +184,7 @@ class LinearReader:
         self._weights: dict[str, list[int]] = defaultdict(list)
         for key, ref in tensors.items():
             module, _, parameter = key.rpartition(".")
-            if parameter.startswith("weight"):
+            if parameter.startswith(("weight", "qweight", "qzeros", "scales")):
                 self._weights[module].append(ref.nbytes)
 
     def decoder_linears(self, active_experts: int) -> Counter[Linear]:

@@ -83,7 +83,7 @@ class RouteTable:
         for plan in self.plans:
             for number, variant in enumerate(plan.layers):
                 used.setdefault(variant, set()).add(number)
-                if variant in self.derived and self.derived[variant].is_one_copy:
+                if not self.has_weights(variant):
                     used.setdefault(self.source(variant), set()).add(number)
         return {variant: frozenset(numbers) for variant, numbers in used.items()}
 
@@ -125,6 +125,10 @@ class RouteTable:
     def source(self, variant: str) -> str:
         """Return the checkpoint's variant whose weights a variant has: itself, unless it is derived."""
         return self.derived[variant].source if variant in self.derived else variant
+
+    def has_weights(self, variant: str) -> bool:
+        """Whether a variant has weights in memory; if not, each pass computes them from its source's."""
+        return variant not in self.derived or not self.derived[variant].is_one_copy
 
     def ignores_phase(self) -> bool:
         """Whether a pass's size alone decides its plan, whatever its phase and moment."""

@@ -96,7 +96,7 @@ class SingleVariantParser(HFConfigParser):
         code_revision: str | None = None,
         **options: Any,
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
-        from flexquant.checkpoint.single_variant import as_merged
+        from flexquant.checkpoint.served_config import as_merged
 
         found, config = super().parse(model, trust_remote_code, revision, code_revision, **options)
         merged = as_merged(found, str(model))

@@ -16,16 +16,20 @@ from flexquant.policy.choose import find_policies
 from flexquant.policy.rules import Policy
 
 BITS_16 = 16
+FROM_INT4 = "w8a8-from-int4"
+"""Built-in policy of the variant that a checkpoint of INT4 weights alone can be routed to."""
 
 
 def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str, Policy]:
     """Return variant -> policy that runs every pass in it, the most precise variant first.
 
     A name is a variant of the checkpoint, or a policy that uses one variant for everything, such as the
-    built-in ``w4a8``. None: the checkpoint's variants. Raises FlexQuantError for other names.
+    built-in ``w4a8``. None: the checkpoint's variants; if it has one alone, INT8 computed from it too. Raises
+    FlexQuantError for other names.
     """
     found: dict[str, Policy] = {}
-    for name, policy in find_policies(names or list(merged.variants), merged.variants).items():
+    names = names or [*merged.variants, *([FROM_INT4] if len(merged.variants) == 1 else [])]
+    for name, policy in find_policies(names, merged.variants).items():
         if len(policy.rules) != 1 or policy.rules[0].layers:
             raise UsageError(
                 f"'{name}' runs passes or layers in several variants; tuning measures one variant at a time: "

@@ -104,7 +104,7 @@ class Tuning:
         ``remarks`` are added to the notes. Raises FlexQuantError for a folder that is no merged checkpoint,
         and for samples of another run beside the output, unless they may be overwritten.
         """
-        self._checkpoint = MergedCheckpoint.open(folder)
+        self._checkpoint = MergedCheckpoint.open(folder, published=True)
         self._output = output
         self._variants = variants
         self._goal = goal

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_tensors
-from flexquant.checkpoint.merged_config import CONFIG_FILE, read_merged_config
+from flexquant.checkpoint.merged_config import CONFIG_FILE
 from flexquant.checkpoint.safetensors_io import read_header
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.planning.device import parse_device

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
+from flexquant.measuring.engine import take_policy as change_policy
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import load_policy
 from flexquant.serving.worker.one_copy import OneCopyMethod
+from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.foreign import write_foreign
 from tests.integration.conftest import answers, engine, generate, take_policy
@@ -120,6 +124,43 @@ def test_it_is_served_from_one_copy_by_default(int4: Path) -> None:
     assert found["linears"] == 2 * 4 and found["own"] == []
     assert set(found["bytes"]) == {"w4a16", "shared"}
     assert distance(alone, in_int4.answers[0]) < 0.01
+
+
+def test_its_policy_changes_while_it_serves(int4: Path) -> None:
+    with engine(int4, config_format="flexquant") as llm:
+        change_policy(llm, "w4a16", load_policy("w4a16").document)
+        in_int4 = answers(llm, PROMPTS, **SAMPLING)
+        change_policy(llm, "w8a8-from-int4", load_policy("w8a8-from-int4").document)
+        in_int8 = answers(llm, PROMPTS, **SAMPLING)
+    before, after = generate(int4, ["w4a16", IN_INT8], PROMPTS, sampling=SAMPLING)
+    assert distance(in_int4, before.answers[0]) < 0.01
+    assert distance(in_int8, after.answers[0]) < 0.01 < distance(in_int8, in_int4)
+
+
+def test_compiled_it_answers_alike(int4: Path) -> None:
+    compiled = generate(int4, ["one-copy"], PROMPTS, sampling=SAMPLING, enforce_eager=False)
+    (eager,) = generate(int4, ["one-copy"], PROMPTS, sampling=SAMPLING)
+    assert distance(compiled[0].answers[0], eager.answers[0]) < 0.03
+    assert {p["plan"] for p in compiled[0].passes} == {"w4a16", "w8a8-from-int4"}
+
+
+def test_commands_read_a_published_checkpoint(published: dict[str, Path]) -> None:
+    for folder in published.values():
+        report = answer("inspect", folder)
+        assert report["variants"]["w4a16"]["scheme"].startswith("int4 weights")
+        assert set(report["loaded"]) == {"w4a16", "shared"}
+        assert answer("predict", folder, "--device", "l20")
+        examined = programs.run(
+            [sys.executable, "-m", "flexquant", "doctor", folder], timeout=120, status=None
+        )
+        assert "w8a8-from-int4: INT8 from" in examined.stdout, examined.stdout + examined.stderr
+
+
+def answer(command: str, *arguments: object) -> dict[str, Any]:
+    """Return the JSON that a command prints last."""
+    done = programs.run([sys.executable, "-m", "flexquant", command, *arguments, "--json"], timeout=120)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def test_a_merged_checkpoint_takes_it_beside_its_own_w8a8(int4: Path, tmp_path: Path) -> None:

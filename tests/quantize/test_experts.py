@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from flexquant.checkpoint.folder import read_tensors
-from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.module_names import EXPERTS
 from flexquant.checkpoint.schemes import LinearSchemes
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import MIXTURES, make_checkpoint
 from tests.quantize.quantizing import quantize

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexquant.checkpoint.folder import read_tensors
-from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from tests.quantize.quantizing import quantize

@@ -54,7 +54,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in lines] == builtin_policies()
     assert [line.split()[0] for line in lines if line.endswith("(default)")] == ["phase-batch"]
     assert result["default"] == "phase-batch"
-    assert result["policies"][-1] == {"name": "w8a8", "description": "W8A8 for every forward pass"}
+    assert result["policies"][-2] == {"name": "w8a8", "description": "W8A8 for every forward pass"}
 
 
 def test_json_may_precede_the_action(capsys: pytest.CaptureFixture[str]) -> None:

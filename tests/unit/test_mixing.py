@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, read_merged_config
+from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints

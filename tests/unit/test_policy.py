@@ -112,6 +112,7 @@ def test_builtin_policies_are_complete() -> None:
         "w4a16",
         "w4a8",
         "w8a8",
+        "w8a8-from-int4",
     ]
     assert DEFAULT_POLICY in builtin_policies()
     for name in builtin_policies():

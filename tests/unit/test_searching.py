@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings, Subject
 from flexquant.layers.budget import Budget, MeasuredPlan, front

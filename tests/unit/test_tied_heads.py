@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
+from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import written_or_default
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from tests.tied_heads import EMBEDDING, HEAD, make_tied, without_key

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.measuring.comparison import Effort
 from flexquant.merge import merge_checkpoints

@@ -13,7 +13,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from safetensors.torch import load_file, save_file
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.merged_config import StoredVariant, read_merged_config
+from flexquant.checkpoint.merged_config import StoredVariant
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import Derivation

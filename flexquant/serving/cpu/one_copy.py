@@ -70,11 +70,12 @@ def layout_of(kind: type) -> Layout | None:
 def pytorch_layout() -> Layout | None:
     """Return the layout of PyTorch's operator on this CPU, found out on a small weight."""
     inputs, outputs = 32, 64 + 16
-    values = torch.randint(0, 16, (outputs, inputs), generator=torch.Generator().manual_seed(0)).int()
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, INNER_K_TILES)
-    for layout in (Layout(b, h) for b in (64, 32) for h in (True, False)):
-        if torch.equal(unpacked(packed, layout, inputs, outputs).int().t(), values):
-            return layout
+    with torch.device("cpu"):  # a model may be under construction without memory
+        values = torch.randint(0, 16, (outputs, inputs), generator=torch.Generator().manual_seed(0)).int()
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, INNER_K_TILES)
+        for layout in (Layout(b, h) for b in (64, 32) for h in (True, False)):
+            if torch.equal(unpacked(packed, layout, inputs, outputs).int().t(), values):
+                return layout
     return None
 
 

@@ -54,6 +54,8 @@ def _kernels(layer: object) -> Iterator[tuple[object, str]]:
 
 def kernel_name(layer: LinearBase) -> str:
     """Return the name of a linear layer's kernel, or of vLLM's method if it has none."""
+    if name := getattr(layer.quant_method, "kernel_name", None):
+        return str(name)
     kernel = kernel_of_layer(layer)
     return type(kernel).__name__ if kernel else f"{type(layer.quant_method).__name__} (16 bit)"
 

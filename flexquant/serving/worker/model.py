@@ -40,7 +40,7 @@ from flexquant.serving.worker.pass_records import PassRecords
 from flexquant.serving.worker.plan_views import build_plan
 from flexquant.serving.worker.policy_change import served_policy
 from flexquant.serving.worker.ranks import check_ranks_agree
-from flexquant.serving.worker.variants import build_variants, is_one_copy
+from flexquant.serving.worker.variants import build_variants
 from flexquant.serving.worker.weight_memory import WeightMemory, unpack_the_looked_up
 from flexquant.serving.worker.weights import VariantLoader
 
@@ -88,7 +88,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self.observer.moments = running_moments(routes)
         self._vllm_config = vllm_config
         self._derived = routes.derived
-        loaded = {name: variant for name, variant in variants.items() if not is_one_copy(routes, name)}
+        loaded = {name: variant for name, variant in variants.items() if routes.has_weights(name)}
         self._loader = VariantLoader(
             loaded,
             self.merged,

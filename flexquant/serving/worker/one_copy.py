@@ -57,6 +57,11 @@ class OneCopyMethod(QuantizeMethodBase):
         self.kernel = kernel
         self._layout = layout
 
+    @property
+    def kernel_name(self) -> str:
+        """Name of the kernel, for people."""
+        return f"INT8 from {type(self.kernel).__name__}"
+
     def create_weights(self, layer: nn.Module, *weight_args: object, **extra_weight_attrs: object) -> None:
         raise RuntimeError("the source creates the weights; this is a FlexQuant bug")
 

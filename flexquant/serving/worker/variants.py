@@ -174,22 +174,17 @@ def build_variants(
     """
     real_context = vllm_config.compilation_config.static_forward_context
     variants: dict[str, nn.Module] = {}
-    for name in [name for name in names if not is_one_copy(routes, name)]:
+    for name in filter(routes.has_weights, names):
         with scratch_forward_context(vllm_config) if variants else nullcontext(real_context) as registered:
             variant = build_variant(vllm_config, merged, name, routes, prefix)
         if variants:
             share_modules(name, variant, variants, registered, real_context, merged, routes)
         variants[name] = variant
     if current_platform.is_cpu():
-        read_again = {routes.source(name) for name in names if is_one_copy(routes, name)}
+        read_again = {routes.source(name) for name in names if not routes.has_weights(name)}
         choose_cpu_kernels(variants, sizes_by_variant(routes), read_again)
     views = {name: one_copy_of(variants[routes.source(name)], name) for name in names if name not in variants}
     return variants | views
-
-
-def is_one_copy(routes: RouteTable, name: str) -> bool:
-    """Whether a variant computes its weights from another's in each pass."""
-    return name in routes.derived and routes.derived[name].is_one_copy
 
 
 def build_variant(

@@ -1,15 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Read a published checkpoint with INT4 weights as a merged one that has the variant ``w4a16`` alone."""
+"""Read the configuration of a checkpoint that FlexQuant serves: a merged one, or a published one in INT4.
+
+A published checkpoint with INT4 weights is read as a merged one that has the variant ``w4a16`` alone.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from flexquant.checkpoint.merged_config import QUANT_METHOD, MergedConfig, StoredVariant, served_architecture
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.folder import check_folder, confined_file, read_json
+from flexquant.checkpoint.merged_config import (
+    CONFIG_FILE,
+    QUANT_METHOD,
+    MergedConfig,
+    StoredVariant,
+    served_architecture,
+)
+from flexquant.checkpoint.model_config import JsonObject, count_layers
 from flexquant.documents.named_files import read_named
 from flexquant.errors import FlexQuantError
 
@@ -18,9 +29,39 @@ POLICY = "one-copy"
 """Built-in policy by which such a checkpoint is served unless another is given."""
 
 
-def is_merged(config: JsonObject) -> bool:
-    """Whether a ``config.json`` is that of a merged checkpoint."""
-    return _section(config).get("quant_method") == QUANT_METHOD
+def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
+    """Return the whole ``config.json`` of a merged checkpoint, and its section about the variants.
+
+    A published checkpoint is read by :func:`as_merged`. Raises :class:`FlexQuantError` for other folders.
+    """
+    try:
+        check_folder(folder)
+        config = read_json(confined_file(folder, CONFIG_FILE))
+    except FlexQuantError as e:
+        raise FlexQuantError(f"{e}; give the folder that 'flexquant merge' wrote") from e
+    try:
+        if has_int4(config):
+            config = as_merged(config, str(folder))
+        section = config.get("quantization_config")
+        merged = MergedConfig.from_json(section if isinstance(section, dict) else {})
+        count_layers(config)
+        return config, merged
+    except FlexQuantError as e:
+        raise FlexQuantError(f"{folder / CONFIG_FILE}: {e}") from e
+
+
+def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
+    """Return what :func:`read_model_config` does of the variants, and the number of decoder layers."""
+    config, merged = read_model_config(folder)
+    return merged, count_layers(config)
+
+
+def has_int4(config: JsonObject) -> bool:
+    """Whether a published checkpoint's ``config.json`` tells of INT4 weights with 16-bit activations."""
+    groups = [group for group in _groups(_section(config)).values() if isinstance(group, dict)]
+    weights = [group.get("weights") for group in groups if not group.get("input_activations")]
+    integers = [w for w in weights if isinstance(w, dict) and w.get("type", "int") == "int"]
+    return any(w.get("num_bits") == 4 for w in integers)
 
 
 def as_merged(config: JsonObject, model: str) -> JsonObject:
@@ -30,16 +71,15 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
     :class:`FlexQuantError` for a checkpoint without INT4 weights in one of the formats that vLLM serves by
     the same kernels: compressed-tensors, AWQ and GPTQ.
     """
-    if is_merged(config):
+    section = _section(config)
+    if section.get("quant_method") == QUANT_METHOD:
         return config
     architecture = next(iter(config.get("architectures") or []), None)
     if not isinstance(architecture, str):
         raise FlexQuantError(
             f"{model} names no architecture in its config.json; give a causal language model"
         )
-    section = _section(config)
-    groups = _groups(section)
-    if not any((group.get("weights") or {}).get("num_bits") == 4 for group in groups.values()):
+    if not has_int4(config):
         found = (
             f"is quantised by {section['quant_method']}" if section.get("quant_method") else "is in 16 bit"
         )
@@ -50,7 +90,7 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
         )
     merged = MergedConfig(
         base_architecture=architecture,
-        variants={VARIANT: StoredVariant("", {**section, "config_groups": groups})},
+        variants={VARIANT: StoredVariant("", {**section, "config_groups": _groups(section)})},
         policy=yaml.safe_load(read_named(POLICY, "flexquant.policies", "policy")[0]),
     )
     return {
@@ -76,8 +116,8 @@ def _groups(section: dict[str, Any]) -> JsonObject:
     elif method == "gptq":
         symmetric, size = section.get("sym", True), None
     else:
-        groups: JsonObject = section.get("config_groups") or {}
-        return groups
+        groups = section.get("config_groups")
+        return groups if isinstance(groups, dict) else {}
     weights = {
         "num_bits": section.get("bits", section.get("w_bit")),
         "type": "int",
