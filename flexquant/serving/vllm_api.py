@@ -127,6 +127,8 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization.utils.marlin_utils import (
         get__quant_fp8_method as get__quant_fp8_method,
     )
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import get_scale_perms as get_scale_perms
+    from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_cols as unpack_cols
     from vllm.scalar_type import scalar_types as scalar_types
 
     # Goes when vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py).
@@ -180,6 +182,10 @@ if TYPE_CHECKING:
     )
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as _ROPE_DICT
     from vllm.usage.usage_lib import UsageContext as UsageContext
+
+    # Goes when vLLM computes INT8 weights from INT4.
+    from vllm.triton_utils import tl as tl
+    from vllm.triton_utils import triton as triton
 
     # Goes when the benchmark goes.
     from vllm.utils.argparse_utils import FlexibleArgumentParser as FlexibleArgumentParser

@@ -54,12 +54,12 @@ def test_the_int8_weights_are_the_nearest(
         monkeypatch.setattr(one_copy, "has_operators", lambda: False)
     kernel, linear, weight = made(kind, outputs, group, "negative")
     layout = one_copy.layout_of(kind)
-    scale, zero = one_copy.scale_and_zero(kernel, linear)
-    channel = one_copy.channel_scales(linear.weight_packed, scale, zero, INPUTS, layout)
+    packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
+    channel = one_copy.channel_scales(packed, scale, zero, INPUTS, layout)
     expected_scale = weight.abs().amax(1, keepdim=True) / 127
     torch.testing.assert_close(channel.double()[:, None], expected_scale, rtol=1e-6, atol=0)
     ratio = (scale.float() / channel).contiguous()
-    found = one_copy._int8_weights(linear.weight_packed, ratio, one_copy._zeros(zero, scale), INPUTS, layout)
+    found = one_copy._int8_weights(packed, ratio, one_copy._zeros(zero, scale), INPUTS, layout)
     # Ties fall either way, by the last bit of a scale.
     assert (found.t() - weight / expected_scale).abs().max() < 0.5 + 1e-4
     assert found.abs().amax(0).eq(127).all()

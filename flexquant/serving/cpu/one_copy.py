@@ -35,6 +35,8 @@ from flexquant.serving.vllm_api import _custom_ops as ops
 SOURCE = Path(__file__).with_suffix(".cpp")
 # A multiplication and an addition round twice, as PyTorch's operators do, whatever the CPU.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+CHANNEL_SCALE = "flexquant_channel_scale"
+"""Name of a buffer of a layer: the scales of its INT8 weights, float32 [outputs]."""
 ZERO = 8.0
 """Value of a symmetric INT4 weight that stands for 0."""
 
@@ -91,14 +93,36 @@ def unpacked(packed: torch.Tensor, layout: Layout, inputs: int, outputs: int) ->
     return torch.cat(parts, 1)
 
 
-def scale_and_zero(
-    kernel: MPLinearKernel, layer: torch.nn.Module
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a layer's scales [groups, outputs], and its zero points, int32 in packs of 8, if it has some."""
-    _, scale, zero, *_ = kernel._get_weight_params(layer)
-    if isinstance(kernel, TorchCPUInt4LinearKernel):
-        return scale.data[..., 0], None
-    return scale.data, zero.data if kernel.config.zero_points and zero is not None else None
+class CPUInt8Product:
+    """Multiplies in INT8 by the weights of a layer that ``kernel`` keeps in INT4."""
+
+    def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
+        self._kernel = kernel
+        self._layout = layout
+
+    def prepare(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the buffers that the layer's view needs, once its weights are packed."""
+        inputs = self._kernel.config.partition_weight_shape[0]
+        return {CHANNEL_SCALE: channel_scales(*self._weights(layer), inputs, self._layout)}
+
+    def multiply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
+        out: torch.Tensor = torch.ops.flexquant.one_copy_linear(
+            x,
+            *self._weights(layer),
+            layer._buffers[CHANNEL_SCALE],
+            bias,
+            self._layout.block,
+            self._layout.in_halves,
+        )
+        return out
+
+    def _weights(self, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return packed weights, scales [groups, outputs], and zero points, int32 in packs of 8, if any."""
+        packed, scale, zero, *_ = self._kernel._get_weight_params(layer)
+        if isinstance(self._kernel, TorchCPUInt4LinearKernel):
+            return packed, scale.data[..., 0], None
+        return packed, scale.data, zero.data if self._kernel.config.zero_points and zero is not None else None
 
 
 def channel_scales(

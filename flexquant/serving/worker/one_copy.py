@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,15 +21,14 @@ from vllm.platforms import current_platform
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
-from flexquant.serving.vllm_api import LinearBase, MPLinearKernel, QuantizeMethodBase
-from flexquant.serving.worker.linear_kernels import kernel_of_layer, linear_sizes
+from flexquant.serving.vllm_api import (
+    LinearBase,
+    MarlinLinearKernel,
+    MPLinearKernel,
+    QuantizeMethodBase,
+)
+from flexquant.serving.worker.linear_kernels import kernel_of_layer, remake, set_kernel
 from flexquant.serving.worker.plan_views import shallow_copy, stack_of_layers, with_module
-
-if TYPE_CHECKING:
-    from flexquant.serving.cpu.one_copy import Layout
-
-CHANNEL_SCALE = "flexquant_channel_scale"
-"""Buffer of a layer's view: the scales of its INT8 weights, float32 [outputs]."""
 
 
 def layer_problem(weights: JsonObject) -> str | None:
@@ -44,52 +43,49 @@ def layer_problem(weights: JsonObject) -> str | None:
 
 def check_device(what: str) -> None:
     """Raise :class:`FlexQuantError` on a device for which there is no such product; ``what`` asks for it."""
-    if not current_platform.is_cpu():
-        raise FlexQuantError(
-            f"{what} with 'weights: int8', which runs on CPUs alone so far; derive with 'weights: int4'"
-        )
+    if current_platform.is_cpu():
+        return
+    if not current_platform.is_cuda():
+        problem = "which runs on CPUs and NVIDIA GPUs"
+    elif not current_platform.has_device_capability(80) or current_platform.has_device_capability(100):
+        problem = f"and vLLM has no INT8 product for {current_platform.get_device_name()}"
+    else:
+        return
+    raise FlexQuantError(f"{what} with 'weights: int8', {problem}; choose a policy without it")
+
+
+MARLIN_TILES = ((64, 128), (128, 64))
+"""Outputs and inputs of which Marlin takes multiples; it pads weights with others."""
+
+
+class Int8Product(Protocol):
+    """Multiplies in INT8 by the weights that the INT4 kernel of one device keeps."""
+
+    def prepare(self, layer: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the buffers that the layer's view needs, once its weights are packed."""
+
+    def multiply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype; ``bias`` is the layer's."""
 
 
 class OneCopyMethod(QuantizeMethodBase):
-    """Multiplies in INT8 by the weights that ``kernel`` keeps in INT4."""
+    """Computes the outputs of a linear with ``product``; ``kernel_name`` is for people."""
 
-    def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
-        self.kernel = kernel
-        self._layout = layout
-
-    @property
-    def kernel_name(self) -> str:
-        """Name of the kernel, for people."""
-        return f"INT8 from {type(self.kernel).__name__}"
+    def __init__(self, product: Int8Product, kernel_name: str) -> None:
+        self._product = product
+        self.kernel_name = kernel_name
 
     def create_weights(self, layer: nn.Module, *weight_args: object, **extra_weight_attrs: object) -> None:
         raise RuntimeError("the source creates the weights; this is a FlexQuant bug")
 
     def find_scales(self, layer: LinearBase) -> None:
-        """Find the channels' scales of ``layer``, a view, once the source's kernel has packed its weights."""
-        from flexquant.serving.cpu.one_copy import channel_scales
-
-        inputs = linear_sizes(layer)[0]
-        scales = channel_scales(*self._weights(layer), inputs, self._layout)
-        layer._buffers = {**layer._buffers, CHANNEL_SCALE: scales}
+        """Make ``layer``, a view, ready once the source's kernel has packed its weights."""
+        layer._buffers = {**layer._buffers, **self._product.prepare(layer)}
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return [..., outputs] for ``x`` [..., inputs], in its dtype."""
-        channel_scale = layer._buffers[CHANNEL_SCALE]
-        out: torch.Tensor = torch.ops.flexquant.one_copy_linear(
-            x.reshape(-1, x.shape[-1]),
-            *self._weights(layer),
-            channel_scale,
-            bias,
-            self._layout.block,
-            self._layout.in_halves,
-        )
+        out = self._product.multiply(layer, x.reshape(-1, x.shape[-1]), bias)
         return out.reshape(*x.shape[:-1], out.shape[-1])
-
-    def _weights(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        from flexquant.serving.cpu.one_copy import scale_and_zero
-
-        return getattr(layer, self.kernel.w_q_name), *scale_and_zero(self.kernel, layer)
 
 
 def one_copy_of(source: nn.Module, name: str) -> nn.Module:
@@ -122,15 +118,50 @@ def find_scales(models: Iterable[nn.Module]) -> None:
 
 def _method(layer: LinearBase, place: str) -> OneCopyMethod | None:
     """Return the method for a linear with INT4 weights; None for another linear."""
-    from flexquant.serving.cpu.one_copy import layout_of
-
     kernel = kernel_of_layer(layer)
     if not isinstance(kernel, MPLinearKernel) or kernel.config.weight_type.size_bits != 4:
         return None
-    layout = layout_of(type(kernel))
-    if layout is None:
+    product = _product(kernel)
+    if product is None:
         raise FlexQuantError(
             f"{place}: INT8 weights cannot be computed from those of {type(kernel).__name__}, whose layout "
             f"is not known; set VLLM_DISABLED_KERNELS={type(kernel).__name__}"
         )
-    return OneCopyMethod(kernel, layout)
+    return OneCopyMethod(product, f"INT8 from {type(kernel).__name__}")
+
+
+def _product(kernel: MPLinearKernel) -> Int8Product | None:
+    """Return the product of this device for a kernel's weights; None if their layout is not known."""
+    if isinstance(kernel, MarlinLinearKernel):
+        from flexquant.serving.worker.one_copy_marlin import MarlinInt8Product
+
+        return MarlinInt8Product(kernel)
+    if not current_platform.is_cpu():
+        return None
+    from flexquant.serving.cpu.one_copy import CPUInt8Product, layout_of
+
+    layout = layout_of(type(kernel))
+    return None if layout is None else CPUInt8Product(kernel, layout)
+
+
+def use_marlin(source: nn.Module) -> None:
+    """On a GPU: have Marlin run the INT4 linears of a source, whose weights are not loaded yet.
+
+    vLLM prefers Machete on Hopper, which packs weights in a layout of its own. Raises :class:`FlexQuantError`
+    for a linear that Marlin cannot run, or only with its weights padded.
+    """
+    for path, layer in stack_of_layers(source).named_modules():
+        kernel = kernel_of_layer(layer)
+        if not isinstance(kernel, MPLinearKernel) or kernel.config.weight_type.size_bits != 4:
+            continue
+        inputs, outputs = kernel.config.partition_weight_shape
+        possible, problem = MarlinLinearKernel.can_implement(kernel.config)
+        if possible and not any(outputs % n == 0 and inputs % k == 0 for n, k in MARLIN_TILES):
+            possible, problem = False, f"{inputs} inputs and {outputs} outputs do not fill Marlin's tiles"
+        if not possible:
+            raise FlexQuantError(
+                f"INT8 weights cannot be computed from those of layer '{path}': {problem}; take 'weights: "
+                "int8' out of the policy"
+            )
+        if not isinstance(kernel, MarlinLinearKernel):
+            set_kernel(layer, remake(kernel, MarlinLinearKernel))

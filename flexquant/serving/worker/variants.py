@@ -49,7 +49,7 @@ from flexquant.serving.worker.expert_layers import (
     name_apart,
     only_experts,
 )
-from flexquant.serving.worker.one_copy import one_copy_of
+from flexquant.serving.worker.one_copy import one_copy_of, use_marlin
 from flexquant.serving.worker.plan_views import check_structure, stack_of_layers
 from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
 
@@ -180,9 +180,12 @@ def build_variants(
         if variants:
             share_modules(name, variant, variants, registered, real_context, merged, routes)
         variants[name] = variant
+    read_again = {routes.source(name) for name in names if not routes.has_weights(name)}
     if current_platform.is_cpu():
-        read_again = {routes.source(name) for name in names if not routes.has_weights(name)}
         choose_cpu_kernels(variants, sizes_by_variant(routes), read_again)
+    else:
+        for name in read_again:
+            use_marlin(variants[name])
     views = {name: one_copy_of(variants[routes.source(name)], name) for name in names if name not in variants}
     return variants | views
 

@@ -104,7 +104,7 @@ INPUTS = (
     Fault(
         "folders-named-twice",
         "A message on a folder that is no merged checkpoint says its path twice.",
-        "flexquant/checkpoint/merged_config.py",
+        "flexquant/checkpoint/served_config.py",
         'f"{e}; give the folder',
         'f"{folder}: {e}; give the folder',
         (f"{SOURCES}test_a_folder_that_is_no_merged_checkpoint_is_named_once",),

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Multiply in INT8 on a GPU by weights that Marlin keeps in INT4 alone.
+
+A pointwise Triton kernel writes a layer's INT8 weights into memory that all layers share, and vLLM's CUTLASS
+product follows. Marlin keeps tiles of 16 inputs and 64 outputs: each of a tile's 128 words holds eight values
+that one thread multiplies (``get_weight_perm`` in vLLM's ``marlin_utils_test.py`` is the same in Python).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flexquant.serving.vllm_api import MarlinLinearKernel, get_scale_perms, tl, triton, unpack_cols
+from flexquant.serving.vllm_api import _custom_ops as ops
+
+CHANNEL_SCALE, ZERO, BIAS = "flexquant_channel_scale", "flexquant_zero", "flexquant_bias"
+"""Names of a layer's buffers: float32 [outputs], int8 [groups, outputs], and [outputs] in their order."""
+OUTPUTS_AT_ONCE, MOST_INPUTS = 64, 128
+INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
+ROUNDS = tl.constexpr(12582912.0)
+"""Added to a small float32 and subtracted again, it rounds to the nearest integer, ties to even."""
+
+_memory: dict[torch.device, torch.Tensor] = {}
+_library = torch.library.Library("flexquant", "FRAGMENT")
+_library.define(
+    "one_copy_marlin_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor channel_scale, "
+    "Tensor? bias) -> Tensor"
+)
+
+
+@triton.jit
+def _int4_to_int8(
+    packed,
+    scale,
+    zero,
+    channel_scale,
+    out,
+    outputs,
+    inputs,
+    group,
+    is_grouped: tl.constexpr,
+    has_zero: tl.constexpr,
+    outputs_at_once: tl.constexpr,
+    inputs_at_once: tl.constexpr,
+):
+    n = tl.program_id(0) * outputs_at_once + tl.arange(0, outputs_at_once)
+    first = tl.program_id(1) * inputs_at_once
+    k = first + tl.arange(0, inputs_at_once)
+    row = k % 16
+    lane = (n % 8)[:, None] * 4 + ((row % 8) // 2)[None, :]
+    element = ((n % 16) // 8 * 4)[:, None] + (row % 2 + 2 * (row // 8))[None, :]
+    tile = (n // 64 * 128 + n % 64 // 16)[:, None] + (k // 16 * (outputs * 2))[None, :]
+    inside = (n < outputs)[:, None] & (k < inputs)[None, :]
+    word = tl.load(packed + tile + lane * 4, mask=inside, other=0)
+    value = (word >> (4 * (element // 2 + 4 * (element % 2)))) & 15
+    if is_grouped:
+        place = n // 64 * 64 + n % 8 * 8 + n % 64 // 8
+    else:
+        place = n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 8 * 2 + n % 2
+    of_group = first // group * outputs
+    ratio = tl.load(scale + of_group + place, mask=n < outputs, other=0).to(tl.float32)
+    ratio = ratio / tl.load(channel_scale + n, mask=n < outputs, other=1)
+    if has_zero:
+        middle = tl.load(zero + of_group + n, mask=n < outputs, other=0).to(tl.float32)
+    else:
+        middle = tl.full([outputs_at_once], 8.0, tl.float32)
+    exact = (value.to(tl.float32) - middle[:, None]) * ratio[:, None]
+    rounded = (exact + ROUNDS) - ROUNDS
+    tl.store(out + n[:, None] * inputs + k[None, :], rounded.to(tl.int8), mask=inside)
+
+
+def int8_weights(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    channel_scale: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Write the INT8 weights into ``out`` [outputs, inputs], and return it.
+
+    ``packed`` int32 [inputs / 16, outputs * 2] and ``scale`` [groups, outputs] are as Marlin keeps them,
+    ``zero`` [groups, outputs] and ``channel_scale`` float32 [outputs] are in the order of outputs.
+    """
+    outputs, inputs = out.shape
+    groups = len(scale)
+    group = inputs // groups
+    inputs_at_once = min(group, MOST_INPUTS)
+    grid = (triton.cdiv(outputs, OUTPUTS_AT_ONCE), triton.cdiv(inputs, inputs_at_once))
+    _int4_to_int8[grid](
+        packed,
+        scale,
+        scale if zero is None else zero,
+        channel_scale,
+        out,
+        outputs,
+        inputs,
+        group,
+        is_grouped=groups > 1,
+        has_zero=zero is not None,
+        outputs_at_once=OUTPUTS_AT_ONCE,
+        inputs_at_once=inputs_at_once,
+    )
+    return out
+
+
+def in_order_of_outputs(scale: torch.Tensor) -> torch.Tensor:
+    """Return Marlin's scales [groups, outputs] of a layer in the order of outputs."""
+    grouped, single = get_scale_perms()
+    order = torch.tensor(grouped if len(scale) > 1 else single, device=scale.device)
+    return scale.unflatten(1, (-1, len(order)))[..., order.argsort()].flatten(1)
+
+
+def zeros_in_order_of_outputs(zero: torch.Tensor, groups: int, outputs: int) -> torch.Tensor:
+    """Return Marlin's packed zero points as int8 [groups, outputs]."""
+    values = unpack_cols(zero, 4, groups, outputs)
+    interleaved = torch.tensor(INTERLEAVED, device=zero.device)
+    values = values.unflatten(1, (-1, 8))[..., interleaved.argsort()].flatten(1)
+    order = torch.tensor(get_scale_perms()[0], device=zero.device)
+    return values.unflatten(1, (-1, len(order)))[..., order.argsort()].flatten(1).to(torch.int8)
+
+
+def marlin_channel_scales(
+    packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the scales of INT8 weights, float32 [outputs]: each channel's greatest weight becomes 127."""
+    groups, outputs = scale.shape
+    inputs = packed.numel() * 8 // outputs
+    ones = torch.ones_like(scale, dtype=torch.float32)
+    out = _scratch(packed.device, inputs * outputs).view(outputs, inputs)
+    values = int8_weights(packed, ones, zero, ones[0], out)  # value - zero, exactly
+    most = values.view(outputs, groups, -1).abs().amax(2).float()
+    greatest = (most * in_order_of_outputs(scale).float().abs().t()).amax(1)
+    return torch.where(greatest > 0, greatest / 127, 1.0)
+
+
+class MarlinInt8Product:
+    """Multiplies in INT8 by the weights of a layer that ``kernel`` keeps in INT4."""
+
+    def __init__(self, kernel: MarlinLinearKernel) -> None:
+        self._kernel = kernel
+
+    def prepare(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the buffers that the layer's view needs, once its weights are packed."""
+        packed, scale, zero, *_ = self._kernel._get_weight_params(layer)
+        buffers = {}
+        if self._kernel.config.zero_points and zero is not None:
+            buffers[ZERO] = zeros_in_order_of_outputs(zero, *scale.shape)
+        buffers[CHANNEL_SCALE] = marlin_channel_scales(packed, scale, buffers.get(ZERO))
+        if (bias := getattr(layer, "bias", None)) is not None:
+            order = torch.tensor(get_scale_perms()[1], device=bias.device)
+            buffers[BIAS] = bias.unflatten(0, (-1, len(order)))[:, order.argsort()].flatten()
+        return buffers
+
+    def multiply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype; ``bias`` is the layer's."""
+        packed, scale, *_ = self._kernel._get_weight_params(layer)
+        buffers = layer._buffers
+        bias = None if bias is None else buffers[BIAS]
+        out: torch.Tensor = torch.ops.flexquant.one_copy_marlin_linear(
+            x, packed, scale, buffers.get(ZERO), buffers[CHANNEL_SCALE], bias
+        )
+        return out
+
+
+@torch.library.impl(_library, "one_copy_marlin_linear", "CUDA")
+def one_copy_marlin_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    channel_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return [tokens, outputs] for ``x`` [tokens, inputs], quantised per token and multiplied in INT8."""
+    outputs, inputs = scale.shape[1], x.shape[1]
+    out = _scratch(x.device, inputs * outputs).view(outputs, inputs)
+    weights = int8_weights(packed, scale, zero, channel_scale, out)
+    quantized, row, _ = ops.scaled_int8_quant(x.contiguous(), None, None, symmetric=True)
+    return ops.cutlass_scaled_mm(quantized, weights.t(), row, channel_scale[:, None], x.dtype, bias)
+
+
+@torch.library.register_fake("flexquant::one_copy_marlin_linear", lib=_library)
+def _one_copy_marlin_linear_shape(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    channel_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], channel_scale.shape[0]))
+
+
+def _scratch(device: torch.device, weights: int) -> torch.Tensor:
+    """Return memory for a layer's INT8 weights; it grows while layers are prepared, and never in a pass."""
+    if device not in _memory or _memory[device].numel() < weights:
+        _memory[device] = torch.empty(weights, dtype=torch.int8, device=device)
+    return _memory[device][:weights]

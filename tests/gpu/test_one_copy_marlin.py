@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""INT8 weights are computed from what Marlin keeps, as vLLM's own functions in Python pack it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+    marlin_permute_scales,
+    marlin_zero_points,
+)
+from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm, marlin_weights
+
+from tests.gpu import interpreter
+from tests.gpu.conftest import ON_GPU
+
+pytestmark = pytest.mark.skipif(
+    not (ON_GPU or interpreter.IS_CHOSEN), reason="Triton needs a GPU, or its interpreter to be chosen"
+)
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+LINEARS = {
+    "Qwen2.5-0.5B qkv": (896, 1152),
+    "SmolLM2-360M o": (960, 960),
+    "Qwen2.5-1.5B qkv": (1536, 2048),
+    "Llama-3.2-1B kv": (2048, 1024),
+    "Gemma-2-2B q": (2304, 2048),
+}
+"""Inputs and outputs of linears of real models."""
+PART = 128
+"""Outputs of a part of a linear."""
+EVERY_DAY = [
+    ("Qwen2.5-0.5B qkv", 128, False),
+    ("SmolLM2-360M o", 32, True),
+    ("Qwen2.5-1.5B qkv", -1, False),
+    ("Llama-3.2-1B kv", 128, True),
+    ("Gemma-2-2B q", 64, False),
+]
+"""Name, size of a group (-1: one for all inputs), and whether there are zero points."""
+ALL = [
+    pytest.param(name, group, zeros, LINEARS[name][1], marks=pytest.mark.full)
+    for name in LINEARS
+    for group in (32, 64, 128, -1)
+    for zeros in (False, True)
+    if LINEARS[name][0] % group == 0
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "has_zeros", "outputs"), [*((*case, PART) for case in EVERY_DAY), *ALL]
+)
+def test_int8_weights_are_those_of_the_packed_int4_weights(
+    name: str, group: int, has_zeros: bool, outputs: int
+) -> None:
+    from flexquant.serving.worker import one_copy_marlin
+
+    inputs, _ = LINEARS[name]
+    generator = torch.Generator().manual_seed(0)
+    groups = inputs // group if group > 0 else 1
+    values = torch.randint(0, 16, (inputs, outputs), generator=generator)
+    scale = (torch.rand(groups, outputs, generator=generator) - 0.3).bfloat16()
+    zeros = torch.randint(0, 16, (groups, outputs), generator=generator)
+    packed = marlin_weights(values, inputs, outputs, 4, get_weight_perm(4)).to(DEVICE)
+    permuted = marlin_permute_scales(scale, inputs, outputs, group).to(DEVICE)
+    zero, middle = None, torch.full((groups, outputs), 8)
+    if has_zeros:
+        middle = zeros
+        packed_zeros = marlin_zero_points(zeros.int(), groups, outputs, 4).to(DEVICE)
+        zero = one_copy_marlin.zeros_in_order_of_outputs(packed_zeros, groups, outputs)
+        assert torch.equal(zero.cpu().long(), zeros)
+    assert torch.equal(one_copy_marlin.in_order_of_outputs(permuted).cpu(), scale)
+
+    channel = one_copy_marlin.marlin_channel_scales(packed, permuted, zero)
+    out = torch.empty(outputs, inputs, dtype=torch.int8, device=DEVICE)
+    found = one_copy_marlin.int8_weights(packed, permuted, zero, channel, out).cpu()
+    codes = (values.view(groups, -1, outputs) - middle[:, None]).float()
+    weights = (codes * scale.float()[:, None]).view(inputs, outputs)
+    torch.testing.assert_close(channel.cpu(), weights.abs().amax(0) / 127)
+    exact = codes * (scale.float() / channel.cpu())[:, None]
+    assert torch.equal(found.t(), exact.round().to(torch.int8).view(inputs, outputs))
