@@ -59,6 +59,11 @@ def published(int4: Path) -> dict[str, Path]:
     """Return the checkpoint in each format."""
     others = [name for name in FORMATS if name != "compressed-tensors"]
     written = {name: write_foreign(int4, int4.parent / name, name, **FORMATS[name]) for name in others}
+    file = written["awq"] / "model.safetensors"
+    tensors = load_file(file)
+    for key in [key for key in tensors if key.endswith(".qzeros")]:
+        tensors[key] -= 0x33333333  # each zero point of 8 becomes 5
+    save_file(tensors, file, metadata={"format": "pt"})
     return {"compressed-tensors": int4, **written}
 
 

@@ -48,12 +48,14 @@ def test_it_changes_with_the_layers() -> None:
 
 def test_it_changes_with_the_derivation_and_what_that_starts_from() -> None:
     fp8 = {"w4a8": Derivation("w4a16", "fp8", "line 1")}
+    one_copy = {"w4a8": Derivation("w4a16", "int8", "line 1", "int8")}
     digests = {
         plan_digest(W4A8, MERGED, INT8),
         plan_digest(W4A8, MERGED, fp8),
+        plan_digest(W4A8, MERGED, one_copy),
         plan_digest(W4A8, with_group_size("w4a16"), INT8),
     }
-    assert len(digests) == 3
+    assert len(digests) == 4
 
 
 def test_it_stays_the_same_whatever_else_the_policy_and_the_checkpoint_hold() -> None:

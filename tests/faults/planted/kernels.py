@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
+ONE_COPY = "tests/integration/test_one_copy.py::"
+
 KERNELS = (
     Fault(
         "names-of-vllm-by-the-wrong-version",
@@ -54,5 +56,45 @@ KERNELS = (
         "(load_tensor(ref).float() < 0)",
         "(load_tensor(ref).float() < -1)",
         ("tests/unit/test_w4a8_scales.py::test_merging_tells_of_scales_below_zero",),
+    ),
+    Fault(
+        "int8-weights-beyond-127",
+        "The greatest weight of a channel becomes 128 in INT8, which does not fit.",
+        "flexquant/serving/cpu/one_copy.py",
+        "greatest / 127",
+        "greatest / 128",
+        ("tests/unit/test_one_copy.py",),
+    ),
+    Fault(
+        "zero-points-taken-for-8",
+        "INT8 weights are computed from asymmetric INT4 weights as if they were symmetric.",
+        "flexquant/serving/cpu/one_copy.py",
+        "zero.data if self._kernel.config.zero_points and zero is not None else None",
+        "None",
+        (f"{ONE_COPY}test_a_published_checkpoint_is_served_as_it_is[awq]",),
+    ),
+    Fault(
+        "one-copy-without-its-source",
+        "A variant that computes its weights is built without the layers of the variant that has them.",
+        "flexquant/policy/routes.py",
+        "if not self.has_weights(variant):",
+        "if False:",
+        (f"{ONE_COPY}test_in_int8_it_answers_as_a_checkpoint_of_the_same_int8_weights",),
+    ),
+    Fault(
+        "one-copy-loaded-twice",
+        "The weights of a variant that computes them count as memory of its own.",
+        "flexquant/serving/worker/model.py",
+        "WeightMemory(loaded)",
+        "WeightMemory(variants)",
+        (f"{ONE_COPY}test_it_is_served_from_one_copy_by_default",),
+    ),
+    Fault(
+        "one-copy-compiled-as-w4a8",
+        "A plan that computes INT8 weights finds the compiled code of one that multiplies INT4 weights.",
+        "flexquant/serving/worker/plan_views.py",
+        "if derivation and derivation.is_one_copy else {}",
+        "if False else {}",
+        ("tests/unit/test_plan_digest.py",),
     ),
 )
