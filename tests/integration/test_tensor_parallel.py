@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.checkpoints import EXPERTS, MIXTURES
+from tests.integration.logprobs import distance
 from tests.integration.two_ranks import (
     check_policy_change,
     check_trigger,
@@ -54,3 +55,12 @@ def test_both_ranks_take_another_policy_between_the_same_two_passes(tiny_merged,
 
 def test_both_ranks_find_the_same_passes_unsure(tiny_merged, tmp_path):
     check_trigger(tiny_merged("llama", num_layers=2) / "merged", RANKS, tmp_path)
+
+
+def test_each_rank_computes_int8_weights_from_its_part_of_one_copy(tiny_merged):
+    published = tiny_merged("llama", num_layers=2) / "w4a16"
+    on_two = run(published, RANKS, "w8a8-from-int4")
+    on_one = run(published, {"tensor_parallel_size": 1}, "w8a8-from-int4")
+    in_int4 = run(published, {"tensor_parallel_size": 1}, "w4a16")
+    for number, answers in on_two.items():
+        assert distance(answers, on_one[number]) < distance(in_int4[number], on_one[number])
