@@ -64,12 +64,32 @@ def has_int4(config: JsonObject) -> bool:
     return any(w.get("num_bits") == 4 for w in integers)
 
 
+def is_published_int4(folder: Path | str) -> bool:
+    """Whether a folder holds a published checkpoint of INT4 weights; not so if its config is unreadable."""
+    try:
+        return has_int4(read_json(Path(folder) / CONFIG_FILE))
+    except FlexQuantError:
+        return False
+
+
+def why_not_served(config: JsonObject, model: str) -> str | None:
+    """Return why FlexQuant does not serve the published checkpoint ``model``; None if it does."""
+    section = _section(config)
+    if section.get("quant_method") == QUANT_METHOD or has_int4(config):
+        return None
+    found = f"is quantised by {section['quant_method']}" if section.get("quant_method") else "is in 16 bit"
+    return (
+        f"{model} {found}, and FlexQuant serves checkpoints with INT4 weights as they are "
+        "(compressed-tensors, AWQ, GPTQ): vLLM serves this one by itself. For several precisions of the "
+        "model, merge two of them with 'flexquant merge'"
+    )
+
+
 def as_merged(config: JsonObject, model: str) -> JsonObject:
     """Return the ``config.json`` of a merged checkpoint of one variant, whose tensors have no prefix.
 
-    ``config`` is that of the published checkpoint ``model``; a merged one is returned as it is. Raises
-    :class:`FlexQuantError` for a checkpoint without INT4 weights in one of the formats that vLLM serves by
-    the same kernels: compressed-tensors, AWQ and GPTQ.
+    ``config`` is that of the published INT4 checkpoint ``model``; a merged one is returned as it is. Raises
+    :class:`FlexQuantError` if it names no architecture.
     """
     section = _section(config)
     if section.get("quant_method") == QUANT_METHOD:
@@ -78,15 +98,6 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
     if not isinstance(architecture, str):
         raise FlexQuantError(
             f"{model} names no architecture in its config.json; give a causal language model"
-        )
-    if not has_int4(config):
-        found = (
-            f"is quantised by {section['quant_method']}" if section.get("quant_method") else "is in 16 bit"
-        )
-        raise FlexQuantError(
-            f"{model} {found}, and FlexQuant serves checkpoints with INT4 weights as they are (compressed-"
-            "tensors, AWQ, GPTQ); serve it without '--config-format flexquant', or merge two precisions of "
-            "the model with 'flexquant merge'"
         )
     merged = MergedConfig(
         base_architecture=architecture,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexquant.checkpoint.merged_config import QUANT_METHOD
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.served_config import is_published_int4
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
 
     if flexquant := options.pop("flexquant", None):
         options["additional_config"] = {"flexquant": flexquant}
-        options.setdefault("config_format", QUANT_METHOD)  # also published INT4 checkpoints
+        if is_published_int4(folder):
+            options.setdefault("config_format", QUANT_METHOD)
     # Objects that the caller of an earlier engine held until it left can be freed only now.
     gc.collect()
     # vLLM collects garbage at every stage of its start; imported modules have none, so skip them.

@@ -47,7 +47,7 @@ WORKER_EXTENSION = "flexquant.serving.worker.worker_extension.FlexQuantWorker"
 VERIFIED = "FLEXQUANT_VERIFIED"
 """Environment variable with the folder that the front end has verified, so that its API servers skip it."""
 
-logger = init_logger("vllm.flexquant.verification")
+logger = init_logger("vllm.flexquant.registration")
 
 
 class FlexQuantConfig(QuantizationConfig):
@@ -86,7 +86,10 @@ class FlexQuantConfig(QuantizationConfig):
 
 
 class SingleVariantParser(HFConfigParser):
-    """Reads the config of a published INT4 checkpoint as that of a merged one with this variant alone."""
+    """Reads the config of a published INT4 checkpoint as that of a merged one with this variant alone.
+
+    Other configs, such as a 16-bit draft model's, stay as they are, with a warning.
+    """
 
     def parse(
         self,
@@ -96,9 +99,12 @@ class SingleVariantParser(HFConfigParser):
         code_revision: str | None = None,
         **options: Any,
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
-        from flexquant.checkpoint.served_config import as_merged
+        from flexquant.checkpoint.served_config import as_merged, why_not_served
 
         found, config = super().parse(model, trust_remote_code, revision, code_revision, **options)
+        if problem := why_not_served(found, str(model)):  # it may be a draft model, which has the same format
+            logger.warning(problem)
+            return found, config
         merged = as_merged(found, str(model))
         for key in ("architectures", "quantization_config"):
             setattr(config, key, merged[key])
