@@ -58,9 +58,11 @@ def test_both_ranks_find_the_same_passes_unsure(tiny_merged, tmp_path):
 
 
 def test_each_rank_computes_int8_weights_from_its_part_of_one_copy(tiny_merged):
+    """Each rank rounds its own part of a row, so that the answers are near to one rank's, not equal."""
     published = tiny_merged("llama", num_layers=2) / "w4a16"
     on_two = run(published, RANKS, "w8a8-from-int4")
     on_one = run(published, {"tensor_parallel_size": 1}, "w8a8-from-int4")
-    in_int4 = run(published, {"tensor_parallel_size": 1}, "w4a16")
+    in_int4 = run(published, RANKS, "w4a16")
     for number, answers in on_two.items():
-        assert distance(answers, on_one[number]) < distance(in_int4[number], on_one[number])
+        assert distance(answers, on_one[number]) < 0.06
+        assert distance(answers, in_int4[number]) > 0.005
