@@ -176,14 +176,7 @@ def one_copy_linear(
 
 @torch.library.register_fake("flexquant::one_copy_linear", lib=_library)
 def _one_copy_linear_shape(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    channel_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    block: int,
-    in_halves: bool,
+    x: torch.Tensor, packed: object, scale: object, zero: object, channel_scale: torch.Tensor, *_: object
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], channel_scale.shape[0]))
 
@@ -201,18 +194,19 @@ def has_operators() -> bool:
         torch.backends.cpu.get_cpu_capability(),
     ]
     folder = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "one_copy" / digest_of(built_for)[:16]
-    folder.mkdir(parents=True, exist_ok=True)
     path = os.environ.get("PATH", "")
     # PyTorch looks on the path for ninja, which vLLM brings, also where the environment is not activated.
     os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         load(
             "one_copy", [str(SOURCE)], extra_cflags=FLAGS, build_directory=str(folder), is_python_module=False
         )
     except (OSError, RuntimeError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         logger.warning(
-            "FlexQuant computes INT8 weights slowly, for want of a compiler (%s); install g++ and ninja",
+            "FlexQuant computes INT8 weights slowly, as its loops could not be compiled (%s); install g++ "
+            "and ninja, and let VLLM_CACHE_ROOT be a folder that can be written to",
             reason,
         )
         return False

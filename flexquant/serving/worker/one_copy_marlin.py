@@ -182,12 +182,7 @@ def one_copy_marlin_linear(
 
 @torch.library.register_fake("flexquant::one_copy_marlin_linear", lib=_library)
 def _one_copy_marlin_linear_shape(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    channel_scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: torch.Tensor, packed: object, scale: object, zero: object, channel_scale: torch.Tensor, *_: object
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], channel_scale.shape[0]))
 
