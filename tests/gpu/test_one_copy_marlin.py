@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from vllm.model_executor.layers.quantization.utils.marlin_utils import (
@@ -13,7 +15,9 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils import (
 from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm, marlin_weights
 
 from tests.gpu import interpreter
-from tests.gpu.conftest import ON_GPU
+from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
+from tests.integration.conftest import answers
+from tests.integration.logprobs import distance
 
 pytestmark = pytest.mark.skipif(
     not (ON_GPU or interpreter.IS_CHOSEN), reason="Triton needs a GPU, or its interpreter to be chosen"
@@ -79,3 +83,13 @@ def test_int8_weights_are_those_of_the_packed_int4_weights(
     torch.testing.assert_close(channel.cpu(), weights.abs().amax(0) / 127)
     exact = codes * (scale.float() / channel.cpu())[:, None]
     assert torch.equal(found.t(), exact.round().to(torch.int8).view(inputs, outputs))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_gpu_serves_in_int8_from_marlins_weights(runner: str, checkpoints: Path) -> None:
+    found = {}
+    for policy in ("w4a16", "w8a8-from-int4"):
+        with graph_engine(checkpoints / "merged", runner, "FULL_AND_PIECEWISE", policy) as llm:
+            found[policy] = answers(llm, ["a prompt", "another one"], max_tokens=16, ignore_eos=True)
+    assert 0 < distance(found["w8a8-from-int4"], found["w4a16"]) < 0.5
