@@ -15,6 +15,7 @@ from flexquant.planning.device import Device, load_device
 from flexquant.planning.model_shape import Linear, read_model_shape
 from flexquant.planning.predicting import CONTEXT, roofline_pass_times
 from flexquant.policy.pass_times import PassTimes
+from flexquant.policy.rules import load_policy
 
 DEVICE = """schema: flexquant.device/v1
 description: round numbers
@@ -44,7 +45,8 @@ def predict_pass_times(
 ) -> PassTimes:
     """Return predicted times of passes of a merged checkpoint on a device, loaded or by name."""
     loaded = load_device(device) if isinstance(device, str) else device
-    return roofline_pass_times(read_model_shape(folder, w4a8=w4a8), loaded, context)
+    derived = load_policy("w4a8").derived if w4a8 else {}
+    return roofline_pass_times(read_model_shape(folder, derived=derived), loaded, context)
 
 
 def run_predict(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, dict[str, Any]]:

@@ -22,7 +22,8 @@ from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import add_options
 from flexquant.documents.tables import table_lines
 from flexquant.errors import UsageError
-from flexquant.policy.choose import find_measured
+from flexquant.policy.choose import choose_policy, find_measured
+from flexquant.policy.rules import load_policy
 
 HELP = "predict speed and memory of a merged checkpoint on a device"
 
@@ -38,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--output-len N": "tokens of an answer (default: 256)",
         "--tensor-parallel-size N": "devices that share the model (default: 1)",
         "--gpu-memory-utilization SHARE": "share of the memory that vLLM may take (default: 0.9)",
-        "--w4a8": "add W4A8, derived from the W4A16 variant",
+        "--w4a8": "add W4A8, derived from the W4A16 variant; variants that the policy derives are there",
     }
     share = {"type": _fraction}
     add_options(parser.add_argument, options, folder={"nargs": "?"}, gpu_memory_utilization=share)
@@ -57,13 +58,20 @@ def run(args: argparse.Namespace) -> JsonObject:
     if args.folder is None or args.device is None:
         raise UsageError("give a merged checkpoint and --device, or --list-devices alone")
     device = load_device(args.device)
-    model = read_model_shape(args.folder, args.tensor_parallel_size, w4a8=args.w4a8)
-    measured = find_measured(args.measured, read_merged_config(Path(args.folder))[0].policy)
+    stored = read_merged_config(Path(args.folder))[0].policy
+    policy = choose_policy(args.measured, stored)[1]
+    derived = policy.derived | (load_policy("w4a8").derived if args.w4a8 else {})
+    no_int8 = [name for name, one in derived.items() if one.is_one_copy and "w8a8" not in device.kernels]
+    derived = {name: one for name, one in derived.items() if name not in no_int8}
+    model = read_model_shape(args.folder, args.tensor_parallel_size, derived)
+    measured = find_measured(args.measured, stored)
     report = report_prediction(
         model, device, args.input_len, args.output_len, args.gpu_memory_utilization, measured
     )
     count = "" if args.tensor_parallel_size == 1 else f"{args.tensor_parallel_size} x "
     print(f"{args.folder} on {count}{device.description} ({device.name})\n\n{format_prediction(report)}")
+    for name in no_int8:
+        print(f"note: the policy's '{name}' is left out, as the device has no INT8 kernel")
     return {"model": args.folder, **report.to_json()}
 
 

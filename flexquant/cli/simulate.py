@@ -162,9 +162,9 @@ def _find_policies_and_times(
     from flexquant.planning.model_shape import read_model_shape
     from flexquant.planning.predicting import CONTEXT, roofline_pass_times
 
-    w4a8 = any("w4a8" in policy.derived for policy in policies.values())
+    derived = {name: one for policy in policies.values() for name, one in policy.derived.items()}
     device = load_device(args.device)
-    shape = read_model_shape(args.model, args.tensor_parallel_size or 1, w4a8=w4a8)
+    shape = read_model_shape(args.model, args.tensor_parallel_size or 1, derived)
     return policies, roofline_pass_times(shape, device, CONTEXT), args.device, (shape, device)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from compressed_tensors.quantization import QuantizationArgs
@@ -19,10 +19,10 @@ from flexquant.checkpoint.module_names import decoder_layer, fused_name
 from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.checkpoint.schemes import LinearSchemes, logical_shapes
 from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import Derivation
 
 KV_BYTES = 2
 """Bytes of one number in the KV cache: 16 bits, vLLM's default."""
-DERIVED = "w4a8"
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 SCHEMES = {("int", 8, "int", 8): "w8a8", ("float", 8, "float", 8): "fp8", ("int", 4, "int", 8): "w4a8"}
 """(Type and bits of the weights, type and bits of the activations) -> scheme."""
@@ -46,6 +46,8 @@ class ModelShape:
     tensor_parallel_size: int
     has_sliding_window: bool
     """Whether some layers attend to the latest tokens only; they are counted as full attention."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Variant that computes its weights in each pass -> variant whose weights it reads."""
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -57,41 +59,64 @@ class ModelShape:
         return self.bytes_of(self.variants)
 
     def bytes_of(self, variants: Iterable[str]) -> float:
-        """Return the bytes of the weights if only these variants are loaded."""
-        return self.shared_bytes + sum(self.own_bytes[variant] for variant in variants)
+        """Return the bytes of the weights if only these variants, and their sources, are loaded."""
+        loaded = {name for variant in variants for name in (variant, self.sources.get(variant, variant))}
+        return self.shared_bytes + sum(self.own_bytes[variant] for variant in loaded)
 
 
-def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8: bool = False) -> ModelShape:
+def read_model_shape(
+    folder: str | Path, tensor_parallel_size: int = 1, derived: Mapping[str, Derivation] | None = None
+) -> ModelShape:
     """Read config.json and the safetensors headers of the merged checkpoint in ``folder``.
 
-    ``w4a8`` adds the variant that a policy can derive from INT4 weights; vLLM's kernel keeps a second copy of
-    these. Sliding windows are counted as full attention. Raises FlexQuantError for a folder that is no merged
-    checkpoint, an unknown scheme, latent attention, and attention heads that ``tensor_parallel_size`` does
-    not divide.
+    Arguments and further errors are those of :func:`shape_of`. Raises FlexQuantError for a folder that is no
+    merged checkpoint.
     """
     checkpoint = MergedCheckpoint.open(folder, published=True)
-    config = text_config(checkpoint.config)
+    readers = {
+        name: LinearReader(
+            checkpoint.variant_tensors(name), variant.quantization_config, f"{folder}, variant {name}"
+        )
+        for name, variant in checkpoint.merged.variants.items()
+    }
+    report = report_checkpoint(checkpoint.merged, count_layers(checkpoint.config), checkpoint.tensors)
+    own_bytes = {name: found.own_bytes for name, found in report.variants.items()}
+    config, shared = checkpoint.config, report.shared_bytes
+    return shape_of(config, readers, own_bytes, shared, tensor_parallel_size, derived or {}, folder)
+
+
+def shape_of(
+    config: JsonObject,
+    readers: Mapping[str, LinearReader],
+    own_bytes: Mapping[str, float],
+    shared_bytes: float,
+    tensor_parallel_size: int,
+    derived: Mapping[str, Derivation],
+    source: str | Path,
+) -> ModelShape:
+    """Return one device's share of a model; ``readers`` and ``own_bytes`` are by variant.
+
+    ``derived`` are variants that a policy derives from these. ``source`` names the model in messages. Sliding
+    windows are counted as full attention. Raises FlexQuantError for an unknown scheme, latent attention,
+    attention heads that ``tensor_parallel_size`` does not divide, and a derivation without INT4 weights.
+    """
+    config = text_config(config)
     hidden, heads, vocabulary = (
-        _integer(config, key, folder) for key in ("hidden_size", "num_attention_heads", "vocab_size")
+        _integer(config, key, source) for key in ("hidden_size", "num_attention_heads", "vocab_size")
     )
     if heads % tensor_parallel_size:
         raise FlexQuantError(
-            f"{folder} has {heads} attention heads, which {tensor_parallel_size} devices cannot share "
+            f"{source} has {heads} attention heads, which {tensor_parallel_size} devices cannot share "
             "evenly; give a --tensor-parallel-size that divides them"
         )
     if config.get("kv_lora_rank"):
         raise FlexQuantError(
-            f"{folder} has multi-head latent attention, whose passes cannot be predicted; measure them with "
+            f"{source} has multi-head latent attention, whose passes cannot be predicted; measure them with "
             "'flexquant tune'"
         )
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = max(1, (config.get("num_key_value_heads") or heads) / tensor_parallel_size)
     num_layers = count_layers(config)
-
-    readers = {}
-    for name, variant in checkpoint.merged.variants.items():
-        tensors = checkpoint.variant_tensors(name)
-        readers[name] = LinearReader(tensors, variant.quantization_config, f"{folder}, variant {name}")
     active_experts = config.get("num_experts_per_tok") or 1
     linears: dict[str, Mapping[Linear, int]] = {
         name: {
@@ -100,26 +125,43 @@ def read_model_shape(folder: str | Path, tensor_parallel_size: int = 1, *, w4a8:
         }
         for name, reader in readers.items()
     }
-    report = report_checkpoint(checkpoint.merged, num_layers, checkpoint.tensors)
-    own_bytes = {name: found.own_bytes / tensor_parallel_size for name, found in report.variants.items()}
-    if w4a8:
-        source = _source_of_w4a8(linears, folder)
-        linears[DERIVED] = {
-            replace(linear, scheme=DERIVED) if linear.scheme == "w4a16" else linear: count
-            for linear, count in linears[source].items()
-        }
-        own_bytes[DERIVED] = own_bytes[source]
-    return ModelShape(
+    model = ModelShape(
         num_layers,
         num_layers * 2 * kv_heads * head_dim * KV_BYTES,
         num_layers * 4 * heads * head_dim / tensor_parallel_size,
         linears,
         next(iter(readers.values())).head(vocabulary, hidden).share(tensor_parallel_size),
-        own_bytes,
-        report.shared_bytes / tensor_parallel_size,
+        {name: nbytes / tensor_parallel_size for name, nbytes in own_bytes.items()},
+        shared_bytes / tensor_parallel_size,
         tensor_parallel_size,
         _has_sliding_window(config),
     )
+    for name, derivation in derived.items():
+        model = _with_derived(model, name, derivation, source)
+    return model
+
+
+def _with_derived(model: ModelShape, name: str, derivation: Derivation, source: str | Path) -> ModelShape:
+    """Return the model with a variant that is derived from INT4 weights.
+
+    W4A8 has a second copy of them. One copy computes INT8 weights from them in each pass, into memory for the
+    largest linear, and leaves experts as they are.
+    """
+    stored = {} if name in model.linears else model.linears.get(derivation.source, {})
+    if all(linear.scheme != "w4a16" for linear in stored):
+        raise FlexQuantError(
+            f"{source} has the variants {', '.join(model.linears)}: there is no '{derivation.source}' with "
+            f"INT4 weights to derive '{name}' from, or '{name}' is there already; take it out of the policy"
+        )
+    linears: Counter[Linear] = Counter()
+    for linear, count in stored.items():
+        linears[linear.derived(derivation)] += count
+    own, sources = {name: model.own_bytes[derivation.source]}, {}
+    if derivation.is_one_copy:
+        own[name] = max(linear.weight_bytes for linear in linears if linear.source_bytes)
+        sources[name] = derivation.source
+    own, sources = {**model.own_bytes, **own}, {**model.sources, **sources}
+    return replace(model, linears={**model.linears, name: linears}, own_bytes=own, sources=sources)
 
 
 def _has_sliding_window(config: JsonObject) -> bool:
@@ -127,16 +169,6 @@ def _has_sliding_window(config: JsonObject) -> bool:
     if layer_types := config.get("layer_types"):
         return "sliding_attention" in layer_types
     return bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False
-
-
-def _source_of_w4a8(linears: Mapping[str, Mapping[Linear, int]], folder: str | Path) -> str:
-    for name, counts in linears.items():
-        if DERIVED not in linears and any(linear.scheme == "w4a16" for linear in counts):
-            return name
-    raise FlexQuantError(
-        f"{folder} has the variants {', '.join(linears)}, of which none has INT4 weights to derive {DERIVED} "
-        f"from, or {DERIVED} is there already; leave out --w4a8"
-    )
 
 
 def _integer(config: JsonObject, key: str, folder: str | Path) -> int:
@@ -161,12 +193,23 @@ class Linear:
     experts: int = 1
     active_experts: int = 1
     """Experts that each token goes through."""
+    source_bytes: float = 0
+    """Stored bytes of the INT4 weight from which each pass computes this one; 0 for one that is stored."""
 
     def share(self, devices: int) -> Linear:
         """Return one device's part under tensor parallelism, as if the outputs were always split."""
         return replace(
             self, outputs=max(1, self.outputs // devices), weight_bytes=self.weight_bytes / devices
         )
+
+    def derived(self, derivation: Derivation) -> Linear:
+        """Return the linear that a derivation makes of this one; it is the same unless this one is W4A16."""
+        if self.scheme != "w4a16" or (derivation.is_one_copy and self.experts > 1):
+            return self
+        if not derivation.is_one_copy:
+            return replace(self, scheme="w4a8")
+        int8 = float(self.outputs * self.inputs)
+        return replace(self, scheme="w8a8", weight_bytes=int8, source_bytes=self.weight_bytes)
 
 
 class LinearReader:

@@ -88,6 +88,18 @@ def quantisation_cost(linear: Linear, tokens: int, device: Device) -> CostParts:
     return CostParts(memory=3 * tokens * linear.inputs / device.kernel("bf16").bytes_per_s)
 
 
+def dequantisation_cost(linear: Linear, device: Device) -> CostParts:
+    """Return the cost of computing a linear's INT8 weight from the stored INT4 one, if each pass does so.
+
+    It reads the one and writes the other at the memory's bandwidth; the product reads it again.
+    """
+    if not linear.source_bytes:
+        return CostParts()
+    kernel = device.kernel("bf16")
+    moved = linear.source_bytes + linear.weight_bytes
+    return CostParts(memory=moved / kernel.bytes_per_s, overhead=kernel.call_in_pass_seconds)
+
+
 def pass_cost(
     model: ModelShape, variant: str, phase: str, size: int, context: int, device: Device
 ) -> CostParts:
@@ -100,7 +112,9 @@ def pass_cost(
     cost = linear_cost(model.head, sequences, device, in_pass=True)
     for linear, count in model.linears[variant].items():
         cost += (
-            linear_cost(linear, size, device, in_pass=True) + quantisation_cost(linear, size, device)
+            linear_cost(linear, size, device, in_pass=True)
+            + quantisation_cost(linear, size, device)
+            + dequantisation_cost(linear, device)
         ) * count
     attention = attention_cost(model, size * context if phase == "decode" else 0, device)
     if phase == "prefill":

@@ -15,6 +15,7 @@ from flexquant.planning.device import Device, builtin_devices, load_device
 from flexquant.planning.model_shape import Linear, read_model_shape
 from flexquant.planning.roofline import CostParts, linear_cost, pass_cost, quantisation_cost
 from flexquant.policy.pass_times import MeasuredSection, measured_pass_times
+from flexquant.policy.rules import load_policy
 from tests.prediction import DEVICE, predict_pass_times, square
 
 
@@ -187,3 +188,19 @@ def test_8_bit_weights_take_their_own_kernel_or_that_of_w4a16(tmp_path: Path, de
 def test_tiles_may_be_given_in_any_order(tmp_path: Path, device: Device) -> None:
     (tmp_path / "turned.yaml").write_text(DEVICE.replace("16: 16x64, 64: 64x64", "64: 64x64, 16: 16x64"))
     assert load_device(str(tmp_path / "turned.yaml")).kernel("w8a8") == device.kernel("w8a8")
+
+
+def test_one_copy_pays_for_its_int8_weights_in_every_pass(merged: Path, device: Device) -> None:
+    """The product is that of W8A8; a call of 5 us computes its weights, at 50 GB/s."""
+    model = read_model_shape(merged, derived=load_policy("one-copy").derived)
+    for size in (1, 64):
+        own, computed = (
+            pass_cost(model, name, "prefill", size, 0, device) for name in ("w8a8", "w8a8-from-int4")
+        )
+        assert computed.compute == own.compute
+        int8 = sum(linear.inputs * linear.outputs * n for linear, n in model.linears["w8a8"].items())
+        scales = sum(linear.weight_bytes * n for linear, n in model.linears["w8a8"].items()) - int8
+        int4 = sum(linear.weight_bytes * n for linear, n in model.linears["w4a16"].items())
+        product = device.kernel("w8a8").bytes_per_s
+        assert computed.memory - own.memory == pytest.approx((int4 + int8) / 50e9 - scales / product)
+        assert computed.overhead - own.overhead == pytest.approx(8 * 5e-6)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.planning.device import Device
 from flexquant.planning.model_shape import Linear, LinearReader, read_model_shape
+from flexquant.policy.rules import load_policy
 from tests.checkpoints import make_checkpoint
 from tests.prediction import predict_pass_times, run_predict
+
+W4A8, ONE_COPY = (load_policy(name).derived for name in ("w4a8", "one-copy"))
 
 
 def test_shape_of_a_merged_checkpoint(merged: Path) -> None:
@@ -49,13 +53,34 @@ def test_tied_head_reads_the_embedding(merged_fp8: Path) -> None:
 
 
 def test_w4a8_is_derived_from_w4a16(merged: Path, tmp_path: Path) -> None:
-    plain, model = read_model_shape(merged), read_model_shape(merged, w4a8=True)
+    plain, model = read_model_shape(merged), read_model_shape(merged, derived=W4A8)
     assert model.variants == ("w8a8", "w4a16", "w4a8")
     assert {linear.scheme for linear in model.linears["w4a8"]} == {"w4a8"}
     assert model.resident_bytes == plain.resident_bytes + plain.own_bytes["w4a16"]
     merge_checkpoints({"w8a8": make_checkpoint(tmp_path / "w8a8")}, tmp_path / "merged")
-    with pytest.raises(FlexQuantError, match="has the variants w8a8, of which none has INT4 weights"):
-        read_model_shape(tmp_path / "merged", w4a8=True)
+    with pytest.raises(FlexQuantError, match="the variants w8a8: there is no 'w4a16' with INT4 weights"):
+        read_model_shape(tmp_path / "merged", derived=W4A8)
+
+
+def test_int8_computed_from_int4_is_no_second_copy(merged: Path) -> None:
+    plain, model = read_model_shape(merged), read_model_shape(merged, derived=ONE_COPY)
+    assert model.variants == ("w8a8", "w4a16", "w8a8-from-int4")
+    stored = 512 * 128 / 2 + 2 * 512 * 2 + 32
+    assert Linear(512, 128, 512 * 128, "w8a8", source_bytes=stored) in model.linears["w8a8-from-int4"]
+    assert sum(model.linears["w8a8-from-int4"].values()) == sum(model.linears["w4a16"].values())
+    # It needs its source's weights, and memory for the largest linear.
+    for variants in (["w8a8-from-int4"], ["w4a16", "w8a8-from-int4"]):
+        assert model.bytes_of(variants) == plain.bytes_of(["w4a16"]) + 512 * 128
+    half = read_model_shape(merged, 2, ONE_COPY)
+    assert half.own_bytes["w8a8-from-int4"] == 512 * 128 / 2
+
+
+def test_experts_of_one_copy_stay_in_int4() -> None:
+    derivation = ONE_COPY["w8a8-from-int4"]
+    expert = Linear(64, 16, 600, "w4a16", experts=4, active_experts=2)
+    assert expert.derived(derivation) == expert
+    assert replace(expert, experts=1, active_experts=1).derived(derivation).scheme == "w8a8"
+    assert replace(expert, scheme="bf16", experts=1).derived(derivation).scheme == "bf16"
 
 
 def tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorRef]:
@@ -123,8 +148,8 @@ def test_w4a8_is_not_derived_from_8_bit_weights(tmp_path: Path) -> None:
     (checkpoint / "config.json").write_text(json.dumps(config))
     merge_checkpoints({"w8a16": checkpoint}, tmp_path / "merged")
     assert predict_pass_times(tmp_path / "merged", "a100").variants == ("w8a16",)
-    with pytest.raises(FlexQuantError, match="the variants w8a16, of which none has INT4 weights"):
-        read_model_shape(tmp_path / "merged", w4a8=True)
+    with pytest.raises(FlexQuantError, match="the variants w8a16: there is no 'w4a16' with INT4 weights"):
+        read_model_shape(tmp_path / "merged", derived=W4A8)
 
 
 @pytest.mark.parametrize(

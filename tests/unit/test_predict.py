@@ -33,6 +33,7 @@ from flexquant.planning.prediction_report import (
 from flexquant.planning.roofline import pass_cost
 from flexquant.policy.pass_times import Time
 from flexquant.policy.rules import load_policy
+from tests.checkpoints import make_checkpoint
 from tests.prediction import predict_pass_times, run_predict
 
 
@@ -146,6 +147,18 @@ def test_command(
     assert result["errors"]["decode"]["w4a16"]["8"] == pytest.approx(-0.5, abs=1e-3)
     text, _ = run_predict(capsys, str(merged), "--device", "h100", "--tensor-parallel-size", "2")
     assert "\nper device: memory 79.6 GiB" in text
+
+
+def test_a_published_checkpoint_is_predicted_with_the_int8_that_it_computes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, only_predict: None
+) -> None:
+    """Where the device has no INT8 kernel, this is said."""
+    folder = str(make_checkpoint(tmp_path / "int4", scheme="w4a16"))
+    text, result = run_predict(capsys, folder, "--device", "l20")
+    assert list(result["hardware"]) == ["w4a16", "w8a8-from-int4"] and "note:" not in text
+    text, result = run_predict(capsys, folder, "--device", "b200")
+    assert list(result["hardware"]) == ["w4a16"]
+    assert text.endswith("'w8a8-from-int4' is left out, as the device has no INT8 kernel")
 
 
 def test_command_compares_with_the_stored_measurement(

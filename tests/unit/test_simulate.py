@@ -25,6 +25,7 @@ from flexquant.planning.times import check_times, find_times, route_table
 from flexquant.planning.trace import Request, write_trace
 from flexquant.policy.rules import load_policy, parse_policy
 from flexquant.policy.schema import SCHEMA
+from tests.checkpoints import make_checkpoint
 from tests.pass_times import CPU_LIMITS, CROSSED, make_times, run_trace
 from tests.policies import FLOOR
 
@@ -182,6 +183,15 @@ def test_cli_predicts_the_times_of_a_device(
     _, found = command(capsys, "--trace", "steady", *policies, "--device", "h100", "--model", merged)
     assert found["times"]["source"] == found["times"]["origin"]["device"] == "h100"
     assert found["results"]["w4a8"]["time_per_plan"] == pytest.approx({"w4a8": 1})
+
+
+def test_cli_predicts_one_copy(capsys: pytest.CaptureFixture[str], tuned: str, tmp_path: Path) -> None:
+    model = str(make_checkpoint(tmp_path / "int4", scheme="w4a16"))
+    policies = ["--policy", "w4a16", "--policy", "one-copy"]
+    _, found = command(capsys, "--trace", "steady", *policies, "--device", "l20", "--model", model)
+    assert set(found["results"]["one-copy"]["time_per_plan"]) == {"w4a16", "w8a8-from-int4"}
+    less = found["kv_cache_tokens"]["w4a16"] - found["kv_cache_tokens"]["one-copy"]
+    assert less == pytest.approx(512 * 128 / read_model_shape(model).kv_bytes_per_token, abs=1)
 
 
 def test_cli_takes_the_kv_cache_that_the_loaded_variants_leave(

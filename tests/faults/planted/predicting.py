@@ -56,6 +56,22 @@ PREDICTING = (
         ("tests/unit/test_model_shape.py::test_a_device_holds_one_kv_head_at_least",),
     ),
     Fault(
+        "int8-weights-for-nothing",
+        "A pass is predicted to compute INT8 weights from INT4 in no time.",
+        "flexquant/planning/roofline.py",
+        "            + dequantisation_cost(linear, device)\n",
+        "",
+        ("tests/unit/test_devices.py::test_one_copy_pays_for_its_int8_weights_in_every_pass",),
+    ),
+    Fault(
+        "predicted-without-its-source",
+        "A variant that computes its weights is counted without those that it computes them from.",
+        "flexquant/planning/model_shape.py",
+        "for name in (variant, self.sources.get(variant, variant))}",
+        "for name in (variant,)}",
+        ("tests/unit/test_model_shape.py::test_int8_computed_from_int4_is_no_second_copy",),
+    ),
+    Fault(
         "errors-of-the-slowest",
         "A prediction is compared with the slowest of the measured times.",
         "flexquant/planning/predicting.py",
