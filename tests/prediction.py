@@ -12,7 +12,8 @@ import pytest
 
 from flexquant import cli
 from flexquant.planning.device import Device, load_device
-from flexquant.planning.model_shape import Linear, read_model_shape
+from flexquant.planning.linears import Linear
+from flexquant.planning.model_shape import read_model_shape
 from flexquant.planning.predicting import CONTEXT, roofline_pass_times
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.rules import load_policy
@@ -36,7 +37,7 @@ kernels:
 
 def square(scheme: str, outputs: int = 8192, inputs: int = 8192) -> Linear:
     """Return a GEMM of the published tables; INT4 has groups of 128 with 16-bit scales."""
-    width = {"bf16": 2, "w8a8": 1, "fp8": 1, "w4a16": 0.5 + 2 / 128}[scheme]
+    width = {"bf16": 2, "w8a8": 1, "fp8": 1, "w4a16": 0.5 + 2 / 128}[scheme.removesuffix("-marlin")]
     return Linear(outputs, inputs, width * outputs * inputs, scheme)
 
 

@@ -4,7 +4,8 @@
 
 Predicting needs neither the device nor vLLM. `roofline` has the cost model and its assumptions;
 ``devices/*.yaml`` have the figures of each device, with their sources. `device` reads them, `model_shape` the
-checkpoint, `predicting` computes times of passes, and `prediction_report` makes the report.
+checkpoint and `linears` its linears, `predicting` computes times of passes, and `prediction_report` makes the
+report.
 
 A replay runs a trace through vLLM's scheduling, pass by pass. `trace` reads the requests. `replaying` runs
 the clock until every request is served: `scheduler` decides what vLLM puts into the next forward pass, within

@@ -35,11 +35,20 @@ from flexquant.errors import FlexQuantError
 
 SCHEMA: Literal["flexquant.device/v1"] = "flexquant.device/v1"
 PACKAGE = "flexquant.planning.devices"
-RATES = {"bf16": "bf16", "w8a8": "int8", "fp8": "fp8", "w4a16": "bf16", "w8a16": "bf16", "w4a8": "int8"}
-"""Scheme -> type of the numbers that its kernel multiplies, a key of ``tflops``.
-
-If a device gives no kernel for w8a16 (8-bit weights, 16-bit activations), w4a16's is used, as in vLLM.
-"""
+MARLIN = "w4a16-marlin"
+"""W4A16 by Marlin, on a device on which vLLM prefers another kernel."""
+RATES = {
+    "bf16": "bf16",
+    "w8a8": "int8",
+    "fp8": "fp8",
+    "w4a16": "bf16",
+    MARLIN: "bf16",
+    "w8a16": "bf16",
+    "w4a8": "int8",
+}
+"""Scheme -> type of the numbers that its kernel multiplies, a key of ``tflops``."""
+LIKE_W4A16 = (MARLIN, "w8a16")
+"""Schemes (w8a16: 8-bit weights, 16-bit activations) that take w4a16's kernel where a device gives none."""
 CACHE = 20
 """Largest ratio of a kernel's bandwidth, for weights that stay in caches, to the memory's bandwidth."""
 TILE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
@@ -208,7 +217,7 @@ class Device(Section):
 
     def kernel(self, scheme: str) -> Kernel:
         """Return the kernel of a scheme; raise :class:`FlexQuantError` for one that the device cannot run."""
-        if scheme == "w8a16" and scheme not in self.kernels:
+        if scheme in LIKE_W4A16 and scheme not in self.kernels:
             scheme = "w4a16"
         if scheme not in self.kernels:
             raise FlexQuantError(

@@ -4,28 +4,21 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from compressed_tensors.quantization import QuantizationArgs
-
 from flexquant.checkpoint.contents import report_checkpoint
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
-from flexquant.checkpoint.module_names import decoder_layer, fused_name
-from flexquant.checkpoint.safetensors_io import TensorRef
-from flexquant.checkpoint.schemes import LinearSchemes, logical_shapes
 from flexquant.errors import FlexQuantError
+from flexquant.planning.device import MARLIN
+from flexquant.planning.linears import INT4, Linear, LinearReader
 from flexquant.policy.rules import Derivation
 
 KV_BYTES = 2
 """Bytes of one number in the KV cache: 16 bits, vLLM's default."""
-EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
-SCHEMES = {("int", 8, "int", 8): "w8a8", ("float", 8, "float", 8): "fp8", ("int", 4, "int", 8): "w4a8"}
-"""(Type and bits of the weights, type and bits of the activations) -> scheme."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +138,10 @@ def _with_derived(model: ModelShape, name: str, derivation: Derivation, source: 
     """Return the model with a variant that is derived from INT4 weights.
 
     W4A8 has a second copy of them. One copy computes INT8 weights from them in each pass, into memory for the
-    largest linear, and leaves experts as they are.
+    largest linear, has Marlin run their passes in INT4, and leaves experts as they are.
     """
     stored = {} if name in model.linears else model.linears.get(derivation.source, {})
-    if all(linear.scheme != "w4a16" for linear in stored):
+    if all(linear.scheme not in INT4 for linear in stored):
         raise FlexQuantError(
             f"{source} has the variants {', '.join(model.linears)}: there is no '{derivation.source}' with "
             f"INT4 weights to derive '{name}' from, or '{name}' is there already; take it out of the policy"
@@ -160,8 +153,10 @@ def _with_derived(model: ModelShape, name: str, derivation: Derivation, source: 
     if derivation.is_one_copy:
         own[name] = max(linear.weight_bytes for linear in linears if linear.source_bytes)
         sources[name] = derivation.source
+        stored = {replace(x, scheme=MARLIN) if x.scheme in INT4 else x: n for x, n in stored.items()}
     own, sources = {**model.own_bytes, **own}, {**model.sources, **sources}
-    return replace(model, linears={**model.linears, name: linears}, own_bytes=own, sources=sources)
+    of_variants = {**model.linears, derivation.source: stored, name: linears}
+    return replace(model, linears=of_variants, own_bytes=own, sources=sources)
 
 
 def _has_sliding_window(config: JsonObject) -> bool:
@@ -178,119 +173,3 @@ def _integer(config: JsonObject, key: str, folder: str | Path) -> int:
             f"{Path(folder) / 'config.json'} has {key} {value!r}, expected a whole number from 1; merge again"
         )
     return value
-
-
-@dataclass(frozen=True)
-class Linear:
-    """One call of a linear, or of the equal linears of all ``experts`` among which a router chooses."""
-
-    outputs: int
-    inputs: int
-    weight_bytes: float
-    """Stored bytes of one expert's weight, scales included."""
-    scheme: str
-    """A key of :data:`flexquant.planning.device.RATES`."""
-    experts: int = 1
-    active_experts: int = 1
-    """Experts that each token goes through."""
-    source_bytes: float = 0
-    """Stored bytes of the INT4 weight from which each pass computes this one; 0 for one that is stored."""
-
-    def share(self, devices: int) -> Linear:
-        """Return one device's part under tensor parallelism, as if the outputs were always split."""
-        return replace(
-            self, outputs=max(1, self.outputs // devices), weight_bytes=self.weight_bytes / devices
-        )
-
-    def derived(self, derivation: Derivation) -> Linear:
-        """Return the linear that a derivation makes of this one; it is the same unless this one is W4A16."""
-        if self.scheme != "w4a16" or (derivation.is_one_copy and self.experts > 1):
-            return self
-        if not derivation.is_one_copy:
-            return replace(self, scheme="w4a8")
-        int8 = float(self.outputs * self.inputs)
-        return replace(self, scheme="w8a8", weight_bytes=int8, source_bytes=self.weight_bytes)
-
-
-class LinearReader:
-    """Reads the linears from one variant's ``tensors`` (by original key) and its ``quantization_config``.
-
-    ``source`` names the variant in messages.
-    """
-
-    def __init__(
-        self, tensors: Mapping[str, TensorRef], quantization_config: JsonObject, source: str
-    ) -> None:
-        self._source = source
-        self._schemes = LinearSchemes(quantization_config, source)
-        self._shapes = logical_shapes(tensors)
-        self._weights: dict[str, list[int]] = defaultdict(list)
-        for key, ref in tensors.items():
-            module, _, parameter = key.rpartition(".")
-            if parameter.startswith(("weight", "qweight", "qzeros", "scales")):
-                self._weights[module].append(ref.nbytes)
-
-    def decoder_linears(self, active_experts: int) -> Counter[Linear]:
-        """Return how often each linear occurs in the decoder layers."""
-        modules = [m for m in self._weights if decoder_layer(m) and len(self._shape(m)) == 2]
-        if not modules:
-            raise FlexQuantError(
-                f"{self._source} has no linear weights in decoder layers, which the cost model is about; "
-                "give a merged checkpoint of a decoder-only language model"
-            )
-        calls: dict[str, Linear] = {}  # keyed by name after fusing, the expert's number included
-        for module in modules:
-            name, linear = fused_name(module), self._read(module)
-            if (part := calls.get(name)) is not None:
-                linear = replace(
-                    linear,
-                    outputs=part.outputs + linear.outputs,
-                    weight_bytes=part.weight_bytes + linear.weight_bytes,
-                )
-            calls[name] = linear
-        experts = Counter(EXPERT.sub("", name) for name in calls)
-        distinct = {EXPERT.sub("", name): (name, linear) for name, linear in calls.items()}
-        return Counter(
-            replace(linear, experts=experts[stem], active_experts=min(active_experts, experts[stem]))
-            if EXPERT.search(name)
-            else linear
-            for stem, (name, linear) in distinct.items()
-        )
-
-    def head(self, vocabulary: int, hidden: int) -> Linear:
-        """Return lm_head; a tied one reads the embedding, in 16 bits."""
-        if "lm_head" in self._weights:
-            return self._read("lm_head")
-        return Linear(vocabulary, hidden, 2 * vocabulary * hidden, "bf16")
-
-    def _shape(self, module: str) -> tuple[int, ...]:
-        return self._shapes.get(f"{module}.weight", ())
-
-    def _read(self, module: str) -> Linear:
-        outputs, inputs = self._shape(module)
-        is_quantised = len(self._weights[module]) > 1
-        scheme = self._scheme(module) if is_quantised else "bf16"
-        return Linear(outputs, inputs, sum(self._weights[module]), scheme)
-
-    def _scheme(self, module: str) -> str:
-        group = self._schemes.of(module)
-        if group is None or group.weights is None:
-            raise FlexQuantError(
-                f"{self._source}: '{module}' is stored quantised, but no config group quantises it; quantise "
-                "the model again"
-            )
-        weights, activations = group.weights, group.input_activations
-        if activations is None or activations.num_bits == 16:
-            return "w4a16" if weights.num_bits <= 4 else "w8a16" if weights.num_bits <= 8 else "bf16"
-        kinds = (_kind(weights), weights.num_bits, _kind(activations), activations.num_bits)
-        if (scheme := SCHEMES.get(kinds)) is None:
-            raise FlexQuantError(
-                f"{self._source}: '{module}' has {kinds[1]}-bit {kinds[0]} weights and {kinds[3]}-bit "
-                f"{kinds[2]} activations, which the cost model does not know; it knows weight-only schemes, "
-                f"{', '.join(SCHEMES.values())}"
-            )
-        return scheme
-
-
-def _kind(arguments: QuantizationArgs) -> str:
-    return str(getattr(arguments.type, "value", arguments.type))

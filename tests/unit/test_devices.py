@@ -12,7 +12,8 @@ from flexquant.documents.schema import read_section
 from flexquant.documents.yaml_document import from_data
 from flexquant.errors import FlexQuantError
 from flexquant.planning.device import Device, builtin_devices, load_device
-from flexquant.planning.model_shape import Linear, read_model_shape
+from flexquant.planning.linears import Linear
+from flexquant.planning.model_shape import read_model_shape
 from flexquant.planning.roofline import CostParts, linear_cost, pass_cost, quantisation_cost
 from flexquant.policy.pass_times import MeasuredSection, measured_pass_times
 from flexquant.policy.rules import load_policy

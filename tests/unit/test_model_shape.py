@@ -15,8 +15,10 @@ import pytest
 from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from flexquant.planning.device import Device
-from flexquant.planning.model_shape import Linear, LinearReader, read_model_shape
+from flexquant.planning.device import MARLIN, Device, load_device
+from flexquant.planning.linears import Linear, LinearReader
+from flexquant.planning.model_shape import read_model_shape
+from flexquant.planning.roofline import linear_cost
 from flexquant.policy.rules import load_policy
 from tests.checkpoints import make_checkpoint
 from tests.prediction import predict_pass_times, run_predict
@@ -73,6 +75,19 @@ def test_int8_computed_from_int4_is_no_second_copy(merged: Path) -> None:
         assert model.bytes_of(variants) == plain.bytes_of(["w4a16"]) + 512 * 128
     half = read_model_shape(merged, 2, ONE_COPY)
     assert half.own_bytes["w8a8-from-int4"] == 512 * 128 / 2
+
+
+def test_marlin_runs_what_one_copy_reads_and_experts(merged: Path) -> None:
+    """vLLM prefers Machete on Hopper, which packs weights in another way and has no kernel for experts."""
+    plain, model = read_model_shape(merged), read_model_shape(merged, derived={**ONE_COPY, **W4A8})
+    marlin = {replace(linear, scheme=MARLIN): n for linear, n in plain.linears["w4a16"].items()}
+    assert model.linears["w4a16"] == marlin
+    assert model.linears["w4a8"] == read_model_shape(merged, derived=W4A8).linears["w4a8"]
+    assert load_device("h100").kernel(MARLIN) != load_device("h100").kernel("w4a16")
+    assert load_device("l20").kernel(MARLIN) == load_device("l20").kernel("w4a16")
+    expert = Linear(64, 16, 600, "w4a16", experts=4, active_experts=2)
+    in_marlin = replace(expert, scheme=MARLIN)
+    assert linear_cost(expert, 512, load_device("h100")) == linear_cost(in_marlin, 512, load_device("h100"))
 
 
 def test_experts_of_one_copy_stay_in_int4() -> None:

@@ -35,8 +35,8 @@ PREDICTING = (
         "own-kernel-ignored",
         "A device's own kernel for 8-bit weights is ignored.",
         "flexquant/planning/device.py",
-        'if scheme == "w8a16" and scheme not in self.kernels:',
-        'if scheme == "w8a16":',
+        "if scheme in LIKE_W4A16 and scheme not in self.kernels:",
+        "if scheme in LIKE_W4A16:",
         ("tests/unit/test_devices.py::test_8_bit_weights_take_their_own_kernel_or_that_of_w4a16",),
     ),
     Fault(
