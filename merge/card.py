@@ -12,6 +12,7 @@ import yaml
 from flexquant.checkpoint.contents import CheckpointReport, describe_kv, describe_mixing
 from flexquant.checkpoint.folder import confined_file
 from flexquant.checkpoint.layer_ranges import format_bytes
+from flexquant.checkpoint.measured_loss import loss_table, read_losses, too_much
 from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.provenance import PROVENANCE_FILE, folder_label
@@ -52,7 +53,7 @@ Layers of different variants in one plan: {mixing}. KV cache: {kv}.
 ## How the variants were made
 
 {origins}
-
+{losses}
 ## Provenance
 
 Merged by FlexQuant {version} from {sources}. `{provenance}` has the SHA-256 of every tensor, which
@@ -91,6 +92,7 @@ def make_card(
         mixing=describe_mixing(report),
         kv=describe_kv(report.kv_compatibility),
         origins=describe_origins(list(report.variants), files),
+        losses=describe_losses(list(report.variants), files),
         version=provenance["versions"]["flexquant"],
         sources=", ".join(merged_from),
         provenance=PROVENANCE_FILE,
@@ -139,6 +141,18 @@ def _base_models(source: Source, card: JsonObject) -> list[str]:
 def describe_origins(variants: Sequence[str], files: Mapping[str, Path]) -> str:
     """Return a Markdown list with an item per variant; ``files`` maps sidecar names to their paths."""
     return "\n".join(_describe(name, files.get(recipe_name(name))) for name in variants)
+
+
+def describe_losses(variants: Sequence[str], files: Mapping[str, Path]) -> str:
+    """Return a section on what quantising lost; empty if no recipe among ``files`` records it."""
+    recipes = {name: files[recipe_name(name)] for name in variants if recipe_name(name) in files}
+    if not (losses := read_losses(recipes)):
+        return ""
+    header, *rows = loss_table(losses)
+    lines = [header, ["---"] * len(header), *rows]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    said = "".join(f"\n{line}.\n" for line in too_much(losses))
+    return f"\nLost against the 16-bit model, on texts that no variant was calibrated on:\n\n{table}\n{said}"
 
 
 def _describe(variant: str, path: Path | None) -> str:

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> JsonObject:
             verbose=args.verbose,
             **calibration_options(args),
         )
-    print_variants(built.variants)
+    print_variants(built.variants, args.max_loss)
     print(f"{args.output}: {format_checkpoint_report(built.report)}")
     return {
         "output": args.output,

@@ -31,8 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.checkpoint.contents import bytes_in_use, report_checkpoint
     from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
+    from flexquant.checkpoint.measured_loss import loss_lines, read_losses
     from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
     from flexquant.checkpoint.model_config import count_layers
+    from flexquant.checkpoint.sidecars import recipe_name
     from flexquant.errors import FlexQuantError
     from flexquant.policy.choose import choose_policy
     from flexquant.policy.routes import build_route_table
@@ -53,7 +55,11 @@ def run(args: argparse.Namespace) -> JsonObject:
     except FlexQuantError as e:
         said = f"unknown, since the policy cannot be served: {e}"
     print(f"{args.folder}: {format_checkpoint_report(report)}\nloaded under the default policy: {said}")
-    return {**report.to_json(), "loaded": loaded}
+    losses = read_losses({name: checkpoint.folder / recipe_name(name) for name in report.variants})
+    for line in loss_lines(losses):
+        print(line)
+    of_variants = {name: {k: v.model_dump() for k, v in kinds.items()} for name, kinds in losses.items()}
+    return {**report.to_json(), "loaded": loaded, "losses": of_variants}
 
 
 def format_checkpoint_report(report: CheckpointReport) -> str:

@@ -21,10 +21,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.measured_loss import MAX_LOSS, loss_lines
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import add_options
 from flexquant.cli._stages import Stages
@@ -61,10 +62,13 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
         "--samples N": "calibration samples (default: the recipe's)",
         "--length N": "tokens in a sample (default: the recipe's)",
         "--seed N": "seed of the samples (default: the recipe's)",
+        "--max-loss PERCENT": "growth of the perplexity (or 100 times the KL divergence), on any kind of "
+        f"text, above which a variant is said to lose too much (default: {100 * MAX_LOSS:g})",
         "--verbose": "also show the progress bars, logs and warnings of llmcompressor",
     }
     number = {"type": int}
-    add_options(parser.add_argument, options, samples=number, length=number, seed=number)
+    bound = {"type": float, "default": 100 * MAX_LOSS}
+    add_options(parser.add_argument, options, samples=number, length=number, seed=number, max_loss=bound)
     parser.set_defaults(recipe=DEFAULT_RECIPE)
 
 
@@ -93,12 +97,15 @@ def run(args: argparse.Namespace) -> JsonObject:
             verbose=args.verbose,
             **calibration_options(args),
         )
-    print_variants(variants)
+    print_variants(variants, args.max_loss)
     return {"output": args.output, "variants": {v.name: v.to_json() for v in variants}}
 
 
-def print_variants(variants: Iterable[QuantizedVariant]) -> None:
-    """Print one line per variant, and one more for each search that its recipe made."""
+def print_variants(variants: Sequence[QuantizedVariant], max_loss: float) -> None:
+    """Print a line for each variant and each search that its recipe made, and what all variants lost.
+
+    A loss above ``max_loss`` percent is said to be too much.
+    """
     from flexquant.checkpoint.layer_ranges import format_bytes
 
     for v in variants:
@@ -112,6 +119,8 @@ def print_variants(variants: Iterable[QuantizedVariant]) -> None:
             )
         if v.spared:
             print(f"{v.name}: spared as sensitive: {', '.join(v.spared)}")
+    for line in loss_lines({v.name: v.losses for v in variants if v.losses}, max_loss / 100):
+        print(line)
 
 
 def only_summary_on_stdout() -> AbstractContextManager[object]:

@@ -126,6 +126,13 @@ def as_text(
         raise FlexQuantError(f"the model's chat template refuses messages of {name} ({e})") from e
 
 
+def plain_text(document: TextOrMessages) -> str:
+    """Return a document's text; in a conversation the speakers are named, as without a chat template."""
+    if isinstance(document, str):
+        return document
+    return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in document)
+
+
 def _python_reference() -> list[str]:
     from pydoc_data.topics import topics
 

@@ -32,6 +32,7 @@ from flexquant.checkpoint.sidecars import COPIED, GENERATION_CONFIG, find_files
 from flexquant.checkpoint.writer import Progress, copy_file
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import decoder_layers
+from flexquant.quantization.source_model import SourceModel
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 FEWER_TOKENS = "lower --samples or --length"
@@ -51,6 +52,16 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         linearize_moe(model)
         set_save_conversion_mapping(model, _names_of_experts(loading or []))
     return model
+
+
+def load_whole(source: SourceModel) -> PreTrainedModel:
+    """Return the model to compute with as it is: on GPUs, in 16 bit, or in float32 on a CPU."""
+    on_gpu = torch.cuda.is_available()
+    return AutoModelForCausalLM.from_pretrained(
+        source.folder,
+        dtype=source.dtype if on_gpu else torch.float32,
+        device_map="auto" if on_gpu else None,
+    )
 
 
 def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransform]:
@@ -121,16 +132,27 @@ def run_modifiers(
         raise
 
 
+def round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give the model the values that :func:`save_model` will write, in the dtype that it computes in."""
+    for parameter in _rounded_parameters(model):
+        parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+
+
+def _rounded_parameters(model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
+    """Yield scales and unquantised parameters; quantised weights are divided by their scales on saving."""
+    quantized = {id(m.weight) for m in model.modules() if hasattr(m, "quantization_scheme")}
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and id(parameter) not in quantized:
+            yield parameter
+
+
 def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder: Path) -> None:
     """Write the compressed model in the source's ``dtype``, with the files beside the source's weights.
 
     Generation settings are kept unchanged, even those that transformers would refuse to save.
     """
-    quantized = {id(m.weight) for m in model.modules() if hasattr(m, "quantization_scheme")}
-    # Round scales and unquantised parameters; quantised weights are divided by their scales on saving.
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and id(parameter) not in quantized:
-            parameter.data = parameter.data.to(dtype)
+    for parameter in _rounded_parameters(model):
+        parameter.data = parameter.data.to(dtype)
     settings = model.generation_config
     model.generation_config = GenerationConfig()
     with _errors_of_the_system(folder):

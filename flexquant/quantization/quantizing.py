@@ -36,7 +36,6 @@ from flexquant.quantization.report import (
     read_report,
     resolved_document,
     rows_sha256,
-    smoothing_report,
     variant_inputs,
     write_report,
 )
@@ -44,13 +43,14 @@ from flexquant.quantization.resolve import ResolvedVariant, resolve_variant, wit
 from flexquant.quantization.source_model import SourceModel, find_folder, read_source
 
 if TYPE_CHECKING:
-    from llmcompressor.modifiers import Modifier
     from transformers import PreTrainedTokenizerBase
+
+    from flexquant.quantization.loss import Reference
 
 ProgressLine = Callable[[str], None]
 
-STAGES_BEFORE_VARIANTS = 2
-"""Stages of :func:`quantize_variants` before those of the variants: model and calibration text."""
+STAGES_BEFORE_VARIANTS = 3
+"""Stages of :func:`quantize_variants` before the variants: model, calibration text, texts to measure with."""
 LEAST_BITS = 4
 """Least bits that a parameter takes in a variant, whatever the recipe."""
 
@@ -147,13 +147,14 @@ class _Run:
         jobs = self._jobs(resolved, source, tokenizer)
         kept = self._find_finished(jobs) if self.resume else [False] * len(jobs)
         check_free_space(self.output, kept.count(False) * source.parameters * LEAST_BITS // 8)
+        reference = self._reference(source, tokenizer, needed=not all(kept))
         results = []
         for job, finished in zip(jobs, kept, strict=True):
             started = time.monotonic()
             unit = " layers" if job.variant.recipe.scale_distillation is None else ""
             with self.stage(_title(job, finished), unit=unit) as show:
-                if not finished:
-                    self._quantize(job, source, tokenizer, show)
+                if reference is not None and not finished:
+                    self._quantize(job, source, tokenizer, reference, show)
             seconds = 0.0 if finished else time.monotonic() - started
             results.append(read_quantized(job.variant, job.folder, finished, seconds))
         return results
@@ -189,6 +190,25 @@ class _Run:
             jobs.append(_Job(variant, self.output / name, made_from, used))
         return jobs
 
+    def _reference(
+        self, source: SourceModel, tokenizer: PreTrainedTokenizerBase, *, needed: bool
+    ) -> Reference | None:
+        """Return the 16-bit model's answers to the texts with which variants are measured; None: none are."""
+        from flexquant.quantization.loss import read_reference
+        from flexquant.quantization.oneshot import explained_memory
+
+        if not needed:
+            with self.stage("all variants are finished"):
+                return None
+        with (
+            self.stage("the 16-bit model reads texts to measure the variants with"),
+            explained_memory("reading texts with the 16-bit model", "free memory"),
+        ):
+            reference = read_reference(source, tokenizer)
+        for kind in reference.rows.keys() - reference.answers.keys():
+            self.progress(f"what variants lose on {kind} is not measured: the 16-bit model itself gives NaN")
+        return reference
+
     def _find_finished(self, jobs: Sequence[_Job]) -> list[bool]:
         """Return for each variant whether its folder holds what this run would write; every file is read.
 
@@ -212,34 +232,28 @@ class _Run:
         return finished
 
     def _quantize(
-        self, job: _Job, source: SourceModel, tokenizer: PreTrainedTokenizerBase, show: Progress | None
+        self,
+        job: _Job,
+        source: SourceModel,
+        tokenizer: PreTrainedTokenizerBase,
+        reference: Reference,
+        show: Progress | None,
     ) -> None:
-        import torch
+        from flexquant.quantization.in_memory import quantize_in_memory
+        from flexquant.quantization.loss import measure_loss
+        from flexquant.quantization.oneshot import explained_memory, round_parameters, save_model
 
-        from flexquant.quantization.distillation import distill_scales
-        from flexquant.quantization.oneshot import explained_memory, load_model, run_modifiers, save_model
-
-        name = job.variant.recipe.name
-        rows = [torch.tensor(row) for row in job.rows or ()]
-        with explained_memory(f"quantising '{name}'"):
-            quantized = load_model(source.folder, source.dtype)
-            modifiers, _ = build_modifiers(job.variant, rows, sum(map(len, rows)))
-            run_modifiers(quantized, tokenizer, modifiers, rows, self.settings.seed, show)
-            findings, strengths, spared = _findings(modifiers)
-            findings["distillation"] = None
-            if (distillation := job.variant.recipe.scale_distillation) is not None:
-                with explained_memory(f"training the scales of '{name}'", "remove scale_distillation"):
-                    teacher = load_model(source.folder, source.dtype)
-                    epochs, seed = distillation.epochs, self.settings.seed
-                    by_epoch = distill_scales(quantized, teacher, rows, epochs, seed, show)
-                    del teacher
-                findings["distillation"] = {"kl_by_epoch": by_epoch}
+        with explained_memory(f"quantising '{job.variant.recipe.name}'"):
+            made = quantize_in_memory(job.variant, source, tokenizer, job.rows, self.settings.seed, show)
+            round_parameters(made.model, source.dtype)
+            losses = measure_loss(made.model, reference)
             with staged_folder(job.folder, overwrite=self.overwrite) as stage:
-                save_model(quantized, source.dtype, source.folder, stage)
-                del quantized
-                resolved = with_findings(job.variant, strengths, spared)
+                save_model(made.model, source.dtype, source.folder, stage)
+                resolved = with_findings(job.variant, made.strengths, made.spared)
+                findings = made.findings
+                del made
                 description = self.recipe.description
-                document = resolved_document(resolved, description, self.settings, source, job.rows)
+                document = resolved_document(resolved, description, self.settings, source, job.rows, losses)
                 (stage / RECIPE).write_text(document, encoding="utf-8")
                 write_report(stage, {**_facts(job, self.settings), **findings})
 
@@ -276,22 +290,3 @@ def _facts(job: _Job, settings: Calibration) -> JsonObject:
         "quantized_linears": len(job.variant.linears),
         "notes": list(job.variant.notes),
     }
-
-
-def _findings(
-    modifiers: Sequence[Modifier],
-) -> tuple[JsonObject, Mapping[str, float | None], Sequence[str]]:
-    """Return the findings for the report, the strengths of smoothing, and the spared linears."""
-    from flexquant.quantization.sensitivity import SpareSensitiveLayers
-    from flexquant.quantization.smoothing import REFERENCE, SearchedSmoothQuant
-
-    findings: JsonObject = {"smoothing": None, "sensitivities": None}
-    strengths: Mapping[str, float | None] = {}
-    spared: Sequence[str] = []
-    for modifier in modifiers:
-        if isinstance(modifier, SearchedSmoothQuant):
-            strengths = modifier.chosen
-            findings["smoothing"] = smoothing_report(strengths, modifier.errors, modifier.power, REFERENCE)
-        if isinstance(modifier, SpareSensitiveLayers):
-            findings["sensitivities"], spared = modifier.found, modifier.spared
-    return findings, strengths, spared

@@ -136,6 +136,8 @@ class RecipeSection(Section):
     policy: Annotated[Text | None, says("give text, in quotes if need be")] = None
     calibration: Calibration = Calibration()
     made_with: object = None
+    measured: object = None
+    """What each variant lost, by ``flexquant.checkpoint.measured_loss``; nothing is made by it."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import flexquant
 from flexquant.checkpoint.folder import read_json
+from flexquant.checkpoint.measured_loss import KEY, Losses, read_losses
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.sidecars import RECIPE
 from flexquant.checkpoint.writer import MAX_THREADS
 from flexquant.documents.digest import different_keys, digest_of, hash_file, versions_of
 from flexquant.documents.texts import SELF
@@ -78,8 +80,9 @@ def resolved_document(
     calibration: Calibration,
     source: SourceModel,
     rows: Sequence[Sequence[int]] | None,
+    losses: Losses,
 ) -> str:
-    """Return the text of ``recipe.yaml``: the variant's recipe with all choices made, and its inputs."""
+    """Return the text of ``recipe.yaml``: the recipe with all choices made, its inputs, and what it lost."""
     document: JsonObject = {"schema": SCHEMA, "description": description}
     made_with = {**versions(), "model": source.label, "weights_sha256": source.weights_sha256}
     if rows is not None:
@@ -87,6 +90,7 @@ def resolved_document(
         made_with["calibration_rows_sha256"] = rows_sha256(rows)
     document["variants"] = {recipe.name: recipe.to_json()}
     document["made_with"] = made_with
+    document[KEY] = {kind: loss.model_dump() for kind, loss in losses.items()}
     return to_yaml(document)
 
 
@@ -201,9 +205,12 @@ class QuantizedVariant:
     """Summed output MSE of all mappings with one alpha of 0.5, divided by that with the chosen alphas."""
     spared: list[str]
     """Units kept in another scheme or in 16 bit because they are sensitive."""
+    losses: Losses
+    """What the variant lost against the 16-bit model; empty if an older release made it."""
 
     def to_json(self) -> JsonObject:
-        return asdict(self)
+        losses = {kind: loss.model_dump() for kind, loss in self.losses.items()}
+        return {**asdict(self), "losses": losses}
 
 
 def read_quantized(variant: ResolvedVariant, folder: Path, kept: bool, seconds: float) -> QuantizedVariant:
@@ -221,6 +228,7 @@ def read_quantized(variant: ResolvedVariant, folder: Path, kept: bool, seconds: 
         smoothed=sum(m["chosen"] is not None for m in smoothing.get("mappings", {}).values()),
         mse_gain=next((ratio for way, ratio in gain.items() if way.startswith("all_")), None),
         spared=[unit for unit, found in sensitivities.items() if found["spared"]],
+        losses=read_losses({variant.recipe.name: folder / RECIPE}).get(variant.recipe.name, {}),
     )
 
 

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.documents.corpus import LANGUAGES
 from flexquant.documents.texts import start_of_row
 
 KNOWN = 1.6
@@ -37,6 +38,8 @@ VOCABULARY_TRIES = 100
 class Language:
     """A language that a model may know."""
 
+    code: str
+    """By ISO 639-1, e.g. ``de``."""
     sentence: str
     requests: tuple[str, ...]
     """Questions of users; ``{}`` stands for one of TOPICS."""
@@ -49,7 +52,7 @@ _DATA: JsonObject = yaml.safe_load(
 )
 TOPICS: tuple[str, ...] = tuple(_DATA["topics"])
 ENGLISH, *OTHERS = (
-    Language(entry["sentence"], tuple(entry["requests"]), tuple(entry["openings"]))
+    Language(entry["code"], entry["sentence"], tuple(entry["requests"]), tuple(entry["openings"]))
     for entry in _DATA["languages"]
 )
 
@@ -150,6 +153,12 @@ def known_languages(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         nats[language] = -float(logits.gather(1, row[0, 1:, None].to(logits.device)).sum())
     least = min(nats.values())
     return (ENGLISH, *(language for language in OTHERS if nats[language] <= KNOWN * least))
+
+
+def is_known(kind: str, languages: Sequence[Language]) -> bool:
+    """Return whether a kind of ``flexquant.documents.corpus`` is in English or in one of the languages."""
+    code = kind.removeprefix(LANGUAGES)
+    return code == kind or any(code == language.code for language in languages)
 
 
 def vocabulary_word(tokenizer: PreTrainedTokenizerBase, draw: Random) -> str:

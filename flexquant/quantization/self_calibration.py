@@ -4,9 +4,11 @@
 
 The model's own text resembles what it will compute on, in its languages and its chat template. Half of its
 documents are answers to requests, if it has a template; the others continue from first words, every second of
-them from a word of the tokenizer's vocabulary. Each document is sampled at one of several temperatures. The
-other half of the text is Python's documentation: both together did better on unseen text than either alone
-(flexquant/quantization/README.md). The text is kept in one JSONL file, which a later run reuses.
+them from a word of the tokenizer's vocabulary. Each document is sampled at one of several temperatures, and
+left out if it repeats itself: the more often a model does so, the less of the text is its own. The rest, half
+of it or more, is real text of many kinds, about as much of each: those of ``flexquant.documents.corpus`` in
+English and the languages that the model knows, and Python's documentation. The text is kept in one JSONL
+file, which a later run reuses.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
@@ -28,13 +30,12 @@ from flexquant.documents.digest import different_keys, digest_of
 from flexquant.documents.texts import (
     TextOrMessages,
     as_text,
-    document_tokens,
-    read_documents,
     start_of_row,
     tokens_needed,
 )
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.oneshot import explained_memory, watched_layers
+from flexquant.quantization.oneshot import explained_memory, load_whole, watched_layers
+from flexquant.quantization.real_text import count_tokens, real_text, record_tokens
 from flexquant.quantization.recipe import Calibration
 from flexquant.quantization.report import versions
 from flexquant.quantization.sampling import (
@@ -53,8 +54,10 @@ FILE = "calibration.jsonl"
 TEMPERATURES = (0.6, 0.8, 1.0)
 BATCH = 32
 """Documents that are written in one batch."""
-PASSAGE = 1000
-"""Characters after which a passage of Python's documentation ends at the end of a paragraph."""
+RUN = 4
+"""Tokens in the runs by which :func:`repeats` judges."""
+DISTINCT = 0.6
+"""Least share of distinct runs in a document that does not repeat itself."""
 MOST_DOCUMENTS = 16
 """Largest number of documents, as a multiple of the number that would do if all had full length."""
 
@@ -113,19 +116,14 @@ def write_calibration(
 ) -> None:
     """Have the 16-bit model write ``file``, in the JSONL of ``flexquant.documents.texts.read_documents``.
 
-    The text is enough for ``settings.samples`` rows of ``settings.length`` tokens; half of it is Python's
-    documentation, as far as that reaches. Equal arguments give equal text on one machine with one number of
+    The text is enough for ``settings.samples`` rows of ``settings.length`` tokens; about half of it is
+    real text. Equal arguments give equal text on one machine with one number of
     threads. ``progress`` is called with (tokens written, tokens to write). The file appears when it is
     complete. Raises FlexQuantError for a model that writes next to nothing, or whose activations are not
     finite.
     """
     with explained_memory("writing the calibration text"):
-        on_gpu = torch.cuda.is_available()
-        model = AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            dtype=source.dtype if on_gpu else torch.float32,
-            device_map="auto" if on_gpu else None,
-        )
+        model = load_whole(source)
         with watched_layers(model, None):
             records = _write_documents(model, tokenizer, source, settings, progress)
     header = {**made_with(source, settings), "text_sha256": digest_of(records)}
@@ -144,10 +142,11 @@ def _write_documents(
     progress: Progress | None,
 ) -> list[JsonObject]:
     needed = tokens_needed(tokenizer, samples=settings.samples, length=settings.length)
-    documentation = _documentation(tokenizer, needed // 2, settings.seed)
-    to_write = needed - sum(len(document_tokens(text, tokenizer, NAME)) for text in documentation)
     languages = known_languages(model, tokenizer)
+    real = real_text(tokenizer, languages, needed // 2, settings.seed)
+    to_write = max(needed // 2, needed - count_tokens(real, tokenizer))
     records: list[JsonObject] = []
+    repeating: list[JsonObject] = []
     tokens = asked = 0
     most = MOST_DOCUMENTS * math.ceil(to_write / settings.length)
     while tokens < to_write:
@@ -155,41 +154,28 @@ def _write_documents(
             found = f"only {tokens:,} tokens" if tokens else "nothing but its end token"
             raise FlexQuantError(
                 f"{source.folder} wrote {found} in {asked} documents, and {settings.samples} samples of "
-                f"{settings.length} tokens need {to_write:,} beside Python's documentation; {OTHERWISE}"
+                f"{settings.length} tokens need {to_write:,} beside real text; {OTHERWISE}"
             )
         size = min(BATCH, math.ceil((to_write - tokens) / settings.length) + 1)
         torch.manual_seed(Random(f"{settings.seed}, {asked}").getrandbits(63))
         for record in _write_batch(model, tokenizer, languages, range(asked, asked + size), settings):
-            records.append(record)
-            tokens += len(document_tokens(record.get("messages") or record["text"], tokenizer, NAME))
+            ids = record_tokens(record, tokenizer)
+            tokens += len(ids)
+            (repeating if repeats(ids) else records).append(record)
         asked += size
         if progress is not None:
             progress(min(tokens, to_write), to_write)
-    return [*records, *({"text": text} for text in documentation)]
+    missing = needed - count_tokens(records, tokenizer)
+    real = real_text(tokenizer, languages, missing, settings.seed)
+    if count_tokens(real, tokenizer) < missing:
+        records += repeating
+    return [*records, *real]
 
 
-def _documentation(tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int) -> list[str]:
-    """Return random passages of Python's documentation with at most ``tokens`` tokens together."""
-    passages = [passage for page in read_documents(None) for passage in _passages(str(page))]
-    Random(f"{seed}, documentation").shuffle(passages)
-    taken = []
-    for passage in passages:
-        tokens -= len(document_tokens(passage, tokenizer, NAME))
-        if tokens < 0:
-            break
-        taken.append(passage)
-    return taken
-
-
-def _passages(page: str) -> list[str]:
-    """Join a page's paragraphs into passages about as long as the model's documents."""
-    passages: list[str] = []
-    for paragraph in page.split("\n\n"):
-        if passages and len(passages[-1]) < PASSAGE:
-            passages[-1] += f"\n\n{paragraph}"
-        else:
-            passages.append(paragraph)
-    return passages
+def repeats(ids: Sequence[int]) -> bool:
+    """Return whether a document of token ids repeats itself, as small models do when they write."""
+    runs = [tuple(ids[i : i + RUN]) for i in range(len(ids) - RUN + 1)]
+    return len(set(runs)) < DISTINCT * len(runs)
 
 
 def _write_batch(

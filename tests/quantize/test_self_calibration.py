@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -17,6 +18,8 @@ import yaml
 from transformers import AutoTokenizer
 
 from flexquant import cli
+from flexquant.documents.corpus import read_corpus
+from flexquant.documents.texts import plain_text
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.recipe import load_recipe
 from tests.checkpoints import StateDict, make_checkpoint
@@ -88,16 +91,38 @@ def test_half_of_it_is_conversations_where_there_is_a_chat_template(chatting: Pa
     assert len({record["temperature"] for record in found}) > 1
 
 
-def test_half_of_the_text_is_of_pythons_documentation(small: Path, tmp_path: Path) -> None:
-    found = write(small, tmp_path / "variants", samples=16, length=256)
+def test_half_of_the_text_is_real_and_of_many_kinds(small: Path, tmp_path: Path) -> None:
+    found = write(small, tmp_path / "variants", samples=64, length=256)
     by_model, others = written(found), found[len(written(found)) :]
     assert found[: len(by_model)] == by_model
-    assert others and all(any(record["text"] in page for page in topics.values()) for record in others)
     tokenizer = AutoTokenizer.from_pretrained(small)
-    ours, theirs = (
-        sum(len(tokenizer(record["text"])["input_ids"]) for record in part) for part in (by_model, others)
-    )
-    assert 0 < theirs <= 16 * 256 // 2 <= ours
+    sizes: Counter[str] = Counter()
+    for record in others:
+        sizes[record["kind"].partition("/")[0]] += len(tokenizer(record["text"])["input_ids"])
+    assert {"prose", "code", "conversation", "languages", "reference"} <= sizes.keys()
+    assert max(sizes.values()) <= 3 * min(sizes.values())
+    assert 64 * 256 / 2 <= sum(sizes.values()) < 64 * 256 * 0.75
+    held_out = {
+        plain_text(document) for documents in read_corpus(held_out=True).values() for document in documents
+    }
+    assert not held_out & {record["text"] for record in others}
+    passages = [record["text"] for record in others if record["kind"] == "reference"]
+    assert all(any(passage in page for page in topics.values()) for passage in passages)
+
+
+def test_what_repeats_itself_gives_way_to_real_text(small: Path, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=says_one_thing)
+    found = write(model, tmp_path / "variants", samples=8, length=128)
+    assert not written(found)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert sum(len(tokenizer(record["text"])["input_ids"]) for record in found) >= 8 * 128
+
+
+def says_one_thing(state: StateDict) -> StateDict:
+    """Make one token far likelier than all others, everywhere."""
+    state = ends_with(0)(state)
+    state["lm_head.weight"][100, 0] = 100
+    return state
 
 
 def test_without_a_chat_template_all_of_it_is_plain_text(small: Path, finished: Path) -> None:
@@ -219,7 +244,7 @@ def ends_with(weight: float) -> Callable[[StateDict], StateDict]:
 )
 def test_a_model_that_writes_next_to_nothing_is_refused(tmp_path: Path, weight: float, found: str) -> None:
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=ends_with(weight))
-    with pytest.raises(FlexQuantError, match=rf"model wrote {found}, .* need 256 beside .*--cal"):
+    with pytest.raises(FlexQuantError, match=rf"model wrote {found}, .* need 128 beside .*--cal"):
         write(model, tmp_path / "variants")
     assert not (tmp_path / "variants").exists()
 
@@ -235,7 +260,7 @@ def test_on_the_command_line(small: Path, tmp_path: Path, capsys: pytest.Capture
     output = tmp_path / "variants"
     command = ["quantize", str(small), "--output", str(output), "--calibration", "self", "--samples", "2"]
     assert cli.main([*command, "--length", "32", "--variants", "w4a16"]) == 0
-    assert f"[2/3] the model writes its calibration text, {output / 'calibration.jsonl'} ..." in (
+    assert f"[2/4] the model writes its calibration text, {output / 'calibration.jsonl'} ..." in (
         capsys.readouterr().err
     )
     assert records(output)

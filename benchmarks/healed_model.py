@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Turn a trained Llama into a trained model of another architecture, on which no recipe was tuned.
+
+    python -m benchmarks.healed_model .work/SmolLM2-135M-Instruct --texts .work/texts --output .work/healed
+
+The result is a Qwen3 with norms of Q and K, sliding windows in three of four layers, two of three layers of
+the original, and no chat template. What that broke is healed by training on text: the files of --texts and
+Python's manual. Its weights have the outliers of a model that was trained for long, which a small model that
+is trained from nothing lacks, so rounding to four bits hurts it. Runs in the quantising environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from random import Random
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    get_cosine_schedule_with_warmup,
+)
+
+from benchmarks.small_model import manual
+from flexquant.documents.texts import read_documents
+
+LENGTH, ROWS = 256, 4
+WINDOW = 64
+SAMPLE = "The lighthouse keeper wrote down the wind, the hour and the ships that had passed since noon."
+
+
+def kept_layers(count: int) -> list[int]:
+    """Return the layers that stay: the first, the last, and two of three between."""
+    return [i for i in range(count) if i % 3 != 1 or i in (0, count - 1)]
+
+
+@torch.inference_mode()
+def heads_size(model: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return for each projection to Q and K, by name, the root mean square of its outputs on ``ids``."""
+    found: dict[str, torch.Tensor] = {}
+    handles = [
+        module.register_forward_hook(
+            lambda _, __, out, name=name: found.update({name: out.float().square().mean().sqrt()})
+        )
+        for name, module in model.named_modules()
+        if name.endswith(("q_proj", "k_proj"))
+    ]
+    model(ids)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def convert(model: LlamaForCausalLM, sizes: dict[str, torch.Tensor]) -> Qwen3ForCausalLM:
+    """Return a Qwen3 with the kept layers' weights; the norms of Q and K have the ``sizes`` as weights."""
+    old = model.config
+    layers = kept_layers(old.num_hidden_layers)
+    head = old.hidden_size // old.num_attention_heads
+    config = Qwen3Config(
+        vocab_size=old.vocab_size,
+        hidden_size=old.hidden_size,
+        intermediate_size=old.intermediate_size,
+        num_hidden_layers=len(layers),
+        num_attention_heads=old.num_attention_heads,
+        num_key_value_heads=old.num_key_value_heads,
+        head_dim=head,
+        rms_norm_eps=old.rms_norm_eps,
+        rope_parameters=old.rope_parameters,
+        max_position_embeddings=old.max_position_embeddings,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(len(layers))],
+        bos_token_id=old.bos_token_id,
+        eos_token_id=old.eos_token_id,
+    )
+    new = Qwen3ForCausalLM(config)
+    weights = model.state_dict()
+    state = {name: tensor for name, tensor in weights.items() if ".layers." not in name}
+    for number, layer in enumerate(layers):
+        of_layer, place = f"model.layers.{layer}.", f"model.layers.{number}."
+        for name, tensor in weights.items():
+            if name.startswith(of_layer):
+                state[place + name.removeprefix(of_layer)] = tensor
+        for norm in ("q", "k"):
+            size = sizes[f"{of_layer}self_attn.{norm}_proj"]
+            state[f"{place}self_attn.{norm}_norm.weight"] = size.expand(head).clone()
+    new.load_state_dict(state)
+    return new
+
+
+def heal(model: Qwen3ForCausalLM, ids: torch.Tensor, steps: int) -> None:
+    """Train all weights on rows that are drawn from ``ids`` [tokens]."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, 20, steps)
+    for step in range(steps):
+        starts = torch.randint(len(ids) - LENGTH, (ROWS,))
+        rows = torch.stack([ids[start : start + LENGTH] for start in starts])
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % 20 == 0 or step == steps - 1:
+            print(f"step {step} of {steps}: {loss.item():.3f} nats a token", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="folder of a Llama, its head tied to the embedding")
+    parser.add_argument("--texts", type=Path, required=True, help="file or folder of text")
+    parser.add_argument("--steps", type=int, default=500, help=f"of {ROWS} x {LENGTH} tokens (%(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    llama = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = convert(llama, heads_size(llama, tokenizer(SAMPLE, return_tensors="pt")["input_ids"]))
+    del llama
+    texts = [*manual(), *(str(document) for document in read_documents(args.texts))]
+    Random(0).shuffle(texts)
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([token for text in encoded for token in (*text, tokenizer.eos_token_id)])
+    print(f"{model.num_parameters():,} parameters, {len(ids):,} tokens of text", flush=True)
+    heal(model, ids, args.steps)
+    model.to(torch.bfloat16).save_pretrained(args.output)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What a variant lost when it was quantised, as its recipe records it: read, shown, held against a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from flexquant.documents.tables import table_lines
+from flexquant.documents.yaml_document import from_yaml
+from flexquant.errors import FlexQuantError
+
+MAX_LOSS = 0.10
+"""Growth of the perplexity, or KL divergence in nats, beyond which a variant lost too much of a kind of text.
+
+Both are alike: the KL divergence is by how much the log-perplexity of what the 16-bit model writes grows.
+"""
+KEY = "measured"
+"""The key of a recipe under which a variant's losses are, by kind of text."""
+HELP = (
+    "calibrate on text like your users' (--calibration FILE), or take smaller groups or more bits for the "
+    "most sensitive linears in a recipe (group_size, sensitive_layers)"
+)
+
+
+class Loss(BaseModel):
+    """What a variant lost on one kind of text; errors are standard errors over the documents.
+
+    None stands for what is not finite, and for an error of a single document.
+    """
+
+    documents: int
+    kl: float | None
+    """Mean KL divergence to the 16-bit model, in nats a token."""
+    kl_error: float | None
+    perplexity: float | None
+    """By what share the perplexity is above the 16-bit model's."""
+    perplexity_error: float | None
+    same_top: float | None
+    """Share of the tokens after which both find the same token likeliest."""
+
+    def exceeds(self, bound: float) -> bool:
+        return any(value is None or value > bound for value in (self.perplexity, self.kl))
+
+    def growth(self) -> str:
+        """Return e.g. ``+3.1 % ± 0.4``, for the perplexity."""
+        if self.perplexity is None:
+            return "not finite"
+        error = "" if self.perplexity_error is None else f" ± {100 * self.perplexity_error:.1f}"
+        return f"{100 * self.perplexity:+.1f} %{error}"
+
+
+Losses = Mapping[str, Loss]
+"""Kind of text -> what a variant lost on it."""
+
+
+def read_losses(recipes: Mapping[str, Path]) -> dict[str, Losses]:
+    """Return variant -> its losses, of the variants whose recipe records any; ``recipes`` are their files."""
+    found: dict[str, Losses] = {}
+    for variant, path in recipes.items():
+        try:
+            measured = from_yaml(path.read_bytes(), str(path), "recipe", []).data.get(KEY) or {}
+            losses = {kind: Loss.model_validate(loss) for kind, loss in measured.items()}
+        except (FlexQuantError, ValidationError, AttributeError, OSError):
+            continue
+        if losses:
+            found[variant] = losses
+    return found
+
+
+def loss_table(losses: Mapping[str, Losses]) -> list[list[str]]:
+    """Return a table with a row for each kind of text, and three columns for each variant."""
+    columns = [f"{variant}: {what}" for variant in losses for what in ("perplexity", "KL", "same top token")]
+    rows = [["text", *columns]]
+    for kind in dict.fromkeys(kind for of_variant in losses.values() for kind in of_variant):
+        cells = []
+        for of_variant in losses.values():
+            loss = of_variant.get(kind)
+            cells += (
+                ["", "", ""] if loss is None else [loss.growth(), _number(loss.kl), _share(loss.same_top)]
+            )
+        rows.append([kind, *cells])
+    return rows
+
+
+def loss_lines(losses: Mapping[str, Losses], bound: float = MAX_LOSS) -> list[str]:
+    """Return for a terminal the table, and a sentence about each variant that lost more than ``bound``."""
+    if not losses:
+        return []
+    rows = loss_table(losses)
+    return [
+        "lost against the 16-bit model, on texts that no variant was calibrated on:",
+        *table_lines(rows, numbers=range(1, len(rows[0]))),
+        *too_much(losses, bound),
+    ]
+
+
+def too_much(losses: Mapping[str, Losses], bound: float = MAX_LOSS) -> Sequence[str]:
+    """Return a sentence about each variant whose loss is above ``bound`` on any kind of text."""
+    lines = []
+    for variant, of_variant in losses.items():
+        over = [
+            f"{kind} ({loss.growth()}, KL {_number(loss.kl)})"
+            for kind, loss in of_variant.items()
+            if loss.exceeds(bound)
+        ]
+        if over:
+            lines.append(
+                f"{variant} LOSES TOO MUCH: its perplexity is more than {100 * bound:g} % above the 16-bit "
+                f"model's, or its KL divergence above {bound:g}, on {', '.join(over)}; {HELP}"
+            )
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Measure what quantising lost: a variant against the 16-bit model, on texts of many kinds that neither saw.
+
+The texts are those of ``flexquant.documents.corpus`` that are held out: the first tokens of each document.
+The 16-bit model answers once, and its likeliest tokens are kept; the variants are compared with them while
+they are in memory. KL divergences count all tokens beyond the likeliest as one, so they are a little small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from llmcompressor.utils.dev import get_main_device
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from flexquant.checkpoint.measured_loss import Loss
+from flexquant.documents.corpus import Corpus, read_corpus
+from flexquant.documents.texts import document_tokens, plain_text, start_of_row
+from flexquant.quantization.oneshot import load_whole
+from flexquant.quantization.sampling import Language, is_known, known_languages
+from flexquant.quantization.source_model import SourceModel
+
+TOKENS = 128
+"""Tokens of each document; shorter documents are left out."""
+BATCH = 4
+"""Documents in one pass."""
+LIKELIEST = 1024
+DIGITS = 4
+"""Decimals of what is recorded: equal inputs give equal files."""
+
+Rows = Mapping[str, Sequence[list[int]]]
+"""Kind -> rows of TOKENS token ids."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the 16-bit model says after each token but the last of a row."""
+
+    likeliest: torch.Tensor
+    """Token ids, int64 [tokens, LIKELIEST or the vocabulary's size]."""
+    log_probabilities: torch.Tensor
+    """Of the likeliest, and then of all others together, fp32 [tokens, likeliest + 1]."""
+    nll: torch.Tensor
+    """Negative log-likelihood of the token that follows, fp32 [tokens], in nats."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The texts to measure with, and what the 16-bit model says to them."""
+
+    rows: Rows
+    """All rows, also of kinds without answers."""
+    answers: Mapping[str, Sequence[Answers]]
+    """Kind -> the answers to its rows, all of them finite."""
+
+
+def read_reference(source: SourceModel, tokenizer: PreTrainedTokenizerBase) -> Reference:
+    """Have the 16-bit model read all texts that are held out, of the kinds that it knows."""
+    model = load_whole(source)
+    rows = measuring_rows(read_corpus(held_out=True), known_languages(model, tokenizer), tokenizer)
+    return reference_of(model, rows)
+
+
+def reference_of(model: PreTrainedModel, rows: Rows) -> Reference:
+    """Return the 16-bit model's answers to ``rows``, of the kinds to which all are finite."""
+    answers = {kind: [_answers(*said) for said in _said(model, of_kind)] for kind, of_kind in rows.items()}
+    finite = {
+        kind: found for kind, found in answers.items() if all(bool(a.nll.isfinite().all()) for a in found)
+    }
+    return Reference(rows, finite)
+
+
+def measuring_rows(corpus: Corpus, languages: Sequence[Language], tokenizer: PreTrainedTokenizerBase) -> Rows:
+    """Return the rows to measure with: each kind of English text, and the ``languages`` as one kind.
+
+    Without a chat template conversations are measured as plain text.
+    """
+    start = start_of_row(tokenizer)
+    kinds: dict[str, list[list[int]]] = {}
+    for kind, documents in corpus.items():
+        if not is_known(kind, languages):
+            continue
+        for document in documents:
+            readable = document if tokenizer.chat_template else plain_text(document)
+            ids = document_tokens(readable, tokenizer, "the corpus")
+            if len(start) + len(ids) >= TOKENS:
+                kinds.setdefault(kind.partition("/")[0], []).append((start + ids)[:TOKENS])
+    return kinds
+
+
+def measure_loss(model: PreTrainedModel, reference: Reference) -> dict[str, Loss]:
+    """Return what ``model`` lost on each kind of text."""
+    losses = {}
+    for kind, answers in reference.answers.items():
+        pairs = zip(_said(model, reference.rows[kind]), answers, strict=True)
+        losses[kind] = _loss([_compare(*said, was) for said, was in pairs])
+    return losses
+
+
+def _said(model: PreTrainedModel, rows: Sequence[list[int]]) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """Yield for each row the log-probabilities after each token but the last [tokens - 1, vocabulary]."""
+    for first in range(0, len(rows), BATCH):
+        batch = rows[first : first + BATCH]
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor(batch, device=get_main_device()), use_cache=False).logits
+            for row, of_row in zip(batch, logits, strict=True):
+                yield of_row[:-1].float().log_softmax(-1).cpu(), row
+
+
+def _answers(found: torch.Tensor, row: list[int]) -> Answers:
+    top = found.topk(min(LIKELIEST, found.shape[-1]), dim=-1).indices
+    return Answers(top, _lumped(found, top), _nll(found, row))
+
+
+def _lumped(found: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of some tokens, and as a last column of all others together."""
+    chosen = found.gather(-1, likeliest)
+    others = (1 - chosen.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).eps).log()
+    return torch.cat([chosen, others], dim=-1)
+
+
+def _nll(found: torch.Tensor, row: list[int]) -> torch.Tensor:
+    return -found.gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
+
+
+def _compare(found: torch.Tensor, row: list[int], was: Answers) -> tuple[float, float, float]:
+    """Return means over a row: KL divergence, nats above the 16-bit model's, share of same top tokens."""
+    kl = (was.log_probabilities.exp() * (was.log_probabilities - _lumped(found, was.likeliest))).sum(-1)
+    same = found.argmax(-1) == was.likeliest[:, 0]
+    return float(kl.mean()), float((_nll(found, row) - was.nll).mean()), float(same.float().mean())
+
+
+def _loss(documents: Sequence[tuple[float, float, float]]) -> Loss:
+    values = torch.tensor(documents, dtype=torch.float64)
+    kl, more, same = values.mean(0).tolist()
+    kl_error, more_error, _ = (values.var(0, correction=0) / (len(documents) - 1)).sqrt().tolist()
+    growth = math.exp(more) if math.isfinite(more) else math.nan
+    return Loss(
+        documents=len(documents),
+        kl=_rounded(kl),
+        kl_error=_rounded(kl_error),
+        perplexity=_rounded(growth - 1),
+        perplexity_error=_rounded(growth * more_error),
+        same_top=_rounded(same),
+    )
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, DIGITS) if math.isfinite(value) else None

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What a build says that quantising lost: as measured on what was written, and against a bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
+
+from flexquant import cli
+from flexquant.checkpoint.measured_loss import Loss, loss_lines, read_losses
+from flexquant.documents.corpus import read_corpus
+from flexquant.quantization.loss import measure_loss, measuring_rows, read_reference, reference_of
+from flexquant.quantization.source_model import read_source
+from tests.checkpoints import StateDict, make_checkpoint
+from tests.quantize.quantizing import FEW, RTN, quantize, recipe
+
+COARSE = {"QuantizationModifier": {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": 128}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> AutoTokenizer:
+    return AutoTokenizer.from_pretrained(model)
+
+
+def test_a_model_loses_nothing_against_itself(model: Path, tokenizer: AutoTokenizer) -> None:
+    reference = read_reference(read_source(model), tokenizer)
+    same = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    losses = measure_loss(same, reference)
+    assert {"prose", "code", "conversation"} <= losses.keys()
+    for loss in losses.values():
+        assert (loss.kl, loss.perplexity, loss.same_top) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("variant", ["w8a8", "w4a16"])
+def test_what_is_recorded_is_the_loss_of_what_was_written(
+    variant: str, model: Path, variants: Path, tokenizer: AutoTokenizer
+) -> None:
+    """The reference computes both models' whole logits by itself."""
+    recorded = read_losses({variant: variants / variant / "recipe.yaml"})[variant]
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    written = AutoModelForCausalLM.from_pretrained(
+        variants / variant,
+        dtype=torch.float32,
+        quantization_config=CompressedTensorsConfig(run_compressed=False),
+    )
+    for kind, rows in measuring_rows(read_corpus(held_out=True), (), tokenizer).items():
+        divergences, growth = [], []
+        for row in rows:
+            ids = torch.tensor([row])
+            with torch.inference_mode():
+                was, found = (m(ids).logits[0, :-1].log_softmax(-1) for m in (original, written))
+            divergences.append((was.exp() * (was - found)).sum(-1).mean())
+            growth.append((was - found).gather(-1, ids[0, 1:, None]).mean())
+        assert recorded[kind].documents == len(rows)
+        assert recorded[kind].kl == pytest.approx(float(torch.stack(divergences).mean()), abs=2e-3)
+        expected = float(torch.stack(growth).mean().exp()) - 1
+        assert recorded[kind].perplexity == pytest.approx(expected, abs=3e-3)
+
+
+def test_the_command_says_what_was_lost_and_marks_what_lost_too_much(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, transform=with_outliers)
+    by = tmp_path / "recipe.yaml"
+    variants = {"w8a8": RTN, "w4a16": COARSE}
+    by.write_text(yaml.safe_dump({"schema": "flexquant.recipe/v1", "variants": variants}, sort_keys=False))
+    arguments = ["quantize", str(model), "--output", str(tmp_path / "out"), "--recipe", str(by)]
+    assert cli.main([*arguments, "--max-loss", "30"]) == 0
+    printed = capsys.readouterr().out
+    assert "w8a8: perplexity" in printed and "conversation" in printed
+    assert "w4a16 LOSES TOO MUCH: its perplexity is more than 30 % above" in printed
+    assert "w8a8 LOSES" not in printed
+    assert (tmp_path / "out" / "w4a16" / "model.safetensors").is_file()
+    assert cli.main([*arguments, "--resume", "--max-loss", "100000"]) == 0
+    kept = capsys.readouterr().out
+    assert "LOSES" not in kept and "w4a16: perplexity" in kept
+
+
+def with_outliers(state: StateDict) -> StateDict:
+    """Make answers depend on the weights, and some weights large, so that few bits hurt."""
+    for name, tensor in state.items():
+        if name.endswith("proj.weight"):
+            tensor *= 6
+            tensor[:, ::64] *= 10
+    return state
+
+
+def test_a_kind_to_which_the_model_itself_answers_nan_is_not_measured(
+    model: Path, tokenizer: AutoTokenizer
+) -> None:
+    rows = measuring_rows(read_corpus(held_out=True), (), tokenizer)
+    broken = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    only_code = set(sum(rows["code"], [])) - set(sum(rows["prose"], []))
+    broken.get_input_embeddings().weight.data[list(only_code)] = torch.nan
+    answers = reference_of(broken, {kind: rows[kind] for kind in ("code", "prose")}).answers
+    assert set(answers) == {"prose"}
+
+
+def test_without_a_chat_template_conversations_name_their_speakers(tokenizer: AutoTokenizer) -> None:
+    rows = measuring_rows(read_corpus(held_out=True), (), tokenizer)
+    assert tokenizer.chat_template is None
+    assert all("User: " in tokenizer.decode(row) for row in rows["conversation"])
+
+
+def test_what_is_not_finite_is_too_much() -> None:
+    lost = Loss(documents=1, kl=None, kl_error=None, perplexity=None, perplexity_error=None, same_top=0.5)
+    *_, said = loss_lines({"w4a16": {"code": lost}})
+    assert said.startswith("w4a16 LOSES TOO MUCH") and "code (not finite)" in said
+
+
+def test_a_restarted_run_keeps_what_was_measured(model: Path, tmp_path: Path) -> None:
+    by = recipe(w8a8=RTN)
+    (first,) = quantize(model, tmp_path / "out", by)
+    (again,) = quantize(model, tmp_path / "out", by, resume=True, **FEW)
+    assert again.kept and again.losses == first.losses and first.losses
