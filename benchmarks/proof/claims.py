@@ -18,11 +18,12 @@ from flexquant.measuring.comparison import FEWEST_ROUNDS, Comparison, compare
 SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown", "contradicted"
 CLOSE = 1.03
 """A ratio up to this counts as equal: a claim of equality cannot be shown nearer than servers differ."""
-ROUTED = f"{FLEXQUANT}phase-batch"
+ROUTED, ONE_COPY = f"{FLEXQUANT}phase-batch", f"{FLEXQUANT}one-copy"
 
 TESTED = {
     "test_graph_modes.py": "a constant policy answers as the static checkpoint does, in every graph mode",
     "test_plans_in_graphs.py": "every CUDA graph holds the policy's plan, and all are there before serving",
+    "test_one_copy_marlin.py": "INT8 weights are computed from what Marlin keeps, and answers with them",
     "test_w4a8_marlin.py": "W4A8 is what vLLM's Marlin computes with 8-bit activations",
     "test_tune.py": "`flexquant tune` finds a policy for this machine",
 }
@@ -72,6 +73,8 @@ def _measured(cells: Sequence[Cell]) -> Iterator[Verdict]:
     yield _no_slower("one sequence is decoded at the pace of static W4A16", ratios)
     ratios = _compare(several, [(ROUTED, "w8a8")], prefill_ms)
     yield _no_slower("a batch has its first tokens when it has them under static W8A8", ratios)
+    ratios = _compare(several, [(ONE_COPY, "w4a16")], prefill_ms)
+    yield _sooner("INT8 from one copy of INT4 weights prefills a batch sooner than static W4A16", ratios)
     for static in ("w8a8", "w4a16"):
         ratios = _compare(several, [(ROUTED, static)], rate)
         yield _faster(f"a batch makes more tokens a second than under static {static.upper()}", ratios)
@@ -94,6 +97,13 @@ def _no_slower(claim: str, found: Ratios) -> Verdict:
     """Return the verdict on ratios of times, which the claim says are 1 at most."""
     comparisons = [c for _, c in found]
     shown, contradicted = all(c.high <= CLOSE for c in comparisons), any(c.low > CLOSE for c in comparisons)
+    return _verdict(claim, found, [c.words() for c in comparisons], shown, contradicted)
+
+
+def _sooner(claim: str, found: Ratios) -> Verdict:
+    """Return the verdict on ratios of times, which the claim says are below 1."""
+    comparisons = [c for _, c in found]
+    shown, contradicted = all(c.high < 1 for c in comparisons), any(c.low > 1 for c in comparisons)
     return _verdict(claim, found, [c.words() for c in comparisons], shown, contradicted)
 
 

@@ -36,9 +36,19 @@ SERVING = [Workload(1, 128, 128), Workload(32, 512, 64), Workload(32, 512, 64, r
 OVERHEAD = [Workload(1, 128, 128)]
 MINIATURE = [Workload(1, 16, 4), Workload(2, 32, 4)]
 MINIATURE_TESTS = ["tests/gpu/test_tune.py", "tests/gpu/test_w4a8_marlin.py"]
-MINIATURE_KERNELS = ["--layers", "o_proj", "--tokens", "4", "--schemes", "bf16,w8a8,w4a16"]
+MINIATURE_KERNELS = ["--layers", "o_proj", "--tokens", "4", "--schemes", "bf16,w8a8,w4a16,one-copy"]
 """Arguments of the kernels on a CPU, where a proof only shows that proving works; these tests skip there."""
-SUBJECTS = {"w8a8": 1.0, "w4a16": 0.55, "flexquant:phase-batch": 1.55, "flexquant:w8a8": 1.0, "bf16": 2.0}
+ONE_COPY = ["--parts", "kernels", "--schemes", "w4a16,w8a8,one-copy", "--tokens", "1,512,2048,8192"]
+"""Arguments of the first step, which is short: INT8 from one copy of INT4 weights against both kernels."""
+ONE_COPY_SHARE = 0.1
+SUBJECTS = {
+    "w8a8": 1.0,
+    "w4a16": 0.55,
+    "flexquant:phase-batch": 1.55,
+    "flexquant:w8a8": 1.0,
+    "flexquant:one-copy": 0.6,
+    "bf16": 2.0,
+}
 """Subjects that are served side by side, the most valuable first -> their bytes a weight."""
 DOCTORED = "flexquant:phase-batch"
 SERVER_GIB = 2.5
@@ -77,9 +87,11 @@ def prove(args: argparse.Namespace) -> Path:
 
     processes = args.processes or max(1, (os.cpu_count() or 1) // 2)
     tests = ["tests/gpu"] if on_gpu else MINIATURE_TESTS
-    unfinished = run_tests(output / TESTS, tests, processes if on_gpu else 0, left(TESTS_SHARE))
     options = ["--model", *args.model, "--output", str(output), "--work", str(args.work)]
     options += ["--commit", args.commit] if args.commit else []
+    if on_gpu:
+        step("one copy", [*options, *ONE_COPY, "--seconds", "0.1"], left(ONE_COPY_SHARE))
+    unfinished = run_tests(output / TESTS, tests, processes if on_gpu else 0, left(TESTS_SHARE))
     serving = serving_options(model, on_gpu)
     step("servers", [*options, *serving], left(SERVING_SHARE))
     run_doctor(model, output / DOCTOR, left(DOCTOR_SHARE))

@@ -92,14 +92,15 @@ def summarise(
 def build_layers(scheme: str, outputs: int, inputs: int) -> tuple[list[nn.Module], int]:
     """Return copies of a linear [inputs -> outputs] with equal random weights, ready to run, and one's bytes.
 
-    ``scheme`` may name a kernel for CPUs, as in ``w4a16@TorchCPUInt4LinearKernel``. The bytes are those of
+    ``scheme`` may name a kernel for CPUs, as in ``w4a16@TorchCPUInt4LinearKernel``; ``one-copy`` computes
+    INT8 weights from that kernel's INT4 weights in each pass. The bytes are those of
     weights and scales as the kernel holds them (see :mod:`flexquant.serving.worker.weight_memory`). Raises
     NoKernelError.
     """
     scheme, _, kernel = scheme.partition("@")
     weight_bytes = outputs * inputs * {"bf16": 2, "w8a8": 1, "fp8": 1}.get(scheme, 0.5)
     copies = min(MAX_COPIES, max(1, round(ROTATED_BYTES[device()] / weight_bytes)))
-    stored = "w4a16" if scheme == "w4a8" else scheme
+    stored = "w4a16" if scheme in ("w4a8", "one-copy") else scheme
     tensors = linear_tensors(stored, outputs, inputs, NAME)
     try:
         built = [build_layer(scheme, stored, outputs, inputs, tensors, kernel) for _ in range(copies)]
@@ -118,6 +119,8 @@ def build_layer(
     )
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    from flexquant.serving.worker.one_copy import find_scales, one_copy_of, use_marlin
+    from flexquant.serving.worker.plan_views import stack_of_layers
     from flexquant.serving.worker.weight_memory import WeightMemory
 
     section = quantisation_section(stored, group_size(inputs))
@@ -142,11 +145,26 @@ def build_layer(
             use_8bit_activations(layer)
         if device() == "cpu":
             take_kernel(layer, kernel)
+        elif scheme == "one-copy":
+            use_marlin(_as_model(layer))
         for name, parameter in layer.named_parameters():
             parameter.data.copy_(tensors[name])
         memory = WeightMemory({scheme: layer})
         layer.quant_method.process_weights_after_loading(layer)
-    return layer, memory.nbytes()[scheme]
+        nbytes = memory.nbytes()[scheme]
+        if scheme == "one-copy":
+            model = one_copy_of(_as_model(layer), scheme)
+            find_scales([model])
+            layer = stack_of_layers(model)[0]
+    return layer, nbytes
+
+
+def _as_model(layer: nn.Module) -> nn.Module:
+    """Return a model of one decoder layer, which is ``layer``."""
+    model, decoder = nn.Module(), nn.Module()
+    decoder.layers = nn.ModuleList([layer])
+    model.model = decoder
+    return model
 
 
 def use_8bit_activations(layer: nn.Module) -> None:
@@ -218,6 +236,8 @@ def prepare_pass(layers: list[nn.Module], x: torch.Tensor) -> Callable[[], float
 
 def kernel_name(layer: nn.Module) -> str:
     """Return the class of the kernel that vLLM chose, or of its method for 16-bit weights."""
+    if chosen := getattr(layer.quant_method, "kernel_name", None):
+        return str(chosen)
     attributes = vars(layer.scheme).values() if hasattr(layer, "scheme") else ()
     names = [type(value).__name__ for value in attributes]
     return next((name for name in names if name.endswith("Kernel")), type(layer.quant_method).__name__)

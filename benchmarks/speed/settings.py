@@ -46,7 +46,7 @@ QUICK = Settings(
 )
 CPU = Settings(
     subjects=("bf16", *QUICK.subjects),
-    schemes=("bf16", "w8a8", "w4a16", "w4a8", "fp8"),
+    schemes=("bf16", "w8a8", "w4a16", "w4a8", "fp8", "one-copy"),
     layers=LAYERS,
     tokens=(1, 4, 16, 64, 256),
     serving=(*batches((1, 8), (64, 256), 32), Workload(24, 128, 32, rate=1, spread=0.5)),
@@ -56,7 +56,7 @@ CPU = Settings(
 )
 GPU = Settings(
     subjects=("w8a8", "w4a16", "w4a8", "bf16", "flexquant:phase-batch", "flexquant:w8a8", "flexquant:w4a16"),
-    schemes=("bf16", "w8a8", "fp8", "w4a16", "w4a8"),
+    schemes=("bf16", "w8a8", "fp8", "w4a16", "w4a8", "one-copy"),
     layers=LAYERS,
     tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     serving=(

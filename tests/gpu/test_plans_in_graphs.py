@@ -45,6 +45,30 @@ rules:
     use: w4a16
   - use: w8a8
 """
+ONE_COPY = """
+schema: flexquant.policy/v1
+derive:
+  from-int4: {from: w4a16, activations: int8, weights: int8}
+rules:
+  - when: {phase: decode, batch_size: {max: 4}}
+    use: w8a8
+  - when: {phase: decode, batch_size: {max: 8}}
+    use: from-int4
+  - when: {phase: decode}
+    use: w8a8
+  - use: from-int4
+"""
+OPPOSITE_OF_ONE_COPY = """
+schema: flexquant.policy/v1
+derive:
+  from-int4: {from: w4a16, activations: int8, weights: int8}
+rules:
+  - when: {phase: decode, batch_size: {max: 4}}
+    use: from-int4
+  - when: {phase: decode, batch_size: {max: 8}}
+    use: w8a8
+  - use: from-int4
+"""
 FAR = 0.5
 """Least nats between the two variants' logprobs; a compiled plan is nearer to the same plan run eagerly."""
 
@@ -96,6 +120,7 @@ def unwrap(function):
     [
         *(pytest.param(mode, BY_BATCH, OPPOSITE_OF_BY_BATCH, id=f"{mode}-by-batch") for mode in MODES),
         pytest.param("FULL", BY_SIZE, OPPOSITE_OF_BY_SIZE, id="FULL-by-size"),
+        pytest.param("FULL_AND_PIECEWISE", ONE_COPY, OPPOSITE_OF_ONE_COPY, id="one-copy"),
     ],
 )
 def test_plan_at_every_batch_size_is_the_policys(runner, mode, policy, opposite, checkpoints, tmp_path):

@@ -97,6 +97,12 @@ def test_a_higher_rate_is_shown_beyond_the_interval(milliseconds: float, expecte
     assert verdict("more tokens a second than under static W8A8", cells=both).verdict == expected
 
 
+@pytest.mark.parametrize(("milliseconds", "expected"), [(0.9, SHOWN), (1.0, NOT_SHOWN), (1.1, CONTRADICTED)])
+def test_less_time_is_shown_below_the_interval(milliseconds: float, expected: str) -> None:
+    both = cells("serving", BATCH, {"w4a16": [1.0] * 6, "flexquant:one-copy": [milliseconds] * 6})
+    assert verdict("prefills a batch sooner than static W4A16", cells=both).verdict == expected
+
+
 def test_the_kv_cache_holds_the_largest_workload() -> None:
     shape = SHAPES["llama-3.1-8b"]
     tokens = kv_cache_gib(shape, SERVING) * 2**30 / shape.kv_bytes_per_token
