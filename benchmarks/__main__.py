@@ -14,6 +14,8 @@ examples:
       --serving 8x1024+128 200x1024+256@10~0.5
   python -m benchmarks report benchmarks/results/h200-8b
   python -m benchmarks prove llama-3.1-8b
+  python -m benchmarks policies http://127.0.0.1:8000 --policy w4a16 --policy one-copy --serving 1x512+32 \\
+      --output benchmarks/results/live.json
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sys
 
 from benchmarks.proof.proving import prove
 from benchmarks.speed.command_line import make_parser, run
+from benchmarks.speed.live_policies import compare_live_policies
 from benchmarks.speed.report import write_report
 from flexquant.errors import FlexQuantError
 
@@ -37,6 +40,9 @@ def main(arguments: list[str]) -> int:
     try:
         if args.command == "prove":
             print(prove(args).read_text(encoding="utf-8"))
+            return 0
+        if args.command == "policies":
+            compare_live_policies(args)
             return 0
         left = run(args) if args.command == "run" else 0
         for name in write_report(args.output):

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from benchmarks.proof.proving import add_arguments
 from benchmarks.speed.kernel_cells import measure_kernels
+from benchmarks.speed.live_policies import add_policies_arguments
 from benchmarks.speed.models import open_model
 from benchmarks.speed.results import Results
 from benchmarks.speed.rounds import Plan
@@ -34,13 +35,14 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=description,
-        usage="python -m benchmarks --quick | run ... | report DIR | prove MODEL",
+        usage="python -m benchmarks --quick | run ... | report DIR | prove MODEL | policies URL ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     report = commands.add_parser("report", help="tables and plots from the cells of a run")
     report.add_argument("output", type=Path, metavar="DIR", help="the --output of a run")
     add_arguments(commands.add_parser("prove", help="what FlexQuant claims, tried on this machine"))
+    add_policies_arguments(commands.add_parser("policies", help="policies on one live server"))
     add = commands.add_parser("run", help="measure what is missing, then report").add_argument
     add("--quick", action="store_true", help="a first look: a small model and few cells, minutes on a CPU")
     add("--model", nargs="+", help="a synthetic model's name, or VARIANT=DIR for each checkpoint")
