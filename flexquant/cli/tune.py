@@ -15,6 +15,7 @@ examples:
   flexquant tune model-merged --output tuned.yaml --variants w8a8,w4a16,w4a8 --objective latency
   flexquant tune model-merged --output tuned.yaml --slo ttft=300ms,tpot=30ms
   flexquant tune model-merged --output tuned.yaml --max-quality-loss 0.05 --text text.txt --reference model
+  flexquant tune model-merged --output tuned.yaml --memory 20GiB --sensitivity sensitivity.json
   flexquant tune model-merged --output proposed.yaml --from-metrics http://127.0.0.1:8000 --times tuned.yaml
 """
 
@@ -32,6 +33,8 @@ from flexquant.errors import UsageError
 from flexquant.tuning.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
+    from flexquant.checkpoint.merged_config import MergedConfig
+    from flexquant.layers.fitting import Fit
     from flexquant.layers.sensitivity import Study
     from flexquant.policy.rules import Policy
     from flexquant.tuning.objectives import Goal
@@ -70,6 +73,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--reference MODEL": "folder or Hugging Face id of the 16-bit model, for --text (default: the most "
         "precise variant)",
         "--quality FILE": "quality.json of 'flexquant eval', instead of --text",
+        "--memory SIZE": "memory of each GPU, or of the CPU, for weights: as many layers as fit have W8A8 of "
+        "their own, and the others compute INT8 weights from INT4",
+        "--sensitivity FILE": "sensitivity.json of 'flexquant sensitivity', by which --memory chooses layers "
+        "(default: from the first)",
         "--request-tokens N": "tokens of a request, prompt and answer, for --objective throughput (default: "
         "%(default)s)",
         "--from-metrics URL": "propose a policy for the traffic of this vllm serve, from its /metrics; "
@@ -80,7 +87,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "policy)",
         "--quick": "few sizes and rounds, for a first look",
     }
-    add_options(parser.add_argument, choice, text=path, quality=path, seconds={"type": float})
+    add_options(
+        parser.add_argument, choice, text=path, quality=path, sensitivity=path, seconds={"type": float}
+    )
     parser.set_defaults(request_tokens=2048, seconds=60.0)
     add_effort(parser.add_argument, "every size")
     engines = {
@@ -101,6 +110,10 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--max-quality-loss needs --text or --quality, one of them, and they need it")
     if args.text is not None and args.from_metrics is not None:
         raise UsageError("--text measures on this machine; leave --from-metrics out, or give --quality")
+    if args.memory is not None and (measured_by or args.from_metrics is not None):
+        raise UsageError("--memory goes with neither --max-quality-loss nor --from-metrics; leave one out")
+    if args.sensitivity is not None and args.memory is None:
+        raise UsageError("--sensitivity says which layers --memory chooses; give --memory too")
     if args.reference is not None and args.text is None:
         raise UsageError("--reference is what --text is measured against; give --text too")
 
@@ -117,8 +130,8 @@ def run(args: argparse.Namespace) -> JsonObject:
     slo = None if args.slo is None else Slo.parse(args.slo)
     goal = Goal(args.objective, slo, args.request_tokens)
     output = TuningFiles(args.output, args.overwrite)
-    merged, _ = read_merged_config(args.folder)
-    variants = find_variants(merged, args.variants)
+    merged, num_layers = read_merged_config(args.folder)
+    variants = find_variants(merged, _names(args, merged))
     remarks = []
     if args.quality is not None:
         kept, losses = leave_out_lossy(variants, args.quality, args.max_quality_loss)
@@ -134,6 +147,11 @@ def run(args: argparse.Namespace) -> JsonObject:
 
     study = None if args.text is None else _study(args, variants)
     import_ahead()
+    fit = None
+    if args.memory is not None:
+        fit = _fit(args, merged, num_layers, variants)
+        variants = fit.candidates
+        tell(fit.remark)
     from flexquant.tuning.tuning import Tuning
 
     tuning = Tuning(
@@ -147,7 +165,9 @@ def run(args: argparse.Namespace) -> JsonObject:
         remarks=remarks,
     )
     tuning.measure(tell, progress_bar)
-    tuned = tuning.decide()
+    tuned = tuning.decide(None if fit is None else fit.together)
+    if fit is not None:
+        tuned = fit.report(tuned)
     if study is not None:
         from flexquant.layers.limiting import limit_loss
 
@@ -155,6 +175,38 @@ def run(args: argparse.Namespace) -> JsonObject:
             tuned, study, args.max_quality_loss, output.sensitivity, overwrite=args.overwrite, progress=tell
         )
     return _tell(tuned, tuning.write(tuned))
+
+
+def _names(args: argparse.Namespace, merged: MergedConfig) -> tuple[str, ...] | None:
+    """Return the names of the variants to choose among; None: the default."""
+    from flexquant.tuning.candidates import FROM_INT4, SOURCE
+
+    names: tuple[str, ...] | None = args.variants
+    if args.memory is None:
+        return names
+    if SOURCE not in merged.variants:
+        raise UsageError(
+            f"--memory needs a variant {SOURCE}, and the checkpoint has {', '.join(merged.variants)}; merge "
+            "one with INT4 weights under that name"
+        )
+    return (*(names or merged.variants), SOURCE, FROM_INT4)
+
+
+def _fit(args: argparse.Namespace, merged: MergedConfig, num_layers: int, variants: dict[str, Policy]) -> Fit:
+    """Return what fits into --memory; raise FlexQuantError if nothing does."""
+    from flexquant.doctor.loaded_bytes import count_bytes
+    from flexquant.layers.fitting import Fit
+    from flexquant.layers.plan_losses import PlanLosses
+    from flexquant.layers.sensitivity import policy_that_loads
+    from flexquant.tuning.candidates import FROM_INT4, SOURCE
+
+    losses = None
+    if args.sensitivity is not None:
+        sizes = {file.name: file.stat().st_size for file in args.folder.glob("*.safetensors")}
+        high = next(iter(variants))
+        losses = PlanLosses(args.sensitivity, high, (FROM_INT4, SOURCE), num_layers, sizes)
+    loaded = count_bytes(args.folder, policy_that_loads(variants), args.tensor_parallel_size)
+    return Fit.of(variants, args.memory, loaded, num_layers, losses, mixable=merged.mixable_groups)
 
 
 def _study(args: argparse.Namespace, variants: dict[str, Policy]) -> Study:

@@ -63,8 +63,7 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
         yield _graphs(vllm_config, model)
         for name, variant in model.variants.items():
             yield from find_kernels(name, variant)
-        held = {name: variant for name, variant in model.variants.items() if model.routes.has_weights(name)}
-        yield from examine_memory(vllm_config, held)
+        yield from examine_memory(vllm_config, dict(model.variants.items()))
 
 
 def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
@@ -134,8 +133,10 @@ def _policy(model: FlexQuantForCausalLM) -> Finding:
 
 
 def _backend(vllm_config: VllmConfig) -> Finding:
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    names = list(dict.fromkeys(layer.attn_backend.get_name() for layer in layers))
+    from flexquant.doctor.memory import attention_layers
+
+    backends = [layer.get_attn_backend() for layer in attention_layers(vllm_config)]
+    names = list(dict.fromkeys(backend.get_name() for backend in backends))
     return Finding("ok", "attention", f"backend {', '.join(names)}", {"backends": names})
 
 

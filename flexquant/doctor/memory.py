@@ -13,6 +13,7 @@ from torch import nn
 from flexquant.checkpoint.layer_ranges import describe_bytes, format_bytes
 from flexquant.doctor.findings import Finding, Level
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.vllm_api import AttentionLayerBase
 from flexquant.serving.worker.linear_kernels import kernel_of_layer
 from flexquant.serving.worker.weight_memory import WeightMemory, to_be_packed
 
@@ -25,11 +26,10 @@ def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -
 
     Weights count as stored in the checkpoint; an lm_head that a CPU's kernels pack counts twice, and each
     scale has a zero point beside it in PyTorch's INT4 kernel. Another kernel's layout can be a little larger.
+    A variant that computes its weights in each pass takes memory to write them to.
     Memory of activations and CUDA graphs is unknown before a start.
     """
-    for model in variants.values():
-        _add_zero_points(model)
-    memory = WeightMemory(variants, [m for model in variants.values() for m in to_be_packed(model)])
+    memory = memory_of_weights(variants)
     sizes, by_layers = memory.nbytes(), memory.nbytes_by_range()
     weights = sum(sizes.values())
     text = f"{format_bytes(weights)} a rank: {describe_bytes(by_layers)}"
@@ -53,6 +53,13 @@ def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -
     yield Finding(level, "memory", text + advice, details)
 
 
+def memory_of_weights(variants: Mapping[str, nn.Module]) -> WeightMemory:
+    """Return what the weights of models that have none yet will take, as :func:`examine_memory` says."""
+    for model in variants.values():
+        _add_zero_points(model)
+    return WeightMemory(variants, [m for model in variants.values() for m in to_be_packed(model)])
+
+
 def _add_zero_points(model: nn.Module) -> None:
     """Add to a model without weights the zero points that PyTorch's INT4 kernel keeps beside the scales."""
     for module in list(model.modules()):
@@ -61,10 +68,15 @@ def _add_zero_points(model: nn.Module) -> None:
             module.register_parameter("flexquant_zero_points", nn.Parameter(zeros, requires_grad=False))
 
 
+def attention_layers(vllm_config: VllmConfig) -> list[AttentionLayerBase]:
+    """Return the attention layers of the built model; experts are registered beside them."""
+    registered = vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in registered if isinstance(layer, AttentionLayerBase)]
+
+
 def cache_bytes_per_token(vllm_config: VllmConfig) -> int:
     """Return the bytes that a token takes in the KV cache of all layers on one rank."""
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    specs = [layer.get_kv_cache_spec(vllm_config) for layer in layers]
+    specs = [layer.get_kv_cache_spec(vllm_config) for layer in attention_layers(vllm_config)]
     return sum(spec.page_size_bytes // spec.block_size for spec in specs if spec is not None)
 
 

@@ -170,7 +170,7 @@ class Study:
                     self._score(llm, rows, scores, store_in=stored)
             # Run eagerly on every device: a compiled engine has no plans but those of its policy.
             policy = Path(folder, "policy.json")
-            policy.write_text(json.dumps(self._policy_that_loads()))
+            policy.write_text(json.dumps(policy_that_loads(self.variants)))
             eager = {**options, "enforce_eager": True}
             with engine(self.subject.folder, flexquant={"policy": str(policy)}, **eager) as llm:
                 if self.reference is None:
@@ -216,17 +216,7 @@ class Study:
     def _policy(self, use: str | JsonObject) -> JsonObject:
         """Return the policy that decodes by a plan, given as a rule's ``use``."""
         prefill = {"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}
-        return self._with_rules([prefill, {"use": use}])
-
-    def _policy_that_loads(self) -> JsonObject:
-        """Return the policy to start with, which makes an engine load all layers of every variant."""
-        *few, last = self.variants
-        rules = [{"when": {"tokens": {"max": tokens}}, "use": use} for tokens, use in enumerate(few, 1)]
-        return self._with_rules([*rules, {"use": last}])
-
-    def _with_rules(self, rules: list[JsonObject]) -> JsonObject:
-        document = {"schema": POLICY_SCHEMA, "rules": rules}
-        return add_derivations(document, self.variants, self.variants)
+        return _with_rules([prefill, {"use": use}], self.variants)
 
     def _take(self, llm: LLM, use: str | JsonObject) -> None:
         """Decode by another plan from now on."""
@@ -235,3 +225,14 @@ class Study:
     def _score(self, llm: LLM, rows: list[list[int]], folder: Path, **files: Path) -> Scores:
         (batch_size,) = self.settings.batch_sizes
         return decode_forced(llm, rows, self.settings.prompt_tokens, batch_size, folder, **files)
+
+
+def policy_that_loads(variants: Mapping[str, Policy]) -> JsonObject:
+    """Return a policy that makes an engine load all layers of every variant."""
+    *few, last = variants
+    rules = [{"when": {"tokens": {"max": tokens}}, "use": use} for tokens, use in enumerate(few, 1)]
+    return _with_rules([*rules, {"use": last}], variants)
+
+
+def _with_rules(rules: list[JsonObject], variants: Mapping[str, Policy]) -> JsonObject:
+    return add_derivations({"schema": POLICY_SCHEMA, "rules": rules}, variants, variants)

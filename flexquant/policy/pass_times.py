@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
@@ -137,6 +137,14 @@ class PassTimes:
             _interpolate(curves[variant], size) * layers.count(variant) / len(layers)
             for variant in dict.fromkeys(layers)
         )
+
+    def only(self, variants: Collection[str]) -> PassTimes:
+        """Return the times of these variants alone."""
+        decode, prefill = (
+            {name: curve for name, curve in curves.items() if name in variants}
+            for curves in (self.decode, self.prefill)
+        )
+        return replace(self, decode=decode, prefill=prefill)
 
     def to_data(self) -> JsonObject:
         """Return plain data that :func:`measured_pass_times` reads back, with rounded times."""

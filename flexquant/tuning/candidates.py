@@ -16,8 +16,9 @@ from flexquant.policy.choose import find_policies
 from flexquant.policy.rules import Policy
 
 BITS_16 = 16
+SOURCE = "w4a16"
 FROM_INT4 = "w8a8-from-int4"
-"""Built-in policy of the variant that a checkpoint of INT4 weights alone can be routed to."""
+"""Built-in policy of the variant that computes INT8 weights from those of SOURCE."""
 
 
 def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str, Policy]:
@@ -36,8 +37,13 @@ def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str
                 f"name some of {', '.join(merged.variants)}, or a policy of one variant such as w4a8"
             )
         (variant,) = policy.variants
-        if variant not in merged.variants and variant not in policy.derived:
-            raise UsageError(f"'{variant}' is not a variant of the checkpoint: {', '.join(merged.variants)}")
+        derivation = policy.derived.get(variant)
+        source = variant if derivation is None else derivation.source
+        if source not in merged.variants:
+            derived = "" if derivation is None else f", from which '{variant}' is derived,"
+            raise UsageError(
+                f"'{source}'{derived} is not a variant of the checkpoint: {', '.join(merged.variants)}"
+            )
         found[variant] = policy
     if len(found) < 2:
         raise UsageError(

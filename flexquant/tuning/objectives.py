@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import fmean
 
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.tuning.deciding import MARGIN, Decision, decide, fastest, relative_speed
@@ -81,6 +82,35 @@ def optimise(
     elif objective == "balanced":
         variants = _worth_loading(samples, variants)
     return _fastest(samples, variants)
+
+
+def best(
+    samples: Samples, together: Sequence[Sequence[str]], decide: Callable[[Sequence[str]], Decision]
+) -> Decision:
+    """Return the decision of the first of several sets of variants, unless another's passes are faster.
+
+    Others are faster if their passes of all sizes are, in the geometric mean, by more than MARGIN. A set for
+    which ``decide`` raises FlexQuantError is left out; if all are, the first one's error is raised.
+    """
+    found: list[tuple[float, Decision]] = []
+    refused: FlexQuantError | None = None
+    for variants in together:
+        try:
+            decision = decide(variants)
+        except FlexQuantError as e:
+            refused = refused or e
+            continue
+        times = [
+            math.log(samples.time(decision.variant(phase, size), phase, size).median)
+            for phase in PHASES
+            for size in samples.sizes(phase)
+        ]
+        found.append((fmean(times), decision))
+    if not found:
+        assert refused is not None
+        raise refused
+    least = min(time for time, _ in found)
+    return next(decision for time, decision in found if time <= least + MARGIN)
 
 
 def meet(samples: Samples, variants: Sequence[str], slo: Slo) -> Decision:

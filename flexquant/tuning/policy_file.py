@@ -73,12 +73,16 @@ class TuningResult:
 def tuned_policy_document(
     decision: Decision, candidates: Mapping[str, Policy], times: PassTimes, goal: str
 ) -> JsonObject:
-    """Return the policy as data; ``candidates`` hold the derivations of derived variants."""
+    """Return the policy as data; ``candidates`` hold the plans and derivations of what was measured.
+
+    Its times are those of the variants; a plan with layers of several is left to the comments.
+    """
+    uses = {name: policy.document["rules"][0]["use"] for name, policy in candidates.items()}
     description = {"schema": SCHEMA, "description": f"tuned for {goal}: {describe_decision(decision)}"}
     document = {
         **add_derivations(description, decision.variants, candidates),
-        "rules": _rules(decision),
-        "measured": times.to_data(),
+        "rules": _rules(decision, uses),
+        "measured": times.only([name for name in times.variants if uses.get(name, name) == name]).to_data(),
     }
     parse_policy(document, "the tuned policy")
     return document
@@ -115,21 +119,21 @@ def describe_steps(phase: str, ranges: Sequence[Range]) -> str:
     return ", then ".join(steps)
 
 
-def _rules(decision: Decision) -> list[JsonObject]:
+def _rules(decision: Decision, uses: Mapping[str, str | JsonObject]) -> list[JsonObject]:
     """Return the rules: for decode by batch size, for all other passes by tokens."""
     if len(decision.variants) == 1:
-        return [{"use": decision.variants[0]}]
+        return [{"use": uses[decision.variants[0]]}]
     rules: list[JsonObject] = []
     for r in decision.ranges["decode"]:
         when: JsonObject = {"phase": "decode"}
         if r.last is not None:
             when["batch_size"] = {"max": r.last}
-        rules.append({"when": when, "use": r.variant})
+        rules.append({"when": when, "use": uses[r.variant]})
     for r in decision.ranges["prefill"]:
         if r.last is not None:
-            rules.append({"when": {"tokens": {"max": r.last}}, "use": r.variant})
+            rules.append({"when": {"tokens": {"max": r.last}}, "use": uses[r.variant]})
         else:
-            rules.append({"use": r.variant})
+            rules.append({"use": uses[r.variant]})
     return rules
 
 
@@ -245,10 +249,9 @@ def _equal(samples: Samples, a: str, b: str, phase: str) -> list[str]:
     return [f"{c.words()} at {size}" for size, c in found.items() if c.verdict == EQUAL]
 
 
-def unused_notes(own_bytes: Mapping[str, int], decision: Decision) -> list[str]:
-    """Say which variants are not used, and how many bytes of its ``own_bytes`` each saves."""
+def unused_notes(saved: Mapping[str, int]) -> list[str]:
+    """Say which variants are not loaded, and how many bytes each saves."""
     return [
         f"{name} is never chosen and so not loaded, which leaves {format_bytes(size)} more for the KV cache."
-        for name, size in own_bytes.items()
-        if name not in decision.variants
+        for name, size in saved.items()
     ]

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexquant.checkpoint.contents import report_checkpoint
+from flexquant.checkpoint.contents import bytes_in_use, report_checkpoint
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
 from flexquant.checkpoint.provenance import folder_label
@@ -19,9 +20,18 @@ from flexquant.measuring.machine import describe_command, describe_machine, desc
 from flexquant.measuring.workers import Worker, start_workers
 from flexquant.planning.model_shape import read_model_shape
 from flexquant.planning.predicting import UTILIZATION
+from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy
-from flexquant.tuning.deciding import TooNoisyError, check_decidable, decide, fastest, relative_speed, wide
-from flexquant.tuning.objectives import Goal, meet, optimise
+from flexquant.tuning.deciding import (
+    Decision,
+    TooNoisyError,
+    check_decidable,
+    decide,
+    fastest,
+    relative_speed,
+    wide,
+)
+from flexquant.tuning.objectives import Goal, best, meet, optimise
 from flexquant.tuning.policy_file import (
     TuningFiles,
     TuningResult,
@@ -47,37 +57,55 @@ class Memory:
     """Bytes on all devices together that weights and KV cache may take."""
     shared: int
     """Bytes of the weights that are loaded with any variant."""
-    own: Mapping[str, int]
-    """Variant -> bytes that it takes beyond the shared weights."""
+    own: Mapping[str, Mapping[str, int]]
+    """Candidate -> variant whose weights it loads -> bytes beyond the shared weights."""
 
     @classmethod
     def of(cls, checkpoint: MergedCheckpoint, variants: Mapping[str, Policy], devices: int) -> Memory:
         """Read the checkpoint's headers and this machine's memory; ``find_variants`` gives ``variants``."""
         from vllm.platforms import current_platform
 
-        report = report_checkpoint(checkpoint.merged, count_layers(checkpoint.config), checkpoint.tensors)
-        sources = {
-            name: policy.derived[name].source if name in policy.derived else name
-            for name, policy in variants.items()
-        }
+        merged, number = checkpoint.merged, count_layers(checkpoint.config)
+        own: dict[str, dict[str, int]] = {}
+        for name, policy in variants.items():
+            routes = build_route_table(
+                policy, merged.variants, number, sys.maxsize, mixable=merged.mixable_groups
+            )
+            layers = {v: layers for v, layers in routes.layers.items() if routes.has_weights(v)}
+            sources = {v: routes.source(v) for v in routes.derived}
+            found = bytes_in_use(merged, checkpoint.tensors, layers, sources)
+            own[name] = {v: sum(found[v].values()) for v in layers}
         return cls(
             UTILIZATION * devices * current_platform.get_device_total_memory(),
-            report.shared_bytes,
-            {name: report.variants[source].own_bytes for name, source in sources.items()},
+            report_checkpoint(merged, number, checkpoint.tensors).shared_bytes,
+            own,
         )
 
     def requests(self, variants: Sequence[str], request: float) -> int:
         """Return how many requests, each with ``request`` bytes of KV cache, fit beside the variants."""
-        left = self.total - self.shared - sum(self.own[v] for v in variants)
+        left = self.total - self.shared - sum(self._loaded(variants).values())
         return max(0, int(left / request))
+
+    def saved(self, variants: Sequence[str]) -> dict[str, int]:
+        """Return the bytes of each variant whose weights these candidates do not load."""
+        loaded = self._loaded(variants)
+        return {v: size for v, size in self._loaded(list(self.own)).items() if v not in loaded}
+
+    def _loaded(self, candidates: Sequence[str]) -> dict[str, int]:
+        """Return the bytes of each variant, of which several candidates can load layers."""
+        found: dict[str, int] = {}
+        for candidate in candidates:
+            for variant, size in self.own[candidate].items():
+                found[variant] = max(size, found.get(variant, 0))
+        return found
 
     def utilisation(self, variant: str) -> float:
         """Return the share of each device's memory for this variant's engine, with one engine per variant.
 
         The memory that the weights leave is divided evenly.
         """
-        left = self.total - sum(self.own.values()) - len(self.own) * self.shared
-        share = self.own[variant] + self.shared + left / len(self.own)
+        engines = {name: self.shared + sum(own.values()) for name, own in self.own.items()}
+        share = engines[variant] + (self.total - sum(engines.values())) / len(engines)
         return UTILIZATION * share / self.total
 
 
@@ -163,12 +191,12 @@ class Tuning:
             self._save()
             raise
 
-    def decide(self) -> TuningResult:
-        """Return the best policy for the goal; raise FlexQuantError if no policy meets it."""
-        if self._goal.slo is not None:
-            decision = meet(self._samples, self._names, self._goal.slo)
-        else:
-            decision = optimise(self._samples, self._names, self._goal.objective, self._requests)
+    def decide(self, together: Sequence[Sequence[str]] | None = None) -> TuningResult:
+        """Return the best policy for the goal; raise FlexQuantError if no policy meets it.
+
+        ``together`` are sets of candidates that can be loaded together, the preferred first; None: all can.
+        """
+        decision = best(self._samples, [self._names] if together is None else together, self._decide)
         origin = {
             **{key: self._run[key] for key in ("model", "machine", "versions", "engine_arguments")},
             "date": datetime.date.today().isoformat(),
@@ -185,9 +213,14 @@ class Tuning:
             *crossover_notes(self._samples, self._names, decision),
             *bound_notes(self._samples, decision, self._goal.slo),
             *batch_notes(self._samples, self._goal, self._requests(decision.variants)),
-            *unused_notes(self._memory.own, decision),
+            *unused_notes(self._memory.saved(decision.variants)),
         ]
         return TuningResult(document, decision, times, notes)
+
+    def _decide(self, names: Sequence[str]) -> Decision:
+        if self._goal.slo is not None:
+            return meet(self._samples, names, self._goal.slo)
+        return optimise(self._samples, names, self._goal.objective, self._requests)
 
     def write(self, tuned: TuningResult) -> list[Path]:
         """Write the files, then delete the samples: if writing fails, the command can be run again."""

@@ -22,9 +22,8 @@ from flexquant.doctor.findings import Finding
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import EXPERTS, make_checkpoint
 from tests.integration.conftest import answers, engine
-from tests.policies import rules
 from tests.programs import run
 
 LENGTH = ["--max-model-len", "256"]
@@ -39,6 +38,15 @@ LARGE = {
     "tie_word_embeddings": True,
 }
 """SmolLM2-135M's sizes, apart from the number of layers."""
+FOUR_TWICE = """
+schema: flexquant.policy/v1
+derive:
+  w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}
+rules:
+  - when: {phase: decode}
+    use: w4a16
+  - use: {default: w8a8, layers: {"4-5": w8a8-from-int4}}
+"""
 
 
 @pytest.fixture
@@ -148,10 +156,10 @@ def laid_out(inputs: int, outputs: int) -> int:
 
 @pytest.mark.engine
 def test_weights_are_those_of_the_servers_log(tmp_path, caplog):
-    """The model is tied and has a large vocabulary, four layers of one variant, and two of another."""
+    """The model is tied and has a large vocabulary, four layers in two variants, and two in one."""
     made = {name: make_checkpoint(tmp_path / name, scheme=name, **LARGE) for name in ("w8a8", "w4a16")}
     merge_checkpoints(made, tmp_path / "merged")
-    (tmp_path / "policy.yaml").write_text(rules('- use: {default: w8a8, layers: {"4-5": w4a16}}'))
+    (tmp_path / "policy.yaml").write_text(FOUR_TWICE)
     policy = json.dumps({"flexquant": {"policy": str(tmp_path / "policy.yaml")}})
     (weights,) = findings(tmp_path / "merged", "--additional-config", policy)["weights"]
     logger = logging.getLogger("vllm.flexquant.model")
@@ -165,13 +173,14 @@ def test_weights_are_those_of_the_servers_log(tmp_path, caplog):
     # The record comes twice where another test has had vLLM's records handed on to pytest.
     (announced,) = {r.getMessage() for r in caplog.records if " of 16-bit" in r.getMessage()}
     foretold, logged = mebibytes(weights.text), mebibytes(announced)
-    assert list(foretold) == list(logged) == ["w8a8 layers 0-3", "w4a16 layers 4-5", "shared"]
+    parts = ["w8a8 layers 0-3", "w4a16 layers 0-5", "w8a8-from-int4", "shared"]
+    assert list(foretold) == list(logged) == parts
     assert foretold == pytest.approx(logged, rel=0.05)
 
 
 def mebibytes(text: str) -> dict[str, float]:
     """Return the MiB in a text, keyed by variant and layers."""
-    found = re.findall(r"(\w+(?: layers [\d-]+)?): ([\d.]+) MiB", text)
+    found = re.findall(r"([\w-]+(?: layers [\d-]+)?): ([\d.]+) MiB", text)
     return {name: float(size) for name, size in found}
 
 
@@ -200,6 +209,15 @@ def test_the_first_pipeline_parallel_rank_holds_its_layers(merged):
 def test_what_would_be_refused(arguments, said, merged):
     (refused,) = findings(merged, *arguments)["refused"]
     assert refused.level == "problem" and said in refused.text
+
+
+def test_experts_are_no_attention_layers(tiny_merged):
+    """vLLM registers them beside those, as it looks both up by name."""
+    found = findings(tiny_merged("qwen3_moe", 2, (EXPERTS,)) / "merged")
+    assert "refused" not in found, found["refused"][0].text
+    whole = findings(tiny_merged() / "merged")
+    assert found["attention"][0].text == whole["attention"][0].text
+    assert found["memory"][0].details["bytes_per_token"] * 2 == whole["memory"][0].details["bytes_per_token"]
 
 
 def test_too_little_memory(merged, monkeypatch):

@@ -16,6 +16,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.served_config import why_not_served
+from flexquant.doctor.examining import examine
 from flexquant.measuring.engine import take_policy as change_policy
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import load_policy
@@ -26,6 +27,7 @@ from tests.foreign import write_foreign
 from tests.integration.conftest import answers, engine, generate, take_policy
 from tests.integration.logprobs import distance
 from tests.integration.test_serving_errors import configure, refusal
+from tests.publishers.edits import settings_in
 
 pytestmark = pytest.mark.engine
 
@@ -47,7 +49,11 @@ rules:
     use: w8a8-from-int4
   - use: {default: w4a16, layers: {"0": w8a8-from-int4}}
 """
+LARGEST = 128 * 2 * 256
+"""Weights of the largest linear, gate and up projection together."""
+ATTENTION, MLPS = "re:.*self_attn.*", "re:.*mlp.*"
 FORMATS = {"compressed-tensors": {}, "awq": {}, "gptq": {"checkpoint_format": "gptq_v2"}}
+APART = settings_in("quant_config.json", bits="w_bit", group_size="q_group_size")
 ZERO_POINTS = pytest.mark.skipif(
     not hasattr(torch.ops._C, "cpu_gemm_wna16"), reason="on this CPU vLLM has no kernel for zero points"
 )
@@ -102,6 +108,18 @@ def test_a_published_checkpoint_is_served_as_it_is(name: str, published: dict[st
     assert 0 < distance(routed, in_int8) < 0.2
 
 
+@ZERO_POINTS
+def test_settings_in_a_file_of_their_own_are_served(published: dict[str, Path], tmp_path: Path) -> None:
+    apart = shutil.copytree(published["awq"], tmp_path / "apart")
+    APART(apart)
+    served, whole = (
+        generate(folder, ["w4a16"], PROMPTS, sampling=SAMPLING)[0] for folder in (apart, published["awq"])
+    )
+    (stock,) = generate(apart, None, PROMPTS, sampling=SAMPLING, quantization="awq")
+    assert served.answers == whole.answers
+    assert distance(served.answers[0], stock.answers[0]) < 0.01
+
+
 def test_in_int8_it_answers_as_a_checkpoint_of_the_same_int8_weights(int4: Path, tmp_path: Path) -> None:
     (served,) = generate(int4, [IN_INT8], PROMPTS, sampling=SAMPLING)
     (expected,) = generate(in_int8(int4, tmp_path / "w8a8"), None, PROMPTS, sampling=SAMPLING)
@@ -119,7 +137,9 @@ def test_it_is_served_from_one_copy_by_default(int4: Path) -> None:
             m for m in variant.modules() if isinstance(getattr(m, "quant_method", None), OneCopyMethod)
         ]
         tensors = {p.data_ptr() for p in source.parameters()}
+        scales = {b.data_ptr(): b.nbytes for m in methods for b in m._buffers.values() if b is not None}
         return {
+            "scales": sum(scales.values()),
             "policy": model.policy.name,
             "linears": len(methods),
             "own": [n for n, p in variant.named_parameters() if p.data_ptr() not in tensors],
@@ -132,7 +152,8 @@ def test_it_is_served_from_one_copy_by_default(int4: Path) -> None:
         alone = answers(llm, PROMPTS, **SAMPLING)
     (in_int4,) = generate(int4, ["w4a16"], PROMPTS, sampling=SAMPLING)
     assert found["linears"] == 2 * 4 and found["own"] == []
-    assert set(found["bytes"]) == {"w4a16", "shared"}
+    assert set(found["bytes"]) == {"w4a16", "w8a8-from-int4", "shared"}
+    assert found["bytes"]["w8a8-from-int4"] == LARGEST + found["scales"] > LARGEST
     assert distance(alone, in_int4.answers[0]) < 0.01
 
 
@@ -180,6 +201,62 @@ def test_a_merged_checkpoint_takes_it_beside_its_own_w8a8(int4: Path, tmp_path: 
     served = generate(tmp_path / "merged", ["w8a8", IN_INT8, mixed], PROMPTS, sampling=SAMPLING)
     own, computed, both = (found.answers[0] for found in served)
     assert 0 < distance(both, own) < distance(computed, own)
+
+
+def write_mixed(folder: Path) -> Path:
+    """Write a checkpoint with attention in W8A8 and MLPs in W4A16."""
+    made = {
+        "int4": make_checkpoint(folder / "int4", "qwen2", "w4a16", ignore=[ATTENTION]),
+        "int8": make_checkpoint(folder / "int8", "qwen2", "w8a8", ignore=[MLPS]),
+    }
+    int4, int8 = (load_file(made[name] / "model.safetensors") for name in made)
+    tensors = int4 | {name: tensor for name, tensor in int8.items() if ".self_attn." in name}
+    dropped = {name for name in int4 if ".self_attn." in name and name not in int8}
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name not in dropped},
+        made["int4"] / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    documents = {name: json.loads((made[name] / "config.json").read_text()) for name in made}
+    sections = {name: document["quantization_config"] for name, document in documents.items()}
+    groups = {
+        name: section["config_groups"]["group_0"] | {"targets": [target], "format": section["format"]}
+        for (name, section), target in zip(sections.items(), (MLPS, ATTENTION), strict=True)
+    }
+    mixed = {"config_groups": groups, "format": "mixed-precision", "ignore": ["lm_head"]}
+    document = documents["int4"] | {"quantization_config": sections["int4"] | mixed}
+    (made["int4"] / "config.json").write_text(json.dumps(document))
+    return made["int4"]
+
+
+def test_layers_in_8_bit_stay_as_they_are(tmp_path: Path) -> None:
+    folder = write_mixed(tmp_path)
+    (kernels, weights) = (
+        [f for f in examine(str(folder), ["--max-model-len", "64"]) if f.subject == subject]
+        for subject in ("kernel", "weights")
+    )
+    in_int8 = [f.text for f in kernels if f.details["variant"] == "w8a8-from-int4"]
+    assert [text for text in in_int8 if "qkv_proj" in text and "INT8 from" not in text]
+    assert [text for text in in_int8 if "down_proj" in text and "INT8 from" in text]
+    scales = 2 * (512 + 128) * 4
+    assert weights[0].details["bytes"]["w8a8-from-int4"] == LARGEST + scales
+    served = generate(folder, ["w4a16", IN_INT8], PROMPTS, sampling=SAMPLING)
+    (stock,) = generate(folder, None, PROMPTS, sampling=SAMPLING)
+    in_int4, computed = (found.answers[0] for found in served)
+    assert distance(in_int4, stock.answers[0]) < 0.01
+    assert 0 < distance(computed, stock.answers[0]) < 0.2
+
+
+def test_int4_weights_of_no_layer_are_refused(tmp_path: Path) -> None:
+    """The configuration tells of INT4, and all linears of the decoder are in 8 bit."""
+    folder = make_checkpoint(tmp_path / "model", "qwen2", "w8a8")
+    config = json.loads((folder / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
+    group = {"targets": ["re:.*elsewhere$"], "weights": weights, "format": "pack-quantized"}
+    config["quantization_config"]["config_groups"]["int4"] = group
+    (folder / "config.json").write_text(json.dumps(config))
+    *_, refused = examine(str(folder), ["--max-model-len", "64"])
+    assert refused.subject == "refused" and "such as w4a16" in refused.text
 
 
 @pytest.mark.parametrize(

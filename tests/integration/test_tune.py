@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -17,11 +18,20 @@ from typing import NamedTuple
 import pytest
 from openai import OpenAI
 
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli import main
+from flexquant.doctor.loaded_bytes import count_bytes
+from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY
+from flexquant.layers.sensitivity import policy_that_loads
 from flexquant.measuring.server import vllm_serve
+from flexquant.merge import merge_checkpoints
+from flexquant.policy.plans import all_in, describe_layers, with_layer
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
+from flexquant.tuning.candidates import FROM_INT4, find_variants
 from tests import programs
+from tests.checkpoints import make_checkpoint
+from tests.integration.conftest import answers, engine
 
 pytestmark = pytest.mark.engine
 
@@ -207,6 +217,12 @@ def test_an_engine_that_does_not_start_is_named_with_its_log(tiny_merged, tmp_pa
             ["--output", "p.yaml", "--max-quality-loss", "0.1", "--text", "t", "--quality", "q"],
             "--max-quality-loss needs --text or --quality, one of them",
         ),
+        (
+            ["--output", "p.yaml", "--memory", "1GiB", "--max-quality-loss", "0.1", "--quality", "q"],
+            "--memory goes with neither --max-quality-loss nor --from-metrics",
+        ),
+        (["--output", "p.yaml", "--sensitivity", "s"], "give --memory too"),
+        (["--output", "p.yaml", "--memory", "1GiB", "--sensitivity", "s"], "s cannot be read"),
         (["--output", "p.yaml", "--reference", "m"], "--reference is what --text is measured against"),
         (["--output", "p.yaml", "--variants", "w8a8"], "there is nothing to choose from but w8a8"),
     ],
@@ -216,6 +232,63 @@ def test_wrong_use_costs_no_time(tiny_merged, tmp_path, monkeypatch, capsys, arg
     assert main(["tune", str(tiny_merged() / "merged"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["merged", "w4a16"])
+def test_less_memory_than_one_copy_is_refused(tiny_merged, tmp_path, capsys, kind):
+    """A published checkpoint of INT4 weights has nothing but one copy."""
+    command = ["tune", tiny_merged() / kind, "--output", tmp_path / "p.yaml", "--memory", "100KiB"]
+    assert main([str(part) for part in command]) == 1
+    message = capsys.readouterr().err
+    assert "one copy takes" in message and "more than the 100.0 KiB of --memory" in message
+    assert "to compute INT8 weights in; give 1MiB or more" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_without_int4_weights_is_refused(tmp_path, capsys):
+    made = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "fp8")}
+    merge_checkpoints(made, tmp_path / "merged", policy="w8a8")
+    command = ["tune", tmp_path / "merged", "--output", tmp_path / "p.yaml", "--memory", "1GiB"]
+    assert main([str(part) for part in command]) == 2
+    assert "--memory needs a variant w4a16, and the checkpoint has w8a8, fp8" in capsys.readouterr().err
+
+
+def sensitivity_file(merged, file) -> Path:
+    """Write a file by which the last layers lose most."""
+    high = all_in("w8a8", 30)
+    kl = {describe_layers(high): [0.01], describe_layers(all_in("w4a16", 30)): [0.2]}
+    kl |= {describe_layers(with_layer(high, n, "w4a16")): [0.01 + n / 1e4] for n in range(30)}
+    sizes = {f.name: f.stat().st_size for f in merged.glob("*.safetensors")}
+    document = {"schema": SENSITIVITY, "layers": 30, "variants": ["w8a8", "w4a16"], "files": sizes, "kl": kl}
+    file.write_text(json.dumps(document))
+    return file
+
+
+def test_layers_are_chosen_for_a_memory(real_merged, tmp_path):
+    """Eight layers and a half fit; what is chosen takes no more when it is served."""
+    variants = find_variants(read_merged_config(real_merged)[0], ["w8a8", "w4a16", FROM_INT4])
+    loaded = count_bytes(real_merged, policy_that_loads(variants), devices=1)
+    one_copy = loaded.of([all_in(FROM_INT4, 30)])
+    memory = one_copy + int(8.5 * loaded.by_layer["w8a8"][0])
+    output, file = tmp_path / "policy.yaml", sensitivity_file(real_merged, tmp_path / "sensitivity.json")
+    arguments = ["--output", output, "--memory", memory, "--sensitivity", file, *FEW, "--rounds", "1"]
+    done = run("tune", real_merged, *arguments)
+    assert "8 of 30 layers (22-29) fit with w8a8 of their own" in done.stderr
+    text = output.read_text()
+    cells = [re.split(r"\s{2,}", line.removeprefix("# ")) for line in text.splitlines()]
+    mixed = {int(row[1]): row for row in cells if row[0].startswith(("one copy", "two copies"))}
+    assert list(mixed) == [30, 22, 15, 8, 7, 0]
+    assert {row[0] for row in cells} >= {"w8a8 alone", "w4a16 alone"}
+    assert {number for number, row in mixed.items() if row[-1] == "does not fit"} == {30, 22, 15}
+    assert not mixed[8][5].startswith("~"), "the plan that fits is measured"
+    assert mixed[8][7] == "~0.0331" and mixed[0][7] == "0.2"
+    assert text.count("  chosen\n") == 1
+    policy = load_policy(str(output))
+    assert set(policy.measured.decode) == {"w8a8", "w4a16", FROM_INT4}
+    with engine(real_merged, str(output), max_model_len=256) as llm:
+        ((tokens, _),) = answers(llm, ["The capital of France is"], max_tokens=4)
+        (found,) = llm.apply_model(lambda model: sum(model.weight_bytes.values()))
+    assert len(tokens) == 4 and found <= 1.01 * memory
 
 
 def test_a_policy_is_not_overwritten_unasked(tiny_merged, tmp_path, capsys):

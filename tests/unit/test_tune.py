@@ -18,8 +18,8 @@ from flexquant.measuring.comparison import Effort
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.choose import find_policies
 from flexquant.policy.routes import build_route_table
-from flexquant.policy.rules import load_policy
-from flexquant.tuning.candidates import find_variants, leave_out_lossy
+from flexquant.policy.rules import load_policy, parse_policy
+from flexquant.tuning.candidates import FROM_INT4, find_variants, leave_out_lossy
 from flexquant.tuning.deciding import (
     TooNoisyError,
     check_decidable,
@@ -29,7 +29,7 @@ from flexquant.tuning.deciding import (
     undecided,
     wide,
 )
-from flexquant.tuning.objectives import Goal, Slo, meet, optimise
+from flexquant.tuning.objectives import Goal, Slo, best, meet, optimise
 from flexquant.tuning.policy_file import (
     TuningFiles,
     TuningResult,
@@ -252,7 +252,7 @@ def test_throughput_counts_the_batch_that_fits():
 
     assert choose({1: 64, 2: 64}).variants == ("w8a8",)
     equal = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 1.0})
-    memory = Memory(total=1000, shared=100, own={"w8a8": 400, "w4a16": 200})
+    memory = Memory(total=1000, shared=100, own={"w8a8": {"w8a8": 400}, "w4a16": {"w4a16": 200}})
     for request, chosen in ((10, "w4a16"), (1, "w8a8")):
         decision = optimise(equal, VARIANTS, "throughput", lambda v, r=request: memory.requests(v, r))
         assert decision.variants == (chosen,)
@@ -269,11 +269,69 @@ def test_throughput_beyond_what_was_measured_is_told():
 
 
 def test_memory_is_divided_by_weights_and_evenly_beyond():
-    memory = Memory(total=900, shared=100, own={"w8a8": 400, "w4a16": 200})
+    memory = Memory(total=900, shared=100, own={"w8a8": {"w8a8": 400}, "w4a16": {"w4a16": 200}})
     assert memory.requests(["w8a8"], 10) == 40
     assert memory.requests(["w8a8", "w4a16"], 10) == 20
     shares = [memory.utilisation(name) for name in memory.own]
     assert shares == pytest.approx([0.9 * 550 / 900, 0.9 * 350 / 900])
+
+
+def test_one_copy_is_counted_once(merged_folder):
+    """A variant that computes its weights adds none, and a plan with layers of two has a part of each."""
+    checkpoint = MergedCheckpoint.open(merged_folder)
+    variants = find_variants(checkpoint.merged, ["w8a8", "w4a16", FROM_INT4])
+    half = {"default": FROM_INT4, "layers": {"0": "w8a8"}}
+    document = variants[FROM_INT4].document | {"rules": [{"use": half}]}
+    memory = Memory.of(checkpoint, variants | {"half": parse_policy(document)}, devices=1)
+    assert memory.own[FROM_INT4] == memory.own["w4a16"]
+    assert memory.own["half"]["w8a8"] * 2 == pytest.approx(memory.own["w8a8"]["w8a8"])
+    (room, same, half_room, both) = (
+        memory.requests(names, request=1)
+        for names in (["w4a16"], ["w4a16", FROM_INT4], ["w4a16", "half"], ["w4a16", "half", "w8a8"])
+    )
+    assert room == same > half_room > both
+    assert list(memory.saved([FROM_INT4])) == ["w8a8"]
+    assert memory.saved(["half"]) == {}
+
+
+def test_of_sets_that_fit_the_first_is_taken_unless_another_is_faster():
+    curves = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 1.01, "w4a8": lambda n: 0.5}
+    samples = measured(curves, noise=0.001)
+
+    def of(*together):
+        found = best(samples, together, lambda names: optimise(samples, names, "latency", lambda _: ALL))
+        return found.variants
+
+    assert of(["w8a8"], ["w4a16"]) == ("w8a8",)
+    assert of(["w4a16"], ["w8a8"]) == ("w4a16",)
+    assert of(["w8a8"], ["w4a16", "w4a8"]) == ("w4a8",)
+
+
+def test_a_set_that_keeps_no_bound_is_left_out():
+    samples = measured({"w8a8": lambda n: 0.010, "w4a16": lambda n: 0.005}, noise=0)
+    slo = Slo.parse("tpot=8ms")
+
+    def of(*together):
+        return best(samples, together, lambda names: meet(samples, names, slo)).variants
+
+    assert of(["w8a8"], ["w4a16"]) == ("w4a16",)
+    with pytest.raises(FlexQuantError, match="tpot=8ms cannot be met: .* w8a8"):
+        of(["w8a8"])
+
+
+def test_a_measured_plan_is_written_with_its_layers_and_without_its_times():
+    names = ["w8a8", "w4a16", FROM_INT4]
+    policies = find_policies(names, VARIANTS)
+    use = {"default": FROM_INT4, "layers": {"0": "w8a8"}}
+    document = policies[FROM_INT4].document | {"rules": [{"use": use}]}
+    candidates = policies | {"mixed": parse_policy(document)}
+    curves = {"mixed": 1, "w8a8": 3, FROM_INT4: 2}
+    samples = measured({n: lambda _, s=s: s for n, s in curves.items()} | {"w4a16": lambda n: n / 16})
+    decision = plain(samples, [*names, "mixed"])
+    tuned = tuned_policy_document(decision, candidates, samples.pass_times(16, {}), "latency")
+    assert [rule["use"] for rule in tuned["rules"]] == ["w4a16", use, "w4a16", use]
+    assert set(tuned["derive"]) == {FROM_INT4}
+    assert set(tuned["measured"]["decode_ms"]) == set(names)
 
 
 def test_bounds_take_the_most_precise_that_keeps_them():
@@ -346,7 +404,7 @@ def test_one_variant_everywhere_is_one_rule():
         decision, find_policies(VARIANTS, VARIANTS), samples.pass_times(16, {}), "x"
     )
     assert document["rules"] == [{"use": "w8a8"}]
-    (note,) = unused_notes({"w8a8": 5, "w4a16": 2_000_000}, decision)
+    (note,) = unused_notes({"w4a16": 2_000_000})
     assert note.startswith("w4a16 is never chosen and so not loaded, which leaves 1.9 MiB")
 
 
@@ -466,6 +524,14 @@ def test_the_most_precise_variant_comes_first(merged):
 def test_what_cannot_be_tuned(merged, names, message):
     with pytest.raises(FlexQuantError, match=message):
         find_variants(merged, names)
+
+
+@pytest.mark.parametrize("derived", ["w4a8", FROM_INT4])
+def test_a_variant_derived_from_what_is_not_there_is_refused(merged, derived):
+    alone = replace(merged, variants={"w8a8": merged.variants["w8a8"]})
+    message = f"'w4a16', from which '{derived}' is derived, is not a variant of the checkpoint: w8a8"
+    with pytest.raises(UsageError, match=message):
+        find_variants(alone, ["w8a8", derived])
 
 
 def quality_file(tmp_path, **losses):

@@ -111,7 +111,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         self._graphs = PlanGraphs(has_full=mode is not None and mode.has_full_cudagraphs())
         self.live_policy = LivePolicy(self, vllm_config, self._plans, self._graphs, self._build_plan)
         """Changes the policy while serving."""
-        self._memory: WeightMemory | None = WeightMemory(loaded)
+        self._memory: WeightMemory | None = WeightMemory(variants)
         self.weight_bytes: dict[str, int] = {}
         """Variant -> bytes of its weights as kernels keep them; known once all are loaded."""
         self.weight_bytes_by_layers: BytesByRange = {}

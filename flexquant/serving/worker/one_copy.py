@@ -11,7 +11,7 @@ source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from flexquant.serving.vllm_api import (
     MPLinearKernel,
     QuantizeMethodBase,
 )
-from flexquant.serving.worker.linear_kernels import kernel_of_layer, remake, set_kernel
+from flexquant.serving.worker.linear_kernels import kernel_of_layer, linear_sizes, remake, set_kernel
 from flexquant.serving.worker.plan_views import shallow_copy, stack_of_layers, with_module
 
 
@@ -54,6 +54,7 @@ def check_device(what: str) -> None:
     raise FlexQuantError(f"{what} with 'weights: int8', {problem}; choose a policy without it")
 
 
+SCALE_BYTES = 4
 MARLIN_TILES = ((64, 128), (128, 64))
 """Outputs and inputs of which Marlin takes multiples; it pads weights with others."""
 
@@ -100,7 +101,8 @@ def one_copy_of(source: nn.Module, name: str) -> nn.Module:
             vars(views[path])["quant_method"] = method
     if not views:
         raise FlexQuantError(
-            f"variant '{name}' has no INT4 linear to compute INT8 weights from; take it out of the policy"
+            f"variant '{name}' has no INT4 linear to compute INT8 weights from; choose a policy without it, "
+            "such as w4a16"
         )
     layers = stack_of_layers(source)
     path_of_layers = next(path for path, module in source.named_modules() if module is layers)
@@ -111,9 +113,25 @@ def one_copy_of(source: nn.Module, name: str) -> nn.Module:
 
 def find_scales(models: Iterable[nn.Module]) -> None:
     """Make the variants among ``models`` that compute their weights ready, once all weights are loaded."""
-    for module in chain.from_iterable(model.modules() for model in models):
+    for module in chain.from_iterable(map(_computing, models)):
+        assert isinstance(module.quant_method, OneCopyMethod)
+        module.quant_method.find_scales(module)
+
+
+def computed_bytes(model: nn.Module) -> int:
+    """Return the bytes that a variant takes beside its source: 0 for one that has weights of its own.
+
+    They are the INT8 weights of its largest linear, and for each linear one float32 scale an output channel.
+    """
+    sizes = [linear_sizes(layer) for layer in _computing(model)]
+    return max((i * o for i, o in sizes), default=0) + sum(SCALE_BYTES * o for _, o in sizes)
+
+
+def _computing(model: nn.Module) -> Iterator[LinearBase]:
+    """Yield the linears of a model that compute their weights in each pass."""
+    for module in model.modules():
         if isinstance(module, LinearBase) and isinstance(module.quant_method, OneCopyMethod):
-            module.quant_method.find_scales(module)
+            yield module
 
 
 def _method(layer: LinearBase, place: str) -> OneCopyMethod | None:

@@ -6,7 +6,8 @@ The count covers what a rank holds after vLLM's ``process_weights_after_loading`
 copy of a weight that a kernel has packed. Memory that several modules use counts once. On a CPU vLLM passes
 weights to oneDNN and leaves an empty parameter or none. It also passes the lm_head's weight to oneDNN, but
 keeps that parameter. oneDNN does not report how much it holds, so
-its copy counts like the loaded weight, in the same dtype. Buffers and workspaces do not count.
+its copy counts like the loaded weight, in the same dtype. Buffers and workspaces do not count, but for what a
+variant takes that computes its weights in each pass: the memory that it writes them to, and their scales.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     CPUDNNLGEMMHandler,
     LinearBase,
+    MoERunner,
     ParallelLMHead,
     VocabParallelEmbedding,
 )
 from flexquant.serving.worker.expert_layers import expert_layers, expert_weights
 from flexquant.serving.worker.linear_kernels import linear_sizes
+from flexquant.serving.worker.one_copy import computed_bytes
 
 WEIGHT = re.compile(r"(w13_|w2_)?weight(_packed)?$")
 """Matches the names of parameters that a kernel can remove; experts' begin with ``w13_`` or ``w2_``."""
@@ -50,9 +53,11 @@ class WeightMemory:
     def __init__(self, models: Mapping[str, nn.Module], to_be_packed: Collection[nn.Module] = ()) -> None:
         """Note the parameters of ``models`` (or single layers), by name, with the shapes and dtypes to load.
 
-        ``to_be_packed`` are modules of models without weights that a kernel will keep an additional copy of.
+        Models that compute their weights from another one's have none of their own. ``to_be_packed`` are
+        modules of models without weights that a kernel will keep an additional copy of.
         """
-        self._models = dict(models)
+        self._computed = {name: nbytes for name, m in models.items() if (nbytes := computed_bytes(m))}
+        self._models = {name: model for name, model in models.items() if name not in self._computed}
         self._to_be_packed = to_be_packed
         self._loaded = {
             module: {
@@ -60,7 +65,7 @@ class WeightMemory:
                 for name, weight in module.named_parameters(recurse=False)
                 if WEIGHT.match(name)
             }
-            for model in models.values()
+            for model in self._models.values()
             for module in model.modules()
         }
 
@@ -70,6 +75,10 @@ class WeightMemory:
 
     def nbytes_by_range(self) -> BytesByRange:
         """Return the bytes of weights as :meth:`nbytes` does, by range of decoder layers."""
+        return {name: by_range(of_layers) for name, of_layers in self.nbytes_by_layer().items()}
+
+    def nbytes_by_layer(self) -> dict[str, dict[int | None, int]]:
+        """Return the bytes of weights as :meth:`nbytes` does, by decoder layer; None: outside of layers."""
         owners: dict[Piece, tuple[int | None, list[str]]] = {}
         for name, model in self._models.items():
             pieces = {
@@ -79,11 +88,13 @@ class WeightMemory:
             }
             for piece, layer in pieces.items():
                 owners.setdefault(piece, (layer, []))[1].append(name)
-        sizes: dict[str, dict[int | None, int]] = {name: {} for name in [*self._models, SHARED]}
+        sizes: dict[str, dict[int | None, int]] = {name: {} for name in self._models}
+        sizes |= {name: {None: nbytes} for name, nbytes in self._computed.items()}
+        sizes[SHARED] = {}
         for piece, (layer, names) in owners.items():
             of_owner = sizes[SHARED if len(names) > 1 else names[0]]
             of_owner[layer] = of_owner.get(layer, 0) + piece.nbytes
-        return {name: by_range(of_layers) for name, of_layers in sizes.items()}
+        return sizes
 
     def nbytes_in_16_bit(self, model: nn.Module) -> int:
         """Return the bytes that the weights of a model, or of a view of several, would take in 16 bit.
@@ -124,6 +135,20 @@ class WeightMemory:
             is_gone = name not in parameters and not packed
             if in_onednn or is_gone or module in self._to_be_packed:
                 yield weight
+
+
+def weights_of_layers(model: nn.Module) -> int:
+    """Return how many weights the linears and experts of a model's decoder layers have on this rank."""
+    count = 0
+    for path, module in model.named_modules():
+        if layer_number(path) is None:
+            continue
+        if isinstance(module, LinearBase):
+            inputs, outputs = linear_sizes(module)
+            count += inputs * outputs
+        elif isinstance(module, MoERunner):
+            count += expert_weights(module)
+    return count
 
 
 def packed_for_cpu(module: nn.Module) -> Iterator[torch.Tensor | CPUDNNLGEMMHandler]:

@@ -60,6 +60,14 @@ COMMANDS = (
         ),
     ),
     Fault(
+        "experts-taken-for-attention",
+        "The doctor asks experts for the backend of their attention.",
+        "flexquant/doctor/memory.py",
+        "return [layer for layer in registered if isinstance(layer, AttentionLayerBase)]",
+        "return [*registered]",
+        ("tests/integration/test_doctor.py::test_experts_are_no_attention_layers",),
+    ),
+    Fault(
         "ranks-with-whole-layers",
         "The doctor tells the shapes of whole layers, however many ranks share them.",
         "flexquant/doctor/examining.py",

@@ -84,9 +84,17 @@ KERNELS = (
     Fault(
         "one-copy-loaded-twice",
         "The weights of a variant that computes them count as memory of its own.",
-        "flexquant/serving/worker/model.py",
-        "WeightMemory(loaded)",
-        "WeightMemory(variants)",
+        "flexquant/serving/worker/weight_memory.py",
+        "if name not in self._computed}",
+        "}",
+        (f"{ONE_COPY}test_it_is_served_from_one_copy_by_default",),
+    ),
+    Fault(
+        "int8-weights-take-no-memory",
+        "The memory that INT8 weights are computed into is not reported.",
+        "flexquant/serving/worker/one_copy.py",
+        "max((i * o for i, o in sizes), default=0)",
+        "0",
         (f"{ONE_COPY}test_it_is_served_from_one_copy_by_default",),
     ),
     Fault(

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-TUNE, RETUNE, TRAFFIC = (f"tests/unit/test_{name}.py::" for name in ("tune", "retuning", "traffic"))
+TUNE, RETUNE, TRAFFIC, FIT = (
+    f"tests/unit/test_{name}.py::" for name in ("tune", "retuning", "traffic", "fitting")
+)
 
 TUNING = (
     Fault(
@@ -88,5 +90,80 @@ TUNING = (
         "UTILIZATION * devices * current",
         "UTILIZATION * current",
         (TUNE + "test_the_memory_of_all_devices_counts",),
+    ),
+    Fault(
+        "one-copy-counted-twice",
+        "A variant that computes its weights counts as a second copy of its source.",
+        "flexquant/tuning/tuning.py",
+        "for v, layers in routes.layers.items() if routes.has_weights(v)}",
+        "for v, layers in routes.layers.items()}",
+        (TUNE + "test_one_copy_is_counted_once",),
+    ),
+    Fault(
+        "layers-of-a-plan-not-written",
+        "A rule names a measured plan as if it were a variant.",
+        "flexquant/tuning/policy_file.py",
+        'rules.append({"use": uses[r.variant]})',
+        'rules.append({"use": r.variant})',
+        (TUNE + "test_a_measured_plan_is_written_with_its_layers_and_without_its_times",),
+    ),
+    Fault(
+        "first-set-however-slow",
+        "Of the variants that fit into memory together the first are taken, even if others are faster.",
+        "flexquant/tuning/objectives.py",
+        "if time <= least + MARGIN)",
+        "if time >= least)",
+        (TUNE + "test_of_sets_that_fit_the_first_is_taken_unless_another_is_faster",),
+    ),
+    Fault(
+        "derived-from-nothing",
+        "A variant derived from one that the checkpoint lacks ends in a KeyError.",
+        "flexquant/tuning/candidates.py",
+        "if source not in merged.variants:",
+        "if derivation is None and source not in merged.variants:",
+        (TUNE + "test_a_variant_derived_from_what_is_not_there_is_refused",),
+    ),
+    Fault(
+        "memory-not-kept",
+        "All layers get W8A8 of their own, whatever fits.",
+        "flexquant/layers/fitting.py",
+        "if loaded.of(choice.plans) <= memory]",
+        "]",
+        (FIT + "test_as_many_layers_as_fit_have_their_own",),
+    ),
+    Fault(
+        "computed-from-nothing",
+        "A plan that computes its weights counts without those that it computes them from.",
+        "flexquant/doctor/loaded_bytes.py",
+        "for variant, layer in used if variant in self.sources}",
+        "for variant, layer in used if variant in ()}",
+        (
+            FIT + "test_the_table_tells_measured_times_from_interpolated_ones",
+            FIT + "test_as_many_layers_as_fit_have_their_own",
+        ),
+    ),
+    Fault(
+        "least-sensitive-layers-first",
+        "The layers that lose least get W8A8 of their own.",
+        "flexquant/layers/fitting.py",
+        "key=losses.costs.__getitem__, reverse=True)",
+        "key=losses.costs.__getitem__)",
+        (FIT + "test_the_layers_that_lose_most_come_first",),
+    ),
+    Fault(
+        "interpolated-told-as-measured",
+        "The table does not tell which times were measured.",
+        "flexquant/layers/fitting.py",
+        "{'' if is_measured else '~'}",
+        "",
+        (FIT + "test_the_table_tells_measured_times_from_interpolated_ones",),
+    ),
+    Fault(
+        "losses-of-another-checkpoint",
+        "Layers are chosen by what another checkpoint loses.",
+        "flexquant/layers/plan_losses.py",
+        '"files": dict(sizes)}',
+        '"files": found["files"]}',
+        (FIT + "test_a_file_that_says_nothing_of_these_layers_is_refused",),
     ),
 )

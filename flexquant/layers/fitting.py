@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Choose how many layers get W8A8 of their own, so that the weights fit into a given memory.
+
+All layers have INT4 weights, and those without W8A8 of their own compute INT8 weights from these in each
+pass. Tuning measures the plan with as many layers as fit beside the variants alone; the times of plans with
+other numbers of layers lie between those of the variants, as each layer costs its share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flexquant.checkpoint.layer_ranges import describe_ranges, format_bytes
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.doctor.loaded_bytes import LoadedBytes
+from flexquant.documents.tables import table_lines
+from flexquant.errors import FlexQuantError
+from flexquant.layers.plan_losses import PlanLosses
+from flexquant.policy.pass_times import PassTimes
+from flexquant.policy.plans import Layers, Plan, all_in
+from flexquant.policy.rules import Policy, add_derivations, parse_policy
+from flexquant.policy.schema import SCHEMA
+from flexquant.tuning.candidates import FROM_INT4, SOURCE
+from flexquant.tuning.policy_file import TuningResult
+
+STEPS = 4
+"""Number of equal steps, from one copy to two, whose ends the table shows."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Plans whose weights are loaded together."""
+
+    name: str
+    plans: tuple[Layers, ...]
+    """The plan for prompts comes first."""
+    twice: int
+    """Number of layers with W8A8 of their own beside INT4 weights."""
+
+    @property
+    def names(self) -> list[str]:
+        return [Plan.from_layers(plan).name for plan in self.plans]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The choices, and which of them fit into the memory."""
+
+    memory: int
+    """Bytes a rank for weights, and for the memory that INT8 weights are computed into."""
+    loaded: LoadedBytes
+    choices: Sequence[Choice]
+    """At equal speed the first is preferred."""
+    candidates: dict[str, Policy]
+    """What is measured: the variants alone, and the plan with as many layers of W8A8 as fit."""
+    remark: str
+    losses: PlanLosses | None
+
+    @classmethod
+    def of(
+        cls,
+        variants: Mapping[str, Policy],
+        memory: int,
+        loaded: LoadedBytes,
+        num_layers: int,
+        losses: PlanLosses | None = None,
+        *,
+        mixable: Sequence[Collection[str]],
+    ) -> Fit:
+        """Find the most layers that fit; raise FlexQuantError if not even one copy does.
+
+        ``variants`` are those of :func:`flexquant.tuning.candidates.find_variants`, SOURCE and FROM_INT4
+        among them. ``mixable`` are groups of variants whose layers one plan can mix.
+        """
+        stored = [v for v, policy in variants.items() if not policy.derived and v != SOURCE]
+        high = stored[0] if stored else None
+        one = Choice("one copy", (all_in(FROM_INT4, num_layers), all_in(SOURCE, num_layers)), 0)
+        _check_one_copy(loaded, one, memory)
+        order: Sequence[int] = range(num_layers)
+        if losses is not None:
+            order = sorted(order, key=losses.costs.__getitem__, reverse=True)
+        can_mix = any({high, SOURCE} <= set(group) for group in mixable)
+        numbers = range(1, num_layers + 1) if can_mix else [num_layers]
+        mixed = [] if high is None else [_mixed(high, order, count, one) for count in numbers]
+        fitting = [choice for choice in mixed if loaded.of(choice.plans) <= memory]
+        most = fitting[-1] if fitting else one
+        shown = {num_layers * step // STEPS for step in range(1, STEPS + 1)} | {most.twice}
+        others = [
+            Choice(f"{v}, {SOURCE}", (all_in(v, num_layers), all_in(SOURCE, num_layers)), 0)
+            for v in variants
+            if v not in (high, SOURCE, FROM_INT4)
+        ]
+        alone = [Choice(f"{v} alone", (all_in(v, num_layers),), 0) for v in [*stored, SOURCE]]
+        choices = [*(c for c in mixed[::-1] if c.twice in shown), one, *others, *alone]
+        candidates = dict(variants)
+        if 0 < most.twice < num_layers:
+            last = candidates.pop(FROM_INT4)
+            assert high is not None
+            policy = parse_policy(_document(most.plans[0], variants), "the plan that fits")
+            candidates |= {most.names[0]: policy, FROM_INT4: last}
+        remark = _remark(most, order, high, losses, can_mix=can_mix)
+        return cls(memory, loaded, choices, candidates, remark, losses)
+
+    @property
+    def together(self) -> list[list[str]]:
+        """The candidates of every choice that fits and is measured."""
+        return [
+            [name for name in self.candidates if name in choice.names]
+            for choice in self.choices
+            if self._fits(choice) and set(choice.names) <= set(self.candidates)
+        ]
+
+    def report(self, tuned: TuningResult) -> TuningResult:
+        """Return the tuned policy with the table of choices in its notes."""
+        decision = tuned.decision
+        possible = [c for c in self.choices if set(decision.variants) <= set(c.names)]
+        chosen = min(possible, key=lambda choice: self.loaded.of(choice.plans))
+        prompt, batch = max(_sizes(tuned.times.prefill)), min(_sizes(tuned.times.decode))
+        head = ["", f"layers twice (of {len(chosen.plans[0])})", "bits/weight", "memory", "KV tokens"]
+        head += [f"TTFT {prompt}", f"TPOT {batch}", *(["KL"] if self.losses else []), ""]
+        rows = [head]
+        for choice in self.choices:
+            nbytes = self.loaded.of(choice.plans)
+            told = "chosen" if choice is chosen else "" if self._fits(choice) else "does not fit"
+            rows.append(
+                [
+                    choice.name,
+                    str(choice.twice),
+                    f"{self.loaded.bits(choice.plans):.2f}",
+                    format_bytes(nbytes),
+                    str(self.loaded.cache_tokens(nbytes)),
+                    _time(tuned.times, choice, "prefill", prompt),
+                    _time(tuned.times, choice, "decode", batch),
+                    *([self.losses.describe(choice.plans[0])] if self.losses else []),
+                    told,
+                ]
+            )
+        notes = [
+            self.remark,
+            f"Choices for {format_bytes(self.memory)} a rank; ms for a prompt of {prompt} tokens, and for a "
+            f"pass that decodes {batch}; ~ is interpolated between measured variants, layer by layer:",
+            *table_lines(rows, numbers=range(1, len(head) - 1)),
+            *([self.losses.note] if self.losses else []),
+        ]
+        return replace(tuned, notes=[*tuned.notes, *notes])
+
+    def _fits(self, choice: Choice) -> bool:
+        return self.loaded.of(choice.plans) <= self.memory
+
+
+def _mixed(high: str, order: Sequence[int], count: int, one: Choice) -> Choice:
+    """Return the choice in which the first ``count`` layers of ``order`` have the variant ``high``."""
+    own = set(order[:count])
+    plan = tuple(high if layer in own else FROM_INT4 for layer in range(len(order)))
+    if count == len(order):
+        return Choice(f"two copies: {high}, {SOURCE}", (plan, one.plans[-1]), count)
+    return Choice(f"one copy, and {high} in some", (plan, *one.plans), count)
+
+
+def _document(plan: Layers, variants: Mapping[str, Policy]) -> JsonObject:
+    document = {"schema": SCHEMA, "rules": [{"use": Plan.from_layers(plan).rule_use()}]}
+    return add_derivations(document, plan, variants)
+
+
+def _check_one_copy(loaded: LoadedBytes, one: Choice, memory: int) -> None:
+    least = loaded.of(one.plans)
+    if least <= memory:
+        return
+    alone = loaded.of(one.plans[-1:])
+    advice = f"; {SOURCE} alone fits: serve by that policy" if alone <= memory else ""
+    raise FlexQuantError(
+        f"one copy takes {format_bytes(least)} a rank, more than the {format_bytes(memory)} of --memory: "
+        f"{format_bytes(alone)} of weights, and {format_bytes(least - alone)} to compute INT8 weights in; "
+        f"give {math.ceil(least / 2**20)}MiB or more{advice}"
+    )
+
+
+def _remark(
+    most: Choice, order: Sequence[int], high: str | None, losses: PlanLosses | None, *, can_mix: bool
+) -> str:
+    """Say how many layers fit, which, and why these."""
+    if high is None:
+        return f"One copy is all that is possible: of {SOURCE} there is no variant in 8 bit beside it."
+    if not can_mix:
+        return f"One plan cannot mix layers of {high} and {SOURCE}, so there are one copy and two."
+    which = f" ({describe_ranges(order[: most.twice])})" if 0 < most.twice < len(order) else ""
+    by = f"those that lose most by {losses.file.name}" if losses else "from the first: no --sensitivity"
+    return f"{most.twice} of {len(order)} layers{which} fit with {high} of their own, {by}."
+
+
+def _sizes(curves: Mapping[str, Mapping[int, object]]) -> set[int]:
+    return set.intersection(*map(set, curves.values()))
+
+
+def _time(times: PassTimes, choice: Choice, phase: str, size: int) -> str:
+    """Return the milliseconds of the fastest plan of a choice."""
+    found = []
+    for name, plan in zip(choice.names, choice.plans, strict=True):
+        is_measured = name in times.variants
+        found.append((times.seconds((name,) if is_measured else plan, phase, size), is_measured))
+    seconds, is_measured = min(found)
+    return f"{'' if is_measured else '~'}{1e3 * seconds:.3g}"

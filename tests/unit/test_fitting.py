@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""How many layers get W8A8 of their own in a given memory, which, and what the table says of the choices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexquant.doctor.loaded_bytes import LoadedBytes
+from flexquant.errors import FlexQuantError, UsageError
+from flexquant.layers.fitting import Fit
+from flexquant.layers.plan_losses import PlanLosses
+from flexquant.layers.sensitivity import SCHEMA
+from flexquant.policy.choose import find_policies
+from flexquant.policy.pass_times import PassTimes, Time
+from flexquant.policy.plans import all_in, describe_layers, with_layer
+from flexquant.policy.rules import Policy
+from flexquant.tuning.candidates import FROM_INT4
+from flexquant.tuning.deciding import Decision, Range
+from flexquant.tuning.policy_file import TuningResult
+
+LAYERS = 4
+MIB = 1 << 20
+ONE_COPY = 10 + 4 * 4 + 3
+"""MiB of the shared weights, of the INT4 weights, and to compute INT8 weights in."""
+MIXABLE = [("w8a8", "w4a16")]
+HEAD = "layers twice (of 4) bits/weight memory KV tokens TTFT 64 TPOT 64"
+FILES = {"model.safetensors": 1}
+
+
+def loaded(**others: int) -> LoadedBytes:
+    """Return made-up bytes: 8 MiB a layer of W8A8 and 4 of W4A16; ``others`` are variants with theirs."""
+    a_layer = {"w8a8": 8, "w4a16": 4, **others}
+    by_layer: dict[str, dict[int | None, int]] = {
+        variant: dict.fromkeys(range(LAYERS), size * MIB) for variant, size in a_layer.items()
+    }
+    rest: dict[str, dict[int | None, int]] = {FROM_INT4: {None: 3 * MIB}, "shared": {None: 10 * MIB}}
+    return LoadedBytes(
+        by_layer | rest, {FROM_INT4: "w4a16"}, LAYERS * 8 * MIB, lambda size: 100 - size // MIB
+    )
+
+
+def variants(*names: str) -> dict[str, Policy]:
+    return find_policies(names or ("w8a8", "w4a16", FROM_INT4), ["w8a8", "w4a16"])
+
+
+def fit(mib: float, losses: PlanLosses | None = None, mixable: Any = MIXABLE) -> Fit:
+    return Fit.of(variants(), int(mib * MIB), loaded(), LAYERS, losses, mixable=mixable)
+
+
+def plan_of(found: Fit) -> list[str]:
+    """Return the candidates that are no variant."""
+    return [name for name in found.candidates if name not in variants()]
+
+
+@pytest.mark.parametrize(
+    ("mib", "plan"),
+    [
+        (ONE_COPY, []),
+        (ONE_COPY + 7.9, []),
+        (ONE_COPY + 8, [f"{FROM_INT4}+w8a8[0]"]),
+        (ONE_COPY + 3 * 8, [f"w8a8+{FROM_INT4}[3]"]),
+        (ONE_COPY + 4 * 8 - 3, []),
+    ],
+)
+def test_as_many_layers_as_fit_have_their_own(mib: float, plan: list[str]) -> None:
+    """With two whole copies there is nothing to compute, and so no memory for that."""
+    found = fit(mib)
+    assert plan_of(found) == plan
+    whole = mib == ONE_COPY + 4 * 8 - 3
+    assert (["w8a8", "w4a16"] in found.together) == whole
+    assert all({"w8a8", "w4a16"} - set(names) or whole for names in found.together)
+    assert "from the first: no --sensitivity" in found.remark
+
+
+def test_less_than_one_copy_is_refused_with_what_it_takes() -> None:
+    with pytest.raises(FlexQuantError, match=r"^one copy takes 29.0 MiB a rank, more than the 28.0 MiB") as e:
+        fit(ONE_COPY - 1)
+    assert "26.0 MiB of weights, and 3.0 MiB to compute INT8 weights in; give 29MiB or more" in str(e.value)
+    assert "w4a16 alone fits: serve by that policy" in str(e.value)
+    with pytest.raises(FlexQuantError, match="give 29MiB or more$"):
+        fit(1)
+
+
+def test_a_checkpoint_of_one_variant_has_one_copy() -> None:
+    found = Fit.of(variants("w4a16", FROM_INT4), 100 * MIB, loaded(), LAYERS, mixable=[("w4a16",)])
+    assert "One copy is all that is possible" in found.remark
+    assert found.together == [["w4a16", FROM_INT4], ["w4a16"]]
+    with pytest.raises(FlexQuantError, match="one copy takes"):
+        Fit.of(variants("w4a16", FROM_INT4), MIB, loaded(), LAYERS, mixable=[("w4a16",)])
+
+
+def test_layers_that_no_plan_can_mix_are_all_twice_or_none() -> None:
+    apart = [("w8a8",), ("w4a16",)]
+    found = fit(ONE_COPY + 16, mixable=apart)
+    assert plan_of(found) == [] and "cannot mix" in found.remark
+    assert ["w8a8", "w4a16"] in fit(100, mixable=apart).together
+
+
+def sensitivity(folder: Path, lower: str = "w4a16", **changed: Any) -> Path:
+    """Write a file by which layer 2 loses most, then 0."""
+    high = all_in("w8a8", LAYERS)
+    kl = {describe_layers(high): [0.1, 0.1], describe_layers(all_in(lower, LAYERS)): [1.0, 1.2]}
+    for layer, cost in enumerate((0.3, 0.1, 0.5, 0.2)):
+        kl[describe_layers(with_layer(high, layer, lower))] = [0.1 + cost, 0.1 + cost]
+    document = {"schema": SCHEMA, "layers": LAYERS, "files": FILES, "variants": ["w8a8", lower], "kl": kl}
+    file = folder / "sensitivity.json"
+    file.write_text(json.dumps(document | changed))
+    return file
+
+
+def losses(file: Path) -> PlanLosses:
+    return PlanLosses(file, "w8a8", (FROM_INT4, "w4a16"), LAYERS, FILES)
+
+
+@pytest.mark.parametrize("lower", ["w4a16", FROM_INT4])
+def test_the_layers_that_lose_most_come_first(lower: str, tmp_path: Path) -> None:
+    found = fit(ONE_COPY + 16, losses(sensitivity(tmp_path, lower)))
+    (name,) = plan_of(found)
+    assert name == f"w8a8+{FROM_INT4}[1,3]"
+    assert "2 of 4 layers (0,2) fit" in found.remark and "sensitivity.json" in found.remark
+
+
+def test_what_a_plan_loses_is_measured_or_the_sum_of_its_layers(tmp_path: Path) -> None:
+    found = losses(sensitivity(tmp_path))
+    assert found.describe(all_in(FROM_INT4, LAYERS)) == found.describe(all_in("w4a16", LAYERS)) == "1.1"
+    assert found.describe(all_in("w8a8", LAYERS)) == "0.1"
+    assert found.describe(("w8a8", FROM_INT4, "w8a8", FROM_INT4)) == "~0.4"
+    assert found.describe(all_in("w4a8", LAYERS)) == "-"
+    assert f"w4a16 in place of {FROM_INT4}" in found.note
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"files": {"other.safetensors": 1}}, "is of another checkpoint"),
+        ({"layers": 5}, "is of another checkpoint"),
+        ({"schema": "flexquant.sensitivity/v1"}, "by another release"),
+        ({"variants": ["fp8", "w4a16"]}, "compares fp8, w4a16, and here w8a8 comes first"),
+        ({"variants": ["w8a8", "w4a8"]}, f"then {FROM_INT4} or w4a16"),
+        ({"kl": {"w8a8 0-3": [0.1]}}, "lacks 4 plans, such as w4a16 0, w8a8 1-3"),
+        ({"kl": {"w8a8 0-3": ["much"]}}, "cannot be read"),
+        ({"variants": 3}, "cannot be read"),
+    ],
+)
+def test_a_file_that_says_nothing_of_these_layers_is_refused(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        losses(sensitivity(tmp_path, **changed))
+
+
+def tuned(found: Fit, prefill: str, decode: str = "w4a16") -> TuningResult:
+    """Return a result by which W8A8 takes 8 ms, INT8 from INT4 12, W4A16 20, and a plan of several 9."""
+    ms = {"w8a8": 8, "w4a16": 20, FROM_INT4: 12, "w4a8": 5}
+    curves = {name: {64: Time(*[ms.get(name, 9) / 1e3] * 3)} for name in found.candidates}
+    decision = Decision(
+        {"decode": (Range(1, None, decode, None),), "prefill": (Range(1, None, prefill, None),)}
+    )
+    return TuningResult({}, decision, PassTimes(curves, curves, 16, 0.0, {}), [])
+
+
+def rows(found: Fit, prefill: str) -> dict[str, list[str]]:
+    """Return the table's cells, by choice and number of layers."""
+    _, _, head, *lines = found.report(tuned(found, prefill)).notes
+    assert " ".join(head.split()) == HEAD
+    cells = [[cell for cell in line.split("  ") if cell] for line in lines]
+    return {f"{row[0]}, {row[1].strip()}": [cell.strip() for cell in row[2:]] for row in cells}
+
+
+def test_the_table_tells_measured_times_from_interpolated_ones() -> None:
+    found = fit(ONE_COPY + 16)
+    (plan,) = plan_of(found)
+    table = rows(found, plan)
+    assert table == {
+        "two copies: w8a8, w4a16, 4": ["12.00", "58.0 MiB", "42", "8", "8", "does not fit"],
+        "one copy, and w8a8 in some, 3": ["10.00", "53.0 MiB", "47", "~9", "~9", "does not fit"],
+        "one copy, and w8a8 in some, 2": ["8.00", "45.0 MiB", "55", "9", "9", "chosen"],
+        "one copy, and w8a8 in some, 1": ["6.00", "37.0 MiB", "63", "~11", "~11"],
+        "one copy, 0": ["4.00", "29.0 MiB", "71", "12", "12"],
+        "w8a8 alone, 0": ["8.00", "42.0 MiB", "58", "8", "8"],
+        "w4a16 alone, 0": ["4.00", "26.0 MiB", "74", "20", "20"],
+    }
+
+
+def test_what_is_chosen_is_what_the_policy_loads() -> None:
+    assert rows(fit(ONE_COPY + 16), FROM_INT4)["one copy, 0"][-1] == "chosen"
+    assert rows(fit(100), "w8a8")["two copies: w8a8, w4a16, 4"][-1] == "chosen"
+
+
+def test_other_variants_are_compared_too() -> None:
+    found = Fit.of(
+        variants("w8a8", "w4a16", FROM_INT4, "w4a8"), 42 * MIB, loaded(w4a8=4), LAYERS, mixable=MIXABLE
+    )
+    assert ["w4a16", "w4a8"] in found.together
+    assert rows(found, "w4a8")["w4a8, w4a16, 0"][-1] == "chosen"
