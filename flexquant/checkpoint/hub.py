@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from flexquant.checkpoint.sidecars import CARD, COPIED
@@ -23,10 +24,10 @@ CLOCK_TOLERANCE = 5.0
 """Seconds by which a file system's clock may differ from the machine's."""
 
 
-def find_model(model: str | Path) -> Path:
+def find_model(model: str | Path, files: Sequence[str] = FILES) -> Path:
     """Return the folder of a model: the folder of that name, else the cached snapshot of a Hugging Face id.
 
-    An id is ``org/name`` or ``org/name@revision``. Only files that are not in the cache are fetched.
+    An id is ``org/name`` or ``org/name@revision``. Only ``files`` that are not in the cache are fetched.
     ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HOME`` are those of Hugging Face's own tools.
     What is no id is returned as it is. Raises FlexQuantError for a name that no folder can have, if there is
     neither a folder nor a model, for a model that asks for a login, and for a file that arrived damaged.
@@ -42,14 +43,14 @@ def find_model(model: str | Path) -> Path:
     if folder.exists() or not found:
         return folder
     started = time.time()
-    snapshot = _fetch(found["id"], found["revision"])
+    snapshot = _fetch(found["id"], found["revision"], files)
     for file in snapshot.rglob("*"):
         if file.is_file() and file.resolve().stat().st_mtime > started - CLOCK_TOLERANCE:
             _check_arrived(file)
     return snapshot
 
 
-def _fetch(model: str, revision: str | None) -> Path:
+def _fetch(model: str, revision: str | None, wanted: Sequence[str]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     advice = {
@@ -63,7 +64,7 @@ def _fetch(model: str, revision: str | None) -> Path:
         "exists",
     }
     try:
-        files, others = list(FILES), list(NOT_NEEDED)
+        files, others = list(wanted), list(NOT_NEEDED)
         return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=others))
     except (OSError, ValueError, errors.HfHubHTTPError) as e:
         kinds = [said for kind, said in advice.items() if isinstance(e, kind)]

@@ -73,6 +73,17 @@ def parse_percent(text: str) -> float:
     return float(match[1]) / 100
 
 
+def parse_share(text: str) -> float:
+    """Return the number above 0 and up to 1 (an argparse type)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a share above 0 and up to 1, such as 0.9")
+    return value
+
+
 TYPES: Mapping[str, Callable[[str], object]] = {
     "N": parse_count,
     "NAMES": parse_names,
@@ -98,6 +109,18 @@ def add_options(
         if metavar:
             value = {"metavar": metavar, "type": TYPES.get(metavar)}
         add(name, help=text, **{**value, **settings.get(name.lstrip("-").replace("-", "_"), {})})
+
+
+def add_traffic(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the requests, and of the devices that serve them, for a prediction."""
+    options = {
+        "--input-len N": "tokens of a prompt (default: 1024)",
+        "--output-len N": "tokens of an answer (default: 256)",
+        "--tensor-parallel-size N": "devices that share the model (default: 1)",
+        "--gpu-memory-utilization SHARE": "share of the memory that vLLM may take (default: 0.9)",
+    }
+    add_options(parser.add_argument, options, gpu_memory_utilization={"type": parse_share})
+    parser.set_defaults(input_len=1024, output_len=256, tensor_parallel_size=1, gpu_memory_utilization=0.9)
 
 
 def set_defaults(parser: argparse.ArgumentParser, defaults: object, *names: str) -> None:

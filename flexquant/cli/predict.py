@@ -19,7 +19,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.served_config import read_merged_config
-from flexquant.cli._arguments import add_options
+from flexquant.cli._arguments import add_options, add_traffic
 from flexquant.documents.tables import table_lines
 from flexquant.errors import UsageError
 from flexquant.policy.choose import choose_policy, find_measured
@@ -35,15 +35,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--list-devices": "list the built-in devices",
         "--measured POLICY": "tuned policy whose measured times to compare with (default: OUT's stored "
         "policy, if tuned)",
-        "--input-len N": "tokens of a prompt (default: 1024)",
-        "--output-len N": "tokens of an answer (default: 256)",
-        "--tensor-parallel-size N": "devices that share the model (default: 1)",
-        "--gpu-memory-utilization SHARE": "share of the memory that vLLM may take (default: 0.9)",
         "--w4a8": "add W4A8, derived from the W4A16 variant; variants that the policy derives are there",
     }
-    share = {"type": _fraction}
-    add_options(parser.add_argument, options, folder={"nargs": "?"}, gpu_memory_utilization=share)
-    parser.set_defaults(input_len=1024, output_len=256, tensor_parallel_size=1, gpu_memory_utilization=0.9)
+    add_options(parser.add_argument, options, folder={"nargs": "?"})
+    add_traffic(parser)
 
 
 def run(args: argparse.Namespace) -> JsonObject:
@@ -73,13 +68,3 @@ def run(args: argparse.Namespace) -> JsonObject:
     for name in no_int8:
         print(f"note: the policy's '{name}' is left out, as the device has no INT8 kernel")
     return {"model": args.folder, **report.to_json()}
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a share above 0 and up to 1, such as 0.9")
-    return value

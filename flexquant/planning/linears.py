@@ -20,6 +20,8 @@ from flexquant.planning.device import MARLIN
 from flexquant.policy.rules import Derivation
 
 INT4 = ("w4a16", MARLIN)
+MARLIN_TILES = ((64, 128), (128, 64))
+"""Outputs and inputs of which the INT4 linears of one copy need multiples on a GPU."""
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 SCHEMES = {("int", 8, "int", 8): "w8a8", ("float", 8, "float", 8): "fp8", ("int", 4, "int", 8): "w4a8"}
 """(Type and bits of the weights, type and bits of the activations) -> scheme."""
@@ -46,6 +48,12 @@ class Linear:
         """Scheme of the kernel that runs it: vLLM has Marlin run experts in INT4."""
         return MARLIN if self.experts > 1 and self.scheme == "w4a16" else self.scheme
 
+    @property
+    def fills_marlin(self) -> bool:
+        return any(
+            self.outputs % outputs == 0 and self.inputs % inputs == 0 for outputs, inputs in MARLIN_TILES
+        )
+
     def share(self, devices: int) -> Linear:
         """Return one device's part under tensor parallelism, as if the outputs were always split."""
         return replace(
@@ -60,6 +68,11 @@ class Linear:
             return replace(self, scheme="w4a8")
         int8 = float(self.outputs * self.inputs)
         return replace(self, scheme="w8a8", weight_bytes=int8, source_bytes=self.weight_bytes)
+
+
+def plain_linear(outputs: int, inputs: int) -> Linear:
+    """Return a linear in 16 bits."""
+    return Linear(outputs, inputs, 2 * outputs * inputs, "bf16")
 
 
 class LinearReader:
@@ -111,7 +124,7 @@ class LinearReader:
         """Return lm_head; a tied one reads the embedding, in 16 bits."""
         if "lm_head" in self._weights:
             return self._read("lm_head")
-        return Linear(vocabulary, hidden, 2 * vocabulary * hidden, "bf16")
+        return plain_linear(vocabulary, hidden)
 
     def _shape(self, module: str) -> tuple[int, ...]:
         return self._shapes.get(f"{module}.weight", ())

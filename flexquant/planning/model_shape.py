@@ -62,8 +62,8 @@ def read_model_shape(
 ) -> ModelShape:
     """Read config.json and the safetensors headers of the merged checkpoint in ``folder``.
 
-    Arguments and further errors are those of :func:`shape_of`. Raises FlexQuantError for a folder that is no
-    merged checkpoint.
+    Arguments and further errors are those of :func:`device_share`. Raises FlexQuantError for a folder that is
+    no merged checkpoint.
     """
     checkpoint = MergedCheckpoint.open(folder, published=True)
     readers = {
@@ -72,31 +72,33 @@ def read_model_shape(
         )
         for name, variant in checkpoint.merged.variants.items()
     }
-    report = report_checkpoint(checkpoint.merged, count_layers(checkpoint.config), checkpoint.tensors)
+    config = text_config(checkpoint.config)
+    hidden, vocabulary = (_integer(config, key, folder) for key in ("hidden_size", "vocab_size"))
+    report = report_checkpoint(checkpoint.merged, count_layers(config), checkpoint.tensors)
+    linears = {name: reader.decoder_linears(active_experts(config)) for name, reader in readers.items()}
+    head = next(iter(readers.values())).head(vocabulary, hidden)
     own_bytes = {name: found.own_bytes for name, found in report.variants.items()}
-    config, shared = checkpoint.config, report.shared_bytes
-    return shape_of(config, readers, own_bytes, shared, tensor_parallel_size, derived or {}, folder)
+    shared = report.shared_bytes
+    return device_share(config, linears, head, own_bytes, shared, tensor_parallel_size, derived or {}, folder)
 
 
-def shape_of(
+def device_share(
     config: JsonObject,
-    readers: Mapping[str, LinearReader],
+    linears: Mapping[str, Mapping[Linear, int]],
+    head: Linear,
     own_bytes: Mapping[str, float],
     shared_bytes: float,
     tensor_parallel_size: int,
     derived: Mapping[str, Derivation],
     source: str | Path,
 ) -> ModelShape:
-    """Return one device's share of a model; ``readers`` and ``own_bytes`` are by variant.
+    """Return one device's share of a model; ``linears`` and ``own_bytes`` are the whole model's, by variant.
 
     ``derived`` are variants that a policy derives from these. ``source`` names the model in messages. Sliding
-    windows are counted as full attention. Raises FlexQuantError for an unknown scheme, latent attention,
-    attention heads that ``tensor_parallel_size`` does not divide, and a derivation without INT4 weights.
+    windows are counted as full attention. Raises FlexQuantError for latent attention, attention heads that
+    ``tensor_parallel_size`` does not divide, and a derivation without INT4 weights.
     """
-    config = text_config(config)
-    hidden, heads, vocabulary = (
-        _integer(config, key, source) for key in ("hidden_size", "num_attention_heads", "vocab_size")
-    )
+    hidden, heads = (_integer(config, key, source) for key in ("hidden_size", "num_attention_heads"))
     if heads % tensor_parallel_size:
         raise FlexQuantError(
             f"{source} has {heads} attention heads, which {tensor_parallel_size} devices cannot share "
@@ -110,20 +112,15 @@ def shape_of(
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = max(1, (config.get("num_key_value_heads") or heads) / tensor_parallel_size)
     num_layers = count_layers(config)
-    active_experts = config.get("num_experts_per_tok") or 1
-    linears: dict[str, Mapping[Linear, int]] = {
-        name: {
-            linear.share(tensor_parallel_size): count
-            for linear, count in reader.decoder_linears(active_experts).items()
-        }
-        for name, reader in readers.items()
-    }
     model = ModelShape(
         num_layers,
         num_layers * 2 * kv_heads * head_dim * KV_BYTES,
         num_layers * 4 * heads * head_dim / tensor_parallel_size,
-        linears,
-        next(iter(readers.values())).head(vocabulary, hidden).share(tensor_parallel_size),
+        {
+            name: {linear.share(tensor_parallel_size): count for linear, count in counts.items()}
+            for name, counts in linears.items()
+        },
+        head.share(tensor_parallel_size),
         {name: nbytes / tensor_parallel_size for name, nbytes in own_bytes.items()},
         shared_bytes / tensor_parallel_size,
         tensor_parallel_size,
@@ -157,6 +154,11 @@ def _with_derived(model: ModelShape, name: str, derivation: Derivation, source: 
     own, sources = {**model.own_bytes, **own}, {**model.sources, **sources}
     of_variants = {**model.linears, derivation.source: stored, name: linears}
     return replace(model, linears=of_variants, own_bytes=own, sources=sources)
+
+
+def active_experts(config: JsonObject) -> int:
+    """Return the experts that each token goes through, as a config states them."""
+    return config.get("num_experts_per_tok") or 1
 
 
 def _has_sliding_window(config: JsonObject) -> bool:

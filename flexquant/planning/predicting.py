@@ -19,7 +19,7 @@ Errors = Mapping[str, Mapping[str, Mapping[int, float]]]
 
 PHASES = ("decode", "prefill")
 DECODE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-PREFILL_SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
+PREFILL_SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MAX_SIZE = 4096
 """Largest pass, in sequences or tokens, for which the fastest variant is determined."""
 UTILIZATION = 0.9

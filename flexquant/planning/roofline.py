@@ -26,8 +26,8 @@ calibrated efficiency changes in proportion, which keeps its published loss; if 
 from 0.55 to 0.65.
 
 Limits. The form (a sum rather than a maximum) and the tiles were chosen with the published crossovers in
-view. W8A8 is taken as FP8 on all GPUs that have FP8: with INT8 kernels, whose tiles on Hopper have at least
-64 rows, the crossovers hold for the H100 and the A100 class only. The published figures of W4A16 are
+view. W8A8 is taken as FP8 on all GPUs that have FP8: with the tiles of INT8 kernels, which on Hopper have at
+least 64 rows, the crossovers hold for the H100 and the A100 class only. The published figures of W4A16 are
 Marlin's; on Hopper vLLM prefers Machete, which is calibrated on this repository's own run on an H100. In that
 run GEMMs of 256 to 1024 tokens took W4A16 and W8A8 two thirds of what is predicted, or less; their ratio is
 met. The published GEMMs were launched one by one, so they do not show ``call_in_pass_us``; as it is the same

@@ -121,6 +121,15 @@ def test_ids_are_merged_and_then_need_no_network(cache: Cache, hub: Hub, models:
     assert missing.returncode == 1 and "it is not in the cache" in missing.stderr
 
 
+def test_advice_fetches_the_config_alone(cache: Cache, hub: Hub) -> None:
+    done = cache.run("advise", "org/w4a16@main", "--device", "l20")
+    assert done.returncode == 0, done.stderr
+    assert "stock W4A16" in done.stdout
+    assert {path for method, path, _ in hub.requests if method == "GET" and path.count("/") > 1} == {
+        "org/w4a16/config.json"
+    }
+
+
 def test_a_folder_of_that_name_wins(cache: Cache, hub: Hub, models: dict[str, Path]) -> None:
     (cache.folder / "org").mkdir()
     (cache.folder / "org/w8a8").symlink_to(models["org/w8a8"])

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""How to serve a model: its shape from a config.json alone, the choice and its text, `flexquant advise`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from benchmarks.speed.results import ROOT, read_cells
+from benchmarks.speed.tables import by_workload
+from flexquant import cli
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from flexquant.planning.advice_report import explain, format_advice
+from flexquant.planning.advising import (
+    MARGIN,
+    ONE_COPY,
+    TWO_COPIES,
+    Batches,
+    Load,
+    Outcome,
+    choose,
+    find_way,
+    try_ways,
+    ways,
+)
+from flexquant.planning.device import load_device
+from flexquant.planning.linears import MARLIN_TILES
+from flexquant.planning.model_shape import ModelShape, read_model_shape
+from flexquant.planning.planned_model import PlannedModel
+from tests.checkpoints import make_checkpoint
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+SMOLLM2 = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 1024,
+}
+TRAFFIC = Batches(1024, 256, (1, 8, 32))
+
+
+def planned(folder: Path, config: dict[str, Any]) -> PlannedModel:
+    (folder / "config.json").write_text(json.dumps(config))
+    return PlannedModel.read(str(folder))
+
+
+def tried(
+    folder: Path, config: dict[str, Any], device: str, devices: int = 1, traffic: Batches = TRAFFIC
+) -> dict[str, Outcome]:
+    found = try_ways(planned(folder, config), load_device(device), traffic, devices, 0.9)
+    return {outcome.way.name: outcome for outcome in found}
+
+
+# the shape
+
+
+def without_bytes(model: ModelShape) -> dict[str, Counter[Any]]:
+    """Return the linears of each variant; compressed-tensors stores 8 bytes a number of a weight's shape."""
+    return {
+        name: Counter({replace(linear, weight_bytes=0): count for linear, count in linears.items()})
+        for name, linears in model.linears.items()
+    }
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("architecture", "eight"), [("llama", "w8a8"), ("qwen3_moe", "w8a8"), ("qwen2", "fp8")]
+)
+def test_the_shape_is_that_of_the_quantised_checkpoint(
+    architecture: str, eight: str, devices: int, tmp_path: Path
+) -> None:
+    """A quantised model's own config is read too."""
+    sources = {
+        name: make_checkpoint(tmp_path / name, architecture, name, tie_word_embeddings=eight == "fp8")
+        for name in (eight, "w4a16")
+    }
+    policy = "fp8-phase-batch" if eight == "fp8" else None
+    merge_checkpoints(sources, tmp_path / "merged", policy=policy)
+    for folder in (sources["w4a16"], tmp_path / "merged"):
+        found = PlannedModel.read(str(folder)).shape((eight, "w4a16"), devices, {})
+        stored = read_model_shape(tmp_path / "merged", devices)
+        assert without_bytes(found) == without_bytes(stored)
+        for name in stored.variants:
+            bytes_of = [
+                sum(linear.experts * linear.weight_bytes * n for linear, n in model.linears[name].items())
+                for model in (found, stored)
+            ]
+            assert bytes_of[0] == pytest.approx(bytes_of[1], rel=0.05)
+        assert found.resident_bytes == pytest.approx(stored.resident_bytes, rel=0.05)
+        assert (found.head, found.kv_bytes_per_token) == (stored.head, stored.kv_bytes_per_token)
+        assert found.attention_flops == stored.attention_flops
+
+
+def test_bytes_of_a_known_model(tmp_path: Path) -> None:
+    """Llama-3.1-8B has 6.98e9 weights in decoder layers; INT4 in groups of 128 is 4.125 bits each."""
+    model = planned(tmp_path, LLAMA_8B)
+    weights, outside = 32 * (4096 * (4096 + 6144 + 28672) + 14336 * 4096), 2 * 128256 * 4096
+    shape = model.shape(("w4a16",), 1, {})
+    assert shape.resident_bytes == pytest.approx(weights * 4.125 / 8 + 2 * outside, rel=1e-3)
+    half = model.shape(("w8a8",), 2, {})
+    assert half.resident_bytes == pytest.approx(weights / 2 + outside, rel=2e-3)
+
+
+def test_what_a_nested_config_leaves_out_is_the_default(tmp_path: Path) -> None:
+    """Llama's defaults are those of Llama-2-7B; what reads images is not counted, and this is said."""
+    nested = {"model_type": "llava", "text_config": {"model_type": "llama"}}
+    model = planned(tmp_path, {**nested, "vision_config": {"model_type": "clip_vision_model"}})
+    assert model.shape(("w8a8",), 1, {}).resident_bytes == pytest.approx(6.74e9, rel=0.05)
+    assert model.has_towers
+    assert not planned(tmp_path, LLAMA_8B).has_towers
+
+
+def test_groups_are_as_small_as_the_inputs_need(tmp_path: Path) -> None:
+    """576 = 9 x 64 inputs; a head that is tied to the embedding is there once."""
+    model = planned(tmp_path, SMOLLM2).shape(("w4a16",), 1, {})
+    weights = 30 * (576 * (576 + 960 + 3072) + 1536 * 576)
+    assert model.resident_bytes == pytest.approx(weights * 4.25 / 8 + 2 * 49152 * 576, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({**LLAMA_8B, "model_type": "none such"}, "config.json: transformers cannot build the model"),
+        ({**LLAMA_8B, "num_hidden_layers": 0}, "config.json: the config has num_hidden_layers 0"),
+        ({**LLAMA_8B, "hidden_size": "wide"}, "config.json: transformers cannot build the model"),
+        ({**LLAMA_8B, "num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),
+        ({}, "config.json: transformers cannot build the model"),
+    ],
+)
+def test_a_config_that_is_no_language_model_is_refused(
+    config: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FlexQuantError, match=problem):
+        planned(tmp_path, config)
+    with pytest.raises(FlexQuantError, match="no such folder"):
+        PlannedModel.read(str(tmp_path / "missing"))
+
+
+# what is possible
+
+
+def test_what_a_device_cannot_run_is_said(tmp_path: Path) -> None:
+    a100, b200 = tried(tmp_path, LLAMA_8B, "a100"), tried(tmp_path, LLAMA_8B, "b200")
+    assert [name for name, found in a100.items() if not found.loads] == ["stock FP8"]
+    assert a100["stock FP8"].problem == "the device has no FP8 arithmetic"
+    assert [name for name, found in b200.items() if not found.loads] == ["stock W8A8", ONE_COPY]
+    assert b200["stock W8A8"].problem == b200[ONE_COPY].problem == "vLLM has no INT8 kernel for the device"
+    assert b200[TWO_COPIES].way.schemes == ("fp8", "w4a16")
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    """W4A16 and W8A8 of Llama-3.1-8B fit into 24 GB, both in twelve layers more do not."""
+    found = tried(tmp_path, {**LLAMA_8B, "num_hidden_layers": 72}, "rtx-4090")
+    assert found[TWO_COPIES].problem == "does not fit into 0.9 of 24 GiB"
+    assert found[TWO_COPIES].kv_cache_tokens is None and not found[TWO_COPIES].loads
+    assert found[ONE_COPY].loads
+    one, alone = found[ONE_COPY], found["stock W4A16"]
+    assert one.weights_gib - alone.weights_gib == pytest.approx(28672 * 4096 / 2**30)
+    assert tried(tmp_path, {**LLAMA_8B, "num_hidden_layers": 72}, "rtx-4090", 4)[TWO_COPIES].loads
+
+
+def test_linears_that_do_not_fill_marlin_have_no_one_copy_on_a_gpu(tmp_path: Path) -> None:
+    from flexquant.serving.worker import one_copy
+
+    assert MARLIN_TILES == one_copy.MARLIN_TILES
+    assert "do not fill Marlin's tiles" in tried(tmp_path, SMOLLM2, "l20")[ONE_COPY].problem
+    assert tried(tmp_path, SMOLLM2, "cpu-2-core")[ONE_COPY].loads
+    assert tried(tmp_path, LLAMA_8B, "l20")[ONE_COPY].loads
+
+
+def test_experts_of_one_copy_take_the_time_of_int4(tmp_path: Path) -> None:
+    """Attention alone is faster, and experts are most of this model."""
+    found = tried(tmp_path, MIXTURE, "l20")
+    alone, one, two = (found[name].loads[32].ttft for name in ("stock W4A16", ONE_COPY, TWO_COPIES))
+    assert two < 0.75 * alone < 0.85 * alone < one < alone
+
+
+# the latencies
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "folder"),
+    [(LLAMA_8B, "h100", "llama-3.1-8b-h100"), (SMOLLM2, "cpu-2-core", "smollm2-135m-cpu")],
+)
+def test_latencies_relate_as_measured(
+    config: dict[str, Any], device: str, folder: str, tmp_path: Path
+) -> None:
+    """Every ratio of two ways' TTFT or TPOT is within 35 % of the committed runs', for each batch."""
+    names = {"w8a8": "stock W8A8", "w4a16": "stock W4A16", "flexquant:phase-batch": TWO_COPIES}
+    cells = read_cells(ROOT / "benchmarks/results" / folder)
+    batches = {w: found for w, found in by_workload(cells, "serving").items() if w.rate is None}
+    assert len(batches) > 1
+    for load, measured in batches.items():
+        traffic = Batches(load.input, load.output, (load.requests,))
+        outcomes = tried(tmp_path, config, device, traffic=traffic)
+        for metric in ("ttft", "tpot"):
+            by_subject = {}
+            for subject, name in names.items():
+                found = median(result[f"mean_{metric}_ms"] for result in measured[subject].values())
+                by_subject[subject] = getattr(outcomes[name].loads[load.requests], metric) / found
+            off = max(by_subject.values()) / min(by_subject.values())
+            assert off < 1.35, (load, metric, by_subject)
+
+
+def test_a_full_kv_cache_makes_requests_wait(tmp_path: Path) -> None:
+    """In 24 GB, 64 layers of W4A16 leave room for few requests: the others come after them."""
+    big = {**LLAMA_8B, "num_hidden_layers": 128}
+    little, much = tried(tmp_path, big, "rtx-4090"), tried(tmp_path, big, "rtx-4090", 4)
+    alone = little["stock W4A16"]
+    assert alone.kv_cache_tokens is not None and alone.kv_cache_tokens < 8 * 1280
+    assert alone.loads[32].ttft > 3 * alone.loads[8].ttft
+    assert alone.loads[32].ttft / much["stock W4A16"].loads[32].ttft > 5
+
+
+# the choice
+
+
+def made(*seconds: float | None) -> list[Outcome]:
+    """Return outcomes of the ways on an L20 with these times of a request; None is not possible."""
+    outcomes = []
+    for way, time in zip(ways(load_device("l20")), seconds, strict=True):
+        loads = {} if time is None else {1: Load(time / 2, time / 512, time)}
+        gib = 12.0 if way.name == TWO_COPIES else 5.0
+        tokens = None if time is None else 5000
+        outcomes.append(Outcome(way, gib, tokens, loads, "" if loads else "does not fit"))
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "choice", "text"),
+    [  # FP8, W8A8, W4A16, one copy, two copies
+        ((2, 2, 1.5, 1.0, 0.98), ONE_COPY, "copy: a request takes 33% less time .* than with stock W4A16"),
+        ((2, 2, 1.5, 1.0, 0.98), ONE_COPY, r"Two copies would save 2\.0% more, for 7\.0 GiB more of weights"),
+        ((2, 2, 1.5, 1.0, None), ONE_COPY, "in memory once.$"),
+        ((2, 2, 1.5, 1.0, 0.9), TWO_COPIES, "Take two .* 40% less time .* both of which are in memory.$"),
+        # One copy is as good as two, but not better than W4A16 by the margin.
+        ((2, 2, 1.0, 0.97, 0.94), TWO_COPIES, "6% less time .* than with stock W4A16"),
+        ((2, 1, 2, 1.0, 0.96), "stock W8A8", "not help you here: .*, as two copies would save 4.0%"),
+        ((1, 1, 2, 1.1, 1.2), "stock FP8", "a request takes 10.0% more time with one copy"),
+        # The simplest that is good enough, not the fastest.
+        ((1.02, 1.01, 1, 1.1, 1.2), "stock FP8", "take stock FP8"),
+        ((None, None, 1, None, None), "stock W4A16", "neither one copy nor two can be served"),
+        ((None, None, None, 1, None), ONE_COPY, "Take one copy: nothing without FlexQuant serves the model"),
+        ((None,) * 5, None, "None of these can serve the model .* --tensor-parallel-size"),
+    ],
+)
+def test_the_choice_and_why(seconds: tuple[float | None, ...], choice: str | None, text: str) -> None:
+    outcomes = made(*seconds)
+    found = choose(outcomes)
+    assert (found and found.way.name) == choice
+    assert re.search(text, explain(outcomes)), explain(outcomes)
+
+
+def test_a_way_with_flexquant_is_better_by_the_margin() -> None:
+    """Just above the margin it is chosen, just below it is not."""
+    for share, expected in ((1 - MARGIN - 0.001, TWO_COPIES), (1 - MARGIN + 0.001, "stock W4A16")):
+        found = choose(made(2, 2, 1, 2, share))
+        assert found is not None and found.way.name == expected
+
+
+def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
+    def notes(config: dict[str, Any], device: str) -> str:
+        model = planned(tmp_path, config)
+        loaded = load_device(device)
+        text = format_advice(try_ways(model, loaded, TRAFFIC, 1, 0.9), model, loaded, TRAFFIC)
+        return " ".join(text.partition("note: ")[2].split())
+
+    assert "one copy has not run on a GPU yet" in notes(LLAMA_8B, "l20")
+    assert "experts in INT4" not in notes(LLAMA_8B, "l20") and "at once" not in notes(LLAMA_8B, "l20")
+    assert "one copy leaves experts in INT4 for prompts too" in notes(MIXTURE, "l20")
+    assert "NVFP4" in notes(LLAMA_8B, "b200") and "not run on a GPU" not in notes(LLAMA_8B, "b200")
+    on_cpu = notes(SMOLLM2, "cpu-2-core")
+    assert "kernels that FlexQuant chooses" in on_cpu and "GPU" not in on_cpu
+    deep = {**LLAMA_8B, "num_hidden_layers": 128}
+    tokens = tried(tmp_path, deep, "rtx-4090")[ONE_COPY].kv_cache_tokens
+    assert tokens is not None and 1 < tokens // 1280 < 32
+    assert f"one copy holds {tokens // 1280} requests at once, and further" in notes(deep, "rtx-4090")
+
+
+# the command
+
+
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "SUBCOMMANDS", ("advise",))
+    planned(tmp_path, LLAMA_8B)
+    options = ["--device", "l20", "--concurrency", "1,4", "--input-len", "512", "--tensor-parallel-size", "2"]
+    assert cli.main(["advise", str(tmp_path), *options, "--json"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{tmp_path} on 2 x NVIDIA L20, 48 GB (l20)"
+    assert lines[2].startswith("requests of 512 + 256 tokens")
+    assert [line[:12].rstrip() for line in lines[5:10]] == [way.name for way in ways(load_device("l20"))]
+    found = json.loads(last)
+    traffic = Batches(512, 256, (1, 4))
+    one = find_way(try_ways(PlannedModel.read(str(tmp_path)), load_device("l20"), traffic, 2, 0.9), ONE_COPY)
+    assert found["ways"][ONE_COPY]["kv_cache_tokens"] == one.kv_cache_tokens
+    assert found["ways"][ONE_COPY]["loads"]["4"]["ttft"] == one.loads[4].ttft
+    assert found["choice"] == "stock W4A16" and found["helps"] is False
+
+
+def test_a_model_that_cannot_be_predicted_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "SUBCOMMANDS", ("advise",))
+    planned(tmp_path, LLAMA_8B)
+    argv = ["advise", str(tmp_path), "--device", "l20", "--tensor-parallel-size", "3"]
+    assert cli.main(argv) == 1
+    assert "32 attention heads, which 3 devices cannot share" in capsys.readouterr().err
