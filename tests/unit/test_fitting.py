@@ -77,6 +77,12 @@ def test_as_many_layers_as_fit_have_their_own(mib: float, plan: list[str]) -> No
     assert "from the first: no --sensitivity" in found.remark
 
 
+def test_what_is_computed_takes_the_weights_that_it_is_computed_from() -> None:
+    computed, int4 = (all_in(variant, LAYERS) for variant in (FROM_INT4, "w4a16"))
+    assert loaded().of([computed]) == loaded().of([computed, int4]) == ONE_COPY * MIB
+    assert loaded().bits([computed]) == loaded().bits([int4]) == 4
+
+
 def test_less_than_one_copy_is_refused_with_what_it_takes() -> None:
     with pytest.raises(FlexQuantError, match=r"^one copy takes 29.0 MiB a rank, more than the 28.0 MiB") as e:
         fit(ONE_COPY - 1)

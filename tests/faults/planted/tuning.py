@@ -137,10 +137,7 @@ TUNING = (
         "flexquant/doctor/loaded_bytes.py",
         "for variant, layer in used if variant in self.sources}",
         "for variant, layer in used if variant in ()}",
-        (
-            FIT + "test_the_table_tells_measured_times_from_interpolated_ones",
-            FIT + "test_as_many_layers_as_fit_have_their_own",
-        ),
+        (FIT + "test_what_is_computed_takes_the_weights_that_it_is_computed_from",),
     ),
     Fault(
         "least-sensitive-layers-first",
