@@ -3,7 +3,8 @@
 """Read a checkpoint in block FP8, as DeepSeek and Qwen publish it, as compressed-tensors names its tensors.
 
 A linear has ``weight`` float8_e4m3fn [out, in] and ``weight_scale_inv`` [out / rows, in / columns], by which
-its weights are multiplied. Activations are quantised as they arrive, in groups as wide as a block.
+its weights are multiplied. Activations are quantised as they arrive, in groups as wide as a block. AutoRound
+exports the same tensors, with settings of its own.
 """
 
 from __future__ import annotations
@@ -15,9 +16,58 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.errors import FlexQuantError
 from flexquant.merge.packed_formats import matrices_in_16_bit
+from flexquant.merge.packed_settings import AUTO_ROUND
 
 BLOCK_FP8 = "fp8"
 SCALE = ".weight_scale_inv"
+FP8_TYPES = ("fp", "fp8")
+"""Values of AutoRound's ``data_type`` for FP8."""
+AUTO_ROUND_BLOCKS: JsonObject = {
+    "packing_format": "auto_round:fp8",
+    "bits": 8,
+    "sym": True,
+    "act_bits": 8,
+    "act_data_type": "fp",
+    "act_sym": True,
+    "act_dynamic": True,
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+}
+"""AutoRound's settings of block FP8, as vLLM asks for them; what is not written has these values."""
+
+
+def is_auto_round_fp8(section: JsonObject) -> bool:
+    """Whether the settings are those of a checkpoint that AutoRound quantised to FP8, in blocks or not."""
+    in_fp8 = "fp8" in str(section.get("packing_format")) or section.get("data_type") in FP8_TYPES
+    return section.get("quant_method") in AUTO_ROUND and in_fp8
+
+
+def from_auto_round_fp8(
+    folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]
+) -> tuple[JsonObject, dict[str, TensorRef]]:
+    """Return what :func:`from_block_fp8` does, of AutoRound's export.
+
+    Raises FlexQuantError, naming the settings, for FP8 that vLLM does not serve, and as it does.
+    """
+    block, extra = section.get("group_size"), section.get("extra_config") or {}
+    wrong = [key for key, value in AUTO_ROUND_BLOCKS.items() if section.get(key, value) != value]
+    if section.get("data_type") not in FP8_TYPES:
+        wrong.append("data_type")
+    if not isinstance(block, list) or len(block) != 2:
+        wrong.append("group_size")
+    elif section.get("act_group_size", block[0]) != block[0]:
+        wrong.append("act_group_size")
+    layers = extra.values() if isinstance(extra, dict) else [extra]
+    if not all(isinstance(layer, dict) and layer.get("bits") == 16 for layer in layers):
+        wrong.append("extra_config")
+    if wrong:
+        listed = ", ".join(f"{key} {section.get(key)!r}" for key in wrong)
+        raise FlexQuantError(
+            f"{folder} was exported by AutoRound in FP8 with {listed}; of its FP8 only blocks with dynamic "
+            "activations and one setting for all layers are read: export it with the scheme FP8_BLOCK as "
+            "auto_round:fp8, or as llm_compressor"
+        )
+    return from_block_fp8(folder, {"weight_block_size": block}, tensors)
 
 
 def from_block_fp8(

@@ -10,7 +10,7 @@ from pathlib import Path
 from flexquant.checkpoint.contents import CheckpointReport, report_checkpoint
 from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, served_architecture
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
 from flexquant.checkpoint.provenance import PROVENANCE_FILE, make_provenance
 from flexquant.checkpoint.safetensors_io import load_tensor
@@ -26,7 +26,7 @@ from flexquant.checkpoint.writer import (
 )
 from flexquant.errors import FlexQuantError
 from flexquant.merge.card import make_card
-from flexquant.merge.formats import SECTIONS, open_source
+from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import MergePlan, plan_merge
 from flexquant.policy.choose import choose_policy
 from flexquant.policy.routes import build_route_table

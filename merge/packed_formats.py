@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.module_names import EXPERTS, fused_name
 from flexquant.checkpoint.safetensors_io import TensorRef, computed, load_tensor
 from flexquant.errors import FlexQuantError
 from flexquant.merge.packed_settings import GPTQ, PackedFormat, read_settings
@@ -40,19 +41,22 @@ def from_packed_format(
     Quantised values do not change. Raises FlexQuantError for settings that compressed-tensors cannot hold, a
     quantised lm_head or embedding, and tensors whose dtype, shape or content does not fit the settings.
     """
-    form = read_settings(folder, section)
+    settings = read_settings(folder, section)
+    method = settings.base.method
     linears = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
     if not linears:
         raise FlexQuantError(
-            f"{folder} has no linear in the format of {form.method} (no tensor is named '*.qweight'); take a "
+            f"{folder} has no linear in the format of {method} (no tensor is named '*.qweight'); take a "
             "checkpoint that is not packed for one kernel, such as marlin's"
         )
     found = {name: ref for name, ref in tensors.items() if not _is_part(name, tensors)}
-    for name in linears:
+    forms = {name: settings.of(name) for name in linears}
+    _check_fused(folder, forms)
+    for name, form in forms.items():
         if name.endswith(("lm_head", *EMBEDDINGS)):
             raise FlexQuantError(
                 f"{folder} has its {name} quantised, which stays in 16 bit in a merged checkpoint; take a "
-                f"{form.method} checkpoint that leaves it out"
+                f"{method} checkpoint that leaves it out"
             )
         for part in ("weight", "weight_packed"):
             if f"{name}.{part}" in tensors:
@@ -61,7 +65,20 @@ def from_packed_format(
                     "checkpoint again"
                 )
         found |= _linear(name, form, tensors)
-    return _section(form, tensors), found
+    return _section(forms, tensors), found
+
+
+def _check_fused(folder: Path, forms: Mapping[str, PackedFormat]) -> None:
+    """Raise FlexQuantError unless linears that vLLM makes one of have one format: its parts, or experts."""
+    first: dict[str, str] = {}
+    for name, form in forms.items():
+        experts = EXPERTS.match(name)
+        other = first.setdefault(experts[0] if experts else fused_name(name), name)
+        if forms[other] != form:
+            raise FlexQuantError(
+                f"{folder} has {other} and {name} in other bits or groups ('dynamic' in its "
+                "quantization_config), and vLLM makes one layer of both; quantise them alike"
+            )
 
 
 def matrices_in_16_bit(tensors: Mapping[str, TensorRef]) -> set[str]:
@@ -181,20 +198,35 @@ def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
     return whole if rows is None else torch.cat([whole[part.start : part.stop] for part in rows])
 
 
-def _section(form: PackedFormat, tensors: Mapping[str, TensorRef]) -> JsonObject:
-    weights = {
+def _section(forms: Mapping[str, PackedFormat], tensors: Mapping[str, TensorRef]) -> JsonObject:
+    """Return the ``quantization_config``: a group for each format, which names its linears if several."""
+    linears: dict[PackedFormat, list[str]] = {}
+    for name in sorted(forms):
+        linears.setdefault(forms[name], []).append(name)
+    groups = {
+        f"group_{number}": {
+            "targets": names if len(linears) > 1 else ["Linear"],
+            "weights": _weights(form),
+            "input_activations": None,
+            "format": "pack-quantized",
+        }
+        for number, (form, names) in enumerate(linears.items())
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": sorted(matrices_in_16_bit(tensors)),
+    }
+
+
+def _weights(form: PackedFormat) -> JsonObject:
+    return {
         "num_bits": form.bits,
         "type": "int",
         "symmetric": form.symmetric,
         "strategy": "group" if form.group_size > 0 else "channel",
         "group_size": form.group_size if form.group_size > 0 else None,
         "dynamic": False,
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": "pack-quantized"}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": sorted(matrices_in_16_bit(tensors)),
     }

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,9 +29,15 @@ INPUTS_AT_A_TIME = 256
 """Inputs of an AWQ linear that are repacked at a time, to stay in a core's cache; an even number."""
 
 
+BY_LAYER = ("bits", "group_size", "sym", "desc_act")
+"""Settings that vLLM reads of a pattern of GPTQModel's ``dynamic``."""
+LEFT_OUT = "-:"
+"""Begins a pattern of linears that are not quantised; others may begin with ``+:``."""
+
+
 @dataclass(frozen=True)
 class PackedFormat:
-    """What the settings of a checkpoint say of all its quantised linears."""
+    """What the settings of a checkpoint say of a quantised linear."""
 
     method: str
     """AWQ or GPTQ."""
@@ -39,7 +47,7 @@ class PackedFormat:
     symmetric: bool
     offsets: tuple[int, ...] = (0,)
     """What may have to be added to a stored zero point."""
-    reordered: bool = False
+    reordered: bool = field(default=False, compare=False)
     """Whether the inputs without ``g_idx`` are in an unknown order."""
 
     @property
@@ -84,15 +92,55 @@ class PackedFormat:
         )
 
 
-def read_settings(folder: Path, section: JsonObject) -> PackedFormat:
+@dataclass(frozen=True)
+class PackedSettings:
+    """What the settings of a checkpoint say of its quantised linears, by name."""
+
+    base: PackedFormat
+    by_pattern: tuple[tuple[re.Pattern[str], PackedFormat], ...] = ()
+
+    def of(self, module: str) -> PackedFormat:
+        """Return the format of a linear: the first pattern that fits the start of its name decides."""
+        return next((form for pattern, form in self.by_pattern if pattern.match(module)), self.base)
+
+
+def read_settings(folder: Path, section: JsonObject) -> PackedSettings:
     """Return what a ``quantization_config`` says of the linears.
 
     Raises FlexQuantError for settings that compressed-tensors cannot hold.
     """
     method = section["quant_method"]
     if method in AUTO_ROUND:
-        return _read_auto_round(folder, section)
-    return _read_awq(folder, section) if method == AWQ else _read_gptq(folder, section)
+        return PackedSettings(_read_auto_round(folder, section))
+    if method == AWQ:
+        return PackedSettings(_read_awq(folder, section))
+    return PackedSettings(_read_gptq(folder, section), tuple(_read_dynamic(folder, section)))
+
+
+def _read_dynamic(folder: Path, section: JsonObject) -> Iterator[tuple[re.Pattern[str], PackedFormat]]:
+    """Yield the patterns of GPTQModel's ``dynamic``, each with the format of the linears that it fits."""
+    dynamic = section.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise FlexQuantError(
+            f"{folder} has 'dynamic' {dynamic!r} in its quantization_config, expected an object of settings "
+            "by pattern; get the checkpoint again"
+        )
+    for text, changes in dynamic.items():
+        left_out = text.startswith(LEFT_OUT)
+        if not left_out and not isinstance(changes, dict):
+            raise FlexQuantError(
+                f"{folder} has '{text}' in 'dynamic' of its quantization_config with {changes!r}, expected "
+                "an object of settings; get the checkpoint again"
+            )
+        try:
+            pattern = re.compile(text.removeprefix(LEFT_OUT).removeprefix("+:"))
+        except (re.error, OverflowError, RecursionError) as e:
+            raise FlexQuantError(
+                f"{folder} has '{text}' in 'dynamic' of its quantization_config, which is no regular "
+                f"expression ({e}); correct it, or get the checkpoint again"
+            ) from e
+        own = {} if left_out else {key: changes[key] for key in BY_LAYER if key in changes}
+        yield pattern, _read_gptq(folder, section | own)
 
 
 def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
@@ -135,12 +183,6 @@ def _read_awq(folder: Path, section: JsonObject) -> PackedFormat:
 
 
 def _read_gptq(folder: Path, section: JsonObject) -> PackedFormat:
-    dynamic = section.get("dynamic") or {}
-    if not isinstance(dynamic, dict) or any(not str(pattern).startswith("-:") for pattern in dynamic):
-        raise FlexQuantError(
-            f"{folder} has other bits or groups for some layers ('dynamic' in its quantization_config), "
-            "which are not read; quantise the model with one setting"
-        )
     form = section.get("checkpoint_format") or WITH_OFFSET
     if form not in (WITH_OFFSET, WITHOUT_OFFSET):
         raise FlexQuantError(

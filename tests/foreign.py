@@ -21,10 +21,10 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Each of eight columns -> its place in a word of AWQ's GEMM format."""
 
 
-def packed(values: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
-    """Pack eight unsigned 4-bit values along the last dimension into one int32 word."""
-    groups = values.long().unflatten(-1, (-1, 8))
-    places = torch.tensor(order or range(8)) * 4
+def packed(values: torch.Tensor, order: list[int] | None = None, bits: int = 4) -> torch.Tensor:
+    """Pack the unsigned values that fit along the last dimension into one int32 word."""
+    groups = values.long().unflatten(-1, (-1, 32 // bits))
+    places = torch.tensor(order or range(32 // bits)) * bits
     words = (groups << places).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
@@ -41,12 +41,12 @@ def unpacked(state: StateDict, module: str) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def gptq_tensors(
-    values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, offset: int = 1
+    values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, offset: int = 1, bits: int = 4
 ) -> StateDict:
     inputs = values.shape[1]
     return {
-        "qweight": packed(values).T.contiguous(),
-        "qzeros": packed((zeros.T - offset) % 16),
+        "qweight": packed(values, bits=bits).T.contiguous(),
+        "qzeros": packed((zeros.T - offset) % (1 << bits), bits=bits),
         "scales": scales.T.contiguous(),
         "g_idx": (torch.arange(inputs) // (inputs // scales.shape[1])).to(torch.int32),
     }

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.model_config import JsonObject, stored_section
 from flexquant.checkpoint.safetensors_io import TensorRef, read_header
 from flexquant.errors import FlexQuantError
 
@@ -85,6 +85,15 @@ def read_json(path: Path) -> JsonObject:
     if not isinstance(content, dict):
         raise FlexQuantError(f"{path} holds a JSON {type(content).__name__}, expected an object")
     return content
+
+
+def read_section(folder: Path, config: JsonObject) -> JsonObject | None:
+    """Return how the checkpoint in a folder says that it is quantised, as :func:`stored_section` does."""
+
+    def read(name: str) -> JsonObject | None:
+        return read_json(confined_file(folder, name)) if (folder / name).exists() else None
+
+    return stored_section(config, str(folder / "config.json"), read)
 
 
 def wrong_key(error: ValidationError) -> str:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from flexquant.errors import FlexQuantError
@@ -23,6 +23,30 @@ MAX_LAYERS = 10_000
 """Largest number of layers that a config may state; it bounds the memory of routes."""
 EXTENDED_ROPES = ("llama3", "yarn", "longrope")
 """Kinds of RoPE whose parameters hold the length that the model was trained with."""
+SECTIONS = ("quantization_config", "compression_config")
+"""Keys of ``config.json`` for the quantisation; the second is llm-compressor's before 2025."""
+SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
+"""Files in which AutoGPTQ and AutoAWQ wrote what ``config.json`` lacks."""
+
+
+def stored_section(
+    config: JsonObject, place: str, read: Callable[[str], JsonObject | None]
+) -> JsonObject | None:
+    """Return how a checkpoint says that it is quantised; None for one in 16 bit.
+
+    ``place`` is the path of its ``config.json``; ``read`` returns the content of a file beside it, or None if
+    there is no such file. Raises FlexQuantError, naming the file, for settings that are no JSON object.
+    """
+    for key in SECTIONS:
+        found = config.get(key)
+        if isinstance(found, dict):
+            return found
+        if found is not None:
+            raise FlexQuantError(f"{place} has {key} {found!r}, expected an object; get the checkpoint again")
+    for file in SETTINGS_FILES:
+        if isinstance(section := read(file), dict):
+            return {"quant_method": "awq" if "zero_point" in section else "gptq"} | section
+    return None
 
 
 def text_config(config: JsonObject) -> JsonObject:

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Convert a checkpoint to the format of compressed-tensors. 'flexquant merge' reads the other formats too.
 
-Quantised values do not change. AWQ (GEMM), GPTQ without desc_act, AutoRound's exports in these formats and
-block FP8 are read.
+Quantised values do not change. AWQ (GEMM), GPTQ without desc_act, block FP8, AutoRound's exports in these
+formats and Quark's INT8 are read.
 
 example:
   flexquant convert model-awq --output model-w4a16 --dtype bfloat16
@@ -16,7 +16,7 @@ import argparse
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import add_dtype, progress_bar
 
-HELP = "convert an AWQ, GPTQ, AutoRound or block FP8 checkpoint to compressed-tensors"
+HELP = "convert an AWQ, GPTQ, AutoRound, block FP8 or Quark checkpoint to compressed-tensors"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

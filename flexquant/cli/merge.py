@@ -3,8 +3,8 @@
 """Merge quantised variants of one model into one checkpoint.
 
 Each variant is a checkpoint folder: of compressed-tensors, such as llmcompressor writes, of AWQ, GPTQ or
-AutoRound, in block FP8 or in 16 bit. Tensors that are equal in all of them are stored once. The output
-appears only when it has been checked and is complete.
+AutoRound, of Quark in INT8, in block FP8 or in 16 bit. Tensors that are equal in all of them are stored
+once. The output appears only when it has been checked and is complete.
 
 examples:
   flexquant merge w8a8=model-w8a8 w4a16=model-w4a16 --output model-merged

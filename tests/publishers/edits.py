@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.model_config import JsonObject
+from tests.checkpoints import base_config, random_state_dict
+from tests.foreign import gptq_tensors
 
 Edit = Callable[[Path], None]
 SINGLE = "model.safetensors"
@@ -141,6 +144,101 @@ def block_fp8(folder: Path, scale_fmt: str | None = None) -> None:
             **({"scale_fmt": scale_fmt} if scale_fmt else {}),
         }
     )(folder)
+
+
+AUTO_ROUND_FP8 = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:fp8",
+    "data_type": "fp",
+    "bits": 8,
+    "group_size": [32, 32],
+    "sym": True,
+    "act_bits": 8,
+    "act_data_type": "fp",
+    "act_group_size": 32,
+    "act_sym": True,
+    "act_dynamic": True,
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "block_name_to_quantize": "model.layers",
+}
+
+
+def auto_round_fp8(folder: Path) -> None:
+    """Quantise a 16-bit checkpoint to FP8 in blocks of 32 x 32 as AutoRound exports it."""
+    block_fp8(folder)
+    config(quantization_config=AUTO_ROUND_FP8)(folder)
+
+
+def requantised(pattern: str, *, bits: int = 4, group_size: int = 64) -> Edit:
+    """Quantise the linears of a small Llama's GPTQ checkpoint that a pattern matches in another way."""
+
+    def quantise(state: dict[str, torch.Tensor]) -> None:
+        original, _ = random_state_dict(base_config())
+        middle = 1 << (bits - 1)
+        for module in [key.removesuffix(".qweight") for key in state if key.endswith(".qweight")]:
+            if re.match(pattern, module):
+                groups = original[f"{module}.weight"].float().unflatten(1, (-1, group_size))
+                scales = (groups.abs().amax(2) / (middle - 0.5)).bfloat16()
+                values = (groups / scales.float()[:, :, None]).round().clamp(-middle, middle - 1) + middle
+                zeros = torch.full(scales.shape, middle)
+                tensors = gptq_tensors(values.flatten(1), zeros, scales, bits=bits)
+                state |= {f"{module}.{part}": tensor for part, tensor in tensors.items()}
+
+    return tensors(quantise)
+
+
+def quark_int8(*, by: str, static: bool, symmetric: bool = True) -> Edit:
+    """Quantise a 16-bit checkpoint to INT8 as AMD's Quark exports it.
+
+    ``by`` is ``per_tensor`` or ``per_channel``; ``static`` activations have one scale a linear.
+    """
+    weight = {"dtype": "int8", "is_dynamic": False, "qscheme": by, "ch_axis": 0, "symmetric": True}
+    inputs = {
+        "dtype": "int8",
+        "is_dynamic": not static,
+        "qscheme": "per_tensor" if static else "per_channel",
+        "ch_axis": None if static else 1,
+        "symmetric": symmetric,
+    }
+
+    def quantise(state: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in state if key.endswith("_proj.weight")]:
+            module, w = key.removesuffix(".weight"), state[key].float()
+            scale = w.abs().amax(1 if by == "per_channel" else (0, 1)) / 127
+            scale = scale.bfloat16() if by == "per_channel" else scale
+            rows = scale[:, None] if by == "per_channel" else scale
+            state[key] = (w / rows).round().clamp(-128, 127).to(torch.int8)
+            state[f"{module}.weight_scale"] = scale
+            state[f"{module}.weight_zero_point"] = torch.zeros_like(scale, dtype=torch.int8)
+            if static:
+                state[f"{module}.input_scale"] = torch.tensor(0.04)
+                state[f"{module}.input_zero_point"] = torch.tensor(0 if symmetric else -9, dtype=torch.int8)
+
+    def apply(folder: Path) -> None:
+        tensors(quantise)(folder)
+        linears = {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None}
+        config(
+            quantization_config={
+                "quant_method": "quark",
+                "quant_mode": "eager_mode",
+                "global_quant_config": linears,
+                "layer_quant_config": {},
+                "layer_type_quant_config": {},
+                "kv_cache_quant_config": {},
+                "exclude": ["lm_head"],
+                "algo_config": None,
+                "export": {
+                    "kv_cache_group": [],
+                    "min_kv_scale": 0.0,
+                    "pack_method": "reorder",
+                    "weight_format": "real_quantized",
+                    "weight_merge_groups": None,
+                },
+            }
+        )(folder)
+
+    return apply
 
 
 def as_transformers_4(folder: Path) -> None:

@@ -137,13 +137,31 @@ SHAPES = (
     Shape("GPTQModel, the newer format", form={"method": "gptq", "checkpoint_format": "gptq_v2"}),
     Shape("GPTQModel, layers left out", form={"method": "gptq", "dynamic": {"-:.*lm_head": {}}}),
     Shape(
-        "GPTQModel, other bits for some layers", form={"method": "gptq", "dynamic": {"+:.*down": {"bits": 8}}}
+        "GPTQModel, other bits for some layers",
+        form={"method": "gptq", "dynamic": {"+:.*down": {"bits": 8}}},
+        second=(edits.requantised(".*down", bits=8),),
+        stock=None,
+    ),
+    Shape(
+        "GPTQModel, other groups for some layers",
+        form={"method": "gptq", "dynamic": {r"-:.*lm_head": {}, r"+:.*\.1\.": {"group_size": 32}}},
+        second=(edits.requantised(r".*\.1\.", group_size=32),),
+    ),
+    Shape(
+        "GPTQModel, other bits for a part of what vLLM fuses",
+        form={"method": "gptq", "dynamic": {".*v_proj": {"bits": 8}}},
+        second=(edits.requantised(".*v_proj", bits=8),),
     ),
     Shape("GPTQ with zero points", form={"method": "gptq", "sym": False}, stock=None),
     Shape("AutoRound as GPTQ", form={"method": "gptq", **GPTQ_AS_AUTO_ROUND}),
     Shape("AutoRound as AWQ", form={"method": "awq", **AWQ_AS_AUTO_ROUND}),
     Shape(
-        "AutoRound in FP8", form={"method": "gptq", **GPTQ_AS_AUTO_ROUND, "packing_format": "auto_round:fp8"}
+        "AutoRound in block FP8 and INT4", first=(edits.auto_round_fp8,), schemes=(None, "w4a16"), stock=None
+    ),
+    Shape(
+        "AutoRound in FP8 without blocks",
+        first=(edits.auto_round_fp8, edits.section(packing_format="auto_round:fp8_static", group_size=-1)),
+        schemes=(None, "w4a16"),
     ),
     Shape(
         "block FP8 (DeepSeek, Qwen) and INT4", first=(edits.block_fp8,), schemes=(None, "w4a16"), stock=None
@@ -155,7 +173,29 @@ SHAPES = (
         stock=None,
     ),
     Shape("16 bit and INT4", schemes=(None, "w4a16")),
-    Shape("Quark's INT8", first=(edits.section(quant_method="quark"),)),
+    Shape(
+        "Quark's INT8",
+        first=(edits.quark_int8(by="per_tensor", static=True),),
+        schemes=(None, "w4a16"),
+    ),
+    Shape(
+        "Quark's INT8, weights per channel and activations per token",
+        first=(edits.quark_int8(by="per_channel", static=False),),
+        schemes=(None, "w4a16"),
+    ),
+    Shape(
+        "Quark's INT8, activations with zero points",
+        first=(edits.quark_int8(by="per_channel", static=True, symmetric=False),),
+        schemes=(None, "w4a16"),
+    ),
+    Shape(
+        "Quark's INT8, other settings for some layers",
+        first=(
+            edits.quark_int8(by="per_tensor", static=True),
+            edits.section(layer_quant_config={"*down_proj": {}}),
+        ),
+        schemes=(None, "w4a16"),
+    ),
     Shape("ModelOpt's INT8", first=(edits.section(quant_method="modelopt"),)),
     Shape("bf16 and fp16", second=(edits.in_half,)),
     Shape("bf16 and fp16, with `--dtype`", second=(edits.in_half,), options={"dtype": "bfloat16"}),

@@ -178,7 +178,7 @@ def test_a_nested_dtype_that_differs_is_told_with_the_way_on():
 def test_one_group_for_all_inputs_has_no_order(size, reordered):
     """vLLM serves desc_act where it means nothing."""
     section = {"quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": True}
-    assert read_settings(Path("model"), section).reordered is reordered
+    assert read_settings(Path("model"), section).base.reordered is reordered
 
 
 def test_rows_that_are_longer_than_a_chunk_are_computed_once(tmp_path):

@@ -33,7 +33,10 @@ EIGHT_MIDDLES = -0x77777778
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({**GPTQ_AS_AUTO_ROUND, "packing_format": "auto_round:fp8"}, "packing_format auto_round:fp8"),
+        (
+            {**GPTQ_AS_AUTO_ROUND, "packing_format": "auto_round:fp8"},
+            "AutoRound in FP8 with .*data_type 'int'",
+        ),
         ({**GPTQ_AS_AUTO_ROUND, "sym": False}, "sym False"),
         (
             {**GPTQ_AS_AUTO_ROUND, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 2}}},
@@ -120,6 +123,47 @@ def test_block_fp8_keeps_every_byte(tmp_path: Path) -> None:
         edits.section(**wrong)(fp8)
         with pytest.raises(FlexQuantError, match="only blocks with dynamic activations"):
             open_source("fp8", fp8)
+
+
+def test_auto_rounds_fp8_is_block_fp8(tmp_path: Path) -> None:
+    from vllm.model_executor.layers.quantization.inc import INCConfig
+
+    for name, edit in (("deepseek", edits.block_fp8), ("auto_round", edits.auto_round_fp8)):
+        edit(make_checkpoint(tmp_path / name, scheme=None))
+    source, expected = (open_source("fp8", tmp_path / name) for name in ("auto_round", "deepseek"))
+    assert source.quantization_config == expected.quantization_config
+    assert source.tensors.keys() == expected.tensors.keys()
+
+    served = config_of(tmp_path / "auto_round")["quantization_config"]
+    assert INCConfig.from_config(served).group_size == (32, 32)
+    for wrong in (
+        {"bits": 4},
+        {"group_size": 32},
+        {"group_size": [32]},
+        {"sym": False},
+        {"packing_format": "auto_round:fp8_static"},
+        {"data_type": "int"},
+        {"act_bits": 16},
+        {"act_data_type": "int"},
+        {"act_group_size": -1},
+        {"act_sym": False},
+        {"act_dynamic": False},
+        {"activation_scheme": "static"},
+        {"fmt": "e5m2"},
+    ):
+        with pytest.raises((AssertionError, ValueError)):
+            INCConfig.from_config(served | wrong)
+        edits.config(quantization_config=served | wrong)(tmp_path / "auto_round")
+        with pytest.raises(FlexQuantError, match=f"AutoRound .*{next(iter(wrong))}.*FP8_BLOCK"):
+            open_source("fp8", tmp_path / "auto_round")
+    for layer, allowed in (({"bits": 16}, True), ({"bits": 4}, False), (4, False)):
+        extra = {"model.layers.0.mlp.up_proj": layer}
+        edits.config(quantization_config=served | {"extra_config": extra})(tmp_path / "auto_round")
+        if allowed:
+            assert open_source("fp8", tmp_path / "auto_round").tensors.keys() == expected.tensors.keys()
+            continue
+        with pytest.raises(FlexQuantError, match="extra_config"):
+            open_source("fp8", tmp_path / "auto_round")
 
 
 def test_scale_fmt_asks_vllm_for_what_it_does_without(

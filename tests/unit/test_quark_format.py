@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What AMD's Quark exports in INT8 is read number by number; what vLLM does not serve of it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.errors import FlexQuantError
+from flexquant.merge import convert_checkpoint
+from flexquant.merge.formats import open_source
+from flexquant.merge.kv.dequantize import WeightReader
+from tests.checkpoints import make_checkpoint
+from tests.foreign import config_of, tensors_of
+from tests.publishers import edits
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def exported(folder: Path, **options: Any) -> Path:
+    made = make_checkpoint(folder, scheme=None)
+    edits.quark_int8(**options)(made)
+    return made
+
+
+@pytest.mark.parametrize("by", ["per_tensor", "per_channel"])
+@pytest.mark.parametrize(("static", "symmetric"), [(True, True), (True, False), (False, True)])
+def test_numbers_are_those_of_quarks_rule(by: str, static: bool, symmetric: bool, tmp_path: Path) -> None:
+    quark = exported(tmp_path / "quark", by=by, static=static, symmetric=symmetric)
+    convert_checkpoint(quark, tmp_path / "converted")
+    stored, found = tensors_of(quark), tensors_of(tmp_path / "converted")
+    reader = WeightReader(open_source("w8a8", tmp_path / "converted"))
+    linears = [key.removesuffix(".weight") for key in stored if key.endswith("_proj.weight")]
+    assert len(linears) == 2 * 7
+    kept = {"weight", "weight_scale"} | ({"input_scale"} if static else set())
+    kept |= set() if symmetric else {"input_zero_point"}
+    for module in linears:
+        scale = stored[f"{module}.weight_scale"]
+        rows = scale[:, None] if by == "per_channel" else scale
+        assert torch.equal(reader.read(module).weight, stored[f"{module}.weight"].float() * rows)
+        parts = {
+            key.rpartition(".")[2]: tensor for key, tensor in found.items() if key.startswith(f"{module}.")
+        }
+        assert parts.keys() == kept
+        for name in kept - {"weight_scale"}:
+            assert torch.equal(parts[name], stored[f"{module}.{name}"]), name
+        assert parts["weight_scale"].shape == rows.shape
+    section = config_of(tmp_path / "converted")["quantization_config"]
+    group = section["config_groups"]["group_0"]
+    assert section["ignore"] == ["lm_head"] and section["format"] == "int-quantized"
+    assert group["weights"]["strategy"] == by.removeprefix("per_")
+    inputs = group["input_activations"]
+    expected = ("tensor" if static else "token", not static, symmetric)
+    assert (inputs["strategy"], inputs["dynamic"], inputs["symmetric"]) == expected
+
+
+def test_vllm_reads_the_same_scheme(tmp_path: Path) -> None:
+    """vLLM gives a linear the same kernel for Quark's settings as for those that they are read as."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+    from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
+
+    for number, options in enumerate(
+        {"by": by, "static": static, "symmetric": symmetric}
+        for by in ("per_tensor", "per_channel")
+        for static, symmetric in ((True, True), (True, False), (False, True), (False, False))
+    ):
+        quark = exported(tmp_path / str(number), **options)
+        theirs = QuarkConfig.from_config(config_of(quark)["quantization_config"])
+        layer = torch.nn.Linear(1, 1, device="meta")
+        weight_key, input_key, kind = theirs.get_scheme_cls(type(layer), DOWN)
+        scheme = theirs.init_scheme(kind, weight_key, input_key)
+        ours = CompressedTensorsConfig.from_config(open_source("w8a8", quark).quantization_config)
+        read: Any = ours.get_scheme(layer, DOWN)
+        assert type(read).__name__ == "CompressedTensorsW8A8Int8"
+        assert (
+            f"per_{read.strategy}",
+            read.is_static_input_scheme,
+            read.input_symmetric,
+        ) == (scheme.qscheme, scheme.is_static_input_scheme, scheme.input_symmetric), options
+
+
+def with_global(part: str, **values: object) -> edits.Edit:
+    def change(content: JsonObject) -> None:
+        content["quantization_config"]["global_quant_config"][part].update(values)
+
+    return edits.edit_json("config.json", change)
+
+
+def without_outputs(**values: object) -> edits.Edit:
+    def change(content: JsonObject) -> None:
+        content["quantization_config"]["global_quant_config"].update(values)
+
+    return edits.edit_json("config.json", change)
+
+
+def filled(part: str, value: int) -> edits.Edit:
+    return edits.tensors(lambda state: state[f"{DOWN}.{part}"].fill_(value))
+
+
+def lost(part: str) -> edits.Edit:
+    return edits.tensors(lambda state: state.pop(f"{DOWN}.{part}"))
+
+
+INT8 = {"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (with_global("weight", dtype="fp8_e4m3"), "weight fp8_e4m3 per_tensor"),
+        (with_global("weight", qscheme="per_group", group_size=32), "weight int8 per_group"),
+        (with_global("weight", symmetric=False), "weight int8 per_tensor static with zero points"),
+        (with_global("weight", qscheme="per_channel", ch_axis=1), "ch_axis 1"),
+        (with_global("input_tensors", is_dynamic=True), "input_tensors int8 per_tensor dynamic"),
+        (with_global("input_tensors", qscheme="per_channel"), "input_tensors int8 per_channel static"),
+        (without_outputs(input_tensors=None), "input_tensors None"),
+        (without_outputs(weight=[INT8, INT8]), r"weight \["),
+        (without_outputs(output_tensors=INT8), "output_tensors"),
+        (without_outputs(bias=INT8), "bias"),
+        (edits.section(global_quant_config=None), "global_quant_config None"),
+        (edits.section(layer_quant_config={"*down_proj": {}}), "layer_quant_config"),
+        (edits.section(layer_type_quant_config={"Linear": {}}), "layer_type_quant_config"),
+        (edits.section(kv_cache_quant_config={"*k_proj": {}}), "kv_cache_quant_config"),
+        (edits.section(export={"kv_cache_group": ["*k_proj"]}), "kv_cache_group"),
+        (filled("weight_zero_point", 3), rf"{DOWN}.weight_zero_point"),
+        (filled("input_zero_point", 3), rf"{DOWN}.input_zero_point"),
+        (lost("weight_scale"), rf"{DOWN}.weight_scale is missing"),
+        (lost("input_scale"), rf"{DOWN}.input_scale is missing"),
+        (edits.tensors(lambda state: state.update(fake_quantized(state))), "no linear in INT8"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_its_setting(edit: edits.Edit, message: str, tmp_path: Path) -> None:
+    quark = exported(tmp_path / "quark", by="per_tensor", static=True)
+    edit(quark)
+    with pytest.raises(FlexQuantError, match=message):
+        open_source("w8a8", quark)
+
+
+def fake_quantized(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights as Quark exports them with the weight_format fake_quantized: in 16 bit."""
+    return {
+        key: t.bfloat16() for key, t in state.items() if t.dtype is torch.int8 and key.endswith(".weight")
+    }

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""GPTQ checkpoints whose layers differ in bits and groups keep every value, and each layer its scheme."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from safetensors.torch import load_file
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge import convert_checkpoint
+from flexquant.merge.formats import open_source
+from tests.checkpoints import make_checkpoint
+from tests.foreign import assert_equal, config_of, gptq_tensors, tensors_of, write_foreign
+from tests.publishers import edits
+
+DOWN = "model.layers.1.mlp.down_proj"
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+@pytest.fixture(scope="module")
+def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("source") / "w4a16", scheme="w4a16")
+
+
+def weights_of(folder: Path) -> dict[str, Any]:
+    """Return what a converted checkpoint says of each linear's weights, by name."""
+    groups = config_of(folder)["quantization_config"]["config_groups"].values()
+    return {name: group["weights"] for group in groups for name in group["targets"]}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_values_of_a_layer_with_more_bits_are_kept(symmetric: bool, w4a16: Path, tmp_path: Path) -> None:
+    dynamic = {"-:.*lm_head": {}, r"+:.*\.1\.mlp\.down": {"bits": 8, "group_size": 32, "sym": symmetric}}
+    foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", dynamic=dynamic)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 256, (128, 256), generator=generator)
+    zeros = torch.full((128, 8), 128) if symmetric else torch.randint(0, 256, (128, 8), generator=generator)
+    scales = torch.rand((128, 8), generator=generator).bfloat16()
+    own = gptq_tensors(values, zeros, scales, bits=8)
+    edits.tensors(lambda state: state.update({f"{DOWN}.{part}": t for part, t in own.items()}))(foreign)
+
+    convert_checkpoint(foreign, tmp_path / "converted")
+    found = tensors_of(tmp_path / "converted")
+    packed, scale, *_ = (found.pop(f"{DOWN}.weight_{part}") for part in ("packed", "scale", "shape"))
+    assert torch.equal(unpack_from_int32(packed, 8, torch.Size((128, 256))).int() + 128, values.int())
+    assert torch.equal(scale, scales)
+    if not symmetric:
+        stored = found.pop(f"{DOWN}.weight_zero_point")
+        assert torch.equal(
+            unpack_from_int32(stored, 8, torch.Size((128, 8)), packed_dim=0).int() + 128, zeros.int()
+        )
+    others = {key: t for key, t in tensors_of(w4a16).items() if not key.startswith(DOWN)}
+    assert_equal(found, others)
+    read = weights_of(tmp_path / "converted")
+    assert len(read) == 2 * 7
+    down = read.pop(DOWN)
+    assert (down["num_bits"], down["group_size"], down["symmetric"]) == (8, 32, symmetric)
+    assert {(w["num_bits"], w["group_size"], w["symmetric"]) for w in read.values()} == {(4, 64, True)}
+
+
+def test_the_first_pattern_that_fits_from_the_start_holds(w4a16: Path, tmp_path: Path) -> None:
+    dynamic = {
+        "mlp": {"bits": 8},
+        r"+:.*\.0\.mlp\.down_proj": {"group_size": 32},
+        r".*\.mlp\.down_proj": {"bits": 8},
+    }
+    foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", dynamic=dynamic)
+    edits.requantised(r".*\.0\.mlp\.down_proj", group_size=32)(foreign)
+    edits.requantised(r".*\.1\.mlp\.down_proj", bits=8)(foreign)
+    convert_checkpoint(foreign, tmp_path / "converted")
+    read = weights_of(tmp_path / "converted")
+    found = {f"layer {n}": read.pop(f"model.layers.{n}.mlp.down_proj") for n in (0, 1)}
+    assert {name: (w["num_bits"], w["group_size"]) for name, w in found.items()} == {
+        "layer 0": (4, 32),
+        "layer 1": (8, 64),
+    }
+    assert {(w["num_bits"], w["group_size"]) for w in read.values()} == {(4, 64)}
+
+
+def test_vllm_reads_the_same_scheme_of_every_layer(w4a16: Path, tmp_path: Path) -> None:
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+    from vllm.model_executor.layers.quantization.utils.gptq_utils import override_config
+
+    pattern = r".*\.1\."
+    foreign = write_foreign(
+        w4a16, tmp_path / "gptq", "gptq", dynamic={f"+:{pattern}": {"bits": 8, "group_size": 32}}
+    )
+    edits.requantised(pattern, bits=8, group_size=32)(foreign)
+    ours: Any = CompressedTensorsConfig.from_config(open_source("w4a16", foreign).quantization_config)
+    ours.packed_modules_mapping = FUSED
+    layer = torch.nn.Linear(1, 1, device="meta")
+    for number in (0, 1):
+        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+            prefix = f"model.layers.{number}.{name}"
+            theirs = AutoGPTQConfig.from_config(config_of(foreign)["quantization_config"])
+            override_config(theirs, prefix)
+            read = ours.get_scheme_dict(layer, prefix)["weights"]
+            assert (read.num_bits, read.group_size, read.symmetric) == (
+                theirs.weight_bits,
+                theirs.group_size,
+                theirs.is_sym,
+            ), prefix
+
+
+def test_experts_have_settings_of_their_own(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "compressed", "qwen2_moe", "w4a16", num_layers=1, group_size=32)
+    dynamic = {r"+:.*\.(q|k|v|o)_proj": {"bits": 8}}
+    foreign = write_foreign(made, tmp_path / "gptq", "gptq", dynamic=dynamic)
+    state = load_file(foreign / "model.safetensors")
+    attention = [
+        key.removesuffix(".qweight") for key in state if "_attn." in key and key.endswith(".qweight")
+    ]
+
+    def more_bits(state: dict[str, torch.Tensor]) -> None:
+        for module in attention:
+            scales = state[f"{module}.scales"].T
+            outputs, inputs = scales.shape[0], scales.shape[1] * 32
+            tensors = gptq_tensors(
+                torch.full((outputs, inputs), 7), torch.full(scales.shape, 128), scales, bits=8
+            )
+            state |= {f"{module}.{part}": tensor for part, tensor in tensors.items()}
+
+    edits.tensors(more_bits)(foreign)
+    convert_checkpoint(foreign, tmp_path / "converted")
+    read = weights_of(tmp_path / "converted")
+    assert {name for name, w in read.items() if w["num_bits"] == 8} == set(attention)
+    assert len([name for name in read if ".experts." in name]) == 4 * 3
+
+    edits.section(dynamic={r".*experts\.2\.": {"group_size": 64}})(foreign)
+    with pytest.raises(FlexQuantError, match=r"experts\.\d\.\w+_proj and .*experts\.\d\.\w+_proj.*'dynamic'"):
+        open_source("w4a16", foreign)
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "message"),
+    [
+        ({"+:.*down": {"bits": 3}}, "3 bits"),
+        ({"+:.*down": {"bits": True}}, "True bits"),
+        ({"+:.*down": {"group_size": 0}}, "group_size 0"),
+        ({"+:.*down": {"sym": "yes"}}, "sym 'yes'"),
+        ({"+:.*down": {"desc_act": True}}, None),
+        ({"-:.*lm_head": None}, None),
+        ({"+:.*down": 8}, "'dynamic'.* 8, expected"),
+        ({"+:(": {"bits": 8}}, r"'\+:\('.*'dynamic'"),
+        ({"+:a{4294967296}": {"bits": 8}}, "4294967296.*'dynamic'"),
+        (["+:.*down"], "'dynamic'"),
+        ({"+:.*v_proj": {"bits": 8}}, r"(q|k|v)_proj and .*(q|k|v)_proj in other bits or groups"),
+        ({"+:.*up_proj": {"group_size": 32}}, r"(gate|up)_proj and .*(gate|up)_proj in other bits or groups"),
+        (
+            {"+:.*down_proj": {"group_size": 32}},
+            r"down_proj\.scales is BF16 \[4, 128\] instead of .*\[8, 128\]",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    dynamic: Any, message: str | None, w4a16: Path, tmp_path: Path
+) -> None:
+    foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", dynamic=dynamic)
+    if message is None:  # the inputs are in order, and what is left out has no settings
+        assert open_source("w4a16", foreign)
+        return
+    with pytest.raises(FlexQuantError, match=message):
+        open_source("w4a16", foreign)
