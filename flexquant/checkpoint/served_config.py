@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from flexquant.checkpoint.folder import check_folder, confined_file, read_json
+from flexquant.checkpoint.folder import check_folder, confined_file, read_json, read_section
 from flexquant.checkpoint.merged_config import (
     CONFIG_FILE,
     QUANT_METHOD,
@@ -37,6 +37,7 @@ def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
     try:
         check_folder(folder)
         config = read_json(confined_file(folder, CONFIG_FILE))
+        config = with_section(config, read_section(folder, config))
     except FlexQuantError as e:
         raise FlexQuantError(f"{e}; give the folder that 'flexquant merge' wrote") from e
     try:
@@ -56,6 +57,11 @@ def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
     return merged, count_layers(config)
 
 
+def with_section(config: JsonObject, section: JsonObject | None) -> JsonObject:
+    """Return a ``config.json`` with the quantisation that :func:`stored_section` found, if any, in it."""
+    return config if section is None else {**config, "quantization_config": section}
+
+
 def has_int4(config: JsonObject) -> bool:
     """Whether a published checkpoint's ``config.json`` tells of INT4 weights with 16-bit activations."""
     groups = [group for group in _groups(_section(config)).values() if isinstance(group, dict)]
@@ -67,7 +73,8 @@ def has_int4(config: JsonObject) -> bool:
 def is_published_int4(folder: Path | str) -> bool:
     """Whether a folder holds a published checkpoint of INT4 weights; not so if its config is unreadable."""
     try:
-        return has_int4(read_json(Path(folder) / CONFIG_FILE))
+        config = read_json(Path(folder) / CONFIG_FILE)
+        return has_int4(with_section(config, read_section(Path(folder), config)))
     except FlexQuantError:
         return False
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from flexquant.serving.vllm_api import (
     QuantizationConfig,
     QuantizeMethodBase,
     VerifyAndUpdateConfig,
+    get_hf_file_to_dict,
     register_config_parser,
     register_quantization_config,
 )
@@ -99,13 +101,16 @@ class SingleVariantParser(HFConfigParser):
         code_revision: str | None = None,
         **options: Any,
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
-        from flexquant.checkpoint.served_config import as_merged, why_not_served
+        from flexquant.checkpoint.model_config import stored_section
+        from flexquant.checkpoint.served_config import as_merged, why_not_served, with_section
 
         found, config = super().parse(model, trust_remote_code, revision, code_revision, **options)
-        if problem := why_not_served(found, str(model)):  # it may be a draft model, which has the same format
+        settings = partial(get_hf_file_to_dict, model=model, revision=revision)
+        whole = with_section(found, stored_section(found, f"{model}/config.json", settings))
+        if problem := why_not_served(whole, str(model)):  # it may be a draft model, which has the same format
             logger.warning(problem)
             return found, config
-        merged = as_merged(found, str(model))
+        merged = as_merged(whole, str(model))
         for key in ("architectures", "quantization_config"):
             setattr(config, key, merged[key])
         return merged, config

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     # Goes when a quantisation method may take over a checkpoint together with the model class.
     from vllm.transformers_utils.config import HFConfigParser as HFConfigParser
     from vllm.transformers_utils.config import register_config_parser as register_config_parser
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict as get_hf_file_to_dict
 
     # Goes when plugins may register such a hook.
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP as MODELS_CONFIG_MAP
