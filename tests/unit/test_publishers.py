@@ -23,3 +23,4 @@ def test_the_page_counts_its_rows() -> None:
     rows = {shape.name: written.partition(f"| {shape.name} | ")[2].partition(" |\n")[0] for shape in SHAPES}
     assert written == page(rows)
     assert len(rows) == len(SHAPES) >= 30 and list(rows.values()).count(MERGED) >= 30
+    assert f"tells of {len(SHAPES)} pairs" in PAGE.with_name("README.md").read_text(encoding="utf-8")
