@@ -219,7 +219,10 @@ def test_experts_of_one_copy_take_the_time_of_int4(tmp_path: Path) -> None:
 def test_latencies_relate_as_measured(
     config: dict[str, Any], device: str, folder: str, tmp_path: Path
 ) -> None:
-    """Every ratio of two ways' TTFT or TPOT is within 35 % of the committed runs', for each batch."""
+    """Every ratio of two ways' TTFT or TPOT is within 35 % of the committed runs', for each batch.
+
+    What two copies save against the better static precision is within the margin of what they saved.
+    """
     names = {"w8a8": "stock W8A8", "w4a16": "stock W4A16", "flexquant:phase-batch": TWO_COPIES}
     cells = read_cells(ROOT / "benchmarks/results" / folder)
     batches = {w: found for w, found in by_workload(cells, "serving").items() if w.rate is None}
@@ -234,6 +237,17 @@ def test_latencies_relate_as_measured(
                 by_subject[subject] = getattr(outcomes[name].loads[load.requests], metric) / found
             off = max(by_subject.values()) / min(by_subject.values())
             assert off < 1.35, (load, metric, by_subject)
+        seconds = {
+            subject: median(
+                r["mean_ttft_ms"] + (load.output - 1) * r["mean_tpot_ms"] for r in measured[subject].values()
+            )
+            for subject in names
+        }
+        predicted = {subject: outcomes[name].seconds for subject, name in names.items()}
+        saved, expected = (
+            1 - of["flexquant:phase-batch"] / min(of["w8a8"], of["w4a16"]) for of in (seconds, predicted)
+        )
+        assert abs(saved - expected) < MARGIN, (load, saved, expected)
 
 
 def test_a_full_kv_cache_makes_requests_wait(tmp_path: Path) -> None:
@@ -268,7 +282,7 @@ def made(*seconds: float | None) -> list[Outcome]:
         ((2, 2, 1.5, 1.0, None), ONE_COPY, "in memory once.$"),
         ((2, 2, 1.5, 1.0, 0.9), TWO_COPIES, "Take two .* 40% less time .* both of which are in memory.$"),
         # One copy is as good as two, but not better than W4A16 by the margin.
-        ((2, 2, 1.0, 0.97, 0.94), TWO_COPIES, "6% less time .* than with stock W4A16"),
+        ((2, 2, 1.0, 0.95, 0.91), TWO_COPIES, "9% less time .* than with stock W4A16"),
         ((2, 1, 2, 1.0, 0.96), "stock W8A8", "not help you here: .*, as two copies would save 4.0%"),
         ((1, 1, 2, 1.1, 1.2), "stock FP8", "a request takes 10.0% more time with one copy"),
         # The simplest that is good enough, not the fastest.
