@@ -3,7 +3,8 @@
 """Compare policies on one live server: it takes one after the other, without a restart, in paired rounds.
 
 One server needs no memory beside itself, and servers cannot differ. It has to hold the layers of all these
-policies from its start: start it with a policy that uses them all. FLEXQUANT_ADMIN_KEY is the server's key.
+policies from its start: start it with a policy that uses them all, with VLLM_PLUGINS=flexquant, and with
+FLEXQUANT_ADMIN_KEY, which this command needs too.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Loss(BaseModel):
     """Mean KL divergence to the 16-bit model, in nats a token."""
     kl_error: float | None
     perplexity: float | None
-    """By what share the perplexity is above the 16-bit model's."""
+    """Share by which the perplexity is above the 16-bit model's."""
     perplexity_error: float | None
     same_top: float | None
     """Share of the tokens after which both find the same token likeliest."""
@@ -53,13 +53,13 @@ class Loss(BaseModel):
         return f"{100 * self.perplexity:+.1f} %{error}"
 
 
-Losses = Mapping[str, Loss]
+LossByKind = Mapping[str, Loss]
 """Kind of text -> what a variant lost on it."""
 
 
-def read_losses(recipes: Mapping[str, Path]) -> dict[str, Losses]:
+def read_losses(recipes: Mapping[str, Path]) -> dict[str, LossByKind]:
     """Return variant -> its losses, of the variants whose recipe records any; ``recipes`` are their files."""
-    found: dict[str, Losses] = {}
+    found: dict[str, LossByKind] = {}
     for variant, path in recipes.items():
         try:
             measured = from_yaml(path.read_bytes(), str(path), "recipe", []).data.get(KEY) or {}
@@ -71,7 +71,7 @@ def read_losses(recipes: Mapping[str, Path]) -> dict[str, Losses]:
     return found
 
 
-def loss_table(losses: Mapping[str, Losses]) -> list[list[str]]:
+def loss_table(losses: Mapping[str, LossByKind]) -> list[list[str]]:
     """Return a table with a row for each kind of text, and three columns for each variant."""
     columns = [f"{variant}: {what}" for variant in losses for what in ("perplexity", "KL", "same top token")]
     rows = [["text", *columns]]
@@ -86,7 +86,7 @@ def loss_table(losses: Mapping[str, Losses]) -> list[list[str]]:
     return rows
 
 
-def loss_lines(losses: Mapping[str, Losses], bound: float = MAX_LOSS) -> list[str]:
+def loss_lines(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS) -> list[str]:
     """Return for a terminal the table, and a sentence about each variant that lost more than ``bound``."""
     if not losses:
         return []
@@ -98,7 +98,7 @@ def loss_lines(losses: Mapping[str, Losses], bound: float = MAX_LOSS) -> list[st
     ]
 
 
-def too_much(losses: Mapping[str, Losses], bound: float = MAX_LOSS) -> Sequence[str]:
+def too_much(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS) -> Sequence[str]:
     """Return a sentence about each variant whose loss is above ``bound`` on any kind of text."""
     lines = []
     for variant, of_variant in losses.items():

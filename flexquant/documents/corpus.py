@@ -16,7 +16,7 @@ from flexquant.documents.texts import TextOrMessages
 
 SEPARATOR = "\n=====\n"
 HELD_OUT = 4
-"""Of so many documents in a row the last one is held out."""
+"""Number of documents in a row of which the last one is held out."""
 LANGUAGES = "languages/"
 TURN = re.compile(r"^(User|Assistant): ", re.MULTILINE)
 

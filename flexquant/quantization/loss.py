@@ -32,7 +32,7 @@ LIKELIEST = 1024
 DIGITS = 4
 """Decimals of what is recorded: equal inputs give equal files."""
 
-Rows = Mapping[str, Sequence[list[int]]]
+TextRows = Mapping[str, Sequence[list[int]]]
 """Kind -> rows of TOKENS token ids."""
 
 
@@ -43,7 +43,7 @@ class Answers:
     likeliest: torch.Tensor
     """Token ids, int64 [tokens, LIKELIEST or the vocabulary's size]."""
     log_probabilities: torch.Tensor
-    """Of the likeliest, and then of all others together, fp32 [tokens, likeliest + 1]."""
+    """Log-probabilities of these, and of all others together, fp32 [tokens, likeliest + 1]."""
     nll: torch.Tensor
     """Negative log-likelihood of the token that follows, fp32 [tokens], in nats."""
 
@@ -52,7 +52,7 @@ class Answers:
 class Reference:
     """The texts to measure with, and what the 16-bit model says to them."""
 
-    rows: Rows
+    rows: TextRows
     """All rows, also of kinds without answers."""
     answers: Mapping[str, Sequence[Answers]]
     """Kind -> the answers to its rows, all of them finite."""
@@ -65,7 +65,7 @@ def read_reference(source: SourceModel, tokenizer: PreTrainedTokenizerBase) -> R
     return reference_of(model, rows)
 
 
-def reference_of(model: PreTrainedModel, rows: Rows) -> Reference:
+def reference_of(model: PreTrainedModel, rows: TextRows) -> Reference:
     """Return the 16-bit model's answers to ``rows``, of the kinds to which all are finite."""
     answers = {kind: [_answers(*said) for said in _said(model, of_kind)] for kind, of_kind in rows.items()}
     finite = {
@@ -74,7 +74,9 @@ def reference_of(model: PreTrainedModel, rows: Rows) -> Reference:
     return Reference(rows, finite)
 
 
-def measuring_rows(corpus: Corpus, languages: Sequence[Language], tokenizer: PreTrainedTokenizerBase) -> Rows:
+def measuring_rows(
+    corpus: Corpus, languages: Sequence[Language], tokenizer: PreTrainedTokenizerBase
+) -> TextRows:
     """Return the rows to measure with: each kind of English text, and the ``languages`` as one kind.
 
     Without a chat template conversations are measured as plain text.

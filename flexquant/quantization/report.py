@@ -18,7 +18,7 @@ from pathlib import Path
 
 import flexquant
 from flexquant.checkpoint.folder import read_json
-from flexquant.checkpoint.measured_loss import KEY, Losses, read_losses
+from flexquant.checkpoint.measured_loss import KEY, LossByKind, read_losses
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.sidecars import RECIPE
 from flexquant.checkpoint.writer import MAX_THREADS
@@ -80,7 +80,7 @@ def resolved_document(
     calibration: Calibration,
     source: SourceModel,
     rows: Sequence[Sequence[int]] | None,
-    losses: Losses,
+    losses: LossByKind,
 ) -> str:
     """Return the text of ``recipe.yaml``: the recipe with all choices made, its inputs, and what it lost."""
     document: JsonObject = {"schema": SCHEMA, "description": description}
@@ -205,7 +205,7 @@ class QuantizedVariant:
     """Summed output MSE of all mappings with one alpha of 0.5, divided by that with the chosen alphas."""
     spared: list[str]
     """Units kept in another scheme or in 16 bit because they are sensitive."""
-    losses: Losses
+    losses: LossByKind
     """What the variant lost against the 16-bit model; empty if an older release made it."""
 
     def to_json(self) -> JsonObject:

@@ -39,7 +39,7 @@ class Language:
     """A language that a model may know."""
 
     code: str
-    """By ISO 639-1, e.g. ``de``."""
+    """Code by ISO 639-1, e.g. ``de``."""
     sentence: str
     requests: tuple[str, ...]
     """Questions of users; ``{}`` stands for one of TOPICS."""
