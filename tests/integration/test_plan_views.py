@@ -33,6 +33,8 @@ class Served:
     """The modules that ran, in order: the variant's name, and the module's name in it."""
     passes: list[dict[str, Any]]
     """The passes in the trace."""
+    told_before: list[int]
+    """How many passes the trace told of when each of them began to run."""
     registered: dict[str, Any]
     """The layers for which vLLM has allocated a part of the KV cache, keyed by name."""
 
@@ -59,11 +61,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
                 model.variants[variant].get_submodule(module).register_forward_hook(
                     lambda *_, variant=variant, module=module: ran.append((variant, module))
                 )
+        told_before: list[int] = []
+        for variant in model.variants.values():  # whose hooks the plans share
+            variant.register_forward_pre_hook(
+                lambda *_: told_before.append(len(trace.read_text().splitlines()) - 1)
+            )
         for prompts in (["two", "prompts"], ["one"]):
             answers(llm, prompts, max_tokens=3, ignore_eos=True)
         passes = [json.loads(line) for line in trace.read_text().splitlines()][1:]
         registered = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        yield Served(model, ran, passes, registered)
+        yield Served(model, ran, passes, told_before, registered)
 
 
 def test_the_trace_tells_the_plan_of_every_pass_in_order(served: Served) -> None:
@@ -74,6 +81,10 @@ def test_the_trace_tells_the_plan_of_every_pass_in_order(served: Served) -> None
         ("prefill", 1, "w8a8"),
         *[("decode", 1, "w4a16")] * 2,
     ]
+
+
+def test_a_pass_is_told_once_its_plan_is_launched(served: Served) -> None:
+    assert served.told_before == list(range(len(served.passes)))
 
 
 def test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm(served: Served) -> None:

@@ -85,6 +85,11 @@ def describe_pass(
     None: requests are not followed.
     """
     starts = query_start_loc.numpy()
+    if len(starts) == 2:
+        length = int(starts[1])
+        of_one: Phase = "decode" if length <= tokens_per_sequence else "prefill"
+        alone = None if names is None else dict.fromkeys(names[:1], length)
+        return Pass(of_one, tokens, 1, length, length, alone)
     if max_query_len == 1:  # most passes of a server; this takes a few operations rather than a dozen
         sequences = int(starts[-1])
         ones = None if names is None else dict.fromkeys(names[:sequences], 1)
@@ -215,7 +220,8 @@ class PassObserver:
         if not (self.is_serving or is_own) and _holds_prompt(common):
             self.is_serving = True
         if self._first_layer in layer_names and self.is_serving and not self._in_capture:
-            self.settle()
+            if self._left_over is not None:
+                self.settle()
             if self.moments is not None:
                 found = self.moments.place(found, _holds_prompt(common))
             self._left_over = found

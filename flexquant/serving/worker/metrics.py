@@ -15,6 +15,7 @@ import functools
 import json
 import multiprocessing
 import os
+import struct
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable
@@ -101,6 +102,8 @@ FILE_BYTES = 1 << 20
 """Initial bytes of a file of counters; a plan and phase takes 12 KiB, or more if its name is long."""
 ENTRY_BYTES = 32
 """Upper bound on the bytes of an entry beside its key: length, padding, value and timestamp."""
+NUMBER_BYTES = 16
+VALUE_AND_TIME = struct.Struct("dd").pack
 SIZE_ENDS = [floatToGoString(end) for end in (*SIZE_BUCKETS, float("inf"))]
 
 
@@ -136,6 +139,11 @@ class SharedNumbers(MmapedDict):
         else:
             super()._init_value(key)
 
+    def place(self, key: str) -> slice:
+        """Return where the number of a key that has been read, and its time, lie in the file."""
+        position = self._positions[key]
+        return slice(position, position + NUMBER_BYTES)
+
     def _reserve(self, size: int) -> None:
         capacity = self._capacity
         while capacity < size:
@@ -156,16 +164,17 @@ class SharedNumbers(MmapedDict):
 class SharedNumber:
     """A number in shared memory that only this object changes, so it never reads the number back."""
 
-    __slots__ = ("_key", "_memory", "_value")
+    __slots__ = ("_memory", "_place", "_value")
 
     def __init__(self, memory: SharedNumbers, key: str) -> None:
         self._memory = memory
-        self._key = key
         self._value, _ = memory.read_value(key)
+        self._place = memory.place(key)
 
     def add(self, amount: float) -> None:
         self._value += amount
-        self._memory.write_value(self._key, self._value, 0.0)
+        # In one piece, as prometheus_client writes it: a reader never sees half of a number.
+        self._memory._m[self._place] = VALUE_AND_TIME(self._value, 0.0)
 
 
 @dataclass(frozen=True)
@@ -230,9 +239,13 @@ class PassMetrics:
             counters.replays(graph).add(1)
 
     def end_pass(self) -> None:
-        """Note that the pass that was counted last has ended."""
+        """Note that the pass that began last has ended."""
+        self._timer.end()
+
+    def time_pass(self) -> None:
+        """Count the seconds of the pass that has ended, which is counted by now; on a GPU with delay."""
         if self._seconds is not None:
-            self._timer.end(self._seconds)
+            self._timer.attribute(self._seconds)
 
     def counted(self) -> list[dict[str, str | float]]:
         """Return a record for each plan and phase that has run, with the counters by name."""

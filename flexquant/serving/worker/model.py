@@ -225,31 +225,36 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
         context = get_forward_context()
         in_pieces = context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
         forward_pass = self.observer.read(context, tokens)
-        if in_pieces and not self.observer.is_serving:
+        is_serving = self.observer.is_serving
+        if in_pieces and not is_serving:
             reachable = [plan.name for plan in self.routes.reachable(tokens)]
             self._graphs.capture_missing(self._plans, reachable, context, inputs, tokens)
         if forward_pass is None:
             any_plan = self.routes.reachable(tokens)[0].name
             return self._plans[any_plan](**inputs) if in_pieces else self._run_all(inputs)
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment)
-        if not in_pieces:
+        if not (in_pieces or is_serving):
             self._graphs.watch_full_capture(plan.name, forward_pass.phase, tokens)
-        if self.observer.is_serving:
-            self._served(forward_pass, context.cudagraph_runtime_mode)
-        self._last_plan = plan.name
         if in_pieces:
-            return self._graphs.replay(plan.name, self._plans[plan.name], context, inputs)
-        return self._plans[plan.name](**inputs)
+            output = self._graphs.replay(plan.name, self._plans[plan.name], context, inputs)
+        else:
+            output = self._plans[plan.name](**inputs)
+        if is_serving:  # a GPU computes meanwhile
+            self._served(forward_pass, plan.name, context.cudagraph_runtime_mode)
+        self._last_plan = plan.name
+        return output
 
-    def _served(self, forward_pass: Pass, graph: CUDAGraphMode) -> None:
-        """Record a pass of vLLM's scheduler, and the mode of the CUDA graphs that it runs from."""
+    def _served(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
+        """Record a pass of vLLM's scheduler, its plan, and the mode of the CUDA graphs that it runs from."""
         self._graphs.finish()
-        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment).name
-        moment = self.routes.moment_name(forward_pass.phase, forward_pass.moment)
+        moment = ""
+        if self.observer.moments is not None:
+            moment = self.routes.moment_name(forward_pass.phase, forward_pass.moment)
         self.records.serve(forward_pass, plan, graph, moment)
 
     def _replayed(self, forward_pass: Pass) -> None:
-        self._served(forward_pass, CUDAGraphMode.FULL)
+        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment).name
+        self._served(forward_pass, plan, CUDAGraphMode.FULL)
 
     def _run_all(self, inputs: Mapping[str, object]) -> Output:
         """Run every plan in vLLM's profiling run, so that each is compiled and its memory is counted."""
@@ -260,9 +265,10 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return the logits [tokens, vocabulary] of the last pass, computed by its plan's lm_head."""
-        self.observer.settle()
         self.records.end()
         logits = self._plans[self._last_plan].compute_logits(hidden_states)
+        self.observer.settle()  # counts a replayed pass, whose time is recorded then
+        self.records.time()
         if self.observer.moments is not None:
             self.observer.moments.measure(logits, hidden_states.device)
         return logits

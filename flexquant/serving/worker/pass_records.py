@@ -138,9 +138,14 @@ class PassRecords:
             self._metrics.count_pass(forward_pass, plan, graph)
 
     def end(self) -> None:
-        """Note that the pass that was served last has ended."""
+        """Note that the pass that began last has ended."""
         if self._metrics is not None:
             self._metrics.end_pass()
+
+    def time(self) -> None:
+        """Record the time of the pass that has ended, after :meth:`serve` said which it was."""
+        if self._metrics is not None:
+            self._metrics.time_pass()
 
     def counted(self) -> list[dict[str, str | float]] | None:
         """Return a record for each plan and phase that has run; None if another worker counts."""

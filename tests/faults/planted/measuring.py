@@ -8,14 +8,6 @@ from tests.faults.fault import Fault
 
 MEASURING = (
     Fault(
-        "vllm-called-through-flexquant",
-        "The benchmark of the first token compares FlexQuant with itself.",
-        "benchmarks/first_token_ab.py",
-        "model = self._plan if mode == VLLM else self._served",
-        "model = self._served",
-        ("tests/gpu/test_first_token_ab.py",),
-    ),
-    Fault(
         "forced-token-shifted",
         "A step is forced to the token of the step before.",
         "flexquant/evaluation/forced_decoding.py",

@@ -238,6 +238,22 @@ RECORDS = (
         ("tests/unit/test_pass_clock.py::test_a_pass_is_timed_once_and_only_if_it_began",),
     ),
     Fault(
+        "events-made-in-a-pass",
+        "On a GPU each pass makes two new events.",
+        "flexquant/serving/worker/pass_times.py",
+        "                self._idle += (first, last)\n",
+        "",
+        ("tests/unit/test_pass_clock.py",),
+    ),
+    Fault(
+        "events-taken-again-too-soon",
+        "An event is recorded for another pass before its own was read.",
+        "flexquant/serving/worker/pass_times.py",
+        "            self._under_way.append((label, *times))\n",
+        "            self._under_way.append((label, *times))\n            self._idle += times\n",
+        ("tests/unit/test_pass_clock.py",),
+    ),
+    Fault(
         "counters-of-one-engine",
         "Of several engines' counters the first alone are told.",
         "flexquant/serving/frontend/endpoints.py",

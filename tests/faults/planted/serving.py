@@ -233,9 +233,20 @@ SERVING = (
         "first-plan-runs-all",
         "Every pass is run by the first plan, while the trace names its own.",
         "flexquant/serving/worker/model.py",
-        "        return self._plans[plan.name](**inputs)\n\n",
-        "        return self._plans[self.routes.plans[0].name](**inputs)\n\n",
+        "            output = self._plans[plan.name](**inputs)\n",
+        "            output = self._plans[self.routes.plans[0].name](**inputs)\n",
         (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
+    ),
+    Fault(
+        "told-before-the-plan-is-launched",
+        "A pass is counted and traced first, while the device waits for it.",
+        "flexquant/serving/worker/model.py",
+        "        if in_pieces:\n            output = self._graphs.replay(",
+        "        if is_serving:\n"
+        "            self._served(forward_pass, plan.name, context.cudagraph_runtime_mode)\n"
+        "            is_serving = False\n"
+        "        if in_pieces:\n            output = self._graphs.replay(",
+        (VIEWS + "test_a_pass_is_told_once_its_plan_is_launched",),
     ),
     Fault(
         "trace-tells-the-plan-before",
