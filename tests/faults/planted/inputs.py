@@ -135,4 +135,20 @@ INPUTS = (
         "False",
         ("tests/unit/test_retuning.py::test_a_server_that_was_started_again_meanwhile_is_refused",),
     ),
+    Fault(
+        "settings-beside-the-config-not-served",
+        "A published INT4 checkpoint whose settings lie in a file of their own is merged, and not served.",
+        "flexquant/checkpoint/served_config.py",
+        "return config if section is None else",
+        "return config if True else",
+        ("tests/unit/test_served_config.py::test_settings_in_a_file_of_their_own_are_read",),
+    ),
+    Fault(
+        "verified-unasked",
+        "A start verifies the checkpoint though nobody asked, so an id of the Hub is refused as no folder.",
+        "flexquant/serving/registration.py",
+        "if not ServingOptions.from_vllm(vllm_config).verify:",
+        "if False:",
+        ("tests/integration/test_hub_serving.py::test_a_merged_checkpoint_is_served_by_its_id",),
+    ),
 )
