@@ -45,30 +45,11 @@ rules:
     use: w4a16
   - use: w8a8
 """
-ONE_COPY = """
-schema: flexquant.policy/v1
-derive:
-  from-int4: {from: w4a16, activations: int8, weights: int8}
-rules:
-  - when: {phase: decode, batch_size: {max: 4}}
-    use: w8a8
-  - when: {phase: decode, batch_size: {max: 8}}
-    use: from-int4
-  - when: {phase: decode}
-    use: w8a8
-  - use: from-int4
-"""
-OPPOSITE_OF_ONE_COPY = """
-schema: flexquant.policy/v1
-derive:
-  from-int4: {from: w4a16, activations: int8, weights: int8}
-rules:
-  - when: {phase: decode, batch_size: {max: 4}}
-    use: from-int4
-  - when: {phase: decode, batch_size: {max: 8}}
-    use: w8a8
-  - use: from-int4
-"""
+DERIVE = "derive: {from-int4: {from: w4a16, activations: int8, weights: int8}}\nrules:"
+ONE_COPY, OPPOSITE_OF_ONE_COPY = (
+    policy.replace("use: w4a16", "use: from-int4").replace("rules:", DERIVE)
+    for policy in (BY_BATCH, OPPOSITE_OF_BY_BATCH)
+)
 FAR = 0.5
 """Least nats between the two variants' logprobs; a compiled plan is nearer to the same plan run eagerly."""
 
