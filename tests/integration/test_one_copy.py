@@ -154,6 +154,7 @@ def test_it_is_served_from_one_copy_by_default(int4: Path) -> None:
     assert found["linears"] == 2 * 4 and found["own"] == []
     assert set(found["bytes"]) == {"w4a16", "w8a8-from-int4", "shared"}
     assert found["bytes"]["w8a8-from-int4"] == LARGEST + found["scales"] > LARGEST
+    assert found["bytes"]["w4a16"] > found["bytes"]["shared"] == 0, "no other variant has its weights"
     assert distance(alone, in_int4.answers[0]) < 0.01
 
 
