@@ -39,6 +39,20 @@ def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: Rou
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
+def fuse_as_for_variants(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:
+    """In the front end: if a variant in use is in NVFP4, fuse activations and quantisation, as vLLM would.
+
+    vLLM looks for NVFP4 in the checkpoint's own ``quantization_config``, and Inductor cannot fuse that
+    format's operators. What the user has set, and level 0, which fuses nothing, are not changed.
+    """
+    used = {routes.source(name) for name in routes.layers}
+    formats = (str(merged.variants[name].quantization_config.get("format", "")) for name in used)
+    passes = vllm_config.compilation_config.pass_config
+    is_asked = passes.fuse_act_quant is None and int(vllm_config.optimization_level) > 0
+    if is_asked and any("nvfp4" in storage.lower() for storage in formats):
+        passes.fuse_act_quant = True
+
+
 def find_compiled_code_again() -> None:
     """In the front end: on a CPU, make later starts of a model reuse the compiled code of the first.
 

@@ -81,10 +81,20 @@ class FlexQuantConfig(QuantizationConfig):
     def from_config(cls, config: JsonObject) -> FlexQuantConfig:
         return cls(MergedConfig.from_json(config))
 
+    def has_blocked_weights(self) -> bool:
+        """Tell vLLM whether some variant has FP8 weights in blocks, for which it takes another operator."""
+        return any(is_in_blocks(variant.quantization_config) for variant in self.merged.variants.values())
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         raise RuntimeError(
             f"layer '{prefix}' was built with the merged config, not a variant's; this is a FlexQuant bug"
         )
+
+
+def is_in_blocks(section: JsonObject) -> bool:
+    """Whether a ``quantization_config`` of compressed-tensors has groups of weights in blocks."""
+    groups = section.get("config_groups", {}).values()
+    return any((group.get("weights") or {}).get("strategy") == "block" for group in groups)
 
 
 class SingleVariantParser(HFConfigParser):
@@ -126,6 +136,7 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
             check_supported,
             choose_graph_mode,
             find_compiled_code_again,
+            fuse_as_for_variants,
         )
         from flexquant.serving.options import resolve_policy
         from flexquant.serving.worker.metrics import offer_metrics
@@ -134,6 +145,7 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         routes = build_routes(vllm_config, merged, resolve_policy(vllm_config, merged))
         check_supported(vllm_config, merged, routes)
         choose_graph_mode(vllm_config, merged, routes)
+        fuse_as_for_variants(vllm_config, merged, routes)
         find_compiled_code_again()
         verify_if_asked(vllm_config)
         offer_metrics()

@@ -86,3 +86,21 @@ def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints
         mode, {phase for _, phase in cells}
     )
     assert told[REPLAYS] <= cells
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_batches_that_keep_data_parallel_engines_in_step_are_not_counted(runner, mode, checkpoints, tmp_path):
+    """Such a batch runs where another engine has requests: vLLM's worker makes up what it holds."""
+    trace = tmp_path / "trace.jsonl"
+    options: dict[str, Any] = {"flexquant": {"trace": str(trace)}}
+    with graph_engine(checkpoints / "apart", runner, mode, "phase", **options) as llm:
+        (model,) = llm.apply_model(lambda model: getattr(model, "runnable", model))
+        answers(llm, PROMPTS[:1], max_tokens=STEPS, ignore_eos=True)
+        told, counted_before = trace.read_text(), model.records.counted()
+        for _ in range(3):
+            llm.collective_rpc("execute_dummy_batch")
+        model.observer.settle()
+        assert (trace.read_text(), model.records.counted()) == (told, counted_before)
+        answers(llm, PROMPTS[:1], max_tokens=STEPS, ignore_eos=True)
+    assert len(trace.read_text().splitlines()) == 1 + 2 * STEPS

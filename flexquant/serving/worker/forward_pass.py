@@ -14,6 +14,7 @@ is left over; the step's logits or the next step, whichever comes first, finds i
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -68,6 +69,8 @@ class Pass(NamedTuple):
 
 
 UNKNOWN = Pass("prefill", 0, 0, 0, 0)
+OF_VLLM = re.compile(r"_.*warmup.*|req_\d+_[0-9a-f]+")
+"""Matches requests that vLLM's runner makes up; names of users' requests begin with a kind or a number."""
 
 
 def describe_pass(
@@ -148,8 +151,10 @@ class PassObserver:
 
         Before that, vLLM's own passes warm up and capture CUDA graphs.
         """
-        self.is_warming_up = False
-        """Whether the next pass has prompts of vLLM's own (:func:`observed_model_state`)."""
+        self.is_scheduled = False
+        """Whether the pass that was read last is the scheduler's; vLLM's own can come at any time."""
+        self.is_of_vllm = False
+        """Whether the next pass has requests of vLLM's own (:func:`observed_model_state`)."""
         self._is_interrupted = False
         self.request_names: Callable[[], Sequence[str]] | None = None
         """Returns the names of the next pass's requests in order; None if requests are not followed."""
@@ -187,7 +192,7 @@ class PassObserver:
         if not metadata:
             return None
         described = getattr(metadata.get(self._first_layer), "flexquant_pass", UNKNOWN)
-        self._left_over = None
+        self.is_scheduled, self._left_over = self._left_over is not None, None
         return described if described.tokens == tokens else described._replace(tokens=tokens)
 
     def settle(self) -> None:
@@ -216,10 +221,10 @@ class PassObserver:
             self._tokens_per_sequence,
             names,
         )
-        is_own = self.is_warming_up or self._is_interrupted
+        is_own = self.is_of_vllm or self._is_interrupted
         if not (self.is_serving or is_own) and _holds_prompt(common):
             self.is_serving = True
-        if self._first_layer in layer_names and self.is_serving and not self._in_capture:
+        if self._first_layer in layer_names and self.is_serving and not (self._in_capture or is_own):
             if self._left_over is not None:
                 self.settle()
             if self.moments is not None:
@@ -272,10 +277,10 @@ def _holds_prompt(common: CommonAttentionMetadata) -> bool:
 
 
 def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> type:
-    """Return vLLM's class that prepares the V2 runner's passes, extended to tell ``observer`` of warm-ups.
+    """Return vLLM's class that prepares the V2 runner's passes, extended to tell ``observer`` of vLLM's own.
 
-    That runner warms up with requests of its own, which only their names tell from users' requests. The V1
-    runner warms up without requests.
+    That runner warms up with requests of its own, and keeps data-parallel engines in step with them; only
+    their names tell them from users' requests. The V1 runner makes up such passes without requests.
     """
     base: Any
     if vllm_config.model_config.is_hybrid:
@@ -285,14 +290,9 @@ def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> typ
 
     class ObservedModelState(base):
         def prepare_attn(self, input_batch: InputBatch, *args: object, **options: object) -> object:
-            observer.is_warming_up = any(is_of_vllm(name) for name in input_batch.req_ids)
+            observer.is_of_vllm = any(map(OF_VLLM.fullmatch, input_batch.req_ids))
             if observer.request_names is not None:
                 observer.request_names = lambda: input_batch.req_ids
             return super().prepare_attn(input_batch, *args, **options)
 
     return ObservedModelState
-
-
-def is_of_vllm(request_id: str) -> bool:
-    """Whether vLLM's warm-up made a request; names of users' requests begin with a kind or a number."""
-    return request_id.startswith("_") and "warmup" in request_id

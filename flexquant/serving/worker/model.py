@@ -239,7 +239,7 @@ class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3,
             output = self._graphs.replay(plan.name, self._plans[plan.name], context, inputs)
         else:
             output = self._plans[plan.name](**inputs)
-        if is_serving:  # a GPU computes meanwhile
+        if self.observer.is_scheduled:  # a GPU computes meanwhile
             self._served(forward_pass, plan.name, context.cudagraph_runtime_mode)
         self._last_plan = plan.name
         return output

@@ -15,7 +15,7 @@ GRAPHS = (
         "warm-up-taken-for-serving",
         "vLLM's own requests, before it captures CUDA graphs, count as the first that are served.",
         "flexquant/serving/worker/forward_pass.py",
-        "observer.is_warming_up = any(is_of_vllm(name) for name in input_batch.req_ids)",
+        "observer.is_of_vllm = any(map(OF_VLLM.fullmatch, input_batch.req_ids))",
         "pass",
         (REPLAYS + "[V2-PIECEWISE-by-batch]",),
         "interpreter",
@@ -53,6 +53,15 @@ GRAPHS = (
         "        if self._metrics is not None and graph != CUDAGraphMode.FULL:\n"
         "            self._metrics.count_pass(",
         (COUNTS + "[V1-FULL_DECODE_ONLY]",),
+    ),
+    Fault(
+        "batches-between-engines-counted",
+        "A batch that keeps data-parallel engines in step is in the counters of /metrics.",
+        "flexquant/serving/worker/forward_pass.py",
+        r"|req_\d+_[0-9a-f]+",
+        "",
+        ("tests/gpu/test_counts.py::test_batches_that_keep_data_parallel_engines_in_step_are_not_counted",),
+        "interpreter",
     ),
     Fault(
         "full-graphs-outlive-a-policy",

@@ -176,7 +176,7 @@ SERVING = (
         "captures-told-as-served",
         "Passes that only capture a CUDA graph are told as passes of the scheduler.",
         "flexquant/serving/worker/forward_pass.py",
-        "and self.is_serving and not self._in_capture:",
+        "and self.is_serving and not (self._in_capture or is_own):",
         ":",
         (PHASES,),
     ),
@@ -238,13 +238,29 @@ SERVING = (
         (VIEWS + "test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm",),
     ),
     Fault(
+        "blocks-of-variants-hidden",
+        "vLLM is not told that a variant has FP8 weights in blocks.",
+        "flexquant/serving/registration.py",
+        'get("strategy") == "block"',
+        'get("strategy") == "blocks"',
+        ("tests/integration/test_variant_switches.py",),
+    ),
+    Fault(
+        "nvfp4-of-variants-hidden",
+        "Activations of a variant in NVFP4 are not fused with their quantisation.",
+        "flexquant/serving/config.py",
+        "        passes.fuse_act_quant = True\n",
+        "        pass\n",
+        ("tests/integration/test_variant_switches.py",),
+    ),
+    Fault(
         "told-before-the-plan-is-launched",
         "A pass is counted and traced first, while the device waits for it.",
         "flexquant/serving/worker/model.py",
         "        if in_pieces:\n            output = self._graphs.replay(",
-        "        if is_serving:\n"
+        "        if self.observer.is_scheduled:\n"
         "            self._served(forward_pass, plan.name, context.cudagraph_runtime_mode)\n"
-        "            is_serving = False\n"
+        "            self.observer.is_scheduled = False\n"
         "        if in_pieces:\n            output = self._graphs.replay(",
         (VIEWS + "test_a_pass_is_told_once_its_plan_is_launched",),
     ),
