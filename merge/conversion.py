@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexquant.checkpoint.folder import check_folder, confined_file, read_json, read_section
+from flexquant.checkpoint.folder import check_folder, confined_file, read_json, quantization_section
 from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import prepare_output
@@ -35,7 +35,7 @@ def convert_checkpoint(
     """
     folder, output = find_model(folder), Path(output)
     check_folder(folder)
-    stored = read_section(folder, read_json(confined_file(folder, "config.json")))
+    stored = quantization_section(folder, read_json(confined_file(folder, "config.json")))
     source = open_source("converted", folder, dtype)
     if dtype is None and (stored is None or stored == source.quantization_config):
         found = "is not quantised" if stored is None else "is in the format of compressed-tensors already"

@@ -15,7 +15,7 @@ from flexquant.checkpoint.folder import (
     check_folder,
     confined_file,
     read_json,
-    read_section,
+    quantization_section,
     read_tensors,
 )
 from flexquant.checkpoint.hub import find_model
@@ -53,7 +53,7 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     check_folder(folder)
     config = read_json(confined_file(folder, "config.json"))
     tensors = read_tensors(folder)
-    section = read_section(folder, config)
+    section = quantization_section(folder, config)
     method = section.get("quant_method") if section else None
     if section is None:
         section = IN_16_BIT

@@ -87,7 +87,7 @@ def read_json(path: Path) -> JsonObject:
     return content
 
 
-def read_section(folder: Path, config: JsonObject) -> JsonObject | None:
+def quantization_section(folder: Path, config: JsonObject) -> JsonObject | None:
     """Return how the checkpoint in a folder says that it is quantised, as :func:`stored_section` does."""
 
     def read(name: str) -> JsonObject | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from flexquant.checkpoint.folder import check_folder, confined_file, read_json, read_section
+from flexquant.checkpoint.folder import check_folder, confined_file, read_json, quantization_section
 from flexquant.checkpoint.merged_config import (
     CONFIG_FILE,
     QUANT_METHOD,
@@ -37,7 +37,7 @@ def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
     try:
         check_folder(folder)
         config = read_json(confined_file(folder, CONFIG_FILE))
-        config = with_section(config, read_section(folder, config))
+        config = with_section(config, quantization_section(folder, config))
     except FlexQuantError as e:
         raise FlexQuantError(f"{e}; give the folder that 'flexquant merge' wrote") from e
     try:
@@ -74,7 +74,7 @@ def is_published_int4(folder: Path | str) -> bool:
     """Whether a folder holds a published checkpoint of INT4 weights; not so if its config is unreadable."""
     try:
         config = read_json(Path(folder) / CONFIG_FILE)
-        return has_int4(with_section(config, read_section(Path(folder), config)))
+        return has_int4(with_section(config, quantization_section(Path(folder), config)))
     except FlexQuantError:
         return False
 

@@ -37,7 +37,7 @@ TextRows = Mapping[str, Sequence[list[int]]]
 
 
 @dataclass(frozen=True)
-class Answers:
+class RowAnswers:
     """What the 16-bit model says after each token but the last of a row."""
 
     likeliest: torch.Tensor
@@ -54,7 +54,7 @@ class Reference:
 
     rows: TextRows
     """All rows, also of kinds without answers."""
-    answers: Mapping[str, Sequence[Answers]]
+    answers: Mapping[str, Sequence[RowAnswers]]
     """Kind -> the answers to its rows, all of them finite."""
 
 
@@ -113,9 +113,9 @@ def _said(model: PreTrainedModel, rows: Sequence[list[int]]) -> Iterator[tuple[t
                 yield of_row[:-1].float().log_softmax(-1).cpu(), row
 
 
-def _answers(found: torch.Tensor, row: list[int]) -> Answers:
+def _answers(found: torch.Tensor, row: list[int]) -> RowAnswers:
     top = found.topk(min(LIKELIEST, found.shape[-1]), dim=-1).indices
-    return Answers(top, _lumped(found, top), _nll(found, row))
+    return RowAnswers(top, _lumped(found, top), _nll(found, row))
 
 
 def _lumped(found: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _nll(found: torch.Tensor, row: list[int]) -> torch.Tensor:
     return -found.gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
 
 
-def _compare(found: torch.Tensor, row: list[int], was: Answers) -> tuple[float, float, float]:
+def _compare(found: torch.Tensor, row: list[int], was: RowAnswers) -> tuple[float, float, float]:
     """Return means over a row: KL divergence, nats above the 16-bit model's, share of same top tokens."""
     kl = (was.log_probabilities.exp() * (was.log_probabilities - _lumped(found, was.likeliest))).sum(-1)
     same = found.argmax(-1) == was.likeliest[:, 0]

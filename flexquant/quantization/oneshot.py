@@ -133,9 +133,16 @@ def run_modifiers(
 
 
 def round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give the model the values that :func:`save_model` will write, in the dtype that it computes in."""
+    """Give the model the values that :func:`save_model` will write, in the dtype that it computes in.
+
+    AutoRound leaves the weights that it quantised in 16 bit, beside others in float32.
+    """
     for parameter in _rounded_parameters(model):
-        parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+        parameter.data = parameter.data.to(dtype)
+    common = dtype if torch.cuda.is_available() else torch.float32
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(common)
 
 
 def _rounded_parameters(model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:

@@ -23,14 +23,16 @@ OPTIONS = [argument for key, value in FEW.items() for argument in (f"--{key}", s
 def test_summary_and_json(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["quantize", str(model), "--output", str(tmp_path / "variants"), *OPTIONS, "--json"]
     assert cli.main([*command, "--variants", "w8a8"]) == 0
-    first, second, last = capsys.readouterr().out.splitlines()
+    first, second, lost, *table, last = capsys.readouterr().out.splitlines()
     assert first.startswith("w8a8: ") and "6 groups of linears smoothed" in first
     assert "alpha searched per layer: quantisation MSE" in second
+    assert lost.startswith("lost against the 16-bit model") and table[0].startswith("text ")
     (variant,) = json.loads(last)["variants"].values()
+    assert {row.split()[0] for row in table[1:] if "%" in row} >= variant["losses"].keys()
     assert variant["num_bytes"] == (tmp_path / "variants/w8a8/model.safetensors").stat().st_size
 
     assert cli.main([*command, "--recipe", "rtn", "--variants", "w4a16", "--resume"]) == 0
-    first, last = capsys.readouterr().out.splitlines()
+    first, *_, last = capsys.readouterr().out.splitlines()
     assert "groups of 128" in first and list(json.loads(last)["variants"]) == ["w4a16"]
     assert cli.main([*command, "--recipe", "rtn", "--variants", "w4a16", "--resume"]) == 0
     assert "kept from an earlier run" in capsys.readouterr().out
