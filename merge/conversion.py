@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexquant.checkpoint.folder import check_folder, confined_file, read_json, quantization_section
+from flexquant.checkpoint.folder import check_folder, confined_file, quantization_section, read_json
 from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import prepare_output

@@ -14,8 +14,8 @@ from flexquant.checkpoint.cast import cast_tensors, with_dtype
 from flexquant.checkpoint.folder import (
     check_folder,
     confined_file,
-    read_json,
     quantization_section,
+    read_json,
     read_tensors,
 )
 from flexquant.checkpoint.hub import find_model

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from flexquant.checkpoint.folder import check_folder, confined_file, read_json, quantization_section
+from flexquant.checkpoint.folder import check_folder, confined_file, quantization_section, read_json
 from flexquant.checkpoint.merged_config import (
     CONFIG_FILE,
     QUANT_METHOD,
