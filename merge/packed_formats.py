@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +32,8 @@ EMBEDDINGS = ("embed_tokens", "wte", "wpe")
 EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
 FLOATS = ("F16", "BF16", "F32")
 Tensors = dict[str, TensorRef]
+Form = TypeVar("Form")
+"""What the settings of a format say of a linear."""
 
 
 def from_packed_format(
@@ -51,7 +54,7 @@ def from_packed_format(
         )
     found = {name: ref for name, ref in tensors.items() if not _is_part(name, tensors)}
     forms = {name: settings.of(name) for name in linears}
-    _check_fused(folder, forms)
+    check_fused(folder, forms, "'dynamic'")
     for name, form in forms.items():
         if name.endswith(("lm_head", *EMBEDDINGS)):
             raise FlexQuantError(
@@ -65,19 +68,22 @@ def from_packed_format(
                     "checkpoint again"
                 )
         found |= _linear(name, form, tensors)
-    return _section(forms, tensors), found
+    return section_by_layer(forms, _scheme, "pack-quantized", matrices_in_16_bit(tensors)), found
 
 
-def _check_fused(folder: Path, forms: Mapping[str, PackedFormat]) -> None:
-    """Raise FlexQuantError unless linears that vLLM makes one of have one format: its parts, or experts."""
+def check_fused(folder: Path, forms: Mapping[str, object], keys: str) -> None:
+    """Raise FlexQuantError unless linears that vLLM makes one of have one format: its parts, or experts.
+
+    ``keys`` names the settings by layer.
+    """
     first: dict[str, str] = {}
     for name, form in forms.items():
         experts = EXPERTS.match(name)
         other = first.setdefault(experts[0] if experts else fused_name(name), name)
         if forms[other] != form:
             raise FlexQuantError(
-                f"{folder} has {other} and {name} in other bits or groups ('dynamic' in its "
-                "quantization_config), and vLLM makes one layer of both; quantise them alike"
+                f"{folder} has {other} and {name} in other forms ({keys} in its quantization_config), and "
+                "vLLM makes one layer of both; quantise them alike"
             )
 
 
@@ -198,31 +204,32 @@ def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
     return whole if rows is None else torch.cat([whole[part.start : part.stop] for part in rows])
 
 
-def _section(forms: Mapping[str, PackedFormat], tensors: Mapping[str, TensorRef]) -> JsonObject:
-    """Return the ``quantization_config``: a group for each format, which names its linears if several."""
-    linears: dict[PackedFormat, list[str]] = {}
+def section_by_layer(
+    forms: Mapping[str, Form], scheme: Callable[[Form], JsonObject], file_format: str, ignored: set[str]
+) -> JsonObject:
+    """Return the ``quantization_config``: a group for each form, which names its linears if several."""
+    linears: dict[Form, list[str]] = {}
     for name in sorted(forms):
         linears.setdefault(forms[name], []).append(name)
     groups = {
         f"group_{number}": {
             "targets": names if len(linears) > 1 else ["Linear"],
-            "weights": _weights(form),
-            "input_activations": None,
-            "format": "pack-quantized",
+            **scheme(form),
+            "format": file_format,
         }
         for number, (form, names) in enumerate(linears.items())
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": file_format,
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": sorted(matrices_in_16_bit(tensors)),
+        "ignore": sorted(ignored),
     }
 
 
-def _weights(form: PackedFormat) -> JsonObject:
-    return {
+def _scheme(form: PackedFormat) -> JsonObject:
+    weights = {
         "num_bits": form.bits,
         "type": "int",
         "symmetric": form.symmetric,
@@ -230,3 +237,4 @@ def _weights(form: PackedFormat) -> JsonObject:
         "group_size": form.group_size if form.group_size > 0 else None,
         "dynamic": False,
     }
+    return {"weights": weights, "input_activations": None}

@@ -4,29 +4,32 @@
 
 A linear has ``weight`` int8 [out, in] and ``weight_scale``, one number or [out], by which its weights are
 multiplied. If activations are quantised by numbers that were found before, these are ``input_scale`` and
-``input_zero_point``. Quark writes zero points of 0 for what is symmetric.
+``input_zero_point``. Quark writes zero points of 0 for what is symmetric. The first pattern of
+``layer_quant_config`` that fits a linear's name decides its settings, else ``global_quant_config`` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
 from flexquant.errors import FlexQuantError
-from flexquant.merge.packed_formats import matrices_in_16_bit
+from flexquant.merge.packed_formats import check_fused, matrices_in_16_bit, section_by_layer
 
 QUARK = "quark"
-BY_LAYER = ("layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config")
-"""Keys of settings for some modules, instead of those for all."""
+FOR_ALL, BY_LAYER = "global_quant_config", "layer_quant_config"
+NOT_READ = ("layer_type_quant_config", "kv_cache_quant_config")
+"""Keys of settings that vLLM passes over."""
 PER_TENSOR, PER_CHANNEL = "per_tensor", "per_channel"
 
 
 @dataclass(frozen=True)
 class Int8Settings:
-    """What Quark's settings say of all quantised linears."""
+    """What Quark's settings say of a quantised linear."""
 
     by_channel: bool
     """Whether each output has a scale of its own."""
@@ -35,8 +38,8 @@ class Int8Settings:
     symmetric: bool
     """Whether activations have no zero points."""
 
-    def section(self, ignored: list[str]) -> JsonObject:
-        """Return the ``quantization_config`` of compressed-tensors."""
+    def scheme(self) -> JsonObject:
+        """Return what a group of compressed-tensors says of its linears."""
         weights = {
             "num_bits": 8,
             "type": "int",
@@ -51,19 +54,7 @@ class Int8Settings:
             "strategy": "tensor" if self.static else "token",
             "dynamic": not self.static,
         }
-        group = {
-            "targets": ["Linear"],
-            "weights": weights,
-            "input_activations": activations,
-            "format": "int-quantized",
-        }
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "int-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": ignored,
-        }
+        return {"weights": weights, "input_activations": activations}
 
 
 def from_quark(
@@ -71,10 +62,10 @@ def from_quark(
 ) -> tuple[JsonObject, dict[str, TensorRef]]:
     """Return the ``quantization_config`` and the tensors as compressed-tensors has them.
 
-    No number changes. Raises FlexQuantError for settings that vLLM does not serve, and for a scale that is
-    missing or a zero point beside symmetric numbers.
+    No number changes. Raises FlexQuantError for settings that vLLM does not serve, for a scale that is
+    missing and for a zero point beside symmetric numbers.
     """
-    settings = _read_settings(folder, section)
+    _check_not_read(folder, section)
     quantised = {
         name.removesuffix(".weight")
         for name, ref in tensors.items()
@@ -85,13 +76,16 @@ def from_quark(
             f"{folder} has no linear in INT8 (no tensor '*.weight' is I8); export it with weight_format "
             "real_quantized"
         )
+    settings = _settings_by_linear(folder, section, sorted(quantised))
+    ignored = matrices_in_16_bit(tensors) - quantised
+    check_fused(folder, settings | dict.fromkeys(sorted(ignored)), f"{BY_LAYER!r} and 'exclude'")
     linears: dict[str, dict[str, TensorRef]] = {module: {} for module in quantised}
     found: dict[str, TensorRef] = {}
     for name, ref in tensors.items():
         linears.get(name.rpartition(".")[0], found)[name] = ref
     for module, parts in linears.items():
-        found |= _linear(module, settings, parts)
-    return settings.section(sorted(matrices_in_16_bit(tensors) - quantised)), found
+        found |= _linear(module, settings[module], parts)
+    return section_by_layer(settings, Int8Settings.scheme, "int-quantized", ignored), found
 
 
 def _linear(module: str, settings: Int8Settings, stored: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
@@ -107,7 +101,7 @@ def _linear(module: str, settings: Int8Settings, stored: Mapping[str, TensorRef]
     for name in (f"{module}.{part}" for part in without):
         if (zeros := parts.pop(name, None)) is not None and bool(load_tensor(zeros).any()):
             raise FlexQuantError(
-                f"{name} is not 0, though the global_quant_config says symmetric; get the checkpoint again"
+                f"{name} is not 0, though its settings say symmetric; get the checkpoint again"
             )
     scale = parts[f"{module}.weight_scale"]
     if settings.by_channel and len(scale.shape) == 1:
@@ -115,23 +109,48 @@ def _linear(module: str, settings: Int8Settings, stored: Mapping[str, TensorRef]
     return parts
 
 
-def _read_settings(folder: Path, section: JsonObject) -> Int8Settings:
-    """Return what the settings say; raise FlexQuantError, naming the setting, for what vLLM refuses."""
+def _check_not_read(folder: Path, section: JsonObject) -> None:
     export = section.get("export")
     cache = export.get("kv_cache_group") if isinstance(export, dict) else None
-    for key, value in ({key: section.get(key) for key in BY_LAYER} | {"kv_cache_group": cache}).items():
+    for key, value in ({key: section.get(key) for key in NOT_READ} | {"kv_cache_group": cache}).items():
         if value:
             raise FlexQuantError(
                 f"{folder} was quantised by Quark with {key} {value!r}, which is not read; quantise the "
-                "model with one setting for all linears, and without its cache"
+                f"model with settings for all linears or by name ({BY_LAYER}), and without its cache"
             )
-    linears = section.get("global_quant_config")
+
+
+def _settings_by_linear(folder: Path, section: JsonObject, linears: Iterable[str]) -> dict[str, Int8Settings]:
+    """Return what the settings say of each linear, as vLLM finds them by its name."""
+    by_pattern = section.get(BY_LAYER) or {}
+    if not isinstance(by_pattern, dict):
+        raise FlexQuantError(
+            f"{folder} has {BY_LAYER} {by_pattern!r} in its quantization_config, expected an object of "
+            "settings by pattern; get the checkpoint again"
+        )
+    stored = {f"{BY_LAYER} {pattern!r}": own for pattern, own in by_pattern.items() if own is not None}
+    stored[FOR_ALL] = section.get(FOR_ALL)
+    places = {module: _place(module, by_pattern) for module in linears}
+    read = {place: _read_settings(folder, place, stored[place]) for place in sorted(set(places.values()))}
+    return {module: read[place] for module, place in places.items()}
+
+
+def _place(module: str, by_pattern: JsonObject) -> str:
+    """Return where a linear's settings are: the first pattern that fits its name, or those for all."""
+    for pattern, own in by_pattern.items():
+        if fnmatch(module, pattern) if "*" in pattern else module in pattern:
+            return FOR_ALL if own is None else f"{BY_LAYER} {pattern!r}"
+    return FOR_ALL
+
+
+def _read_settings(folder: Path, place: str, linears: object) -> Int8Settings:
+    """Return what settings say; raise FlexQuantError, naming setting and place, for what vLLM refuses."""
     if not isinstance(linears, dict):
-        raise _refusal(folder, f"global_quant_config {linears!r}")
+        raise _refusal(folder, f"{place} {linears!r}")
     for key in ("output_tensors", "bias"):
         if linears.get(key):
-            raise _refusal(folder, f"{key} {linears[key]!r}")
-    weight, inputs = (_of_tensor(folder, linears, key) for key in ("weight", "input_tensors"))
+            raise _refusal(folder, f"{key} {linears[key]!r} in {place}")
+    weight, inputs = (_of_tensor(folder, place, linears, key) for key in ("weight", "input_tensors"))
     by_channel, static = weight["qscheme"] == PER_CHANNEL, not inputs["is_dynamic"]
     if (
         weight["dtype"] != "int8"
@@ -139,20 +158,20 @@ def _read_settings(folder: Path, section: JsonObject) -> Int8Settings:
         or weight["symmetric"] is not True
         or weight["is_dynamic"]
     ):
-        raise _refusal(folder, _described("weight", weight))
+        raise _refusal(folder, f"{_described('weight', weight)} in {place}")
     if by_channel and weight["ch_axis"] not in (0, None):
-        raise _refusal(folder, f"weight ch_axis {weight['ch_axis']!r}")
+        raise _refusal(folder, f"weight ch_axis {weight['ch_axis']!r} in {place}")
     if inputs["dtype"] != "int8" or inputs["qscheme"] != (PER_TENSOR if static else PER_CHANNEL):
-        raise _refusal(folder, _described("input_tensors", inputs))
+        raise _refusal(folder, f"{_described('input_tensors', inputs)} in {place}")
     return Int8Settings(by_channel, static, inputs["symmetric"] is True)
 
 
-def _of_tensor(folder: Path, linears: JsonObject, key: str) -> JsonObject:
+def _of_tensor(folder: Path, place: str, linears: JsonObject, key: str) -> JsonObject:
     """Return the settings of one tensor, which Quark's releases write by themselves or as a list of one."""
     found = linears.get(key)
     one = found[0] if isinstance(found, list) and len(found) == 1 else found
     if not isinstance(one, dict):
-        raise _refusal(folder, f"{key} {found!r}")
+        raise _refusal(folder, f"{key} {found!r} in {place}")
     return {name: one.get(name) for name in ("dtype", "qscheme", "ch_axis", "symmetric", "is_dynamic")}
 
 

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
 from flexquant.checkpoint.model_config import JsonObject
 from tests.checkpoints import base_config, random_state_dict
-from tests.foreign import gptq_tensors
+from tests.foreign import AWQ_ORDER, gptq_tensors, packed
 
 Edit = Callable[[Path], None]
 SINGLE = "model.safetensors"
+GEMV_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+"""Each of eight neighbouring inputs -> its place in a word of AWQ's GEMV format."""
 
 
 def edit_json(file: str, edit: Callable[[JsonObject], object]) -> Edit:
@@ -118,6 +121,17 @@ def reordered(state: dict[str, torch.Tensor]) -> None:
     state[key] = state[key].flip(0)
 
 
+def in_gemv(state: dict[str, torch.Tensor]) -> None:
+    """Pack an AWQ checkpoint's linears as AutoAWQ's GEMV does: a word holds inputs of one output."""
+    for module in [key.removesuffix(".qweight") for key in state if key.endswith(".qweight")]:
+        for part in ("qweight", "qzeros"):
+            nibbles = state[f"{module}.{part}"].unsqueeze(-1) >> torch.arange(0, 32, 4) & 15
+            values = nibbles[..., AWQ_ORDER].flatten(1).T
+            state[f"{module}.{part}"] = packed(pad(values, (0, -values.shape[1] % 8)), GEMV_ORDER)
+        scales = state[f"{module}.scales"].T
+        state[f"{module}.scales"] = pad(scales, (0, -scales.shape[1] % 8))
+
+
 def packed_for_marlin(state: dict[str, torch.Tensor]) -> None:
     for key in [key for key in state if key.endswith(".qweight")]:
         state[f"{key.removesuffix('qweight')}B"] = state.pop(key)
@@ -186,59 +200,6 @@ def requantised(pattern: str, *, bits: int = 4, group_size: int = 64) -> Edit:
                 state |= {f"{module}.{part}": tensor for part, tensor in tensors.items()}
 
     return tensors(quantise)
-
-
-def quark_int8(*, by: str, static: bool, symmetric: bool = True) -> Edit:
-    """Quantise a 16-bit checkpoint to INT8 as AMD's Quark exports it.
-
-    ``by`` is ``per_tensor`` or ``per_channel``; ``static`` activations have one scale a linear.
-    """
-    weight = {"dtype": "int8", "is_dynamic": False, "qscheme": by, "ch_axis": 0, "symmetric": True}
-    inputs = {
-        "dtype": "int8",
-        "is_dynamic": not static,
-        "qscheme": "per_tensor" if static else "per_channel",
-        "ch_axis": None if static else 1,
-        "symmetric": symmetric,
-    }
-
-    def quantise(state: dict[str, torch.Tensor]) -> None:
-        for key in [key for key in state if key.endswith("_proj.weight")]:
-            module, w = key.removesuffix(".weight"), state[key].float()
-            scale = w.abs().amax(1 if by == "per_channel" else (0, 1)) / 127
-            scale = scale.bfloat16() if by == "per_channel" else scale
-            rows = scale[:, None] if by == "per_channel" else scale
-            state[key] = (w / rows).round().clamp(-128, 127).to(torch.int8)
-            state[f"{module}.weight_scale"] = scale
-            state[f"{module}.weight_zero_point"] = torch.zeros_like(scale, dtype=torch.int8)
-            if static:
-                state[f"{module}.input_scale"] = torch.tensor(0.04)
-                state[f"{module}.input_zero_point"] = torch.tensor(0 if symmetric else -9, dtype=torch.int8)
-
-    def apply(folder: Path) -> None:
-        tensors(quantise)(folder)
-        linears = {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None}
-        config(
-            quantization_config={
-                "quant_method": "quark",
-                "quant_mode": "eager_mode",
-                "global_quant_config": linears,
-                "layer_quant_config": {},
-                "layer_type_quant_config": {},
-                "kv_cache_quant_config": {},
-                "exclude": ["lm_head"],
-                "algo_config": None,
-                "export": {
-                    "kv_cache_group": [],
-                    "min_kv_scale": 0.0,
-                    "pack_method": "reorder",
-                    "weight_format": "real_quantized",
-                    "weight_merge_groups": None,
-                },
-            }
-        )(folder)
-
-    return apply
 
 
 def as_transformers_4(folder: Path) -> None:

@@ -14,6 +14,7 @@ from tests.checkpoints import EXPERTS, make_checkpoint
 from tests.foreign import write_foreign
 from tests.publishers import edits
 from tests.publishers.edits import Edit
+from tests.publishers.quark import quark_int8
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 GPTQ_AS_AUTO_ROUND = {
@@ -22,6 +23,7 @@ GPTQ_AS_AUTO_ROUND = {
     "data_type": "int",
 }
 AWQ_AS_AUTO_ROUND = GPTQ_AS_AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}
+QUARK_CHANNELS = {"by": "per_channel", "static": False}
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
@@ -116,7 +118,11 @@ SHAPES = (
         form={"method": "awq", "modules_to_not_convert": ["gate"]},
         stock=None,
     ),
-    Shape("AutoAWQ's GEMV", form={"method": "awq", "version": "gemv"}),
+    Shape(
+        "AutoAWQ's GEMV",
+        form={"method": "awq", "version": "gemv"},
+        second=(edits.tensors(edits.in_gemv),),
+    ),
     Shape("AutoGPTQ", form={"method": "gptq"}, second=(edits.tensors(edits.zero_biases),)),
     Shape(
         "AutoGPTQ, settings in quantize_config.json, its own file name",
@@ -148,9 +154,9 @@ SHAPES = (
         second=(edits.requantised(r".*\.1\.", group_size=32),),
     ),
     Shape(
-        "GPTQModel, other bits for a part of what vLLM fuses",
-        form={"method": "gptq", "dynamic": {".*v_proj": {"bits": 8}}},
-        second=(edits.requantised(".*v_proj", bits=8),),
+        "GPTQModel, other groups for a part of what vLLM fuses",
+        form={"method": "gptq", "dynamic": {r".*\.v_proj": {"group_size": 32}}},
+        second=(edits.requantised(r".*\.v_proj", group_size=32),),
     ),
     Shape("GPTQ with zero points", form={"method": "gptq", "sym": False}, stock=None),
     Shape("AutoRound as GPTQ", form={"method": "gptq", **GPTQ_AS_AUTO_ROUND}),
@@ -173,30 +179,31 @@ SHAPES = (
         stock=None,
     ),
     Shape("16 bit and INT4", schemes=(None, "w4a16")),
-    Shape(
-        "Quark's INT8",
-        first=(edits.quark_int8(by="per_tensor", static=True),),
-        schemes=(None, "w4a16"),
-    ),
+    Shape("Quark's INT8", first=(quark_int8(by="per_tensor", static=True),), schemes=(None, "w4a16")),
     Shape(
         "Quark's INT8, weights per channel and activations per token",
-        first=(edits.quark_int8(by="per_channel", static=False),),
+        first=(quark_int8(by="per_channel", static=False),),
         schemes=(None, "w4a16"),
     ),
     Shape(
         "Quark's INT8, activations with zero points",
-        first=(edits.quark_int8(by="per_channel", static=True, symmetric=False),),
+        first=(quark_int8(by="per_channel", static=True, symmetric=False),),
         schemes=(None, "w4a16"),
     ),
     Shape(
         "Quark's INT8, other settings for some layers",
-        first=(
-            edits.quark_int8(by="per_tensor", static=True),
-            edits.section(layer_quant_config={"*down_proj": {}}),
-        ),
+        first=(quark_int8(by="per_tensor", static=True, layers={"*down_proj": QUARK_CHANNELS}),),
         schemes=(None, "w4a16"),
     ),
-    Shape("ModelOpt's INT8", first=(edits.section(quant_method="modelopt"),)),
+    Shape(
+        "Quark's INT8, other settings for a part of what vLLM fuses",
+        first=(quark_int8(by="per_tensor", static=True, layers={"*v_proj": QUARK_CHANNELS}),),
+        schemes=(None, "w4a16"),
+    ),
+    Shape(
+        "ModelOpt's INT8",
+        first=(edits.section(quant_method="modelopt", quant_algo="W8A8_SQ_PER_CHANNEL"),),
+    ),
     Shape("bf16 and fp16", second=(edits.in_half,)),
     Shape("bf16 and fp16, with `--dtype`", second=(edits.in_half,), options={"dtype": "bfloat16"}),
     Shape(

@@ -4,11 +4,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from tests.publishers.outcomes import MERGED, PAGE, outcome_of, page, row
+from tests.publishers.outcomes import MERGED, NOT_SERVED, PAGE, SERVED_APART, outcome_of, page, row
 from tests.publishers.shapes import SHAPES, Shape
 
 
@@ -23,4 +28,71 @@ def test_the_page_counts_its_rows() -> None:
     rows = {shape.name: written.partition(f"| {shape.name} | ")[2].partition(" |\n")[0] for shape in SHAPES}
     assert written == page(rows)
     assert len(rows) == len(SHAPES) >= 30 and list(rows.values()).count(MERGED) >= 30
+    refused = {name for name, outcome in rows.items() if outcome != MERGED}
+    assert refused == {*NOT_SERVED, *(name for names in SERVED_APART.values() for name in names)}
     assert f"tells of {len(SHAPES)} pairs" in PAGE.with_name("README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Prepare this process, of a single rank, for models of vLLM."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    settings = patch.dict(os.environ)  # a configuration of vLLM sets variables
+    with settings, pytest.MonkeyPatch.context() as patches, set_current_vllm_config(VllmConfig()):
+        patches.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's runner for CPUs does
+        file = tmp_path_factory.mktemp("ranks") / "rendezvous"
+        parallel_state.init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
+        parallel_state.ensure_model_parallel_initialized(1, 1)
+        yield
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def refusal_of_stock(folder: Path) -> str | None:
+    """Return what vLLM says when it loads a checkpoint without FlexQuant; None if it loads it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    try:
+        config = EngineArgs(str(folder), max_model_len=256, enforce_eager=True).create_engine_config()
+        with set_current_vllm_config(config):
+            get_model(vllm_config=config)
+    except (AssertionError, KeyError, RuntimeError, ValueError) as e:
+        return f"{type(e).__name__}: {e}"
+    return None
+
+
+STOCK_SAYS = dict(
+    zip(
+        NOT_SERVED,
+        (
+            "exceeds dimension size",
+            "desc_act=True",
+            "down_proj.B'",
+            "AssertionError",
+            "Unsupported packing_format: auto_round:fp8_static",
+            "different quantization configuration for ['q_proj', 'k_proj', 'v_proj']",
+            "ModelOpt currently only supports",
+        ),
+        strict=True,
+    )
+)
+REFUSED = [*STOCK_SAYS, *(name for names in SERVED_APART.values() for name in names)]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", REFUSED)
+def test_stock_vllm_loads_what_the_page_says(name: str, tmp_path: Path) -> None:
+    (shape,) = (shape for shape in SHAPES if shape.name == name)
+    answers = [refusal_of_stock(folder) for folder in shape.write(tmp_path).values()]
+    refusals = [answer for answer in answers if answer is not None]
+    if name in STOCK_SAYS:
+        (refusal,) = refusals
+        assert STOCK_SAYS[name] in refusal
+    else:
+        assert refusals == []
+    release = ".".join(version("vllm").split(".")[:2])
+    assert f"Stock vLLM {release} loads" in PAGE.read_text(encoding="utf-8")

@@ -18,13 +18,14 @@ from flexquant.merge.kv.dequantize import WeightReader
 from tests.checkpoints import make_checkpoint
 from tests.foreign import config_of, tensors_of
 from tests.publishers import edits
+from tests.publishers.quark import quark_int8
 
 DOWN = "model.layers.1.mlp.down_proj"
 
 
 def exported(folder: Path, **options: Any) -> Path:
     made = make_checkpoint(folder, scheme=None)
-    edits.quark_int8(**options)(made)
+    quark_int8(**options)(made)
     return made
 
 
@@ -86,6 +87,104 @@ def test_vllm_reads_the_same_scheme(tmp_path: Path) -> None:
         ) == (scheme.qscheme, scheme.is_static_input_scheme, scheme.input_symmetric), options
 
 
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+CHANNELS = {"by": "per_channel", "static": False}
+BY_LAYER = {
+    "*layers.1.mlp.*": CHANNELS,
+    "*.mlp.*": {"symmetric": False},
+    DOWN: {},
+    "model.layers.0.self_attn.o_proj": CHANNELS,
+}
+"""The second pattern fits what the first does, and the third as well."""
+
+
+def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path: Path) -> None:
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+    from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
+
+    quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=BY_LAYER)
+    edits.section(layer_quant_config=layer_settings(quark) | {"*lm_head": {"weight": None}})(quark)
+    theirs = QuarkConfig.from_config(config_of(quark)["quantization_config"])
+    ours: Any = CompressedTensorsConfig.from_config(open_source("w8a8", quark).quantization_config)
+    theirs.packed_modules_mapping = ours.packed_modules_mapping = FUSED
+    layer = torch.nn.Linear(1, 1, device="meta")
+    found = {}
+    for number in (0, 1):
+        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+            prefix = f"model.layers.{number}.{name}"
+            weight_key, input_key, kind = theirs.get_scheme_cls(type(layer), prefix)
+            scheme: Any = theirs.init_scheme(kind, weight_key, input_key)
+            read: Any = ours.get_scheme(layer, prefix)
+            found[prefix] = (f"per_{read.strategy}", read.is_static_input_scheme, read.input_symmetric)
+            stock = (scheme.qscheme, scheme.is_static_input_scheme, scheme.input_symmetric)
+            assert found[prefix] == stock, prefix
+    assert found[DOWN] == found["model.layers.0.self_attn.o_proj"] == ("per_channel", False, True)
+    assert found["model.layers.0.mlp.down_proj"] == ("per_tensor", True, False)
+    assert len(set(found.values())) == 3
+
+
+def test_numbers_of_layers_with_settings_of_their_own_are_kept(tmp_path: Path) -> None:
+    quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=BY_LAYER)
+    convert_checkpoint(quark, tmp_path / "converted")
+    stored, found = tensors_of(quark), tensors_of(tmp_path / "converted")
+    reader = WeightReader(open_source("w8a8", tmp_path / "converted"))
+    for module in [key.removesuffix(".weight") for key in stored if key.endswith("_proj.weight")]:
+        scale = stored[f"{module}.weight_scale"]
+        by_channel = scale.ndim == 1
+        assert by_channel is (
+            module.startswith("model.layers.1.mlp") or module.endswith("0.self_attn.o_proj")
+        )
+        assert torch.equal(
+            reader.read(module).weight,
+            stored[f"{module}.weight"].float() * (scale[:, None] if by_channel else scale),
+        )
+        zeros = not by_channel and ".0.mlp." in module
+        assert (f"{module}.input_scale" in found, f"{module}.input_zero_point" in found) == (
+            not by_channel,
+            zeros,
+        )
+    section = config_of(tmp_path / "converted")["quantization_config"]
+    assert section["ignore"] == ["lm_head"]
+    named = [name for group in section["config_groups"].values() for name in group["targets"]]
+    assert len(section["config_groups"]) == 3 and len(named) == len(set(named)) == 2 * 7
+
+
+def layer_settings(folder: Path) -> JsonObject:
+    found: JsonObject = config_of(folder)["quantization_config"]["layer_quant_config"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parts", "layers", "exclude"),
+    [
+        ("qkv", {"*v_proj": CHANNELS}, []),
+        ("gate_up", {"*up_proj": {"symmetric": False}}, []),
+        ("qkv", {}, ["model.layers.0.self_attn.k_proj"]),
+    ],
+)
+def test_parts_of_what_vllm_fuses_need_one_setting(
+    parts: str, layers: dict[str, Any], exclude: list[str], tmp_path: Path
+) -> None:
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
+
+    quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=layers)
+    edits.section(exclude=["lm_head", *exclude])(quark)
+    in_16_bit = {f"{module}.weight": torch.zeros(64, 128).bfloat16() for module in exclude}
+    edits.tensors(lambda state: state.update(in_16_bit))(quark)
+    either = f"({'|'.join(parts.split('_') if '_' in parts else parts)})_proj"
+    message = rf"{either} and .*{either} in other forms \('layer_quant_config' and 'exclude'"
+    with pytest.raises(FlexQuantError, match=message):
+        open_source("w8a8", quark)
+    theirs = QuarkConfig.from_config(config_of(quark)["quantization_config"])
+    theirs.packed_modules_mapping = FUSED
+    (fused,) = (name for name in ("self_attn.qkv_proj", "mlp.gate_up_proj") if f".{parts}_proj" in name)
+    with pytest.raises(ValueError, match="different quantization (configuration|schemes)"):
+        theirs.get_quant_method_target(f"model.layers.0.{fused}", LinearBase)
+
+
 def with_global(part: str, **values: object) -> edits.Edit:
     def change(content: JsonObject) -> None:
         content["quantization_config"]["global_quant_config"][part].update(values)
@@ -125,7 +224,9 @@ INT8 = {"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": False, "symmetri
         (without_outputs(output_tensors=INT8), "output_tensors"),
         (without_outputs(bias=INT8), "bias"),
         (edits.section(global_quant_config=None), "global_quant_config None"),
-        (edits.section(layer_quant_config={"*down_proj": {}}), "layer_quant_config"),
+        (edits.section(layer_quant_config={"*down_proj": {}}), r"weight None in layer_quant_config '\*down"),
+        (edits.section(layer_quant_config={"*down_proj": 8}), r"layer_quant_config '\*down_proj' 8"),
+        (edits.section(layer_quant_config=["*down_proj"]), "layer_quant_config .*, expected an object"),
         (edits.section(layer_type_quant_config={"Linear": {}}), "layer_type_quant_config"),
         (edits.section(kv_cache_quant_config={"*k_proj": {}}), "kv_cache_quant_config"),
         (edits.section(export={"kv_cache_group": ["*k_proj"]}), "kv_cache_group"),

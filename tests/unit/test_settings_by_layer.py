@@ -153,8 +153,11 @@ def test_experts_have_settings_of_their_own(tmp_path: Path) -> None:
         ({"+:(": {"bits": 8}}, r"'\+:\('.*'dynamic'"),
         ({"+:a{4294967296}": {"bits": 8}}, "4294967296.*'dynamic'"),
         (["+:.*down"], "'dynamic'"),
-        ({"+:.*v_proj": {"bits": 8}}, r"(q|k|v)_proj and .*(q|k|v)_proj in other bits or groups"),
-        ({"+:.*up_proj": {"group_size": 32}}, r"(gate|up)_proj and .*(gate|up)_proj in other bits or groups"),
+        ({"+:.*v_proj": {"bits": 8}}, r"(q|k|v)_proj and .*(q|k|v)_proj in other forms \('dynamic'"),
+        (
+            {"+:.*up_proj": {"group_size": 32}},
+            r"(gate|up)_proj and .*(gate|up)_proj in other forms \('dynamic'",
+        ),
         (
             {"+:.*down_proj": {"group_size": 32}},
             r"down_proj\.scales is BF16 \[4, 128\] instead of .*\[8, 128\]",
