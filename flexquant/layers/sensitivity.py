@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -216,7 +216,8 @@ class Study:
     def _policy(self, use: str | JsonObject) -> JsonObject:
         """Return the policy that decodes by a plan, given as a rule's ``use``."""
         prefill = {"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}
-        return _with_rules([prefill, {"use": use}], self.variants)
+        layers = [use] if isinstance(use, str) else [use["default"], *use["layers"].values()]
+        return _with_rules([prefill, {"use": use}], {self.highest, *layers}, self.variants)
 
     def _take(self, llm: LLM, use: str | JsonObject) -> None:
         """Decode by another plan from now on."""
@@ -231,8 +232,9 @@ def policy_that_loads(variants: Mapping[str, Policy]) -> JsonObject:
     """Return a policy that makes an engine load all layers of every variant."""
     *few, last = variants
     rules = [{"when": {"tokens": {"max": tokens}}, "use": use} for tokens, use in enumerate(few, 1)]
-    return _with_rules([*rules, {"use": last}], variants)
+    return _with_rules([*rules, {"use": last}], variants, variants)
 
 
-def _with_rules(rules: list[JsonObject], variants: Mapping[str, Policy]) -> JsonObject:
-    return add_derivations({"schema": POLICY_SCHEMA, "rules": rules}, variants, variants)
+def _with_rules(rules: list[JsonObject], used: Iterable[str], variants: Mapping[str, Policy]) -> JsonObject:
+    """Return the policy of these rules, which use the variants ``used``."""
+    return add_derivations({"schema": POLICY_SCHEMA, "rules": rules}, used, variants)
