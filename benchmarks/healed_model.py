@@ -23,10 +23,9 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    get_cosine_schedule_with_warmup,
 )
 
-from benchmarks.small_model import manual
+from benchmarks.small_model import draw_rows_of, manual, take_steps
 from flexquant.documents.texts import read_documents
 
 LENGTH, ROWS = 256, 4
@@ -97,19 +96,7 @@ def convert(model: LlamaForCausalLM, sizes: dict[str, torch.Tensor]) -> Qwen3For
 def heal(model: Qwen3ForCausalLM, ids: torch.Tensor, steps: int) -> None:
     """Train all weights on rows that are drawn from ``ids`` [tokens]."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = get_cosine_schedule_with_warmup(optimizer, 20, steps)
-    for step in range(steps):
-        starts = torch.randint(len(ids) - LENGTH, (ROWS,))
-        rows = torch.stack([ids[start : start + LENGTH] for start in starts])
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=rows, labels=rows).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % 20 == 0 or step == steps - 1:
-            print(f"step {step} of {steps}: {loss.item():.3f} nats a token", flush=True)
+    take_steps(model, optimizer, lambda: draw_rows_of(ids, ROWS, LENGTH), steps, warm_up=20, every=20)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -87,11 +87,32 @@ def make_model(num_layers: int = 8) -> Qwen3ForCausalLM:
 def train(model: Qwen3ForCausalLM, ids: torch.Tensor, steps: int, warm_up: int = 100) -> None:
     """Train on rows that are drawn from ``ids`` [tokens], each with BOS in front."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = get_cosine_schedule_with_warmup(optimizer, warm_up, steps)
     bos = torch.zeros(ROWS, 1, dtype=torch.long)
+
+    def draw() -> torch.Tensor:
+        return torch.cat([bos, draw_rows_of(ids, ROWS, LENGTH - 1)], dim=1)
+
+    take_steps(model, optimizer, draw, steps, warm_up)
+
+
+def draw_rows_of(ids: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """Return random stretches of ``ids`` [tokens]: [rows, length]."""
+    starts = torch.randint(len(ids) - length, (rows,))
+    return torch.stack([ids[start : start + length] for start in starts])
+
+
+def take_steps(
+    model: Qwen3ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    draw: Callable[[], torch.Tensor],
+    steps: int,
+    warm_up: int,
+    every: int = 100,
+) -> None:
+    """Train on rows that ``draw`` returns, at a rate that falls as a cosine; print the loss now and then."""
+    schedule = get_cosine_schedule_with_warmup(optimizer, warm_up, steps)
     for step in range(steps):
-        starts = torch.randint(len(ids) - LENGTH, (ROWS,))
-        rows = torch.cat([bos, torch.stack([ids[start : start + LENGTH - 1] for start in starts])], dim=1)
+        rows = draw()
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
@@ -99,7 +120,7 @@ def train(model: Qwen3ForCausalLM, ids: torch.Tensor, steps: int, warm_up: int =
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if step % 100 == 0 or step == steps - 1:
+        if step % every == 0 or step == steps - 1:
             print(f"step {step} of {steps}: {loss.item():.3f} nats a token", flush=True)
 
 
