@@ -57,9 +57,9 @@ def test_what_is_recorded_is_the_loss_of_what_was_written(
             divergences.append((was.exp() * (was - found)).sum(-1).mean())
             growth.append((was - found).gather(-1, ids[0, 1:, None]).mean())
         assert recorded[kind].documents == len(rows)
-        assert recorded[kind].kl == pytest.approx(float(torch.stack(divergences).mean()), abs=2e-3)
+        assert recorded[kind].kl == pytest.approx(float(torch.stack(divergences).mean()), abs=2e-4)
         expected = float(torch.stack(growth).mean().exp()) - 1
-        assert recorded[kind].perplexity == pytest.approx(expected, abs=3e-3)
+        assert recorded[kind].perplexity == pytest.approx(expected, abs=4e-4)
 
 
 def test_the_command_says_what_was_lost_and_marks_what_lost_too_much(
