@@ -177,7 +177,7 @@ def _describe_ours(variant: str, document: JsonObject) -> str:
     ]
     data = "without calibration data"
     if calibration:
-        text = {None: "Python's language reference", SELF: "text that the model wrote itself"}.get(
+        text = {None: "Python's language reference", SELF: "text of many kinds, of which the model wrote a part"}.get(
             calibration["data"], calibration["data"]
         )
         data = (
