@@ -177,9 +177,10 @@ def _describe_ours(variant: str, document: JsonObject) -> str:
     ]
     data = "without calibration data"
     if calibration:
-        text = {None: "Python's language reference", SELF: "text of many kinds, of which the model wrote a part"}.get(
-            calibration["data"], calibration["data"]
-        )
+        text = {
+            None: "Python's language reference",
+            SELF: "text of many kinds, of which the model wrote a part",
+        }.get(calibration["data"], calibration["data"])
         data = (
             f"calibrated on {text}: {calibration['samples']} samples of {calibration['length']} tokens, seed "
             f"{calibration['seed']} (token ids with SHA-256 `{made['calibration_rows_sha256']}`)"

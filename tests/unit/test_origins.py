@@ -37,7 +37,11 @@ def test_our_recipes_are_told_in_full(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"), [("null", "Python's language reference"), ("self", "text that the model wrote itself")]
+    ("data", "said"),
+    [
+        ("null", "Python's language reference"),
+        ("self", "text of many kinds, of which the model wrote a part"),
+    ],
 )
 def test_calibration_data_that_is_no_file_is_said_in_words(tmp_path, data, said):
     recipe = tmp_path / "recipe.yaml"
