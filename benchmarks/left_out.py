@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -66,13 +65,13 @@ def rows_without(
 ) -> list[list[int]]:
     """Return the calibration rows: a ``share`` of the model's own text, and real text of all other kinds."""
     needed = tokens_needed(tokenizer, samples=settings.samples, length=settings.length)
-    left, records = share * needed, []
+    tokens, records = 0, []
     for record in own:
-        if left <= 0:
+        if tokens >= share * needed:
             break
         records.append(record)
-        left -= len(record_tokens(record, tokenizer))
-    records += real_text(tokenizer, languages, math.ceil((1 - share) * needed), settings.seed, without=kinds)
+        tokens += len(record_tokens(record, tokenizer))
+    records += real_text(tokenizer, languages, needed - tokens, settings.seed, without=kinds)
     documents = [record.get("messages") or record["text"] for record in records]
     size = {"samples": settings.samples, "length": settings.length}
     return draw_rows(documents, tokenizer, seed=settings.seed, **size)

@@ -76,6 +76,11 @@ def demo_policies_untrained() -> str:
     return policies_of("quality-demo-untrained/quality.json")
 
 
+def one_copy_policies() -> str:
+    """Return the table of one copy, two copies, and what lies between."""
+    return policies_of("quality-one-copy/quality.json")
+
+
 def policies_of(file: str) -> str:
     reference, *results = read(file)["results"]
     rows = []
@@ -201,6 +206,7 @@ def main() -> int:
         policies,
         demo_policies,
         demo_policies_untrained,
+        one_copy_policies,
         methods,
         calibration,
         calibration_self,

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -102,7 +103,7 @@ def draw_rows_of(ids: torch.Tensor, rows: int, length: int) -> torch.Tensor:
 
 
 def take_steps(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     draw: Callable[[], torch.Tensor],
     steps: int,
