@@ -56,7 +56,7 @@ def draw(measured: Measured, file: Path) -> None:
 
 
 def _describe(workload: Workload) -> str:
-    together = "a stream" if workload.rate is not None else f"{workload.requests} at once"
+    together = "a stream" if workload.rate is not None else f"{workload.most_at_once} at once"
     return f"{together}\n{workload.input} in, {workload.output} out"
 
 

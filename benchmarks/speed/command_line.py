@@ -50,7 +50,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--work", type=Path, default=Path(".work/benchmarks"), help="models and logs (default: %(default)s)")
     add("--parts", type=parse_names, default=("kernels", "serving", "overhead"), help=f"of {','.join(PARTS)}")
     add("--subjects", type=parse_names, help=f"of {','.join(STATIC)},flexquant:POLICY")
-    add("--serving", nargs="+", metavar="REQUESTSxINPUT+OUTPUT[@RATE][~SPREAD]", help="workloads")
+    add("--serving", nargs="+", metavar="REQUESTSxINPUT+OUTPUT[@RATE|/AT_ONCE][~SPREAD]", help="workloads")
     add("--overhead", nargs="+", metavar="REQUESTSxINPUT+OUTPUT", help="workloads")
     add_effort(add, "serving and overhead")
     add("--schemes", type=parse_names, help=f"kernels: of {','.join(SCHEMES)}, each also @KERNEL")
@@ -149,7 +149,7 @@ def server_options(
     workloads = [*settings.serving, *settings.overhead]
     return ServerOptions(
         max_length=max(w.longest for w in workloads),
-        max_sequences=max(128, *(w.requests for w in workloads if w.rate is None)),
+        max_sequences=max(128, *(w.most_at_once for w in workloads if w.rate is None)),
         eager=not on_gpu if args.eager is None else args.eager,
         kv_cache_gib=args.kv_cache_gib if on_gpu else max(1, round(args.kv_cache_gib or 1)),
         memory_share=args.memory_share or GPU_MEMORY / len(subjects),

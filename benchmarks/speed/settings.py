@@ -30,6 +30,14 @@ class Settings:
     """Time for each kernel cell."""
 
 
+IN_TURN = 30
+"""Requests of a cell in which one comes after another: a single request is a single sample."""
+
+
+def in_turn(length: int, output: int) -> Workload:
+    return Workload(IN_TURN, length, output, at_once=1)
+
+
 def batches(requests: tuple[int, ...], inputs: tuple[int, ...], output: int) -> tuple[Workload, ...]:
     return tuple(Workload(count, length, output) for length in inputs for count in requests)
 
@@ -39,7 +47,7 @@ QUICK = Settings(
     schemes=("bf16", "w8a8", "w4a16"),
     layers=("gate_up_proj", "down_proj"),
     tokens=(1, 16, 128),
-    serving=(Workload(1, 64, 16), Workload(8, 64, 16), Workload(10, 64, 12, rate=8, spread=0.5)),
+    serving=(in_turn(64, 4), Workload(8, 64, 16), Workload(10, 64, 12, rate=8, spread=0.5)),
     overhead=(Workload(4, 32, 16),),
     effort=Effort(rounds=2, max_rounds=2),
     seconds=0.5,
@@ -49,8 +57,8 @@ CPU = Settings(
     schemes=("bf16", "w8a8", "w4a16", "w4a8", "fp8", "one-copy"),
     layers=LAYERS,
     tokens=(1, 4, 16, 64, 256),
-    serving=(*batches((1, 8), (64, 256), 32), Workload(24, 128, 32, rate=1, spread=0.5)),
-    overhead=batches((1, 8), (64,), 32),
+    serving=(in_turn(64, 8), *batches((8,), (64, 256), 32), Workload(24, 128, 32, rate=1, spread=0.5)),
+    overhead=(in_turn(64, 8), *batches((8,), (64,), 32)),
     effort=Effort(rounds=6, max_rounds=12),
     seconds=1.0,
 )
@@ -60,11 +68,12 @@ GPU = Settings(
     layers=LAYERS,
     tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     serving=(
-        *batches((1, 8, 32, 128), (1024,), 128),
+        in_turn(1024, 16),
+        *batches((8, 32, 128), (1024,), 128),
         *(Workload(15 * rate, 1024, 256, rate=rate, spread=0.5) for rate in (5, 20)),
         *batches((8, 64), (128, 4096), 128),
     ),
-    overhead=batches((1, 32), (128,), 128),
+    overhead=(in_turn(128, 16), *batches((32,), (128,), 128)),
     effort=Effort(rounds=6, max_rounds=20),
     seconds=0.3,
 )

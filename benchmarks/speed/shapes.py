@@ -97,6 +97,8 @@ SHAPES = {
     "0.5b": Shape(896, 4864, 24, heads=14, kv_heads=2, head_dim=64, vocabulary=151936, tied=True),
     "1.5b": Shape(1536, 8960, 28, heads=12, kv_heads=2, head_dim=128, vocabulary=151936, tied=True),
     "llama-3.1-8b": Shape(4096, 14336, 32, heads=32, kv_heads=8, head_dim=128, vocabulary=128256),
+    "qwen2.5-32b": Shape(5120, 27648, 64, heads=40, kv_heads=8, head_dim=128, vocabulary=152064),
+    "qwen2.5-32b-32layers": Shape(5120, 27648, 32, heads=40, kv_heads=8, head_dim=128, vocabulary=152064),
     "llama-70b-8layers": Shape(8192, 28672, 8, heads=64, kv_heads=8, head_dim=128, vocabulary=128256),
 }
-"""Shapes, keyed by name: Qwen2.5-0.5B and 1.5B, Llama-3.1-8B, 8 layers of its 70B, and two small ones."""
+"""Shapes by name: Qwen2.5-0.5B, 1.5B and 32B, Llama-3.1-8B, layers of the large ones, and two small ones."""

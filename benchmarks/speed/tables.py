@@ -78,10 +78,10 @@ def latency_table(measured: Measured) -> str:
 
 
 def batch_table(measured: Measured, memory: dict[str, dict[str, Any]]) -> str:
-    """Return the table batch x input x output -> prefill ms, decode ms, tokens/s, GiB."""
+    """Return the table of batches at once: batch x input x output -> prefill ms, decode ms, tokens/s, GiB."""
     rows = []
     for workload, subjects in measured.items():
-        if workload.rate is not None:
+        if workload.rate is not None or workload.at_once is not None:
             continue
         for subject, rounds in subjects.items():
             times = [

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What servers are asked: batches that arrive at once, and streams of requests at a rate."""
+"""What servers are asked: batches that arrive at once, requests one after another, and streams at a rate."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from flexquant.errors import FlexQuantError
 
 BASE_SEED = 1000
-WRITTEN = re.compile(r"(\d+)x(\d+)\+(\d+)(?:@(\d+(?:\.\d+)?))?(?:~(0?\.\d+))?")
+WRITTEN = re.compile(r"(\d+)x(\d+)\+(\d+)(?:@(\d+(?:\.\d+)?)|/(\d+))?(?:~(0?\.\d+))?")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests with random prompts; a workload without ``rate`` is one batch that arrives at once."""
+    """Requests with random prompts: a batch that arrives at once, unless ``rate`` or ``at_once`` is given."""
 
     requests: int
     input: int
@@ -27,34 +27,43 @@ class Workload:
     """Requests a second, with Poisson arrivals."""
     spread: float = 0.0
     """Lengths are uniform between (1 - spread) and (1 + spread) times the mean."""
+    at_once: int | None = None
+    """Most requests that are under way at once: as one ends the next arrives."""
 
     @classmethod
     def parse(cls, text: str) -> Workload:
         """Read what :attr:`name` writes; raise FlexQuantError for anything else."""
         match = WRITTEN.fullmatch(text)
-        if match is None or 0 in [float(number) for number in match.groups()[:4] if number]:
+        if match is None or 0 in [float(number) for number in match.groups()[:5] if number]:
             raise FlexQuantError(
                 f"'{text}' is not a workload; write REQUESTSxINPUT+OUTPUT, e.g. 8x1024+128 for a batch of 8, "
-                "and @RATE~SPREAD for a stream, e.g. 200x1024+256@10~0.5"
+                "@RATE~SPREAD for a stream, e.g. 200x1024+256@10~0.5, and /AT_ONCE for requests one after another, "
+                "e.g. 30x128+16/1"
             )
-        rate = float(match[4]) if match[4] else None
-        return cls(int(match[1]), int(match[2]), int(match[3]), rate, float(match[5] or 0))
+        rate, at_once = float(match[4]) if match[4] else None, int(match[5]) if match[5] else None
+        return cls(int(match[1]), int(match[2]), int(match[3]), rate, float(match[6] or 0), at_once)
 
     @property
     def name(self) -> str:
-        """Return the workload as text: requests x prompt + answer @ requests a second ~ spread of length."""
-        rate = "" if self.rate is None else f"@{self.rate:g}"
-        return f"{self.requests}x{self.input}+{self.output}{rate}" + (
-            f"~{self.spread:g}" if self.spread else ""
-        )
+        """Return the workload as text: requests x prompt + answer, how they arrive, ~ spread of length."""
+        arrival = "" if self.rate is None else f"@{self.rate:g}"
+        arrival += "" if self.at_once is None else f"/{self.at_once}"
+        spread = f"~{self.spread:g}" if self.spread else ""
+        return f"{self.requests}x{self.input}+{self.output}{arrival}{spread}"
 
     @property
     def longest(self) -> int:
         """Return the most tokens of one request, prompt and answer."""
         return int((self.input + self.output) * (1 + self.spread)) + 1
 
+    @property
+    def most_at_once(self) -> int:
+        """Return the most requests that can be under way at once."""
+        return self.at_once or self.requests
+
     def describe(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the fields; ``at_once`` only if it is set, as older cells have none."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("at_once", None)}
 
     def bench_arguments(self, url: str, model: str, tokenizer: str, round_number: int) -> list[str]:
         """Return the arguments of ``vllm bench serve``; every subject gets the same requests in a round."""
@@ -74,5 +83,7 @@ class Workload:
             "percentile-metrics": "ttft,tpot,itl",
             "metric-percentiles": "50,90,99",
         }
+        if self.at_once is not None:
+            options["max-concurrency"] = self.at_once
         arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         return [*arguments, "--ignore-eos", "--save-detailed", "--disable-tqdm"]

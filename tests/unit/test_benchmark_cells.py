@@ -22,6 +22,7 @@ from benchmarks.speed.results import (
     read_header,
     read_lines,
 )
+from benchmarks.speed.settings import CPU, GPU, QUICK, Settings
 from benchmarks.speed.startup import announcement, kv_cache_size
 from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.workloads import Workload
@@ -39,6 +40,8 @@ from tests.policies import THRESHOLD
         ("200x1024+256@10~0.5", Workload(200, 1024, 256, rate=10, spread=0.5)),
         ("24x128+32@0.25", Workload(24, 128, 32, rate=0.25)),
         ("10x20+30~.25", Workload(10, 20, 30, spread=0.25)),
+        ("30x128+16/1", Workload(30, 128, 16, at_once=1)),
+        ("30x128+16/2~0.5", Workload(30, 128, 16, at_once=2, spread=0.5)),
     ],
 )
 def test_workloads_are_read_and_named(text, workload):
@@ -50,7 +53,18 @@ def test_workloads_are_read_and_named(text, workload):
 @pytest.mark.parametrize(
     "text",
     ["", "8", "8x1024", "0x8+4", "00x8+4", "8x0+4", "8x8+0", "8x8+4@", "8x8+4@0", "8x8+4@0.0", "8x8+4~1"]
-    + ["8x8+4~1.5", "8x8+4@-1", "-8x8+4", "8x8+4 ", "8x8+4~0.5@2", "8 x 8 + 4", "8X8+4"],
+    + [
+        "8x8+4~1.5",
+        "8x8+4@-1",
+        "-8x8+4",
+        "8x8+4 ",
+        "8x8+4~0.5@2",
+        "8x8+4/0",
+        "8x8+4/",
+        "8x8+4@1/1",
+        "8 x 8 + 4",
+        "8X8+4",
+    ],
 )
 def test_what_is_no_workload_is_refused(text):
     with pytest.raises(FlexQuantError, match="is not a workload; write REQUESTSxINPUT") as caught:
@@ -70,11 +84,20 @@ def test_rounds_differ_in_their_prompts_and_subjects_do_not():
     expected = {"--num-prompts": "24", "--random-input-len": "128", "--random-output-len": "32"}
     assert (expected | {"--request-rate": "2", "--random-range-ratio": "0.5"}).items() <= first.items()
     assert options(Workload(8, 16, 4), 0)["--request-rate"] == "inf"
+    assert options(Workload(30, 16, 4, at_once=1), 0)["--max-concurrency"] == "1"
+    assert "--max-concurrency" not in first
+
+
+@pytest.mark.parametrize("settings", [QUICK, CPU, GPU])
+def test_a_cell_of_single_requests_holds_many(settings: Settings) -> None:
+    alone = [w for w in (*settings.serving, *settings.overhead) if w.rate is None and w.most_at_once == 1]
+    assert alone and all(workload.requests >= 30 for workload in alone)
+    assert "at_once" not in Workload(8, 16, 4).describe()
 
 
 def test_servers_have_room_for_the_longest_request_and_the_largest_batch():
     args = make_parser("").parse_args(
-        ["run", "--quick", "--serving", "200x8+4", "300x64+12@8~0.5", "--overhead", "2x8+4"]
+        ["run", "--quick", "--serving", "200x8+4", "300x64+12@8~0.5", "400x8+4/1", "--overhead", "2x8+4"]
     )
     settings = choose_settings(args, on_gpu=False)
     options = server_options(args, settings, [parse_subject("w8a8")], on_gpu=False)
