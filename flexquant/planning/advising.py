@@ -15,6 +15,7 @@ from flexquant.planning.pass_cost import PassCost
 from flexquant.planning.planned_model import PlannedModel
 from flexquant.planning.predicting import kv_cache_tokens, roofline_pass_times
 from flexquant.planning.replaying import replay
+from flexquant.planning.roofline import scheme_on
 from flexquant.planning.server import Limits, Machine, server_limits
 from flexquant.planning.simulation_report import summarise_replay
 from flexquant.planning.times import route_table
@@ -126,7 +127,9 @@ def try_ways(
 
 
 def _problem(way: Way, shape: ModelShape, device: Device) -> str:
-    needed = {linear.scheme for linears in shape.linears.values() for linear in linears}
+    needed = {
+        scheme_on(device, linear, linear.scheme) for linears in shape.linears.values() for linear in linears
+    }
     if "fp8" in needed and "fp8" not in device.kernels:
         return "the device has no FP8 arithmetic"
     if "w8a8" in needed and "w8a8" not in device.kernels:

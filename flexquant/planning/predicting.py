@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from flexquant.errors import FlexQuantError
 from flexquant.planning.device import Device
 from flexquant.planning.model_shape import ModelShape
-from flexquant.planning.roofline import CostParts, attention_cost, pass_cost
+from flexquant.planning.roofline import CostParts, attention_cost, pass_cost, scheme_on
 from flexquant.policy.pass_times import Curve, PassTimes, Time
 
 Errors = Mapping[str, Mapping[str, Mapping[int, float]]]
@@ -140,7 +140,7 @@ def hardware_table(
     rows = {}
     for variant in model.variants:
         cost: CostParts = pass_cost(model, variant, "decode", requests, context, device)
-        scheme = main_scheme(model, variant)
+        scheme = main_scheme(model, variant, device)
         rows[variant] = HardwareRow(
             device.kernel(scheme).flops_per_s / 1e12,
             max_requests(model, device, tokens, utilization, [variant]),
@@ -151,11 +151,12 @@ def hardware_table(
     return rows
 
 
-def main_scheme(model: ModelShape, variant: str) -> str:
-    """Return the scheme of most of a variant's weights."""
+def main_scheme(model: ModelShape, variant: str, device: Device) -> str:
+    """Return the scheme of most of a variant's weights on a device."""
     sizes: Counter[str] = Counter()
     for linear, count in model.linears[variant].items():
-        sizes[linear.scheme] += count * linear.experts * linear.inputs * linear.outputs
+        scheme = scheme_on(device, linear, linear.scheme)
+        sizes[scheme] += count * linear.experts * linear.inputs * linear.outputs
     return sizes.most_common(1)[0][0]
 
 

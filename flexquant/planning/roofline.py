@@ -67,13 +67,18 @@ class CostParts:
         return CostParts(self.memory * count, self.compute * count, self.overhead * count)
 
 
+def scheme_on(device: Device, linear: Linear, scheme: str) -> str:
+    """Return a linear's ``scheme``, or FP8 for weights computed in each pass on a device without INT8."""
+    return "fp8" if linear.source_bytes and scheme not in device.kernels else scheme
+
+
 def linear_cost(linear: Linear, tokens: int, device: Device, in_pass: bool = False) -> CostParts:
     """Return the cost of one call with activations [tokens, inputs], or of all experts together.
 
     The model assumes that tokens choose their experts evenly and independently. ``in_pass`` tells whether
     other calls come before and after this one.
     """
-    kernel = device.kernel(linear.kernel)
+    kernel = device.kernel(scheme_on(device, linear, linear.kernel))
     rows = tokens * linear.active_experts
     used = linear.experts * (1 - (1 - linear.active_experts / linear.experts) ** tokens)
     activation_bytes = 1 if linear.scheme in QUANTISED_ACTIVATIONS else 2
@@ -137,7 +142,7 @@ def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -
     A kernel with tiles computes whole tiles for each of the ``experts`` experts in use. Its last wave takes
     as long as if every processor had a tile.
     """
-    tiles = device.kernel(linear.scheme).tiles
+    tiles = device.kernel(scheme_on(device, linear, linear.scheme)).tiles
     if not tiles:
         return rows * linear.outputs
     rows_per_expert = ceil(rows / experts)

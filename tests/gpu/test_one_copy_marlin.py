@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""INT8 weights are computed from what Marlin keeps, as vLLM's own functions in Python pack it."""
+"""INT8 and FP8 weights are computed from what Marlin keeps, as vLLM's own functions in Python pack it."""
 
 from __future__ import annotations
 
@@ -51,19 +51,23 @@ ALL = [
 ]
 
 
+@pytest.mark.parametrize("precision", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("name", "group", "has_zeros", "outputs"), [*((*case, PART) for case in EVERY_DAY), *ALL]
 )
-def test_int8_weights_are_those_of_the_packed_int4_weights(
-    name: str, group: int, has_zeros: bool, outputs: int
+def test_8_bit_weights_are_those_of_the_packed_int4_weights(
+    name: str, group: int, has_zeros: bool, outputs: int, precision: torch.dtype
 ) -> None:
     from flexquant.serving.worker import one_copy_marlin
 
+    greatest = 127 if precision == torch.int8 else 448
     inputs, _ = LINEARS[name]
     generator = torch.Generator().manual_seed(0)
     groups = inputs // group if group > 0 else 1
     values = torch.randint(0, 16, (inputs, outputs), generator=generator)
     scale = (torch.rand(groups, outputs, generator=generator) - 0.3).bfloat16()
+    if precision == torch.float8_e4m3fn:  # exact in FP8, whose rounding differs between GPU and interpreter
+        scale = scale.sign() * torch.exp2(scale.float().abs().mul(4).round()).bfloat16()
     zeros = torch.randint(0, 16, (groups, outputs), generator=generator)
     packed = marlin_weights(values, inputs, outputs, 4, get_weight_perm(4)).to(DEVICE)
     permuted = marlin_permute_scales(scale, inputs, outputs, group).to(DEVICE)
@@ -75,14 +79,17 @@ def test_int8_weights_are_those_of_the_packed_int4_weights(
         assert torch.equal(zero.cpu().long(), zeros)
     assert torch.equal(one_copy_marlin.in_order_of_outputs(permuted).cpu(), scale)
 
-    channel = one_copy_marlin.marlin_channel_scales(packed, permuted, zero)
-    out = torch.empty(outputs, inputs, dtype=torch.int8, device=DEVICE)
-    found = one_copy_marlin.int8_weights(packed, permuted, zero, channel, out).cpu()
+    channel = one_copy_marlin.marlin_channel_scales(packed, permuted, zero, precision)
     codes = (values.view(groups, -1, outputs) - middle[:, None]).float()
     weights = (codes * scale.float()[:, None]).view(inputs, outputs)
-    torch.testing.assert_close(channel.cpu(), weights.abs().amax(0) / 127)
-    exact = codes * (scale.float() / channel.cpu())[:, None]
-    assert torch.equal(found.t(), exact.round().to(torch.int8).view(inputs, outputs))
+    torch.testing.assert_close(channel.cpu(), weights.abs().amax(0) / greatest)
+    if precision == torch.float8_e4m3fn:
+        channel = torch.exp2(channel.log2().ceil())
+    out = torch.empty(outputs, inputs, dtype=precision, device=DEVICE)
+    found = one_copy_marlin.eight_bit_weights(packed, permuted, zero, channel, out).cpu()
+    exact = (codes * (scale.float() / channel.cpu())[:, None]).view(inputs, outputs)
+    nearest = exact.round().to(torch.int8) if precision == torch.int8 else exact.to(precision)
+    assert torch.equal(found.t().float(), nearest.float())
 
 
 @pytest.mark.cuda

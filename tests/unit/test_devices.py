@@ -14,6 +14,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.planning.device import Device, builtin_devices, load_device
 from flexquant.planning.linears import Linear
 from flexquant.planning.model_shape import read_model_shape
+from flexquant.planning.predicting import main_scheme
 from flexquant.planning.roofline import CostParts, linear_cost, pass_cost, quantisation_cost
 from flexquant.policy.pass_times import MeasuredSection, measured_pass_times
 from flexquant.policy.rules import load_policy
@@ -205,3 +206,14 @@ def test_one_copy_pays_for_its_int8_weights_in_every_pass(merged: Path, device: 
         product = device.kernel("w8a8").bytes_per_s
         assert computed.memory - own.memory == pytest.approx((int4 + int8) / 50e9 - scales / product)
         assert computed.overhead - own.overhead == pytest.approx(8 * 5e-6)
+
+
+def test_one_copy_multiplies_in_fp8_where_there_is_no_int8(merged: Path) -> None:
+    model = read_model_shape(merged, derived=load_policy("one-copy").derived)
+    b200 = load_device("b200")
+    as_fp8 = b200.model_copy(update={"kernels": {**b200.kernels, "w8a8": b200.kernels["fp8"]}})
+    found, expected = (
+        pass_cost(model, "w8a8-from-int4", "prefill", 64, 0, device) for device in (b200, as_fp8)
+    )
+    assert found == expected
+    assert main_scheme(model, "w8a8-from-int4", b200) == "fp8"

@@ -96,6 +96,8 @@ def unpacked(packed: torch.Tensor, layout: Layout, inputs: int, outputs: int) ->
 class CPUInt8Product:
     """Multiplies in INT8 by the weights of a layer that ``kernel`` keeps in INT4."""
 
+    precision = "INT8"
+
     def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
         self._kernel = kernel
         self._layout = layout

@@ -5,8 +5,8 @@
 The variant is a view of its source, the W4A16 variant: it has the source's modules, but for each INT4 linear
 a view of that linear with another method. The method reads the weights where the source's kernel keeps them,
 in that kernel's layout, and writes INT8 weights with one scale a channel into memory that all layers share.
-An INT8 product with 8-bit activations follows. Layers in other precisions, and experts, compute as in the
-source.
+An INT8 product with 8-bit activations follows; on Blackwell, which has none, all this is FP8. Layers in other
+precisions, and experts, compute as in the source.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def check_device(what: str) -> None:
         return
     if not current_platform.is_cuda():
         problem = "which runs on CPUs and NVIDIA GPUs"
-    elif not current_platform.has_device_capability(80) or current_platform.has_device_capability(100):
-        problem = f"and vLLM has no INT8 product for {current_platform.get_device_name()}"
+    elif not current_platform.has_device_capability(80):
+        problem = f"and {current_platform.get_device_name()} is older than Ampere"
     else:
         return
     raise FlexQuantError(f"{what} with 'weights: int8', {problem}; choose a policy without it")
@@ -60,7 +60,10 @@ MARLIN_TILES = ((64, 128), (128, 64))
 
 
 class Int8Product(Protocol):
-    """Multiplies in INT8 by the weights that the INT4 kernel of one device keeps."""
+    """Multiplies in 8 bit by the weights that the INT4 kernel of one device keeps."""
+
+    precision: str
+    """For people: INT8, or FP8."""
 
     def prepare(self, layer: nn.Module) -> dict[str, torch.Tensor]:
         """Return the buffers that the layer's view needs, once its weights are packed."""
@@ -145,15 +148,15 @@ def _method(layer: LinearBase, place: str) -> OneCopyMethod | None:
             f"{place}: INT8 weights cannot be computed from those of {type(kernel).__name__}, whose layout "
             f"is not known; set VLLM_DISABLED_KERNELS={type(kernel).__name__}"
         )
-    return OneCopyMethod(product, f"INT8 from {type(kernel).__name__}")
+    return OneCopyMethod(product, f"{product.precision} from {type(kernel).__name__}")
 
 
 def _product(kernel: MPLinearKernel) -> Int8Product | None:
     """Return the product of this device for a kernel's weights; None if their layout is not known."""
     if isinstance(kernel, MarlinLinearKernel):
-        from flexquant.serving.worker.one_copy_marlin import MarlinInt8Product
+        from flexquant.serving.worker.one_copy_marlin import MarlinProduct
 
-        return MarlinInt8Product(kernel)
+        return MarlinProduct(kernel)
     if not current_platform.is_cpu():
         return None
     from flexquant.serving.cpu.one_copy import CPUInt8Product, layout_of

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Multiply in INT8 on a GPU by weights that Marlin keeps in INT4 alone.
+"""Multiply in INT8 on a GPU by weights that Marlin keeps in INT4 alone; on Blackwell in FP8.
 
-A pointwise Triton kernel writes a layer's INT8 weights into memory that all layers share, and vLLM's CUTLASS
-product follows. Marlin keeps tiles of 16 inputs and 64 outputs: each of a tile's 128 words holds eight values
-that one thread multiplies (``get_weight_perm`` in vLLM's ``marlin_utils_test.py`` is the same in Python).
+A pointwise Triton kernel writes a layer's 8-bit weights into memory that all layers share, and vLLM's CUTLASS
+product follows, which has no INT8 on Blackwell. Marlin keeps tiles of 16 inputs and 64 outputs: each of a
+tile's 128 words holds eight values that one thread multiplies (``get_weight_perm`` in vLLM's
+``marlin_utils_test.py`` is the same in Python).
 """
 
 from __future__ import annotations
 
 import torch
+from vllm.platforms import current_platform
 
 from flexquant.serving.vllm_api import MarlinLinearKernel, get_scale_perms, tl, triton, unpack_cols
 from flexquant.serving.vllm_api import _custom_ops as ops
@@ -18,6 +20,10 @@ CHANNEL_SCALE, ZERO, BIAS = "flexquant_channel_scale", "flexquant_zero", "flexqu
 """Names of a layer's buffers: float32 [outputs], int8 [groups, outputs], and [outputs] in their order."""
 OUTPUTS_AT_ONCE, MOST_INPUTS = 64, 128
 INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+GREATEST = {INT8: 127.0, FP8: 448.0}
+"""Greatest weight of each precision."""
+BLACKWELL = 100
 ROUNDS = tl.constexpr(12582912.0)
 """Added to a small float32 and subtracted again, it rounds to the nearest integer, ties to even."""
 
@@ -25,12 +31,12 @@ _memory: dict[torch.device, torch.Tensor] = {}
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
     "one_copy_marlin_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor channel_scale, "
-    "Tensor? bias) -> Tensor"
+    "Tensor? bias, ScalarType precision) -> Tensor"
 )
 
 
 @triton.jit
-def _int4_to_int8(
+def _int4_to_8_bit(
     packed,
     scale,
     zero,
@@ -41,6 +47,7 @@ def _int4_to_int8(
     group,
     is_grouped: tl.constexpr,
     has_zero: tl.constexpr,
+    is_integer: tl.constexpr,
     outputs_at_once: tl.constexpr,
     inputs_at_once: tl.constexpr,
 ):
@@ -66,18 +73,18 @@ def _int4_to_int8(
     else:
         middle = tl.full([outputs_at_once], 8.0, tl.float32)
     exact = (value.to(tl.float32) - middle[:, None]) * ratio[:, None]
-    rounded = (exact + ROUNDS) - ROUNDS
-    tl.store(out + n[:, None] * inputs + k[None, :], rounded.to(tl.int8), mask=inside)
+    rounded = (exact + ROUNDS) - ROUNDS if is_integer else exact
+    tl.store(out + n[:, None] * inputs + k[None, :], rounded.to(out.dtype.element_ty), mask=inside)
 
 
-def int8_weights(
+def eight_bit_weights(
     packed: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor | None,
     channel_scale: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Write the INT8 weights into ``out`` [outputs, inputs], and return it.
+    """Write the weights into ``out`` [outputs, inputs], in INT8 or FP8, and return it.
 
     ``packed`` int32 [inputs / 16, outputs * 2] and ``scale`` [groups, outputs] are as Marlin keeps them,
     ``zero`` [groups, outputs] and ``channel_scale`` float32 [outputs] are in the order of outputs.
@@ -87,7 +94,7 @@ def int8_weights(
     group = inputs // groups
     inputs_at_once = min(group, MOST_INPUTS)
     grid = (triton.cdiv(outputs, OUTPUTS_AT_ONCE), triton.cdiv(inputs, inputs_at_once))
-    _int4_to_int8[grid](
+    _int4_to_8_bit[grid](
         packed,
         scale,
         scale if zero is None else zero,
@@ -98,6 +105,7 @@ def int8_weights(
         group,
         is_grouped=groups > 1,
         has_zero=zero is not None,
+        is_integer=out.dtype == INT8,
         outputs_at_once=OUTPUTS_AT_ONCE,
         inputs_at_once=inputs_at_once,
     )
@@ -121,24 +129,31 @@ def zeros_in_order_of_outputs(zero: torch.Tensor, groups: int, outputs: int) -> 
 
 
 def marlin_channel_scales(
-    packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
+    packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, precision: torch.dtype
 ) -> torch.Tensor:
-    """Return the scales of INT8 weights, float32 [outputs]: each channel's greatest weight becomes 127."""
+    """Return the scales of 8-bit weights, float32 [outputs], by each channel's greatest weight."""
     groups, outputs = scale.shape
     inputs = packed.numel() * 8 // outputs
     ones = torch.ones_like(scale, dtype=torch.float32)
-    out = _scratch(packed.device, inputs * outputs).view(outputs, inputs)
-    values = int8_weights(packed, ones, zero, ones[0], out)  # value - zero, exactly
+    out = _scratch(packed.device, inputs * outputs, INT8).view(outputs, inputs)
+    values = eight_bit_weights(packed, ones, zero, ones[0], out)  # value - zero, exactly
     most = values.view(outputs, groups, -1).abs().amax(2).float()
     greatest = (most * in_order_of_outputs(scale).float().abs().t()).amax(1)
-    return torch.where(greatest > 0, greatest / 127, 1.0)
+    return torch.where(greatest > 0, greatest / GREATEST[precision], 1.0)
 
 
-class MarlinInt8Product:
-    """Multiplies in INT8 by the weights of a layer that ``kernel`` keeps in INT4."""
+def precision_here() -> torch.dtype:
+    """Return INT8, or FP8 on Blackwell."""
+    return FP8 if current_platform.has_device_capability(BLACKWELL) else INT8
+
+
+class MarlinProduct:
+    """Multiplies in 8 bit by the weights of a layer that ``kernel`` keeps in INT4."""
 
     def __init__(self, kernel: MarlinLinearKernel) -> None:
         self._kernel = kernel
+        self._precision = precision_here()
+        self.precision = "FP8" if self._precision == FP8 else "INT8"
 
     def prepare(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the buffers that the layer's view needs, once its weights are packed."""
@@ -146,7 +161,7 @@ class MarlinInt8Product:
         buffers = {}
         if self._kernel.config.zero_points and zero is not None:
             buffers[ZERO] = zeros_in_order_of_outputs(zero, *scale.shape)
-        buffers[CHANNEL_SCALE] = marlin_channel_scales(packed, scale, buffers.get(ZERO))
+        buffers[CHANNEL_SCALE] = marlin_channel_scales(packed, scale, buffers.get(ZERO), self._precision)
         if (bias := getattr(layer, "bias", None)) is not None:
             order = torch.tensor(get_scale_perms()[1], device=bias.device)
             buffers[BIAS] = bias.unflatten(0, (-1, len(order)))[:, order.argsort()].flatten()
@@ -158,7 +173,7 @@ class MarlinInt8Product:
         buffers = layer._buffers
         bias = None if bias is None else buffers[BIAS]
         out: torch.Tensor = torch.ops.flexquant.one_copy_marlin_linear(
-            x, packed, scale, buffers.get(ZERO), buffers[CHANNEL_SCALE], bias
+            x, packed, scale, buffers.get(ZERO), buffers[CHANNEL_SCALE], bias, self._precision
         )
         return out
 
@@ -171,12 +186,16 @@ def one_copy_marlin_linear(
     zero: torch.Tensor | None,
     channel_scale: torch.Tensor,
     bias: torch.Tensor | None,
+    precision: torch.dtype,
 ) -> torch.Tensor:
-    """Return [tokens, outputs] for ``x`` [tokens, inputs], quantised per token and multiplied in INT8."""
+    """Return [tokens, outputs] for ``x`` [tokens, inputs], quantised per token and multiplied in 8 bit."""
     outputs, inputs = scale.shape[1], x.shape[1]
-    out = _scratch(x.device, inputs * outputs).view(outputs, inputs)
-    weights = int8_weights(packed, scale, zero, channel_scale, out)
-    quantized, row, _ = ops.scaled_int8_quant(x.contiguous(), None, None, symmetric=True)
+    out = _scratch(x.device, inputs * outputs, precision).view(outputs, inputs)
+    weights = eight_bit_weights(packed, scale, zero, channel_scale, out)
+    if precision == FP8:
+        quantized, row = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
+    else:
+        quantized, row, _ = ops.scaled_int8_quant(x.contiguous(), None, None, symmetric=True)
     return ops.cutlass_scaled_mm(quantized, weights.t(), row, channel_scale[:, None], x.dtype, bias)
 
 
@@ -187,8 +206,8 @@ def _one_copy_marlin_linear_shape(
     return x.new_empty((x.shape[0], channel_scale.shape[0]))
 
 
-def _scratch(device: torch.device, weights: int) -> torch.Tensor:
-    """Return memory for a layer's INT8 weights; it grows while layers are prepared, and never in a pass."""
+def _scratch(device: torch.device, weights: int, precision: torch.dtype) -> torch.Tensor:
+    """Return memory for a layer's weights; it grows while layers are prepared, and never in a pass."""
     if device not in _memory or _memory[device].numel() < weights:
-        _memory[device] = torch.empty(weights, dtype=torch.int8, device=device)
-    return _memory[device][:weights]
+        _memory[device] = torch.empty(weights, dtype=INT8, device=device)
+    return _memory[device][:weights].view(precision)
