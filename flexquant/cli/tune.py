@@ -75,6 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--quality FILE": "quality.json of 'flexquant eval', instead of --text",
         "--memory SIZE": "memory of each GPU, or of the CPU, for weights: as many layers as fit have W8A8 of "
         "their own, and the others compute INT8 weights from INT4",
+        "--kv-tokens N": "the same, but for the memory that a KV cache of so many tokens leaves for weights",
         "--sensitivity FILE": "sensitivity.json of 'flexquant sensitivity', by which --memory chooses layers "
         "(default: from the first)",
         "--request-tokens N": "tokens of a request, prompt and answer, for --objective throughput (default: "
@@ -103,6 +104,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_options(parser.add_argument, engines, tensor_parallel_size={"default": 1}, enforce_eager=eager)
 
 
+def _is_for_memory(args: argparse.Namespace) -> bool:
+    return args.memory is not None or args.kv_tokens is not None
+
+
 def _check(args: argparse.Namespace) -> None:
     """Raise UsageError for options that do not go together."""
     measured_by = (args.text is not None) + (args.quality is not None)
@@ -110,9 +115,11 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--max-quality-loss needs --text or --quality, one of them, and they need it")
     if args.text is not None and args.from_metrics is not None:
         raise UsageError("--text measures on this machine; leave --from-metrics out, or give --quality")
-    if args.memory is not None and (measured_by or args.from_metrics is not None):
+    if args.memory is not None and args.kv_tokens is not None:
+        raise UsageError("--memory and --kv-tokens are two ways to say one thing; leave one out")
+    if _is_for_memory(args) and (measured_by or args.from_metrics is not None):
         raise UsageError("--memory goes with neither --max-quality-loss nor --from-metrics; leave one out")
-    if args.sensitivity is not None and args.memory is None:
+    if args.sensitivity is not None and not _is_for_memory(args):
         raise UsageError("--sensitivity says which layers --memory chooses; give --memory too")
     if args.reference is not None and args.text is None:
         raise UsageError("--reference is what --text is measured against; give --text too")
@@ -148,7 +155,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     study = None if args.text is None else _study(args, variants)
     import_ahead()
     fit = None
-    if args.memory is not None:
+    if _is_for_memory(args):
         fit = _fit(args, merged, num_layers, variants)
         variants = fit.candidates
         tell(fit.remark)
@@ -182,18 +189,18 @@ def _names(args: argparse.Namespace, merged: MergedConfig) -> tuple[str, ...] | 
     from flexquant.tuning.candidates import FROM_INT4, SOURCE
 
     names: tuple[str, ...] | None = args.variants
-    if args.memory is None:
+    if not _is_for_memory(args):
         return names
     if SOURCE not in merged.variants:
         raise UsageError(
-            f"--memory needs a variant {SOURCE}, and the checkpoint has {', '.join(merged.variants)}; merge "
-            "one with INT4 weights under that name"
+            f"--memory and --kv-tokens need a variant {SOURCE}, and the checkpoint has "
+            f"{', '.join(merged.variants)}; merge one with INT4 weights under that name"
         )
     return (*(names or merged.variants), SOURCE, FROM_INT4)
 
 
 def _fit(args: argparse.Namespace, merged: MergedConfig, num_layers: int, variants: dict[str, Policy]) -> Fit:
-    """Return what fits into --memory; raise FlexQuantError if nothing does."""
+    """Return what fits into --memory, or beside --kv-tokens; raise FlexQuantError if nothing does."""
     from flexquant.doctor.loaded_bytes import count_bytes
     from flexquant.layers.fitting import Fit
     from flexquant.layers.plan_losses import PlanLosses
@@ -206,7 +213,8 @@ def _fit(args: argparse.Namespace, merged: MergedConfig, num_layers: int, varian
         high = next(iter(variants))
         losses = PlanLosses(args.sensitivity, high, (FROM_INT4, SOURCE), num_layers, sizes)
     loaded = count_bytes(args.folder, policy_that_loads(variants), args.tensor_parallel_size)
-    return Fit.of(variants, args.memory, loaded, num_layers, losses, mixable=merged.mixable_groups)
+    memory = args.memory if args.kv_tokens is None else loaded.most_beside(args.kv_tokens)
+    return Fit.of(variants, memory, loaded, num_layers, losses, mixable=merged.mixable_groups)
 
 
 def _study(args: argparse.Namespace, variants: dict[str, Policy]) -> Study:

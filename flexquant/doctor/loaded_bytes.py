@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from flexquant.checkpoint.layer_ranges import SHARED
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.doctor.examining import built_without_weights, engine_config
+from flexquant.errors import FlexQuantError
 from flexquant.measuring.engine import environment
 from flexquant.policy.plans import Layers
 
@@ -39,6 +41,21 @@ class LoadedBytes:
         """Return the bits that a weight of the decoder layers takes, scales included."""
         inside = (size for (_, layer), size in self._loaded(plans).items() if layer is not None)
         return 8 * sum(inside) / self.weights
+
+    def most_beside(self, tokens: int) -> int:
+        """Return the most bytes of weights beside which the KV cache has ``tokens`` tokens.
+
+        It is no more than all weights together take. Raises FlexQuantError if the cache has no room for so
+        many tokens even without weights.
+        """
+        everything = sum(sum(sizes.values()) for sizes in self.by_layer.values())
+        most = bisect_right(range(everything + 1), -tokens, key=lambda nbytes: -self.cache_tokens(nbytes)) - 1
+        if most < 0:
+            raise FlexQuantError(
+                f"there is memory for a KV cache of {self.cache_tokens(0):,} tokens without any weights, and "
+                f"{tokens:,} are asked for; give fewer --kv-tokens, or more --tensor-parallel-size"
+            )
+        return most
 
     def _loaded(self, plans: Iterable[Layers]) -> dict[tuple[str, int | None], int]:
         used = {(variant, layer) for plan in plans for layer, variant in enumerate(plan)}

@@ -172,9 +172,9 @@ def _check_one_copy(loaded: LoadedBytes, one: Choice, memory: int) -> None:
     alone = loaded.of(one.plans[-1:])
     advice = f"; {SOURCE} alone fits: serve by that policy" if alone <= memory else ""
     raise FlexQuantError(
-        f"one copy takes {format_bytes(least)} a rank, more than the {format_bytes(memory)} of --memory: "
-        f"{format_bytes(alone)} of weights, and {format_bytes(least - alone)} to compute INT8 weights in; "
-        f"give {math.ceil(least / 2**20)}MiB or more{advice}"
+        f"one copy takes {format_bytes(least)} a rank, more than the {format_bytes(memory)} there are for "
+        f"weights: {format_bytes(alone)} of weights, and {format_bytes(least - alone)} to compute INT8 weights "
+        f"in; give --memory {math.ceil(least / 2**20)}MiB or more, or fewer --kv-tokens{advice}"
     )
 
 

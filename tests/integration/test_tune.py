@@ -222,6 +222,7 @@ def test_an_engine_that_does_not_start_is_named_with_its_log(tiny_merged, tmp_pa
             "--memory goes with neither --max-quality-loss nor --from-metrics",
         ),
         (["--output", "p.yaml", "--sensitivity", "s"], "give --memory too"),
+        (["--output", "p.yaml", "--memory", "1GiB", "--kv-tokens", "9"], "two ways to say one thing"),
         (["--output", "p.yaml", "--memory", "1GiB", "--sensitivity", "s"], "s cannot be read"),
         (["--output", "p.yaml", "--reference", "m"], "--reference is what --text is measured against"),
         (["--output", "p.yaml", "--variants", "w8a8"], "there is nothing to choose from but w8a8"),
@@ -240,8 +241,8 @@ def test_less_memory_than_one_copy_is_refused(tiny_merged, tmp_path, capsys, kin
     command = ["tune", tiny_merged() / kind, "--output", tmp_path / "p.yaml", "--memory", "100KiB"]
     assert main([str(part) for part in command]) == 1
     message = capsys.readouterr().err
-    assert "one copy takes" in message and "more than the 100.0 KiB of --memory" in message
-    assert "to compute INT8 weights in; give 1MiB or more" in message
+    assert "one copy takes" in message and "more than the 100.0 KiB there are for weights" in message
+    assert "to compute INT8 weights in; give --memory 1MiB or more" in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -250,7 +251,10 @@ def test_memory_without_int4_weights_is_refused(tmp_path, capsys):
     merge_checkpoints(made, tmp_path / "merged", policy="w8a8")
     command = ["tune", tmp_path / "merged", "--output", tmp_path / "p.yaml", "--memory", "1GiB"]
     assert main([str(part) for part in command]) == 2
-    assert "--memory needs a variant w4a16, and the checkpoint has w8a8, fp8" in capsys.readouterr().err
+    assert (
+        "--memory and --kv-tokens need a variant w4a16, and the checkpoint has w8a8, fp8"
+        in capsys.readouterr().err
+    )
 
 
 def sensitivity_file(merged, file) -> Path:

@@ -57,6 +57,14 @@ def plan_of(found: Fit) -> list[str]:
     return [name for name in found.candidates if name not in variants()]
 
 
+def test_tokens_of_the_cache_leave_a_memory() -> None:
+    """The made-up cache has 100 tokens, and one less for each MiB of weights."""
+    assert loaded().most_beside(40) == 61 * MIB - 1
+    assert loaded().most_beside(0) == (4 * 8 + 4 * 4 + 3 + 10) * MIB, "all weights"
+    with pytest.raises(FlexQuantError, match="a KV cache of 100 tokens without any weights, and 101 are"):
+        loaded().most_beside(101)
+
+
 @pytest.mark.parametrize(
     ("mib", "plan"),
     [
@@ -86,9 +94,9 @@ def test_what_is_computed_takes_the_weights_that_it_is_computed_from() -> None:
 def test_less_than_one_copy_is_refused_with_what_it_takes() -> None:
     with pytest.raises(FlexQuantError, match=r"^one copy takes 29.0 MiB a rank, more than the 28.0 MiB") as e:
         fit(ONE_COPY - 1)
-    assert "26.0 MiB of weights, and 3.0 MiB to compute INT8 weights in; give 29MiB or more" in str(e.value)
+    assert "26.0 MiB of weights, and 3.0 MiB to compute INT8 weights in; give --memory 29MiB or more" in str(e.value)
     assert "w4a16 alone fits: serve by that policy" in str(e.value)
-    with pytest.raises(FlexQuantError, match="give 29MiB or more$"):
+    with pytest.raises(FlexQuantError, match="give --memory 29MiB or more, or fewer --kv-tokens$"):
         fit(1)
 
 
