@@ -17,6 +17,9 @@ to each later one, is taken by the clock and as CPU time of the engine's thread,
 less. Each mode is compared with *vllm* request by request, in pairs of one round. ``--calls`` counts the
 functions in Python that a prefill and a decode pass call, which no noise disturbs.
 
+A checkpoint without tensors is served with dummy weights: times do not depend on them. On a GPU the runner
+is the one that ``VLLM_USE_V2_MODEL_RUNNER`` chooses (1 or 0; without it, vLLM's own choice).
+
 Without a GPU, ``--software-graphs V1`` records CUDA graphs in software, as the tests do; with
 ``TRITON_INTERPRET=1`` in the environment, ``--software-graphs V2`` runs vLLM's V2 runner.
 """
@@ -34,6 +37,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from benchmarks.origin import origin
 from flexquant.measuring.comparison import compare
@@ -206,10 +211,17 @@ def calls_by_pass(
 
 
 @contextmanager
-def chosen_engine(folder: Path, variant: str, runner: str | None, tokens: int) -> Iterator[LLM]:
-    """Yield an engine that serves one variant in CUDA graphs; ``runner`` asks for graphs in software."""
-    options: dict[str, Any] = {"max_model_len": tokens + 64, "enable_prefix_caching": False}
+def chosen_engine(folder: Path, variant: str, runner: str | None, tokens: Sequence[int]) -> Iterator[LLM]:
+    """Yield an engine that serves one variant in CUDA graphs; ``runner`` asks for graphs in software.
+
+    Prompts are to have ``tokens`` tokens; there is a graph for each number.
+    """
+    options: dict[str, Any] = {"max_model_len": max(tokens) + 64, "enable_prefix_caching": False}
+    if not any(folder.glob("*.safetensors")):
+        options["load_format"] = "dummy"
     if runner is None:
+        sizes = {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *tokens})}
+        options |= {"max_num_seqs": 8, "compilation_config": sizes} if torch.cuda.is_available() else {}
         with engine(folder, flexquant={"policy": variant}, **options) as llm:
             yield llm
         return
@@ -248,13 +260,13 @@ def main() -> None:
     args = parser.parse_args()
     prepare_environment()
     results = json.loads(args.output.read_text()) if args.output.is_file() else {}
-    with chosen_engine(args.model, args.variant, args.software_graphs, max(args.tokens)) as llm:
+    with chosen_engine(args.model, args.variant, args.software_graphs, args.tokens) as llm:
         take = Exchange(llm, args.variant).take
         for tokens in args.tokens:
             requests = Requests(llm, tokens)
             found = describe(exchange_by_request(requests, take, MODES, args.rounds, args.idle))
             calls = {"calls": calls_by_pass(requests, take, MODES)} if args.calls else {}
-            run = {**origin("benchmarks.first_token_ab"), "modes": found, **calls}
+            run = {**origin("benchmarks.first_token_ab"), "rounds": args.rounds, "modes": found, **calls}
             results.setdefault(args.label, {})[f"{tokens} tokens"] = run
             args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
             print(

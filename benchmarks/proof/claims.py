@@ -1,24 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The claims of FlexQuant, and a verdict on each from the outcomes of tests and the cells of a speed run."""
+"""The claims of FlexQuant, by question, and a verdict on each from what has been measured so far."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from benchmarks.proof.outcomes import FAILED, PASSED, SKIPPED, Outcomes
-from benchmarks.speed.comparing import Measured, Metric, paired_ratios, pairs
+from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, Outcomes
+from benchmarks.speed.comparing import Measured, Metric, compare_beside, paired_ratios, pairs, second_server
 from benchmarks.speed.results import Cell
 from benchmarks.speed.subjects import FLEXQUANT
-from benchmarks.speed.tables import METRICS, by_workload, decode_ms, prefill_ms
-from flexquant.measuring.comparison import FEWEST_ROUNDS, Comparison, compare
+from benchmarks.speed.tables import METRICS, by_workload, decode_ms, kernel_results, prefill_ms
+from benchmarks.speed.workloads import Workload
+from flexquant.measuring.comparison import FEWEST_ROUNDS, Comparison
 
 SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown", "contradicted"
 CLOSE = 1.03
 """A ratio up to this counts as equal: a claim of equality cannot be shown nearer than servers differ."""
 ROUTED, ONE_COPY = f"{FLEXQUANT}phase-batch", f"{FLEXQUANT}one-copy"
+ENOUGH = 30
+"""Fewest pairs of single requests that tell of a first token."""
+MANY_TOKENS = 2048
+"""Tokens from which on INT8 computed from one copy is to be faster than W4A16."""
+
+FIRST_TOKEN = "What does FlexQuant add before a first token?"
+LIVE = "What does a policy by phase win at the shape of a large model?"
+COPY = "Is INT8 from one copy faster than W4A16's kernel?"
+TESTS = "Do the tests of tests/gpu pass?"
+SERVERS = "What do servers side by side show?"
+QUESTIONS = (FIRST_TOKEN, LIVE, COPY, TESTS, SERVERS)
 
 TESTED = {
     "test_graph_modes.py": "a constant policy answers as the static checkpoint does, in every graph mode",
@@ -28,6 +41,7 @@ TESTED = {
     "test_tune.py": "`flexquant tune` finds a policy for this machine",
 }
 """File name of tests/gpu -> the claim that its tests show."""
+RUNNERS = ("V2", "V1")
 
 
 class Verdict(NamedTuple):
@@ -39,53 +53,143 @@ class Verdict(NamedTuple):
     evidence: str
 
 
-def judge(outcomes: Outcomes, unfinished: Collection[str], cells: Sequence[Cell]) -> list[Verdict]:
-    """Return a verdict for every claim; ``unfinished`` names the tests for which there was no time."""
-    return [*_tested(outcomes, unfinished), *_measured(cells)]
+class Found(NamedTuple):
+    """Everything that a proof has found so far; every part may be empty."""
+
+    outcomes: Outcomes
+    cells: Sequence[Cell]
+    first_tokens: Mapping[str, Any]
+    """Runner -> prompt -> what benchmarks.first_token_ab wrote."""
+    live: Mapping[str, Mapping[str, Sequence[dict[str, Any]]]]
+    """Workload -> policy -> the result of every round, as `benchmarks policies` wrote them."""
 
 
-def _tested(outcomes: Outcomes, unfinished: Collection[str]) -> Iterator[Verdict]:
+def judge(found: Found) -> dict[str, list[Verdict]]:
+    """Return the verdicts on all claims, by question."""
+    live: Measured = {
+        Workload.parse(name): {policy: dict(enumerate(rounds)) for policy, rounds in policies.items()}
+        for name, policies in found.live.items()
+    }
+    serving = by_workload(found.cells, "serving")
+    overhead = by_workload(found.cells, "overhead")
+    return {
+        FIRST_TOKEN: list(_first_tokens(found.first_tokens)),
+        LIVE: list(_by_phase(live, "phase-batch")),
+        COPY: [_kernel(found.cells)],
+        TESTS: list(_tested(found.outcomes)),
+        SERVERS: [*_constant(overhead), *_by_phase(serving, ROUTED), _one_copy(serving)],
+    }
+
+
+def _tested(outcomes: Outcomes) -> Iterator[Verdict]:
+    for runner in RUNNERS:
+        of_runner = {t: o for t, o in outcomes.items() if re.search(rf"[\[-]{runner}\b", t)}
+        yield _by_tests(f"all tests pass on vLLM's {runner} runner", "tests/gpu", of_runner)
     for file, claim in TESTED.items():
-        found = Counter(o["outcome"] for test, o in outcomes.items() if f"/{file}::" in test)
-        missing = sum(f"/{file}::" in test for test in unfinished)
-        said = ", ".join(
-            f"{found[outcome]} {outcome}" for outcome in (PASSED, FAILED, SKIPPED) if found[outcome]
-        )
-        verdict = NOT_SHOWN
-        if found[FAILED]:
-            verdict = CONTRADICTED
-        elif found[PASSED] and not missing:
-            verdict = SHOWN
-        rest = f"; {missing} without an outcome" if missing else ""
-        yield Verdict(claim, verdict, f"tests/gpu/{file}: {said or 'not run'}{rest}")
+        of_file = {t: o for t, o in outcomes.items() if f"/{file}::" in t}
+        yield _by_tests(claim, f"tests/gpu/{file}", of_file)
 
 
-def _measured(cells: Sequence[Cell]) -> Iterator[Verdict]:
-    serving, overhead = by_workload(cells, "serving"), by_workload(cells, "overhead")
-    first, per_token, rate = (METRICS[name][0] for name in ("TTFT ms", "TPOT ms", "tokens/s"))
-    one = {w: s for w, s in serving.items() if w.rate is None and w.requests == 1}
-    several = {w: s for w, s in serving.items() if w.rate is None and w.requests > 1}
+def _by_tests(claim: str, where: str, outcomes: Outcomes) -> Verdict:
+    count = Counter(outcome["outcome"] for outcome in outcomes.values())
+    said = ", ".join(f"{count[outcome]} {outcome}" for outcome in (PASSED, FAILED, SKIPPED) if count[outcome])
+    verdict = NOT_SHOWN
+    if count[FAILED]:
+        verdict = CONTRADICTED
+    elif count[PASSED] and not count[NOT_RUN]:
+        verdict = SHOWN
+    rest = f"; {count[NOT_RUN]} without an outcome" if count[NOT_RUN] else ""
+    return Verdict(claim, verdict, f"{where}: {said or 'not run'}{rest}")
+
+
+def _first_tokens(by_runner: Mapping[str, Any]) -> Iterator[Verdict]:
+    """Yield what FlexQuant adds to vLLM's own call of the same plan, with each of vLLM's runners."""
+    for runner in RUNNERS:
+        for what, name in (("first", "first token"), ("later", "time per token")):
+            found, said, enough = [], [], True
+            for prompt, run in by_runner.get(runner, {}).items():
+                own, base = run["modes"]["all"][what]["beyond_vllm"], run["modes"]["vllm"][what]["median_ms"]
+                found.append([1 + own[end] / base for end in ("low", "high")])
+                said.append(
+                    f"{prompt}: {own['ms']:+.3f} ms ({own['low']:+.3f} – {own['high']:+.3f}) on {base:.2f} ms"
+                )
+                enough &= run["rounds"] >= ENOUGH
+            verdict = NOT_SHOWN
+            if found and enough:
+                shown, contradicted = all(e[1] <= CLOSE for e in found), any(e[0] > CLOSE for e in found)
+                verdict = CONTRADICTED if contradicted else SHOWN if shown else NOT_SHOWN
+            claim = f"one variant costs nothing over vLLM's own call of it, {runner} runner: {name}"
+            yield Verdict(claim, verdict, "; ".join(said) or "not measured")
+
+
+def _kernel(cells: Sequence[Cell]) -> Verdict:
+    """Return the verdict on a decoder layer's linears together; quartiles tell whether they differ."""
+    ends: dict[int, dict[str, list[float]]] = {}
+    for by_tokens in kernel_results(cells).values():
+        for tokens, schemes in by_tokens.items():
+            for scheme in ("one-copy", "w4a16"):
+                if tokens >= MANY_TOKENS and "microseconds" in schemes.get(scheme, {}):
+                    middle, (low, high) = (
+                        schemes[scheme][key] for key in ("microseconds", "microseconds_quartiles")
+                    )
+                    sums = ends.setdefault(tokens, {}).setdefault(scheme, [0.0, 0.0, 0.0])
+                    ends[tokens][scheme] = [a + b for a, b in zip(sums, (middle, low, high), strict=True)]
+    both = {tokens: found for tokens, found in sorted(ends.items()) if len(found) == 2}
+    verdict = NOT_SHOWN
+    if any(found["one-copy"][1] > found["w4a16"][2] for found in both.values()):
+        verdict = CONTRADICTED
+    elif both and all(found["one-copy"][2] < found["w4a16"][1] for found in both.values()):
+        verdict = SHOWN
+    said = "; ".join(
+        f"{tokens} tokens: {found['one-copy'][0]:.0f} µs against {found['w4a16'][0]:.0f} µs"
+        for tokens, found in both.items()
+    )
+    claim = f"from {MANY_TOKENS} tokens on, INT8 from one copy multiplies a layer sooner than W4A16"
+    return Verdict(claim, verdict, said or "not measured")
+
+
+def _constant(overhead: Measured) -> Iterator[Verdict]:
     constant = [(s, r) for subjects in overhead.values() for s, r in pairs(list(subjects), constant=True)]
-    for name, metric in (("first token", first), ("time per token", per_token)):
-        ratios = _compare(overhead, dict.fromkeys(constant), metric)
+    for name, metric in (("first token", "TTFT ms"), ("time per token", "TPOT ms")):
+        ratios = _compare(overhead, dict.fromkeys(constant), METRICS[metric][0])
         yield _no_slower(f"one variant for everything costs nothing over stock vLLM: {name}", ratios)
-    ratios = _compare(one, [(ROUTED, "w4a16")], decode_ms)
-    yield _no_slower("one sequence is decoded at the pace of static W4A16", ratios)
-    ratios = _compare(several, [(ROUTED, "w8a8")], prefill_ms)
+
+
+def _by_phase(measured: Measured, routed: str) -> Iterator[Verdict]:
+    """Yield what a policy by phase, named ``routed``, is to do beside each variant alone."""
+    batches = {w: s for w, s in measured.items() if w.rate is None}
+    one = {w: s for w, s in batches.items() if w.most_at_once == 1}
+    several = {w: s for w, s in batches.items() if w.most_at_once > 1}
+    per_token, rate = (METRICS[name][0] for name in ("TPOT ms", "tokens/s"))
+    decode = _compare(one, [(routed, "w8a8")], per_token)
+    yield _sooner("one sequence is decoded sooner than under static W8A8", decode)
+    decode = _compare(one, [(routed, "w4a16")], per_token)
+    yield _no_slower("one sequence is decoded at the pace of static W4A16", decode)
+    ratios = _compare(several, [(routed, "w8a8")], prefill_ms)
     yield _no_slower("a batch has its first tokens when it has them under static W8A8", ratios)
-    ratios = _compare(several, [(ONE_COPY, "w4a16")], prefill_ms)
-    yield _sooner("INT8 from one copy of INT4 weights prefills a batch sooner than static W4A16", ratios)
+    ratios = _compare(several, [(routed, "w8a8")], decode_ms)
+    yield _sooner("a batch is decoded sooner than under static W8A8", ratios)
     for static in ("w8a8", "w4a16"):
-        ratios = _compare(several, [(ROUTED, static)], rate)
+        ratios = _compare(several, [(routed, static)], rate)
         yield _faster(f"a batch makes more tokens a second than under static {static.upper()}", ratios)
+
+
+def _one_copy(serving: Measured) -> Verdict:
+    several = {w: s for w, s in serving.items() if w.rate is None and w.most_at_once > 1}
+    ratios = _compare(several, [(ONE_COPY, "w4a16")], prefill_ms)
+    return _sooner("INT8 from one copy of INT4 weights prefills a batch sooner than static W4A16", ratios)
 
 
 Ratios = list[tuple[str, Comparison]]
 
 
 def _compare(measured: Measured, wanted: Iterable[tuple[str, str]], metric: Metric) -> Ratios:
+    """Return the ratios of pairs; a second server of the static one makes their intervals wider."""
     return [
-        (f"{workload.name}, `{subject}` / `{static}`", compare(ratios))
+        (
+            f"{workload.name}, `{subject}` / `{static}`",
+            compare_beside(ratios, second_server(subjects, static, metric)),
+        )
         for workload, subjects in measured.items()
         for subject, static in wanted
         if subject in subjects and static in subjects

@@ -4,6 +4,7 @@
 
 As a plugin of pytest (``-p benchmarks.proof.outcomes``) it appends one line of JSON a test to the file that
 the environment variable ``FLEXQUANT_OUTCOMES`` names, and leaves out the tests that have passed there before.
+It first names there all tests that are to run, and runs those of FIRST first and those that failed last.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any
 import pytest
 
 VARIABLE = "FLEXQUANT_OUTCOMES"
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "failed", "skipped", "not run"
+FIRST = ("FULL-by-size",)
+"""Parts of the names of tests to run first: these failed on the first GPU."""
 LONGEST_REASON = 2000
 
 Outcomes = dict[str, dict[str, Any]]
-"""Test -> its ``outcome``, ``seconds`` and, unless it passed, the ``reason``."""
+"""Test -> its ``outcome`` and, if it ran, ``seconds`` and, unless it passed, the ``reason``."""
 
 
 def read_outcomes(file: Path) -> Outcomes:
@@ -38,6 +41,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     done = [item for item in items if found.get(item.nodeid, {}).get("outcome") == PASSED]
     config.hook.pytest_deselected(items=done)
     items[:] = [item for item in items if item not in done]
+    failed = {test for test, outcome in found.items() if outcome["outcome"] == FAILED}
+    items.sort(key=lambda i: (i.nodeid in failed, not any(part in i.nodeid for part in FIRST)))
+    if getattr(config, "workerinput", {"workerid": "gw0"})["workerid"] == "gw0":
+        append(*({"test": i.nodeid, "outcome": NOT_RUN} for i in items if i.nodeid not in found))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,10 +62,18 @@ class Writer:
 
 
 def write(report: pytest.TestReport) -> None:
-    line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 1)}
+    line: dict[str, object] = {
+        "test": report.nodeid,
+        "outcome": report.outcome,
+        "seconds": round(report.duration, 1),
+    }
     if report.outcome == SKIPPED and isinstance(report.longrepr, tuple):
         line["reason"] = report.longrepr[-1].removeprefix("Skipped: ")
     elif report.outcome != PASSED:
         line["reason"] = report.longreprtext[-LONGEST_REASON:]
+    append(line)
+
+
+def append(*lines: dict[str, object]) -> None:
     with open(os.environ[VARIABLE], "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write("".join(json.dumps(line) + "\n" for line in lines))

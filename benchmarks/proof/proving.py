@@ -1,61 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The steps of a proof, most valuable first, each within its part of the time; and the report of them.
+"""The steps of a proof in the order of what they are worth, each within its own time.
 
-Every step appends what it found as it finds it, so the same command started again goes on where it stopped.
+The first five answer, within ten minutes, the questions that matter. Whatever a step finds is written as it
+is found, and the report after every step, so a proof that is cut off leaves what it answered. The same
+command started again goes on where it stopped. On a CPU all steps run in miniature.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks.proof.claims import Verdict, judge
-from benchmarks.proof.outcomes import PASSED, VARIABLE, read_outcomes
+from benchmarks.proof.claims import QUESTIONS, judge
+from benchmarks.proof.gpu import driver_problem, fitting, free_gib, server_gib
+from benchmarks.proof.live import VARIANTS, compare_on_a_large_shape
+from benchmarks.proof.outcomes import NOT_RUN, VARIABLE, read_outcomes
+from benchmarks.proof.report import (
+    DOCTOR,
+    FIRST_TOKENS,
+    LIVE_POLICIES,
+    PROOF,
+    TESTS_FILE,
+    read_found,
+    write_proof,
+)
+from benchmarks.proof.side_by_side import serving_options
+from benchmarks.proof.steps import DONE, FAILED, OUT_OF_TIME, Outcome, append_step, read_steps, run_bounded
 from benchmarks.speed.models import Model, open_model
-from benchmarks.speed.report import write_report
-from benchmarks.speed.results import ROOT, Results, read_cells, read_header
-from benchmarks.speed.shapes import Shape
+from benchmarks.speed.results import Results
+from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.subjects import parse_subject
-from benchmarks.speed.workloads import Workload
-from benchmarks.table import markdown
+from flexquant.errors import FlexQuantError
 
-TESTS = "tests.jsonl"
-DOCTOR = "doctor.txt"
-PROOF = "proof.md"
-ALONE = "tests/gpu/test_tune.py"
-"""The test file that runs by itself, since it times engines."""
-TESTS_SHARE, SERVING_SHARE, DOCTOR_SHARE = 0.4, 0.45, 0.1
-"""Shares of the time for these steps; the kernels have what is left."""
-SERVING = [Workload(1, 128, 128), Workload(32, 512, 64), Workload(32, 512, 64, rate=16, spread=0.5)]
-OVERHEAD = [Workload(1, 128, 128)]
-MINIATURE = [Workload(1, 16, 4), Workload(2, 32, 4)]
-MINIATURE_TESTS = ["tests/gpu/test_tune.py", "tests/gpu/test_w4a8_marlin.py"]
+ALONE = ["tests/gpu/test_w4a8_marlin.py", "tests/gpu/test_tune.py"]
+"""Test files that have the GPU for themselves: W4A8 needs the memory, and tune times engines."""
 MINIATURE_KERNELS = ["--layers", "o_proj", "--tokens", "4", "--schemes", "bf16,w8a8,w4a16,one-copy"]
-"""Arguments of the kernels on a CPU, where a proof only shows that proving works; these tests skip there."""
-ONE_COPY = ["--parts", "kernels", "--schemes", "w4a16,w8a8,one-copy", "--tokens", "1,512,2048,8192"]
-"""Arguments of the first step, which is short: INT8 from one copy of INT4 weights against both kernels."""
-ONE_COPY_SHARE = 0.1
-SUBJECTS = {
-    "w8a8": 1.0,
-    "w4a16": 0.55,
-    "flexquant:phase-batch": 1.55,
-    "flexquant:w8a8": 1.0,
-    "flexquant:one-copy": 0.6,
-    "bf16": 2.0,
-}
-"""Subjects that are served side by side, the most valuable first -> their bytes a weight."""
+ONE_COPY = ["--schemes", "w4a16,w8a8,one-copy", "--tokens", "512,2048,8192", "--seconds", "0.1"]
+RUNNERS = {"V1": "0", "V2": "1"}
+"""vLLM's model runners -> VLLM_USE_V2_MODEL_RUNNER."""
+FIRST_TOKEN_SHAPES = ("1.5b", "0.5b", "small")
+"""Shapes to take, the largest first, if the proof's own does not fit."""
 DOCTORED = "flexquant:phase-batch"
-SERVER_GIB = 2.5
-"""GiB that a server takes beside weights and KV cache: activations, CUDA graphs, CUDA itself."""
-
-SECONDS_TO_END = 60
-"""Seconds that a step gets to stop its servers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,157 +60,199 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--work", type=Path, default=Path(".work/benchmarks"), help="models and logs")
     parser.add_argument("--minutes", type=float, default=30, help="time for the proof (default: %(default)s)")
-    parser.add_argument("--processes", type=int, help="test processes (default: one for every two cores)")
+    parser.add_argument("--processes", type=int, help="test processes (default: three for every four cores)")
     parser.add_argument("--commit", help="the commit that is measured (default: git's)")
 
 
+@dataclass(frozen=True)
+class Proof:
+    """What is proved, and where."""
+
+    model: Model
+    arguments: list[str]
+    """The model, output and commit as arguments of `benchmarks run`."""
+    output: Path
+    on_gpu: bool
+    processes: int
+
+
+class Step(NamedTuple):
+    """One step of a proof."""
+
+    name: str
+    seconds: float
+    """The most that it takes on a GPU."""
+    run: Callable[[Proof, float], Outcome]
+
+
+def kernel_of_one_copy(proof: Proof, seconds: float) -> Outcome:
+    if not proof.on_gpu:
+        return Outcome(DONE, "left to the step of all kernels")
+    return measure(proof, ["--parts", "kernels", *ONE_COPY], seconds)
+
+
+def first_token(runner: str, proof: Proof, seconds: float) -> Outcome:
+    """Exchange FlexQuant and vLLM's own call of the same plan in one engine, request by request."""
+    name = proof.model.name
+    environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner]}
+    if proof.on_gpu:
+        model, note = model_that_fits(proof.model, proof.output), ""
+        arguments = ["--tokens", "128", "512", "--rounds", "100"]
+        note = "" if model.name == name else f"{name} does not fit into {free_gib():.0f} GiB: "
+    else:
+        model, note = proof.model, ""
+        arguments = ["--software-graphs", runner, "--tokens", "12", "--rounds", "3"]
+        environment |= {"TRITON_INTERPRET": "1"} if runner == "V2" else {}
+    folder = model.without_weights(VARIANTS)
+    command = [sys.executable, "-m", "benchmarks.first_token_ab", folder, "--label", runner]
+    found = run_bounded(
+        [*command, *arguments, "--output", (proof.output / FIRST_TOKENS).absolute()], seconds, environment
+    )
+    return found._replace(note=f"{note}{model.name}, dummy weights {found.note}".strip())
+
+
+def model_that_fits(model: Model, output: Path) -> Model:
+    """Return the model, or the largest of FIRST_TOKEN_SHAPES whose W8A8 variant fits into the GPU."""
+    free = free_gib()
+    if server_gib(model.shape, 1.0, 1.0) <= free:
+        return model
+    for name in fitting(FIRST_TOKEN_SHAPES, free, 1.0, 1024):
+        return Model(name, SHAPES[name], None, model.work)
+    raise FlexQuantError(
+        f"the GPU has {free:.1f} GiB of free memory, too little for {', '.join(FIRST_TOKEN_SHAPES)}; end "
+        "what else runs on it"
+    )
+
+
+def policies(proof: Proof, seconds: float) -> Outcome:
+    return compare_on_a_large_shape(proof.output / LIVE_POLICIES, proof.model.work, proof.on_gpu, seconds)
+
+
+def tests_together(proof: Proof, seconds: float) -> Outcome:
+    if not proof.on_gpu:
+        return Outcome(DONE, "software graphs are tested by `make test`")
+    options = ["--numprocesses", str(proof.processes), *(f"--ignore={file}" for file in ALONE)]
+    return run_tests(proof.output / TESTS_FILE, ["tests/gpu", *options], seconds)
+
+
+def tests_left(proof: Proof, seconds: float) -> Outcome:
+    outcomes = read_outcomes(proof.output / TESTS_FILE).values()
+    if not any(outcome["outcome"] == NOT_RUN for outcome in outcomes):
+        return Outcome(DONE, "none is left")
+    return tests_together(proof, seconds)
+
+
+def tests_alone(proof: Proof, seconds: float) -> Outcome:
+    return run_tests(proof.output / TESTS_FILE, ALONE, seconds)
+
+
+def run_tests(file: Path, arguments: list[str], seconds: float) -> Outcome:
+    """Run those tests that have not passed yet; the step is done when each has an outcome."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=short",
+        "-p",
+        "benchmarks.proof.outcomes",
+        *arguments,
+    ]
+    environment = {**os.environ, VARIABLE: str(file.absolute())}
+    found = run_bounded([*command, *arguments], seconds, environment, file.with_suffix(".log"))
+    left = sum(outcome["outcome"] == NOT_RUN for outcome in read_outcomes(file).values())
+    if found.state == OUT_OF_TIME:
+        return found._replace(note=f"{left} tests have no outcome yet")
+    return Outcome(DONE, found.note) if read_outcomes(file) else Outcome(FAILED, f"see {file.stem}.log")
+
+
+def servers(proof: Proof, seconds: float) -> Outcome:
+    return measure(proof, serving_options(proof.model, proof.on_gpu), seconds)
+
+
+def doctor(proof: Proof, seconds: float) -> Outcome:
+    """Ask ``flexquant doctor`` about the merged checkpoint; make that if the servers did not."""
+    folder, file = proof.model.folder(parse_subject(DOCTORED)), proof.output / DOCTOR
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "flexquant", "doctor", folder]
+    return run_bounded(command, seconds, os.environ, file)
+
+
+def kernels(proof: Proof, seconds: float) -> Outcome:
+    some = [] if proof.on_gpu else MINIATURE_KERNELS
+    return measure(proof, ["--parts", "kernels", "--seconds", "0.1", *some], seconds)
+
+
+def measure(proof: Proof, options: list[str], seconds: float) -> Outcome:
+    """Run a part of the speed benchmarks, which begins no cell shortly before ``seconds`` have passed."""
+    limits = ["--time-limit", f"{0.75 * seconds:.0f}", "--start-timeout", f"{0.6 * seconds:.0f}"]
+    limits += ["--cell-timeout", f"{0.3 * seconds:.0f}"]
+    command = [sys.executable, "-m", "benchmarks", "run", *proof.arguments, *options, *limits]
+    return run_bounded(command, seconds, os.environ)
+
+
+STEPS = (
+    Step("kernel of one copy", 40, kernel_of_one_copy),
+    Step("first token, V2 runner", 90, functools.partial(first_token, "V2")),
+    Step("policies at a large shape", 210, policies),
+    Step("first token, V1 runner", 80, functools.partial(first_token, "V1")),
+    Step("tests", 180, tests_together),
+    Step("tests with the GPU for themselves", 270, tests_alone),
+    Step("tests that are left", 270, tests_left),
+    Step("servers side by side", 480, servers),
+    Step("doctor", 40, doctor),
+    Step("kernels", 140, kernels),
+)
+"""The first five are to be done in ten minutes, all of them in thirty."""
+
+
 def prove(args: argparse.Namespace) -> Path:
-    """Take the steps for which there is time; return the report. Raises FlexQuantError for a wrong model."""
+    """Take the steps for which there is time; return the report.
+
+    Raises FlexQuantError for a wrong model, and for a GPU that this PyTorch cannot use.
+    """
     import torch
 
     began = time.monotonic()
+    if problem := driver_problem(torch.version.cuda):
+        raise FlexQuantError(problem)
     on_gpu = torch.cuda.is_available()
     model = open_model(args.model, args.work)
     output = args.output or Path("benchmarks/results") / f"{model.name}-proof"
-    Results(output, model.name, args.commit)
-    seconds = 60 * args.minutes
-
-    def left(share: float = 1.0) -> float:
-        return max(1.0, min(seconds * share, began + seconds - time.monotonic()))
-
-    processes = args.processes or max(1, (os.cpu_count() or 1) // 2)
-    tests = ["tests/gpu"] if on_gpu else MINIATURE_TESTS
-    options = ["--model", *args.model, "--output", str(output), "--work", str(args.work)]
-    options += ["--commit", args.commit] if args.commit else []
-    if on_gpu:
-        step("one copy", [*options, *ONE_COPY, "--seconds", "0.1"], left(ONE_COPY_SHARE))
-    unfinished = run_tests(output / TESTS, tests, processes if on_gpu else 0, left(TESTS_SHARE))
-    serving = serving_options(model, on_gpu)
-    step("servers", [*options, *serving], left(SERVING_SHARE))
-    run_doctor(model, output / DOCTOR, left(DOCTOR_SHARE))
-    kernels = ["--parts", "kernels", "--seconds", "0.1", *([] if on_gpu else MINIATURE_KERNELS)]
-    step("kernels", [*options, *kernels], left())
-    write_report(output)
-    return write_proof(output, judge(read_outcomes(output / TESTS), unfinished, read_cells(output)))
+    where = Results(output, model.name, args.commit).environment
+    arguments = ["--model", *args.model, "--output", str(output), "--work", str(args.work)]
+    arguments += ["--commit", args.commit] if args.commit else []
+    processes = args.processes or max(1, (os.cpu_count() or 1) * 3 // 4)
+    proof = Proof(model, arguments, output, on_gpu, processes)
+    limits = {step.name: step.seconds for step in STEPS}
+    write_proof(output, limits)
+    for step in STEPS:
+        left = began + 60 * args.minutes - time.monotonic()
+        if is_done(output, step.name, where) or left < 1:
+            continue
+        take(step, proof, min(left, step.seconds) if on_gpu else left, where)
+        write_proof(output, limits)
+    return output / PROOF
 
 
-def run_tests(file: Path, tests: list[str], processes: int, seconds: float) -> set[str]:
-    """Run those of ``tests`` that have not passed yet; return those that have no outcome after that."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "benchmarks.proof.outcomes"]
-    environment = {**os.environ, VARIABLE: str(file.absolute())}
-    listed = subprocess.run(
-        [*pytest, *tests, "--collect-only"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    missing = {line for line in listed.stdout.splitlines() if line.startswith("tests/gpu/")}
-    print(f"tests: {len(missing)} have not passed yet, {seconds:.0f} s for them", flush=True)
-    ends = time.monotonic() + seconds
-    side_by_side = ["--numprocesses", str(processes), f"--ignore={ALONE}"] if processes else []
-    for command in ([*pytest, *tests, *side_by_side], *([[*pytest, ALONE]] if processes else [])):
-        _bounded(command, max(1.0, ends - time.monotonic()), environment, file.with_suffix(".log"))
-    return missing - read_outcomes(file).keys()
+def is_done(output: Path, name: str, where: dict[str, Any]) -> bool:
+    """Return whether a step is done, of this commit and on this machine."""
+    taken = read_steps(output).get(name, {})
+    return taken.get("state") == DONE and all(taken[key] == value for key, value in where.items())
 
 
-def run_doctor(model: Model, file: Path, seconds: float) -> None:
-    """Write what ``flexquant doctor`` says of the merged checkpoint; make that if the servers did not."""
-    folder = model.folder(parse_subject(DOCTORED))
-    print(f"doctor: {seconds:.0f} s", flush=True)
-    file.unlink(missing_ok=True)
-    _bounded([sys.executable, "-m", "flexquant", "doctor", str(folder)], seconds, dict(os.environ), file)
-
-
-def serving_options(model: Model, on_gpu: bool) -> list[str]:
-    """Return the arguments of the serving step: as many subjects as the GPU has memory for."""
-    workloads = SERVING if on_gpu else MINIATURE
-    cache = max(1.0, kv_cache_gib(model.shape, workloads))
-    subjects = fitting_subjects(model.shape, cache) if on_gpu else list(SUBJECTS)[:4]
-    return [
-        *(
-            "--parts",
-            "serving,overhead",
-            "--subjects",
-            ",".join(subjects),
-        ),
-        *(("--rounds", "6", "--max-rounds", "20") if on_gpu else ("--rounds", "1")),
-        *("--serving", *(workload.name for workload in workloads)),
-        *("--overhead", *(workload.name for workload in (OVERHEAD if on_gpu else MINIATURE[:1]))),
-        *("--kv-cache-gib", f"{cache:.2f}"),
-    ]
-
-
-def kv_cache_gib(shape: Shape, workloads: list[Workload]) -> float:
-    """Return the size of a KV cache that holds every request of a workload at once, and a tenth more."""
-    tokens = max(workload.requests * workload.longest for workload in workloads)
-    return 1.1 * tokens * shape.kv_bytes_per_token / 2**30
-
-
-def fitting_subjects(shape: Shape, cache: float) -> list[str]:
-    """Return the subjects that fit into the GPU side by side, the most valuable ones first."""
-    import torch
-
-    free = 0.9 * torch.cuda.get_device_properties(0).total_memory / 2**30
-    linear = shape.layers * sum(outputs * inputs for outputs, inputs in shape.projections().values())
-    ends = (1 if shape.tied else 2) * 2 * shape.vocabulary * shape.hidden
-    found = []
-    for subject, bytes_a_weight in SUBJECTS.items():
-        free -= (linear * bytes_a_weight + ends) / 2**30 + cache + SERVER_GIB
-        if free < 0:
-            break
-        found.append(subject)
-    return found
-
-
-def step(name: str, options: list[str], seconds: float) -> None:
-    """Run a part of the speed benchmarks, which begins no cell shortly before ``seconds`` have passed."""
-    print(f"{name}: {seconds:.0f} s", flush=True)
-    limits = ["--time-limit", f"{0.9 * seconds:.0f}", "--start-timeout", f"{0.7 * seconds:.0f}"]
-    _bounded([sys.executable, "-m", "benchmarks", "run", *options, *limits], seconds, dict(os.environ))
-
-
-def _bounded(
-    command: list[str], seconds: float, environment: dict[str, str], log: Path | None = None
-) -> None:
-    """Run a command for at most ``seconds``, then ask it to end; it ends what it has started."""
-    with open(log, "ab") if log else nullcontext() as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            print("out of time", flush=True)
-        finally:
-            process.terminate()
-            try:
-                process.wait(SECONDS_TO_END)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def write_proof(output: Path, verdicts: list[Verdict]) -> Path:
-    """Write the report: where it was made, and one line for each claim."""
-    header, outcomes = read_header(output), read_outcomes(output / TESTS)
-    machine, versions = header["machine"], " ".join(f"{k} {v}" for k, v in header["versions"].items())
-    where = f"{machine['gpu'] or 'no GPU'}, {machine['cpu']}, {machine['cores']} cores"
-    rows = [[verdict.claim, f"**{verdict.verdict}**", verdict.evidence] for verdict in verdicts]
-    failures = [
-        f"- `{test}`:\n\n```\n{o['reason']}\n```" for test, o in outcomes.items() if o["outcome"] == "failed"
-    ]
-    doctor = "\n".join(
-        line
-        for line in (output / DOCTOR).read_text(encoding="utf-8").splitlines()
-        if line.startswith(("  ", "! ", "X "))
-    )
-    passed = sum(outcome["outcome"] == PASSED for outcome in outcomes.values())
-    sections = [
-        f"# What was shown on {machine['gpu'] or machine['cpu']}: {header['model']}",
-        f"- machine: {where}\n- versions: {versions}\n- commit: {header['commit']}\n"
-        f"- command: `{' '.join(header['argv'])}`\n"
-        f"- tests/gpu: {passed} passed of {len(outcomes)} with an outcome",
-        markdown(["claim", "verdict", "evidence"], rows),
-        "Speed: ratios of paired rounds with their 95 % intervals; `python -m benchmarks report` and this "
-        f"folder write all of them into report.md. Tests: [{TESTS}]({TESTS}).",
-        *(["## What failed", *failures] if failures else []),
-        f"## What `flexquant doctor` says of `{DOCTORED}`\n\n```\n{doctor}\n```",
-    ]
-    file = output / PROOF
-    file.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    return file
+def take(step: Step, proof: Proof, seconds: float, where: dict[str, Any]) -> None:
+    """Take a step, and write and print what it changed; a step that raises ends by itself alone."""
+    print(f"== {step.name}: {seconds:.0f} s", flush=True)
+    before, began = judge(read_found(proof.output)), time.monotonic()
+    try:
+        outcome = step.run(proof, seconds)
+    except Exception as e:
+        outcome = Outcome(FAILED, f"{type(e).__name__}: {e}")
+    append_step(proof.output, step.name, outcome, time.monotonic() - began, where)
+    print(f"== {step.name}: {outcome.state} {outcome.note}".rstrip(), flush=True)
+    after = judge(read_found(proof.output))
+    for question in QUESTIONS:
+        for verdict in after[question]:
+            if verdict not in before[question]:
+                print(f"   {verdict.verdict}: {verdict.claim}; {verdict.evidence}", flush=True)

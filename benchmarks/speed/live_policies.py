@@ -72,14 +72,19 @@ def compare_live_policies(args: argparse.Namespace) -> None:
         effort = EFFORT.changed(args.rounds, args.max_rounds, args.width)
         try:
             for number in range(effort.max_rounds):
-                for workload in workloads:
-                    if number >= effort.rounds and is_decided(cells[workload.name], effort.width):
-                        continue
-                    for name in list(policies)[:: -1 if number % 2 else 1]:
-                        apply_policy(url, policies[name])
-                        bench(WAKE_UP, -1)
+                wide = [
+                    workload
+                    for workload in workloads
+                    if number < effort.rounds or not is_decided(cells[workload.name], effort.width)
+                ]
+                if not wide:
+                    break
+                for name in list(policies)[:: -1 if number % 2 else 1]:
+                    apply_policy(url, policies[name])
+                    bench(WAKE_UP, -1)
+                    for workload in wide:
                         cells[workload.name][name].append(bench(workload, number))
-                    print(f"round {number}, {workload.name}", flush=True)
+                print(f"round {number}: {', '.join(workload.name for workload in wide)}", flush=True)
                 write(args.output, cells)
         finally:
             client.close()

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.speed.shapes import SHAPES, Shape
 from benchmarks.speed.subjects import Subject
-from benchmarks.speed.synthetic import SCHEMES, write_checkpoint
+from benchmarks.speed.synthetic import SCHEMES, write_checkpoint, write_without_weights
 from flexquant.errors import FlexQuantError
 
 MERGED = "merged"
@@ -50,6 +50,13 @@ class Model:
             write_checkpoint(folder, self.shape, scheme)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+        return folder
+
+    def without_weights(self, variants: Sequence[str]) -> Path:
+        """Return a merged checkpoint of this shape without tensors, which vLLM loads with dummy weights."""
+        folder = self.work / self.name / "without-weights"
+        if not folder.exists():
+            write_without_weights(folder, self.shape, variants)
         return folder
 
     def _merged(self, sources: dict[str, Path]) -> Path:

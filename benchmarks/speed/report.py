@@ -26,10 +26,11 @@ from flexquant.errors import FlexQuantError
 
 REPORT = "report.md"
 READING = (
-    "Requests are written REQUESTSxINPUT+OUTPUT in tokens: a batch that arrives at once, with /1 one "
-    "request after another, with @RATE a stream of that many requests a second (Poisson), with ~SPREAD for uniformly random lengths. Numbers are "
-    "medians over rounds, with the smallest and the largest. In a round every subject gets the same "
-    "requests, one subject at a time, all servers alive; no prefix caching, answers never end early."
+    "Requests are written REQUESTSxINPUT+OUTPUT in tokens: a batch that arrives at once, with /1 one request "
+    "after another, or with @RATE a stream of that many requests a second (Poisson), with ~SPREAD for "
+    "uniformly random lengths. Numbers are medians over rounds, with the smallest and the largest. In a "
+    "round every subject gets the same requests, one subject at a time, all servers alive; no prefix "
+    "caching, answers never end early."
 )
 
 COMPARING = (

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from compressed_tensors.quantization import QuantizationConfig, preset_name_to_s
 from safetensors.torch import save_file
 
 from benchmarks.speed.shapes import Shape
+from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig, StoredVariant
+from flexquant.checkpoint.model_config import JsonObject
 
 Tensors = dict[str, torch.Tensor]
 
@@ -122,9 +125,7 @@ def outer_tensors(shape: Shape) -> Tensors:
 
 def write_checkpoint(folder: Path, shape: Shape, scheme: str) -> None:
     """Write the model of a shape in a scheme; ``folder`` is there only when it is complete."""
-    stage = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(stage, ignore_errors=True)
-    stage.mkdir(parents=True)
+    stage = _stage(folder)
     weight_map: dict[str, str] = {}
     total = 0
     count = shape.layers + 1
@@ -138,11 +139,31 @@ def write_checkpoint(folder: Path, shape: Shape, scheme: str) -> None:
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     section = quantisation_section(scheme)
     config = shape.config() | ({"quantization_config": section} if section else {})
-    for name, document in (
-        ("model.safetensors.index.json", index),
-        ("config.json", config),
-        *word_tokenizer(shape.vocabulary).items(),
-    ):
+    _complete(stage, folder, shape, {"model.safetensors.index.json": index, "config.json": config})
+
+
+def write_without_weights(folder: Path, shape: Shape, schemes: Sequence[str]) -> None:
+    """Write a merged checkpoint of a shape without tensors, for vLLM's ``--load-format dummy``."""
+    merged = MergedConfig(
+        shape.config()["architectures"][0],
+        {name: StoredVariant(f"{name}.", quantisation_section(name) or {}, False, False) for name in schemes},
+        ("lm_head", "model.embed_tokens", "model.norm"),
+    )
+    config = {"architectures": [ARCHITECTURE], "quantization_config": merged.to_json()}
+    _complete(_stage(folder), folder, shape, {"config.json": shape.config() | config})
+
+
+def _stage(folder: Path) -> Path:
+    """Return a new folder beside ``folder``, to be filled."""
+    stage = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(stage, ignore_errors=True)
+    stage.mkdir(parents=True)
+    return stage
+
+
+def _complete(stage: Path, folder: Path, shape: Shape, documents: JsonObject) -> None:
+    """Write JSON files and a tokenizer, and give the stage its name."""
+    for name, document in (documents | word_tokenizer(shape.vocabulary)).items():
         (stage / name).write_text(json.dumps(document) + "\n", encoding="utf-8")
     stage.rename(folder)
 

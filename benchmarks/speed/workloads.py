@@ -37,8 +37,8 @@ class Workload:
         if match is None or 0 in [float(number) for number in match.groups()[:5] if number]:
             raise FlexQuantError(
                 f"'{text}' is not a workload; write REQUESTSxINPUT+OUTPUT, e.g. 8x1024+128 for a batch of 8, "
-                "@RATE~SPREAD for a stream, e.g. 200x1024+256@10~0.5, and /AT_ONCE for requests one after another, "
-                "e.g. 30x128+16/1"
+                "@RATE~SPREAD for a stream, e.g. 200x1024+256@10~0.5, and /1 for requests one by one, e.g. "
+                "30x128+16/1"
             )
         rate, at_once = float(match[4]) if match[4] else None, int(match[5]) if match[5] else None
         return cls(int(match[1]), int(match[2]), int(match[3]), rate, float(match[6] or 0), at_once)

@@ -11,6 +11,9 @@ import pytest
 from vllm.platforms import current_platform
 
 from benchmarks.proof.outcomes import SKIPPED, read_outcomes
+from benchmarks.proof.proving import STEPS
+from benchmarks.proof.report import PROOF, read_found
+from benchmarks.proof.steps import DONE, read_steps
 from benchmarks.speed.results import read_cells
 from tests import programs
 
@@ -30,11 +33,22 @@ def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> 
     cells = read_cells(output)
     assert not [cell["failure"] for cell in cells if "failure" in cell]
     subjects = {cell["parameters"]["subject"] for cell in cells if cell["part"] == "serving"}
-    assert subjects == {"w8a8", "w4a16", "flexquant:phase-batch", "flexquant:w8a8"}
+    assert subjects == {"w8a8", "w8a8:again", "flexquant:w8a8"}
     assert [cell for cell in cells if cell["part"] == "kernels"]
-    proof = (output / "proof.md").read_text()
+    steps = read_steps(output)
+    assert [step.name for step in STEPS] == list(steps)
+    assert {step["state"] for step in steps.values()} == {DONE}
+    proof = (output / PROOF).read_text()
     assert proof in done.stdout
     assert "\n! kernel     w4a16: " in proof or "\n  kernel     w4a16: " in proof
     claims = [line for line in proof.splitlines() if line.startswith("| ") and "**" in line]
-    assert len(claims) == 10 and all("**not shown**" in claim for claim in claims)
-    assert sum("too few rounds" in claim for claim in claims) == 6
+    assert claims and all("**not shown**" in claim for claim in claims)
+    found = read_found(output)
+    assert {runner: list(prompts) for runner, prompts in found.first_tokens.items()} == {
+        runner: ["12 tokens"] for runner in ("V2", "V1")
+    }
+    assert {len(rounds) for policies in found.live.values() for rounds in policies.values()} == {1}
+    measured = [claim for claim in claims if "not measured" not in claim and "not run" not in claim]
+    assert sum("too few rounds" in claim for claim in measured) == 8
+    again = programs.run(command, timeout=300, environment=programs.newcomers_environment())
+    assert "== " not in again.stdout, "everything is done already"

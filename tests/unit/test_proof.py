@@ -1,33 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a proof says of its claims, from outcomes and cells; and that no outcome is lost or asked twice."""
+"""What a proof says of its claims, from outcomes and cells."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.proof.claims import CONTRADICTED, NOT_SHOWN, SHOWN, TESTED, Verdict, judge
-from benchmarks.proof.outcomes import FAILED, PASSED, SKIPPED, VARIABLE, Outcomes, read_outcomes
-from benchmarks.proof.proving import OVERHEAD, SERVING, kv_cache_gib
-from benchmarks.speed.shapes import SHAPES
+from benchmarks.proof.claims import (
+    CONTRADICTED,
+    COPY,
+    FIRST_TOKEN,
+    LIVE,
+    NOT_SHOWN,
+    SERVERS,
+    SHOWN,
+    TESTED,
+    TESTS,
+    Found,
+    Verdict,
+    judge,
+)
+from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, Outcomes
+from benchmarks.proof.side_by_side import OVERHEAD, SERVING
 from flexquant.measuring.comparison import compare
 
-ROOT = Path(__file__).parents[2]
 ALONE, BATCH, _ = SERVING
 GRAPHS = TESTED["test_graph_modes.py"]
-ONE, OTHER = "tests/gpu/test_graph_modes.py::test_a", "tests/gpu/test_graph_modes.py::test_b"
+ONE, OTHER = "tests/gpu/test_graph_modes.py::test_a[V1-x]", "tests/gpu/test_graph_modes.py::test_b[V1]"
 
 
-def verdict(claim: str, outcomes: Outcomes | None = None, unfinished: Any = (), cells: Any = ()) -> Verdict:
-    (found,) = [v for v in judge(outcomes or {}, unfinished, cells) if claim in v.claim]
-    return found
+def verdict(
+    question: str,
+    claim: str,
+    outcomes: Outcomes | None = None,
+    cells: Any = (),
+    first_tokens: Any = None,
+    live: Any = None,
+) -> Verdict:
+    found = Found(outcomes or {}, cells, first_tokens or {}, live or {})
+    (one,) = [verdict for verdict in judge(found)[question] if claim in verdict.claim]
+    return one
 
 
 @pytest.mark.parametrize(
@@ -46,8 +60,11 @@ def test_a_claim_of_tests_is_shown_by_all_and_contradicted_by_one(
     outcomes: list[str], unfinished: list[str], expected: str
 ) -> None:
     found = {test: {"outcome": outcome} for test, outcome in zip((ONE, OTHER), outcomes, strict=False)}
-    assert verdict(GRAPHS, found, unfinished).verdict == expected
-    assert verdict(TESTED["test_tune.py"], found, unfinished).verdict == NOT_SHOWN
+    found |= {test: {"outcome": NOT_RUN} for test in unfinished}
+    assert verdict(TESTS, GRAPHS, found).verdict == expected
+    assert verdict(TESTS, TESTED["test_tune.py"], found).verdict == NOT_SHOWN
+    assert verdict(TESTS, "V1 runner", found).verdict == (NOT_SHOWN if ONE not in found else expected)
+    assert verdict(TESTS, "V2 runner", found).verdict == NOT_SHOWN
 
 
 def cells(part: str, workload: Any, times: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -81,74 +98,87 @@ def cells(part: str, workload: Any, times: dict[str, list[float]]) -> list[dict[
 def test_equality_is_shown_within_three_percent_by_five_rounds(times: list[float], expected: str) -> None:
     static = [1.0] * len(times)
     overhead = cells("overhead", OVERHEAD[0], {"w8a8": static, "flexquant:w8a8": times})
-    assert verdict("nothing over stock vLLM: time per token", cells=overhead).verdict == expected
+    assert verdict(SERVERS, "nothing over stock vLLM: time per token", cells=overhead).verdict == expected
     decode = cells("serving", ALONE, {"w4a16": static, "flexquant:phase-batch": times})
-    assert verdict("at the pace of static W4A16", cells=decode).verdict == expected
-    assert verdict("at the pace of static W4A16", cells=overhead).evidence == "not measured"
+    assert verdict(SERVERS, "at the pace of static W4A16", cells=decode).verdict == expected
+    assert verdict(SERVERS, "at the pace of static W4A16", cells=overhead).evidence == "not measured"
     words = compare(times).words()
-    assert verdict("at the pace of static W4A16", cells=decode).evidence.endswith(f"), {words}")
+    assert verdict(SERVERS, "at the pace of static W4A16", cells=decode).evidence.endswith(f"), {words}")
     prefill = cells("serving", BATCH, {"w8a8": static, "flexquant:phase-batch": times})
-    assert verdict("has its first tokens", cells=prefill).verdict == expected
+    assert verdict(SERVERS, "has its first tokens", cells=prefill).verdict == expected
 
 
 @pytest.mark.parametrize(("milliseconds", "expected"), [(0.9, SHOWN), (1.0, NOT_SHOWN), (1.1, CONTRADICTED)])
 def test_a_higher_rate_is_shown_beyond_the_interval(milliseconds: float, expected: str) -> None:
     both = cells("serving", BATCH, {"w8a8": [1.0] * 6, "flexquant:phase-batch": [milliseconds] * 6})
-    assert verdict("more tokens a second than under static W8A8", cells=both).verdict == expected
+    assert verdict(SERVERS, "more tokens a second than under static W8A8", cells=both).verdict == expected
 
 
 @pytest.mark.parametrize(("milliseconds", "expected"), [(0.9, SHOWN), (1.0, NOT_SHOWN), (1.1, CONTRADICTED)])
 def test_less_time_is_shown_below_the_interval(milliseconds: float, expected: str) -> None:
     both = cells("serving", BATCH, {"w4a16": [1.0] * 6, "flexquant:one-copy": [milliseconds] * 6})
-    assert verdict("prefills a batch sooner than static W4A16", cells=both).verdict == expected
+    assert verdict(SERVERS, "prefills a batch sooner than static W4A16", cells=both).verdict == expected
 
 
-def test_the_kv_cache_holds_the_largest_workload() -> None:
-    shape = SHAPES["llama-3.1-8b"]
-    tokens = kv_cache_gib(shape, SERVING) * 2**30 / shape.kv_bytes_per_token
-    assert tokens == pytest.approx(1.1 * 32 * (512 + 64) * 1.5, rel=0.01)
+def test_a_second_server_that_is_slower_takes_the_certainty() -> None:
+    both = {"w8a8": [1.0] * 6, "flexquant:phase-batch": [0.9] * 6}
+    claim = "more tokens a second than under static W8A8"
+    assert verdict(SERVERS, claim, cells=cells("serving", BATCH, both)).verdict == SHOWN
+    again = both | {"w8a8:again": [1.2] * 6}
+    assert verdict(SERVERS, claim, cells=cells("serving", BATCH, again)).verdict == NOT_SHOWN
 
 
-TESTS = """
-import time
-def test_good(): pass
-def test_bad(): assert 1 == 2
-def test_slow(): time.sleep(600)
-"""
+@pytest.mark.parametrize(("milliseconds", "expected"), [(0.6, SHOWN), (1.0, NOT_SHOWN), (1.1, CONTRADICTED)])
+def test_policies_on_one_server_are_judged_by_their_rounds(milliseconds: float, expected: str) -> None:
+    def rounds(time: float) -> list[dict[str, Any]]:
+        return [c["result"] for c in cells("serving", ALONE, {"any": [time] * 5})]
+
+    live = {ALONE.name: {"w8a8": rounds(1.0), "w4a16": rounds(1.0), "phase-batch": rounds(milliseconds)}}
+    assert verdict(LIVE, "a batch is decoded sooner", live=live).evidence == "not measured"
+    (one, *_) = judge(Found({}, (), {}, live))[LIVE]
+    assert one.claim.startswith("one sequence is decoded sooner") and one.verdict == expected
+    cut_off = {ALONE.name: {"w8a8": rounds(1.0)[:4], "w4a16": [], "phase-batch": rounds(milliseconds)[:4]}}
+    assert judge(Found({}, (), {}, cut_off))[LIVE][0].verdict == NOT_SHOWN
 
 
-def test_outcomes_are_there_when_a_run_is_stopped_and_what_passed_is_not_run_again(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(TESTS)
-    file = tmp_path / "tests.jsonl"
-
-    def start(*arguments: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.proof.outcomes", "--rootdir", ".", "."]
-        environment = {**os.environ, VARIABLE: str(file), "PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(
-            [*command, *arguments], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL
-        )
-
-    with start() as process:
-        for _ in range(600):
-            if len(read_outcomes(file)) == 2:
-                break
-            time.sleep(0.1)
-        process.kill()
-    found = read_outcomes(file)
-    assert {test: o["outcome"] for test, o in found.items()} == {
-        "test_it.py::test_good": PASSED,
-        "test_it.py::test_bad": FAILED,
+@pytest.mark.parametrize(
+    ("low", "high", "rounds", "expected"),
+    [
+        (-0.1, 0.2, 100, SHOWN),
+        (0.1, 0.5, 100, NOT_SHOWN),
+        (0.4, 0.9, 100, CONTRADICTED),
+        (0, 0.1, 29, NOT_SHOWN),
+    ],
+)
+def test_a_first_token_may_come_three_percent_late(
+    low: float, high: float, rounds: int, expected: str
+) -> None:
+    own = {"median_ms": 10.1, "beyond_vllm": {"ms": 0.1, "low": low, "high": high}}
+    modes = {
+        "all": {"first": own, "later": own},
+        "vllm": {w: {"median_ms": 10.0} for w in ("first", "later")},
     }
-    assert "assert 1 == 2" in found["test_it.py::test_bad"]["reason"]
-    with start("-k", "not slow") as process:
-        assert process.wait(60) == 1
-    lines = file.read_text().splitlines()
-    assert [line.count("test_bad") > 0 for line in lines] == [False, True, True]
-
-
-def test_a_line_cut_off_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "tests.jsonl").write_text(
-        '{"test": "a", "outcome": "passed", "seconds": 1}\n{"test": "b", "ou'
+    first_tokens = {"V2": {"128 tokens": {"rounds": rounds, "modes": modes}}}
+    found = verdict(FIRST_TOKEN, "V2 runner: first token", first_tokens=first_tokens)
+    assert found.verdict == expected and "+0.100 ms" in found.evidence
+    assert (
+        verdict(FIRST_TOKEN, "V1 runner: first token", first_tokens=first_tokens).evidence == "not measured"
     )
-    assert list(read_outcomes(tmp_path / "tests.jsonl")) == ["a"]
-    assert read_outcomes(tmp_path / "none.jsonl") == {}
+
+
+@pytest.mark.parametrize(
+    ("copy", "expected"),
+    [((90, 85, 95), SHOWN), ((100, 95, 105), NOT_SHOWN), ((120, 115, 125), CONTRADICTED)],
+)
+def test_a_kernel_is_sooner_beyond_its_quartiles(copy: tuple[int, int, int], expected: str) -> None:
+    def found(middle: float, low: float, high: float) -> dict[str, Any]:
+        return {"microseconds": middle, "microseconds_quartiles": [low, high]}
+
+    def cell(tokens: int, copied: tuple[int, int, int]) -> dict[str, Any]:
+        sizes = {"layer": "o_proj", "outputs": 8, "inputs": 8, "tokens": tokens}
+        result = {"one-copy": found(*copied), "w4a16": found(100, 98, 103)}
+        return {"part": "kernels", "parameters": sizes, "result": result}
+
+    measured = [cell(512, (500, 490, 510)), cell(2048, copy), cell(8192, (90, 85, 95))]
+    assert verdict(COPY, "INT8 from one copy", cells=measured).verdict == expected
+    assert verdict(COPY, "INT8 from one copy", cells=measured[:1]).evidence == "not measured"
