@@ -173,8 +173,8 @@ def _check_one_copy(loaded: LoadedBytes, one: Choice, memory: int) -> None:
     advice = f"; {SOURCE} alone fits: serve by that policy" if alone <= memory else ""
     raise FlexQuantError(
         f"one copy takes {format_bytes(least)} a rank, more than the {format_bytes(memory)} there are for "
-        f"weights: {format_bytes(alone)} of weights, and {format_bytes(least - alone)} to compute INT8 weights "
-        f"in; give --memory {math.ceil(least / 2**20)}MiB or more, or fewer --kv-tokens{advice}"
+        f"weights: {format_bytes(alone)} of weights, and {format_bytes(least - alone)} to compute INT8 "
+        f"weights in; give --memory {math.ceil(least / 2**20)}MiB or more, or fewer --kv-tokens{advice}"
     )
 
 
