@@ -21,6 +21,8 @@ OTHER_TOWERS = re.compile(r"vision|visual|audio|image|mtp", re.IGNORECASE)
 """Matches in the name of a stack of layers that is not the language model's decoder."""
 TOP = re.compile(r"^(?:model\.)?[^.]+(?=\.)")
 """Matches the outermost module below the model in a tensor's name."""
+ATTENTION = re.compile(r"\.(self_attn|mixer\.k_proj)\.")
+"""Matches in the name of a tensor of an attention layer."""
 HEAD = re.compile(r"(^|\.)lm_head\.")
 FUSED = {
     "q_proj": "qkv_proj",
@@ -51,9 +53,12 @@ def is_in(name: str, layers: Collection[int]) -> bool:
 
 
 def decoder_roots(tensors: Iterable[str]) -> set[str]:
-    """Return the prefixes of ``layers.`` in the names of decoder layers' tensors, e.g. ``model.``."""
-    inside = (decoder_layer(name) for name in tensors if ".self_attn." in name)
-    stacks = {match["stack"] for match in inside if match and match["index"] == "0"}
+    """Return the prefixes of ``layers.`` in the names of decoder layers' tensors, e.g. ``model.``.
+
+    A stack counts if one of its layers holds attention; a first layer may hold a state instead.
+    """
+    inside = (decoder_layer(name) for name in tensors if ATTENTION.search(name))
+    stacks = {match["stack"] for match in inside if match}
     return {stack.removesuffix(STACK) for stack in stacks if stack.endswith(STACK)}
 
 

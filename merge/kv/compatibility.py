@@ -18,6 +18,26 @@ tensors that no layer of transformers reads. Rotating the whole residual stream 
 K and V but changes their matrices: the rotation is found from the embeddings (`residual_basis`) and undone,
 and layers are compared up to the cache only.
 
+States. Linear attention (gated delta net, Kimi's), state spaces (Mamba) and short convolutions carry a state
+from token to token, and a variant reads what another wrote there. What a layer writes into transformers'
+cache (`written_cache`) is compared like K and V, after more tokens: the state itself, and all inputs of a
+convolution, the last of which are its state. Gradients tell the rows that reach it: those of q, k, v and the
+gates of input and forgetting, not those of the gate behind the state. A projection or gate that one variant
+alone quantises is noise like any other. A state that transformers does not keep in its cache is refused.
+
+    Noise of matrices does not grow with the length, so its bounds are those of K and V. A head that keeps the
+    share exp(-g) of its state from token to token, g = exp(A_log) softplus(a + dt_bias), forgets errors as it
+    forgets tokens. If noise moves a by d, g is off by a share of at most d, as softplus' <= softplus; what
+    was written n tokens ago is off by n g d, and weighs exp(-n g): at most d / e, whatever n is. The delta
+    rule, I - b k k^T with |k| = 1, does not enlarge errors either. Measured on random layers of Qwen3-Next
+    and Granite 4, INT8 against INT4 (their matrices are 0.10 apart): the state's relative error is 0.12 to
+    0.20 after 12, 48, 192, 768 and 3072 tokens alike, for heads that forget at once or after a thousand.
+
+    A parameter that the state is computed with (A_log, dt_bias, conv1d, norms inside) could add up unseen:
+    in a head that forgets slowly, another A_log shows after thousands of tokens only. So each of its numbers
+    may differ by the rounding of its dtype and no more. Gradients tell these parameters too; no method of
+    quantising changes them.
+
 What a difference forbids. These forbid a shared cache: a difference in a row that reaches the cache, in a
 parameter, in a 16-bit matrix, or in a module outside of the layers; another matrix that differs by more than
 quantisation ever explains (`ERROR_CAP`, `OF_ANOTHER`); and columns that are larger or smaller on the whole,

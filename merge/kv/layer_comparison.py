@@ -32,11 +32,19 @@ from flexquant.merge.kv.agreement import (
 )
 from flexquant.merge.kv.all_else import ROUNDING, changed, column_factors, excess, explain_difference
 from flexquant.merge.kv.expert_comparison import Columns, compare_experts, equal_but_for_columns
-from flexquant.merge.kv.layer_pass import CALL, LayerPass, cut_off, rows_cached, run_pass
+from flexquant.merge.kv.layer_pass import (
+    CALL,
+    LayerPass,
+    cut_off,
+    parameters_of_states,
+    rows_cached,
+    run_pass,
+)
 from flexquant.merge.kv.sampling import row_numbers, sample_rows
 from flexquant.merge.kv.scaled_rows import MatrixSums, sum_products
 from flexquant.merge.kv.skeleton import Skeleton, is_experts, is_linear, shape_of
 from flexquant.merge.kv.variant_weights import VariantWeights
+from flexquant.merge.kv.written_cache import WITH_HEADS
 
 LATENT_UP = "kv_b_proj"
 """Projection that expands the latent KV cache; vLLM's attention layer, which all variants share, holds it."""
@@ -49,8 +57,9 @@ OF_ANOTHER = 2.0
 """Multiple of the allowed error above which a matrix is another model's; GPTQ once reached half of it."""
 LEAST_COLUMN = 0.1
 """Least weight of a matrix's column, as a share of the mean, however small its inputs were."""
-RowsCached = dict[object, dict[str, torch.Tensor]]
-"""Names and shapes of the matrices in a layer -> `rows_cached` of such a layer."""
+IN_A_STATE = "a state is computed with, where a difference adds up from token to token"
+RowsCached = dict[object, tuple[dict[str, torch.Tensor], set[str]]]
+"""Names and shapes of a layer's matrices -> its `rows_cached` and `parameters_of_states`."""
 
 
 class LayerComparison:
@@ -77,7 +86,7 @@ class LayerComparison:
         self._tensors = (weights[0].layer(layer), weights[1].layer(layer))
         self._parameters = (weights[0].load_parameters(layer), weights[1].load_parameters(layer))
         self._pass = partial(run_pass, skeleton, layer, until_cached=rotation is not None)
-        self._seen, self._rows = self._run_reference()
+        self._seen, (self._rows, self._of_states) = self._run_reference()
         self._run = partial(self._pass, reference=self._seen)
         self._cached_rows_differ = False
         self._turned: set[str] = set()
@@ -139,23 +148,26 @@ class LayerComparison:
                     )
 
     def _compare_beside_matrices(self, steps: Mapping[str, float]) -> None:
-        """Compare a router's parameters beside its matrix, which passes with equal answers do not show."""
+        """Compare parameters whose differences a pass does not show, or not after so few tokens."""
         matrices = self._skeleton.matrices(self._layer)
         a, b = self._parameters
         for name in a:
             router, _, own = name.rpartition(".")
-            beside = router in matrices and own != "weight" and not is_linear(matrices[router])
-            if beside and excess(a[name], b[name], steps[name] * b[name].abs() / ROUNDING) > 1:
-                self._refuse(f"layer {self._layer} {name}, which helps to choose experts, differs")
+            use = IN_A_STATE if name in self._of_states else ""
+            if router in matrices and own != "weight" and not is_linear(matrices[router]):
+                use = "helps to choose experts"
+            if use and excess(a[name], b[name], steps[name] * b[name].abs() / ROUNDING) > 1:
+                self._refuse(f"layer {self._layer} {name}, which {use}, differs")
 
-    def _run_reference(self) -> tuple[LayerPass, dict[str, torch.Tensor]]:
-        """Run the reference's layer; return the pass, and which rows of its matrices reach the cache."""
-        matrices = self._skeleton.matrices(self._layer)
+    def _run_reference(self) -> tuple[LayerPass, tuple[dict[str, torch.Tensor], set[str]]]:
+        """Run the reference's layer; return the pass, and what ``RowsCached`` says of such a layer."""
+        matrices, parameters = self._skeleton.matrices(self._layer), self._parameters[1]
         kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
-        known = self._known_rows.get(kind)
-        seen = self._pass(self._parameters[1], with_gradients=known is None)
-        if known is None:
-            known = self._known_rows[kind] = rows_cached(seen)
+        if (known := self._known_rows.get(kind)) is not None:
+            return cut_off(self._pass(parameters)), known
+        parameters = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        seen = self._pass(parameters, with_gradients=True)
+        known = self._known_rows[kind] = rows_cached(seen), parameters_of_states(seen, parameters)
         return cut_off(seen), known
 
     def _compare_matrix(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
@@ -201,8 +213,8 @@ class LayerComparison:
         if self._skeleton.stands_in and name in self._rows:  # its rows may lie in another order
             cached = torch.ones_like(cached)
         if rows := _ranges(cached):
-            width = next(iter(self._seen.results.values())).shape[-1]
-            heads = None if int(cached.sum()) % width else width
+            widths = (self._seen.results[of].shape[-1] for of in WITH_HEADS if of in self._seen.results)
+            heads = next((width for width in widths if int(cached.sum()) % width == 0), None)
             agreement = judge_matrices(self._sums(name, rows, columns), heads, row_numbers=row_numbers(rows))
             self._note(name, modules, agreement, cached=True)
         others = _ranges(~cached)

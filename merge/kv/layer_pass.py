@@ -19,6 +19,7 @@ from flexquant.merge.kv.skeleton import (
     is_linear,
     random,
 )
+from flexquant.merge.kv.written_cache import is_state
 
 OUTPUT = "the layer's output"
 CALL = ", call "
@@ -39,7 +40,7 @@ class LayerPass:
     answers: dict[str, Answer] = field(default_factory=dict)
     """Output that each matrix was given in place of its product."""
     results: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Cached K and V, and the layer's output, float32."""
+    """Cached K and V, states, and the layer's output, float32."""
 
 
 def run_pass(
@@ -85,7 +86,7 @@ def run_pass(
         hidden = hidden @ rotation
     with torch.set_grad_enabled(with_gradients):
         cached, output = skeleton.run(layer, parameters, answer, hidden, until_cached)
-    seen.results = {f"{'KV'[i % 2]} in the cache": tensor for i, tensor in enumerate(cached)}
+    seen.results = dict(cached)
     if output is not None:
         seen.results[OUTPUT] = output
     return seen
@@ -109,6 +110,18 @@ def rows_cached(seen: LayerPass) -> dict[str, torch.Tensor]:
             cached[matrix] = cached.get(matrix, rows) | rows
             targets.append(seen.inputs[name])
     return cached
+
+
+def parameters_of_states(seen: LayerPass, parameters: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names of the ``parameters`` that a state is computed with; needs gradients of them."""
+    states = {
+        name: tensor for name, tensor in seen.results.items() if is_state(name) and tensor.requires_grad
+    }
+    if not states:
+        return set()
+    total = torch.stack([(t * random(name, tuple(t.shape))).sum() for name, t in states.items()]).sum()
+    gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, retain_graph=True)
+    return {name for name, found in zip(parameters, gradients, strict=True) if found is not None}
 
 
 def _rows_reaching(targets: list[torch.Tensor], y: torch.Tensor) -> torch.Tensor:

@@ -23,15 +23,17 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import no_init_weights
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.merge.kv.written_cache import Enough, Written, is_state
 
 TOKENS = 12
 """Tokens that a layer runs on."""
+TOKENS_WITH_STATES = 48
+"""Tokens that a layer of a model with states runs on."""
 EXPERTS = "experts"
 """Last part of the name of the module that holds a layer's routed experts."""
 
@@ -40,33 +42,6 @@ Answer: TypeAlias = "torch.Tensor | tuple[Answer, ...]"
 OwnForward = Callable[..., Answer]
 MatrixForward = Callable[[str, nn.Module, OwnForward, tuple[object, ...]], Answer]
 """Called with a matrix's name in its layer, module, own forward and arguments; returns its output."""
-
-
-class Enough(Exception):
-    """Raised to end a pass once the cache is written."""
-
-
-class Written(DynamicCache):
-    """A cache that also keeps the tensors that were written into it."""
-
-    def __init__(self, config: PretrainedConfig, ends_pass: bool = False) -> None:
-        super().__init__(config=config)
-        self.ends_pass = ends_pass
-        self.tensors: list[torch.Tensor] = []
-        """K [1, heads, tokens, head size], then V."""
-
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.tensors += [key_states, value_states]
-        if self.ends_pass:
-            raise Enough
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 class Skeleton:
@@ -78,6 +53,7 @@ class Skeleton:
         """Whether it is another model than the sources', whose norms may use their weights differently."""
         written = {key: value for key, value in config.items() if key != "quantization_config"}
         self._config: PretrainedConfig = AutoConfig.for_model(**written).get_text_config()
+        self._config._is_quantized = True  # Jamba calls dt_proj then, instead of reading its weight
         with _parameters_on_meta(), no_init_weights():
             self._model: PreTrainedModel = AutoModel.from_config(
                 self._config, dtype=torch.float32, attn_implementation="eager"
@@ -95,6 +71,9 @@ class Skeleton:
         ]
         self._calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
         self._cache = Written(self._config)
+        self._written_before: list[int] = []
+        """Number of tensors that the cache was given before each layer, and after the last one."""
+        self._tokens = TOKENS_WITH_STATES if self._cache.has_states else TOKENS
         self.before_layers: set[str] = set()
         """Modules outside of the layers, without the embeddings, that run before the last layer."""
         self._see_calls()
@@ -121,6 +100,15 @@ class Skeleton:
         """Return the shapes of the parameters that ``run`` takes: all but weights of Linears and experts."""
         return self._parameters[layer]
 
+    def writes(self, layer: int) -> list[str]:
+        """Return the names of what a layer writes into its cache, in the order of writing."""
+        first, behind = self._written_before[layer : layer + 2]
+        return [name for name, _ in self._cache.tensors[first:behind]]
+
+    def keeps_state(self, layer: int) -> bool:
+        """Whether a layer writes more than K and V."""
+        return any(is_state(name) for name in self.writes(layer))
+
     def run(
         self,
         layer: int,
@@ -128,13 +116,16 @@ class Skeleton:
         answer: MatrixForward,
         hidden: torch.Tensor,
         until_cached: bool = False,
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Run a layer on hidden states [1, tokens, hidden]; return what it cached and its output.
+    ) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor | None]:
+        """Run a layer on hidden states [1, tokens, hidden]; return what it cached, by name, and its output.
 
         ``until_cached`` ends the pass once the cache is written; the output is then None.
         """
         args, kwargs = self._calls[layer]
-        cache = Written(self._config, until_cached)
+        writes = len(self.writes(layer))
+        if until_cached and not writes:
+            return [], None
+        cache = Written(self._config, writes if until_cached else None)
 
         def own(value: object) -> object:  # layers share caches and mappings, and write into them
             return (
@@ -157,7 +148,7 @@ class Skeleton:
 
     def hidden(self, layer: int) -> torch.Tensor:
         """Return hidden states for a layer: standard normal, the same at every call."""
-        return random(f"layer {layer}", (1, TOKENS, self._config.hidden_size))
+        return random(f"layer {layer}", (1, self._tokens, self._config.hidden_size))
 
     @cached_property
     def _conversions(self) -> tuple[list[WeightRenaming], list[WeightConverter]]:
@@ -171,6 +162,7 @@ class Skeleton:
 
         def see(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             self._calls.append((args, kwargs))
+            self._written_before.append(len(self._cache.tensors))
 
         def see_outer(name: str) -> Callable[..., None]:
             def seen(*_: object) -> None:
@@ -186,15 +178,16 @@ class Skeleton:
         ones = {
             name: torch.ones((), dtype=torch.float32).expand(tensor.shape)
             for name, tensor in self._model.named_parameters()
-            if tensor.device.type == "meta" and tensor.ndim < 3
+            if tensor.device.type == "meta" and not is_experts(name.rpartition(".")[0])
         }
         with torch.no_grad():
-            tokens = torch.arange(TOKENS)[None]
+            tokens = torch.arange(self._tokens)[None]
             functional_call(
                 self._model,
                 ones,
                 kwargs={"input_ids": tokens, "past_key_values": self._cache, "use_cache": True},
             )
+        self._written_before.append(len(self._cache.tensors))
         for hook in hooks:
             hook.remove()
         if len(self._calls) != len(self.layers):

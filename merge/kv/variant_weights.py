@@ -28,6 +28,8 @@ STATE = re.compile(r"\.(A_log|conv1d\.weight|conv\.weight)$")
 """End of the name of a tensor in a module that carries a state from token to token."""
 INDEXER = ".self_attn.indexer."
 """Part of the name of a tensor of sparse attention, which has a cache of its own."""
+EMBEDDINGS = ("embed_tokens", "embeddings")
+"""Names of the token embeddings, beside the decoder's layers."""
 WEIGHTS = ("weight", "weight_packed")
 EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<matrix>.+)$")
 """Name of an expert's matrix in its layer."""
@@ -126,12 +128,13 @@ class VariantWeights:
     @property
     def embeddings_name(self) -> str:
         """The module of the token embeddings; raises FlexQuantError where there is none."""
-        name = f"{self._root}embed_tokens"
-        if not any(f"{name}.{own}" in self.source.tensors for own in WEIGHTS):
-            raise FlexQuantError(
-                f"variant '{self.source.name}' has no '{name}', so its residual stream cannot be compared"
-            )
-        return name
+        for name in (f"{self._root}{module}" for module in EMBEDDINGS):
+            if any(f"{name}.{own}" in self.source.tensors for own in WEIGHTS):
+                return name
+        raise FlexQuantError(
+            f"variant '{self.source.name}' has no '{self._root}{EMBEDDINGS[0]}', so its residual stream "
+            "cannot be compared"
+        )
 
     def embeddings(
         self, rows: Sequence[range] | None = None, chunk_weights: int = CHUNK_WEIGHTS
@@ -164,11 +167,11 @@ class VariantWeights:
         tensors, matrices = self._layers[layer], self._skeleton.matrices(layer)
         module, _, own = name.rpartition(".")
         local = name[start:]
-        if STATE.search(name) or INDEXER in name:
+        if INDEXER in name or (STATE.search(name) and not self._skeleton.keeps_state(layer)):
             raise FlexQuantError(
                 f"layer {layer} of variant '{self.source.name}' has a state or a cache of its own in "
-                f"'{module}' that is not compared; only models with plain or latent attention in every layer "
-                "can be merged"
+                f"'{module}', which transformers does not keep in the cache of its model, so it cannot be "
+                "compared and the model cannot be merged"
             )
         matrix = self._skeleton.rename(layer, f"{local.removesuffix(f'.{own}')}.weight").removesuffix(
             ".weight"

@@ -80,6 +80,15 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32},
     "vaultgemma": {"query_pre_attn_scalar": 32},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "num_key_value_heads": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 32,
+    },
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "deepseek_v2": {"num_key_value_heads": 4},
     "deepseek_v3": {"topk_method": "noaux_tc", "head_dim": 64, "num_key_value_heads": 4},
@@ -117,6 +126,7 @@ OF_ONE: dict[str, dict[str, Any]] = {
         "moe_layer_freq": [0, 1, 1, 1],
         "layernorm_epsilon": 1e-5,
     },
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp"]},
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,

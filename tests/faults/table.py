@@ -18,6 +18,7 @@ from tests.faults.planted.reading import READING
 from tests.faults.planted.records import RECORDS
 from tests.faults.planted.searching import SEARCHING
 from tests.faults.planted.serving import SERVING
+from tests.faults.planted.states import IN_STATES
 from tests.faults.planted.tuning import TUNING
 from tests.faults.planted.writing import WRITING
 
@@ -29,6 +30,7 @@ FAULTS: tuple[Fault, ...] = (
     *KERNELS,
     *INPUTS,
     *MERGING,
+    *IN_STATES,
     *WRITING,
     *MEASURING,
     *QUANTISING,

@@ -41,16 +41,6 @@ def test_pure_plans_equal_stock_vllm(architecture, tmp_path):
     run(tmp_path)
 
 
-def test_layers_with_a_state_beside_attention_are_refused(tmp_path):
-    """Falcon-H1's layers have attention, whose caches could be compared, and a state-space mixer."""
-    make_variants("FalconH1ForCausalLM", "falcon_h1", {}, tmp_path)
-    sources = {variant: tmp_path / variant for variant in VARIANTS}
-    with pytest.raises(
-        FlexQuantError, match=r"layer 0 of variant 'w.*' has a state .* 'model.layers.0.mamba'"
-    ):
-        merge_checkpoints(sources, tmp_path / "merged")
-
-
 def test_layers_with_a_state_are_refused_in_a_derived_variant(tmp_path):
     make_variants("FalconH1ForCausalLM", "falcon_h1", {}, tmp_path)
     merge_checkpoints({"w4a16": tmp_path / "w4a16"}, tmp_path / "merged")

@@ -276,14 +276,6 @@ MERGING = (
         ("tests/unit/test_kv_sampling.py::test_neighbouring_layers_compare_other_rows",),
     ),
     Fault(
-        "states-not-compared",
-        "Layers with a state beside attention are merged as if they had none.",
-        "merge/kv/variant_weights.py",
-        "if STATE.search(name) or INDEXER in name:",
-        "if INDEXER in name:",
-        ("tests/integration/test_unlike_llama.py::test_layers_with_a_state_beside_attention_are_refused",),
-    ),
-    Fault(
         "range-of-the-first-and-last",
         "The card tells the first and the last number of many as their range.",
         "merge/card.py",
