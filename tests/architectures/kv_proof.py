@@ -6,12 +6,13 @@
 
 Each parameter of a small random model's first layer, but for those of MLP and experts, is changed in
 turn: another random matrix of the same size takes a matrix' place, and N(0, 0.1) is added to a vector.
-transformers' own model says what that does to its caches, of all layers, from the same
+transformers' own model says what that does to its caches, K, V and states of all layers, from the same
 tokens; the comparison of W8A8 of the model with W4A16 of the changed one says whether they may share a
 cache. Norms are folded too (SmoothQuant), wherever that leaves the model's answers as they are: that has to
 be accepted.
 
-Without names: those architectures that are served. The results lie in tests/architectures/kv_proof.json, and
+Without names: those architectures that are served, and those whose layers carry a state, some of which stock
+vLLM does not serve on a CPU. The results lie in tests/architectures/kv_proof.json, and
 the page about them in merge/KV_PROOF.md.
 """
 
@@ -39,6 +40,9 @@ from tests.architectures.outcomes import RESULTS as SERVED_RESULTS
 from tests.architectures.outcomes import ROOT, SERVED
 from tests.checkpoints import write_checkpoint
 
+HYBRIDS = "Bamba FalconH1 GraniteMoeHybrid Jamba KimiLinear Lfm2 Lfm2Moe NemotronH OlmoHybrid"
+WITH_STATES = [f"{name}ForCausalLM" for name in (*HYBRIDS.split(), "Qwen3_5", "Qwen3_5Moe", "Qwen3Next")]
+"""Architectures whose first layer carries a state."""
 RESULTS = Path(__file__).parent / "kv_proof.json"
 PAGE = ROOT / "merge" / "KV_PROOF.md"
 FIRST_LAYER = ".layers.0."
@@ -63,7 +67,7 @@ class Cell:
 
     parameter: str
     change: float
-    """The largest change of K or V of a layer, as a share of its norm."""
+    """The largest change of K, V or a state of a layer, as a share of its norm."""
     verdict: str
     """One of ``merged``, ``not mixed`` and ``refused``."""
     reason: str
@@ -108,11 +112,21 @@ def _made_of(architecture: str) -> tuple[str, dict[str, Any]]:
 
 
 def caches(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return K and V of every layer, each model asked with the same tokens."""
+    """Return K, V and the states of every layer, each model asked with the same tokens."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=torch.arange(24)[None] * 7 % 250, past_key_values=cache, use_cache=True)
-    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+    written = [
+        tensor
+        for layer in cache.layers
+        for own in ("keys", "values", "conv_states", "recurrent_states")
+        for tensor in parts(getattr(layer, own, None))
+    ]
+    return [tensor for tensor in written if tensor is not None]
+
+
+def parts(written: torch.Tensor | dict[int, torch.Tensor | None] | None) -> list[torch.Tensor | None]:
+    return list(written.values()) if isinstance(written, dict) else [written]
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
@@ -226,10 +240,15 @@ def page(results: dict[str, Any]) -> str:
         "`python -m tests.architectures.kv_proof` changes every parameter of the first layer of a",
         "small random model, but those of MLP and experts: a matrix becomes another random one of the",
         f"same size, and a vector gets N(0, {VECTOR_CHANGE}) added. It compares W8A8 of the model with",
-        "W4A16 of the changed one. A change is the largest one of K or V in any layer of transformers'",
-        f"own model, as a share of its norm; what changes less than {STATED} may be merged. Folded norms",
-        "(SmoothQuant) leave the model as it is, and have to be merged. Every single change is in",
-        "`tests/architectures/kv_proof.json`.",
+        "W4A16 of the changed one. A change is the largest one of K, V or a state in any layer of",
+        f"transformers' own model, as a share of its norm; what changes less than {STATED} may be merged.",
+        "Folded norms (SmoothQuant) leave the model as it is, and have to be merged. Every single change is",
+        "in `tests/architectures/kv_proof.json`.",
+        "",
+        "The first layer of a model with states (linear attention, state spaces, short convolutions) is one",
+        "that carries a state. What such a layer computes its state with is refused for differing at all,",
+        "since a difference may show after thousands of tokens only. Some of these models are not served by",
+        "stock vLLM on a CPU ([which](../flexquant/serving/ARCHITECTURES.md)): here they are compared alone.",
         "",
         f"transformers {versions['transformers']}, torch {versions['torch']}.",
         "",
@@ -249,9 +268,10 @@ def page(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def served() -> list[str]:
+def compared() -> list[str]:
+    """Return the architectures that are served, and those with states."""
     found = json.loads(SERVED_RESULTS.read_text())["architectures"]
-    return [name for name, one in found.items() if one["outcome"] == SERVED]
+    return sorted({*(name for name, one in found.items() if one["outcome"] == SERVED), *WITH_STATES})
 
 
 def main() -> None:
@@ -262,7 +282,7 @@ def main() -> None:
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"architectures": {}}
     results |= {"argv": ["python", "-m", "tests.architectures.kv_proof"], "versions": describe_versions()}
-    for name in args.architectures or served():
+    for name in args.architectures or compared():
         with tempfile.TemporaryDirectory() as work:
             found = list(cells(name, Path(work)))
         wrong = [cell.parameter for cell in found if not cell.is_right]

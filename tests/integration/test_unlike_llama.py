@@ -8,7 +8,7 @@ import pytest
 
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from tests.architectures.chain import OPTIONS, VARIANTS, make_variants, run
+from tests.architectures.chain import OPTIONS, make_variants, run
 from tests.architectures.models import source
 from tests.integration.conftest import engine
 
