@@ -11,6 +11,7 @@ configurations (:class:`SingleVariantParser`) comes before them.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 from functools import partial
@@ -43,11 +44,14 @@ from flexquant.serving.vllm_api import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 WORKER_EXTENSION = "flexquant.serving.worker.worker_extension.FlexQuantWorker"
 VERIFIED = "FLEXQUANT_VERIFIED"
 """Environment variable with the folder that the front end has verified, so that its API servers skip it."""
+
+STATES = ("has_inner_state", "is_attention_free", "is_hybrid", "has_noops", "supports_mamba_prefix_caching")
+"""What vLLM's description of a class says of its layers' states."""
 
 logger = init_logger("vllm.flexquant.registration")
 
@@ -128,6 +132,18 @@ class SingleVariantParser(HFConfigParser):
 
 class FlexQuantModelConfig(VerifyAndUpdateConfig):
     """In the front end, reads the policy for all workers, and refuses early what cannot be served."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        """In the front end, tell vLLM what states the base architecture's layers keep.
+
+        vLLM asks a description of the model's class, and one class serves all text models. ReplaySSM, which
+        keeps counters beside a state, is not offered.
+        """
+        merged = MergedConfig.from_json(model_config.hf_config.quantization_config)
+        base, _ = model_config.registry.inspect_model_cls([merged.base_architecture], model_config)
+        known = {key: getattr(base, key) for key in STATES}
+        model_config._model_info = dataclasses.replace(model_config._model_info, **known)
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase as AttentionLayerBase
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod as UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner as MoERunner
+    from vllm.model_executor.layers.mamba.abstract import MambaBase as MambaBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
     from vllm.model_executor.model_loader.utils import initialize_model as initialize_model
 

@@ -14,7 +14,6 @@ is left over; the step's logits or the next step, whichever comes first, finds i
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -24,17 +23,16 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.moments import CALM, Moment
 from flexquant.policy.schema import Phase
-from flexquant.serving.vllm_api import subclass_attention_backend
+from flexquant.serving.vllm_api import MambaBase, subclass_attention_backend
+from flexquant.serving.worker.state_layers import sharers, shares_state
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
 
     from flexquant.serving.vllm_api import (
         AttentionBackend,
         CommonAttentionMetadata,
         ForwardContext,
-        InputBatch,
     )
 
 
@@ -69,8 +67,6 @@ class Pass(NamedTuple):
 
 
 UNKNOWN = Pass("prefill", 0, 0, 0, 0)
-OF_VLLM = re.compile(r"_.*warmup.*|req_\d+_[0-9a-f]+")
-"""Matches requests that vLLM's runner makes up; names of users' requests begin with a kind or a number."""
 
 
 def describe_pass(
@@ -143,6 +139,7 @@ class PassObserver:
         self._began = began
         self._backends: dict[type[AttentionBackend], type[AttentionBackend]] = {}
         self._first_layer: str | None = None
+        self._sharers: dict[str, list[str]] = {}
         self._unobserved: str | None = None
         self._left_over: Pass | None = None
         self._in_capture = False
@@ -154,7 +151,7 @@ class PassObserver:
         self.is_scheduled = False
         """Whether the pass that was read last is the scheduler's; vLLM's own can come at any time."""
         self.is_of_vllm = False
-        """Whether the next pass has requests of vLLM's own (:func:`observed_model_state`)."""
+        """Whether the next pass has requests of vLLM's own (`model_states`)."""
         self._is_interrupted = False
         self.request_names: Callable[[], Sequence[str]] | None = None
         """Returns the names of the next pass's requests in order; None if requests are not followed."""
@@ -166,14 +163,24 @@ class PassObserver:
 
         A layer that keeps its backend elsewhere cannot be observed: :meth:`check_phases` refuses it.
         """
+        self._sharers = sharers(layers)
+        with_state: str | None = None
         for name, layer in layers.items():
             if isinstance(layer, LayerWithBackend) and (backend := layer.attn_backend) is not None:
-                if backend not in self._backends:
-                    self._backends[backend] = self._observed(backend)
-                layer.attn_backend = self._backends[backend]
+                layer.attn_backend = self._observed_once(backend)
                 self._first_layer = self._first_layer or name
-            else:
+            elif not isinstance(layer, MambaBase):
                 self._unobserved = f"'{name}' ({type(layer).__name__})"
+            elif not shares_state(layer):
+                observed = self._observed_once(layer.get_attn_backend())
+                vars(layer)["get_attn_backend"] = lambda observed=observed: observed
+                with_state = with_state or name
+        self._first_layer = self._first_layer or with_state
+
+    def _observed_once(self, backend: type[AttentionBackend]) -> type[AttentionBackend]:
+        if backend not in self._backends:
+            self._backends[backend] = self._observed(backend)
+        return self._backends[backend]
 
     def check_phases(self) -> None:
         """Raise :class:`FlexQuantError` if prefill and decode cannot be told apart."""
@@ -262,7 +269,21 @@ class PassObserver:
             ) -> object:
                 metadata = super().build(common_prefix_len, common_attn_metadata, *args, **options)
                 metadata.flexquant_pass = observer._describe(common_attn_metadata, self.layer_names)
+                self._describe_to_sharers()
                 return metadata
+
+            def update_block_table(self, *args: object, **options: object) -> object:
+                self._describe_to_sharers()
+                return super().update_block_table(*args, **options)
+
+            def _describe_to_sharers(self) -> None:
+                """Have vLLM give the metadata to those that share a state too.
+
+                The list is vLLM's own. They are not in it before, as vLLM makes a cache for each layer in it.
+                """
+                for name in [name for layer in self.layer_names for name in observer._sharers.get(layer, ())]:
+                    if name not in self.layer_names:
+                        self.layer_names.append(name)
 
             def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> object:
                 with observer._capture():
@@ -274,25 +295,3 @@ class PassObserver:
 def _holds_prompt(common: CommonAttentionMetadata) -> bool:
     """Whether a sequence has tokens of its prompt in the pass, as far as vLLM reports it."""
     return common.is_prefilling is not None and bool(common.is_prefilling.any())
-
-
-def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> type:
-    """Return vLLM's class that prepares the V2 runner's passes, extended to tell ``observer`` of vLLM's own.
-
-    That runner warms up with requests of its own, and keeps data-parallel engines in step with them; only
-    their names tell them from users' requests. The V1 runner makes up such passes without requests.
-    """
-    base: Any
-    if vllm_config.model_config.is_hybrid:
-        from flexquant.serving.vllm_api import MambaHybridModelState as base
-    else:
-        from flexquant.serving.vllm_api import DefaultModelState as base
-
-    class ObservedModelState(base):
-        def prepare_attn(self, input_batch: InputBatch, *args: object, **options: object) -> object:
-            observer.is_of_vllm = any(map(OF_VLLM.fullmatch, input_batch.req_ids))
-            if observer.request_names is not None:
-                observer.request_names = lambda: input_batch.req_ids
-            return super().prepare_attn(input_batch, *args, **options)
-
-    return ObservedModelState

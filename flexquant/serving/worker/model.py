@@ -31,15 +31,17 @@ from flexquant.serving.vllm_api import (
     get_forward_context,
 )
 from flexquant.serving.worker.adapters import offer_to_adapters, share_adapters, tell_devices
-from flexquant.serving.worker.forward_pass import Pass, PassObserver, observed_model_state
+from flexquant.serving.worker.forward_pass import Pass, PassObserver
 from flexquant.serving.worker.graphs import PlanGraphs
 from flexquant.serving.worker.live_policy import LivePolicy
+from flexquant.serving.worker.model_states import observed_model_state
 from flexquant.serving.worker.moments import running_moments
 from flexquant.serving.worker.one_copy import find_scales
 from flexquant.serving.worker.pass_records import PassRecords
 from flexquant.serving.worker.plan_views import build_plan
 from flexquant.serving.worker.policy_change import served_policy
 from flexquant.serving.worker.ranks import check_ranks_agree
+from flexquant.serving.worker.state_layers import HybridModel
 from flexquant.serving.worker.variants import build_variants
 from flexquant.serving.worker.weight_memory import WeightMemory, unpack_the_looked_up
 from flexquant.serving.worker.weights import VariantLoader
@@ -56,7 +58,7 @@ On all pipeline-parallel ranks but the last, it is what the next rank takes as `
 """
 
 
-class FlexQuantForCausalLM(nn.Module, SupportsPP, SupportsEagle, SupportsEagle3, SupportsLoRA):
+class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, SupportsEagle3, SupportsLoRA):
     """Several variants of one causal LM over one KV cache; every forward pass takes one plan.
 
     With pipeline parallelism each rank holds its own decoder layers of every variant. All ranks choose the

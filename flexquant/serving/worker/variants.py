@@ -12,19 +12,19 @@ Modules outside the decoder layers whose tensors are the same in every variant (
 lm_head, what reads images) are replaced in the same way, and so are equal experts (`expert_layers`).
 A *derived* variant (`w4a8`) is its source built again, with other kernels in the INT4 layers alone.
 
-Only the decoder layers that some plan takes from a variant have memory. The others are built with their
-linears and experts on the meta device, so that vLLM's classes find what they need, and are then removed
-(:class:`AbsentLayer`). Modules that variants share in a layer come from the first variant that has the layer.
+Layers that keep a state beside their linears stay with their variant, and share the state (`state_layers`).
+
+Only the decoder layers that some plan takes from a variant have memory (`absent_layers`). Modules that
+variants share in a layer come from the first variant that has the layer.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
@@ -37,10 +37,12 @@ from flexquant.serving.cpu.choosing import choose_cpu_kernels, sizes_by_variant
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     LinearBase,
+    MambaBase,
     ParallelLMHead,
     VocabParallelEmbedding,
     initialize_model,
 )
+from flexquant.serving.worker.absent_layers import layers_here, leave_out, memory_for
 from flexquant.serving.worker.expert_layers import (
     check_precision,
     expert_layers,
@@ -50,19 +52,14 @@ from flexquant.serving.worker.expert_layers import (
     only_experts,
 )
 from flexquant.serving.worker.one_copy import one_copy_of, use_marlin
-from flexquant.serving.worker.plan_views import check_structure, stack_of_layers
+from flexquant.serving.worker.plan_views import check_structure
+from flexquant.serving.worker.state_layers import share_state, share_states_of_view
 from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
 
 if TYPE_CHECKING:
     from flexquant.policy.routes import RouteTable
-    from flexquant.serving.vllm_api import QuantizationConfig, QuantizeMethodBase
 
 LM_HEAD = "lm_head"
-Created = ParamSpec("Created")
-
-
-class AbsentLayer(nn.Module):
-    """Takes the place of a decoder layer that no plan takes from its variant."""
 
 
 def variant_vllm_config(
@@ -115,55 +112,6 @@ def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -
                 parent._modules[name] = replacements[child]
 
 
-@contextmanager
-def memory_for(layers: Collection[int], quant_config: QuantizationConfig | None) -> Iterator[None]:
-    """Build the linears and experts of all decoder layers but ``layers`` on the meta device."""
-    assert quant_config is not None, "every variant is quantised"
-    method_of = quant_config.get_quant_method
-
-    def get_quant_method(layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        method = method_of(layer, prefix)
-        if method is None or is_in(prefix, layers) or isinstance(layer, AttentionLayerBase):
-            return method
-        # A method that transforms a linear's inputs wraps the linear's own; all layers share its matrices.
-        method_of_weights = getattr(method, "quant_method", method)
-        vars(method_of_weights)["create_weights"] = without_memory(method_of_weights.create_weights)
-        return method
-
-    vars(quant_config)["get_quant_method"] = get_quant_method
-    try:
-        yield
-    finally:
-        del vars(quant_config)["get_quant_method"]
-
-
-def without_memory(create: Callable[Created, None]) -> Callable[Created, None]:
-    """Return a function that creates on the meta device what ``create`` creates."""
-
-    def create_without_memory(*args: Created.args, **kwargs: Created.kwargs) -> None:
-        with torch.device("meta"):
-            create(*args, **kwargs)
-
-    return create_without_memory
-
-
-def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, nn.Module]) -> None:
-    """Remove all decoder layers but ``layers`` from a variant, and their experts from ``registered``.
-
-    Their attention stays registered, as its name has a place in the order of the KV cache's layers.
-    """
-    stack = stack_of_layers(variant)
-    for number in layers_here(variant) - set(layers):
-        for experts in expert_layers(stack[number]):
-            del registered[experts.layer_name]
-        stack[number] = AbsentLayer()
-
-
-def layers_here(variant: nn.Module) -> set[int]:
-    """Return the decoder layers that a variant has on this rank; other ranks' layers are empty modules."""
-    return {n for n, layer in enumerate(stack_of_layers(variant)) if any(True for _ in layer.parameters())}
-
-
 def build_variants(
     vllm_config: VllmConfig, merged: MergedConfig, names: list[str], routes: RouteTable, prefix: str
 ) -> dict[str, nn.Module]:
@@ -186,8 +134,10 @@ def build_variants(
     else:
         for name in read_again:
             use_marlin(variants[name])
-    views = {name: one_copy_of(variants[routes.source(name)], name) for name in names if name not in variants}
-    return variants | views
+    for name in [name for name in names if name not in variants]:
+        variants[name] = one_copy_of(variants[routes.source(name)], name)
+        share_states_of_view(variants[name], name, real_context)
+    return variants
 
 
 def build_variant(
@@ -232,6 +182,8 @@ def share_modules(
         if isinstance(layer, AttentionLayerBase):
             if owner(layer_name) == name:
                 real_context[layer_name] = layer
+            elif is_in(layer_name, layers[name]) and isinstance(layer, MambaBase):
+                share_state(layer, name, real_context)
             elif is_in(layer_name, layers[name]):
                 replacements[layer] = real_context[layer_name]
         elif layer not in expert_layers(variant):

@@ -25,6 +25,7 @@ from flexquant.serving.vllm_api import (
     MarlinLinearKernel,
     get__quant_fp8_method,
 )
+from flexquant.serving.worker.state_layers import is_state_layer_or_its_convolution
 
 if TYPE_CHECKING:
     from flexquant.serving.vllm_api import MPLinearKernel
@@ -87,12 +88,15 @@ def is_int4_layer(layer: nn.Module) -> bool:
 def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
     """Return the modules that a derived variant shares with its source: all but the INT4 linear layers.
 
-    Whole expert layers are shared, shared experts included.
+    Whole expert layers are shared, shared experts included. A layer that keeps a state has parameters of its
+    own beside its linears, which may be in INT4: it is not shared, but its norm and linears in 16 bit are.
     """
     return tuple(
         name
         for name, module in variant.named_modules()
-        if (module._parameters or module._buffers) and not is_int4_layer(module)
+        if (module._parameters or module._buffers)
+        and not is_int4_layer(module)
+        and not is_state_layer_or_its_convolution(module)
     )
 
 

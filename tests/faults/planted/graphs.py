@@ -14,7 +14,7 @@ GRAPHS = (
     Fault(
         "warm-up-taken-for-serving",
         "vLLM's own requests, before it captures CUDA graphs, count as the first that are served.",
-        "flexquant/serving/worker/forward_pass.py",
+        "flexquant/serving/worker/model_states.py",
         "observer.is_of_vllm = any(map(OF_VLLM.fullmatch, input_batch.req_ids))",
         "pass",
         (REPLAYS + "[V2-PIECEWISE-by-batch]",),
@@ -57,7 +57,7 @@ GRAPHS = (
     Fault(
         "batches-between-engines-counted",
         "A batch that keeps data-parallel engines in step is in the counters of /metrics.",
-        "flexquant/serving/worker/forward_pass.py",
+        "flexquant/serving/worker/model_states.py",
         r"|req_\d+_[0-9a-f]+",
         "",
         (

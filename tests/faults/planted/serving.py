@@ -103,7 +103,7 @@ SERVING = (
     Fault(
         "unused-layers-with-memory",
         "Layers that no plan takes are built with memory, and left out only then.",
-        "flexquant/serving/worker/variants.py",
+        "flexquant/serving/worker/absent_layers.py",
         "if method is None or is_in(prefix, layers) or",
         "if True or",
         (LOADING + "test_layers_that_no_plan_takes_never_have_memory",),
@@ -111,7 +111,7 @@ SERVING = (
     Fault(
         "shared-matrix-without-memory",
         "A layer that no plan takes makes, without memory, the matrix that it shares with those in use.",
-        "flexquant/serving/worker/variants.py",
+        "flexquant/serving/worker/absent_layers.py",
         'getattr(method, "quant_method", method)',
         "method",
         (LOADING + "test_a_matrix_that_absent_layers_share_has_memory",),

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Serve layers that keep a state (linear attention, Mamba, short convolutions) of several variants.
+
+Such a layer is both what vLLM gives a cache to and what holds the linears that compute the state. So each
+variant keeps its own layer, and all of them read and write *one* state, the cache of the first variant's
+layer. vLLM looks these layers up by name in a pass: the first variant's has the name that vLLM gave it, and
+the others are registered under that name and their variant's. They ask for no cache, so they are in no group
+of vLLM's KV cache, and their `kv_cache` is the first layer's. vLLM also describes a pass to each layer by
+name: `forward_pass` has the description of the first layer given to the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from vllm.model_executor.models import ModelRegistry
+
+from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.serving.vllm_api import LinearBase, MambaBase
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+APART = "@"
+"""Separates a layer's name from its variant; no module's name has it."""
+
+
+def own_name(layer_name: str) -> str:
+    """Return the name that vLLM gave to a layer, from one that may have a variant's name behind it."""
+    return layer_name.partition(APART)[0]
+
+
+def share_state(layer: Any, variant: str, context: dict[str, nn.Module]) -> None:
+    """Register a variant's layer in ``context``, vLLM's layers by name, with the state of the first one."""
+    name = own_name(layer.prefix)
+    if not shares_state(layer):
+        its_class: Any = type(layer)
+        layer.__class__ = _with_the_state_of_another(its_class)
+    vars(layer)["state_of"] = context[name]  # not as a module of this one
+    layer.prefix = f"{name}{APART}{variant}"
+    context[layer.prefix] = layer
+
+
+def share_states_of_view(view: nn.Module, variant: str, context: dict[str, nn.Module]) -> None:
+    """Register the layers of a variant that is a view of another, where they are copies of that one's."""
+    layers: list[Any] = [module for module in view.modules() if isinstance(module, MambaBase)]
+    for layer in layers:
+        if layer is not context[layer.prefix]:
+            share_state(layer, variant, context)
+
+
+def is_state_layer_or_its_convolution(module: nn.Module) -> bool:
+    """Whether a module is a layer with a state, or the convolution of one, of whose weights it has a view."""
+    weight = getattr(module, "weight", None)
+    return isinstance(module, MambaBase) or (
+        isinstance(module, LinearBase) and getattr(weight, "ndim", 0) == 3
+    )
+
+
+@functools.cache
+def _with_the_state_of_another(layer_class: Any) -> type[nn.Module]:
+    """Return a class of layers like ``layer_class`` that compute on the state of another, ``state_of``."""
+
+    class SharesState(layer_class):
+        @property
+        def kv_cache(self) -> tuple[torch.Tensor, ...]:
+            return self.state_of.kv_cache
+
+        @kv_cache.setter
+        def kv_cache(self, value: object) -> None:
+            """Do nothing: where vLLM takes the caches off all layers, it takes the first one's too."""
+
+        def get_kv_cache_spec(self, vllm_config: VllmConfig) -> None:
+            """Ask for no cache."""
+
+    return SharesState
+
+
+def shares_state(layer: object) -> bool:
+    """Whether a layer computes on the state of another one."""
+    return hasattr(layer, "state_of")
+
+
+def sharers(context: Mapping[str, object]) -> dict[str, list[str]]:
+    """Return the name of a layer with a state -> the names under which other variants' layers share it."""
+    found: dict[str, list[str]] = {}
+    for name, layer in context.items():
+        if shares_state(layer):
+            found.setdefault(own_name(name), []).append(name)
+    return found
+
+
+class HybridModel:
+    """What vLLM asks a model about its states, answered by the base architecture's class.
+
+    Whether it asks is in the architecture's description, which `registration` takes from that class too.
+    """
+
+    variants: nn.ModuleDict
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Any:
+        return base_class(vllm_config).get_mamba_state_shape_from_config(vllm_config)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> Any:
+        return base_class(vllm_config).get_mamba_state_dtype_from_config(vllm_config)
+
+    def get_mamba_state_copy_func(self) -> Any:
+        """Answer vLLM before 0.32, which asks for one tuple for all kinds of states."""
+        return self._first_variant().get_mamba_state_copy_func()
+
+    def get_mamba_state_copy_funcs(self, mamba_types: set[Any]) -> Any:
+        return self._first_variant().get_mamba_state_copy_funcs(mamba_types)
+
+    def _first_variant(self) -> Any:
+        return next(iter(self.variants.values()))
+
+
+def base_class(vllm_config: VllmConfig) -> Any:
+    """Return vLLM's class for the architecture that was merged."""
+    model_config = vllm_config.model_config
+    merged = MergedConfig.from_json(model_config.hf_config.quantization_config)
+    return ModelRegistry.resolve_model_cls([merged.base_architecture], model_config=model_config)[0]
