@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.proof.gpu import fitting, free_gib, kv_cache_gib, server_gib
-from benchmarks.proof.steps import FAILED, Outcome, run_bounded
+from benchmarks.proof.steps import FAILED, LOG, Outcome, run_bounded
 from benchmarks.speed.models import open_model
 from benchmarks.speed.servers import Server, ServerError, ServerOptions
 from benchmarks.speed.shapes import SHAPES
@@ -84,7 +84,7 @@ def compare(
         command += ["--serving", *(workload.name for workload in workloads), *rounds]
         command += ["--output", str(output.absolute())]
         left = seconds - (time.monotonic() - began)
-        found = run_bounded(command, left, {**os.environ, ADMIN_KEY: key})
+        found = run_bounded(command, left, {**os.environ, ADMIN_KEY: key}, output.with_name(LOG))
     except ServerError as e:
         return Outcome(FAILED, str(e))
     finally:

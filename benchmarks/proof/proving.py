@@ -33,7 +33,16 @@ from benchmarks.proof.report import (
     write_proof,
 )
 from benchmarks.proof.side_by_side import serving_options
-from benchmarks.proof.steps import DONE, FAILED, OUT_OF_TIME, Outcome, append_step, read_steps, run_bounded
+from benchmarks.proof.steps import (
+    DONE,
+    FAILED,
+    LOG,
+    OUT_OF_TIME,
+    Outcome,
+    append_step,
+    read_steps,
+    run_bounded,
+)
 from benchmarks.speed.models import Model, open_model
 from benchmarks.speed.results import Results
 from benchmarks.speed.shapes import SHAPES
@@ -106,7 +115,10 @@ def first_token(runner: str, proof: Proof, seconds: float) -> Outcome:
     folder = model.without_weights(VARIANTS)
     command = [sys.executable, "-m", "benchmarks.first_token_ab", folder, "--label", runner]
     found = run_bounded(
-        [*command, *arguments, "--output", (proof.output / FIRST_TOKENS).absolute()], seconds, environment
+        [*command, *arguments, "--output", (proof.output / FIRST_TOKENS).absolute()],
+        seconds,
+        environment,
+        proof.output / LOG,
     )
     return found._replace(note=f"{note}{model.name}, dummy weights {found.note}".strip())
 
@@ -159,11 +171,11 @@ def run_tests(file: Path, arguments: list[str], seconds: float) -> Outcome:
         *arguments,
     ]
     environment = {**os.environ, VARIABLE: str(file.absolute())}
-    found = run_bounded([*command, *arguments], seconds, environment, file.with_suffix(".log"))
+    found = run_bounded([*command, *arguments], seconds, environment, file.with_name(LOG))
     left = sum(outcome["outcome"] == NOT_RUN for outcome in read_outcomes(file).values())
     if found.state == OUT_OF_TIME:
         return found._replace(note=f"{left} tests have no outcome yet")
-    return Outcome(DONE, found.note) if read_outcomes(file) else Outcome(FAILED, f"see {file.stem}.log")
+    return Outcome(DONE, found.note) if read_outcomes(file) else Outcome(FAILED, f"see {LOG}")
 
 
 def servers(proof: Proof, seconds: float) -> Outcome:
@@ -188,7 +200,7 @@ def measure(proof: Proof, options: list[str], seconds: float) -> Outcome:
     limits = ["--time-limit", f"{0.75 * seconds:.0f}", "--start-timeout", f"{0.6 * seconds:.0f}"]
     limits += ["--cell-timeout", f"{0.3 * seconds:.0f}"]
     command = [sys.executable, "-m", "benchmarks", "run", *proof.arguments, *options, *limits]
-    return run_bounded(command, seconds, os.environ)
+    return run_bounded(command, seconds, os.environ, proof.output / LOG)
 
 
 STEPS = (

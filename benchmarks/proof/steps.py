@@ -7,13 +7,12 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.speed.results import ROOT
 
-STEPS = "steps.jsonl"
+STEPS, LOG = "steps.jsonl", "log.txt"
 DONE, OUT_OF_TIME, FAILED = "done", "out of time", "failed"
 SECONDS_TO_END = 30
 """Most seconds, of a command's own time, in which it has to stop the servers that it has started."""
@@ -45,11 +44,14 @@ def append_step(folder: Path, name: str, outcome: Outcome, seconds: float, where
 
 
 def run_bounded(
-    command: Sequence[object], seconds: float, environment: Mapping[str, str], log: Path | None = None
+    command: Sequence[object], seconds: float, environment: Mapping[str, str], log: Path
 ) -> Outcome:
-    """Run a command for at most ``seconds``; it is asked to end early enough to end what it has started."""
+    """Run a command for at most ``seconds``; it is asked to end early enough to end what it has started.
+
+    What it prints is appended to ``log``.
+    """
     to_end = min(SECONDS_TO_END, seconds / 5)
-    with open(log, "ab") if log else nullcontext() as file:
+    with open(log, "ab") as file:
         process = subprocess.Popen(
             [str(part) for part in command], cwd=ROOT, env=environment, stdout=file, stderr=file
         )
@@ -64,4 +66,7 @@ def run_bounded(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    return Outcome(DONE) if status == 0 else Outcome(FAILED, f"the command ended with {status}")
+    if status == 0:
+        return Outcome(DONE)
+    said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+    return Outcome(FAILED, f"ended with {status}, {log.name} ends: {said[:300]}")

@@ -102,10 +102,11 @@ def test_a_driver_that_does_not_suit_pytorch_is_named(
 def test_steps_are_written_as_they_end_and_commands_end_in_their_time(tmp_path: Path) -> None:
     began = time.monotonic()
     slow = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
-    assert run_bounded(slow, 2, os.environ).state == OUT_OF_TIME
+    log = tmp_path / "log.txt"
+    assert run_bounded(slow, 2, os.environ, log).state == OUT_OF_TIME
     assert time.monotonic() - began < 60
-    failed = run_bounded([sys.executable, "-c", "raise SystemExit(3)"], 60, os.environ)
-    assert failed.note == "the command ended with 3"
+    failed = run_bounded([sys.executable, "-c", "print(1); print(2); exit(3)"], 60, os.environ, log)
+    assert failed.note == "ended with 3, log.txt ends: 2"
     append_step(tmp_path, "one", failed, 1.25, {"commit": "a"})
     append_step(tmp_path, "one", Outcome(DONE), 2, {"commit": "a"})
     with open(tmp_path / "steps.jsonl", "a") as file:
