@@ -26,11 +26,13 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.model_executor.models.interfaces import (
+    IsHybrid,
     SupportsEagle3,
     SupportsLoRA,
     SupportsMultiModal,
@@ -164,3 +166,13 @@ def _configs(config: ModelConfig, arguments: EngineArgs) -> Any:
     """Goes when FlexQuant is a part of vLLM."""
     arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     return [config.registry, ModelRegistry.is_pp_supported_model([""], config)]
+
+
+def _states(layer: MambaBase, model: IsHybrid, config: VllmConfig) -> None:
+    """Goes when vLLM builds a second model over the attention layers of a first."""
+    state: tuple[torch.Tensor, ...] = layer.kv_cache
+    layer.kv_cache = state
+    layer.get_kv_cache_spec(config)
+    layer.get_attn_backend()
+    model.get_mamba_state_shape_from_config(config)
+    model.get_mamba_state_copy_func()

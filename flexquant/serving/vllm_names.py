@@ -86,6 +86,17 @@ NAMES = (
         {"vllm_config": "initialize_model's", "prefix": "the same", "model_class": "the same"},
     ),
     Names(
+        "vllm.model_executor.models.registry",
+        "FlexQuant is a part of vLLM",
+        {
+            "has_inner_state": "in vLLM's description of a class: taken from the base model's",
+            "is_attention_free": "the same",
+            "is_hybrid": "the same",
+            "has_noops": "the same",
+            "supports_mamba_prefix_caching": "the same",
+        },
+    ),
+    Names(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
         "vLLM builds a second model over the attention layers of a first",
         {"experts_cls": "the kernel of the experts, for logs"},
@@ -213,6 +224,14 @@ NAMES = (
         "vLLM builds a second model over the attention layers of a first",
         {"word_embeddings_untied_by_checkpoint": "whether to tie a variant's lm_head again"},
         since=(0, 29),
+    ),
+    Names(
+        "vllm.v1.worker.block_table",
+        "vLLM captures graphs anew on request, as it pauses on request",
+        {
+            "self.block_tables": "the blocks of requests under way, hidden from a capture by the V1 runner",
+            "self.block_table.cpu": "one group's, which vLLM copies to the device before each pass",
+        },
     ),
     Names(
         "vllm.v1.worker.worker_base",

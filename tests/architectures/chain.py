@@ -17,6 +17,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from tests.architectures.models import features, random_model, small_config, source, split
 from tests.architectures.outcomes import FAILS, NOT_MADE, REFUSED, SERVED, STOCK_FAILS
+from tests.architectures.torchvision_names import provide_torchvision
 from tests.checkpoints import write_checkpoint
 from tests.integration.conftest import generate
 
@@ -133,6 +134,7 @@ def try_architecture(architecture: str, work: Path, output: Path) -> None:
 
     # vLLM inspects a model class in a process of its own; this process has one class alone, so ask it here.
     registry._run_in_subprocess = lambda ask: ask()
+    provide_torchvision()
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(SECONDS)
     found = source(architecture, same_class(architecture))

@@ -18,6 +18,7 @@ from tests.faults.planted.reading import READING
 from tests.faults.planted.records import RECORDS
 from tests.faults.planted.searching import SEARCHING
 from tests.faults.planted.serving import SERVING
+from tests.faults.planted.shared_states import SHARED_STATES
 from tests.faults.planted.states import IN_STATES
 from tests.faults.planted.tuning import TUNING
 from tests.faults.planted.writing import WRITING
@@ -25,6 +26,7 @@ from tests.faults.planted.writing import WRITING
 FAULTS: tuple[Fault, ...] = (
     *POLICY,
     *SERVING,
+    *SHARED_STATES,
     *RECORDS,
     *GRAPHS,
     *KERNELS,

@@ -15,6 +15,7 @@ from tests.integration.two_ranks import (
     run,
     run_several,
 )
+from tests.states import make_variants, merge_twins
 
 pytestmark = needs_two_cores
 RANKS = {"tensor_parallel_size": 2}
@@ -66,3 +67,10 @@ def test_each_rank_computes_int8_weights_from_its_part_of_one_copy(tiny_merged):
     for number, answers in on_two.items():
         assert distance(answers, on_one[number]) < 0.06
         assert distance(answers, in_int4[number]) > 0.005
+
+
+@pytest.mark.full
+def test_a_variant_goes_on_from_the_state_that_another_wrote(tmp_path):
+    """Each rank has its part of the state."""
+    merged = merge_twins(make_variants(tmp_path, "qwen3_next"))
+    assert run(merged, RANKS) == run(tmp_path / "w8a8", RANKS)

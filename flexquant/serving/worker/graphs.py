@@ -160,7 +160,7 @@ class PlanGraphs:
 
         ``runner`` is vLLM's model runner. If it raises, graphs can be missing, and a plan can have some of
         its pieces without the others. All FULL graphs are dropped first, since vLLM tells them apart by size
-        only; PIECEWISE graphs stay. A capture writes nothing into the KV cache.
+        only; PIECEWISE graphs stay. A capture writes nothing into the KV cache, nor into a request's state.
         """
         self._memory = GraphMemory()
         torch.accelerator.synchronize()
@@ -169,7 +169,7 @@ class PlanGraphs:
         for wrapper in CUDAGraphWrapper._all_instances:
             if wrapper.runtime_mode == CUDAGraphMode.FULL:
                 wrapper.concrete_cudagraph_entries.clear()
-        with set_current_vllm_config(vllm_config):
+        with set_current_vllm_config(vllm_config), no_blocks_of_requests(runner):
             runner.capture_model()
         self.finish()
 
@@ -200,6 +200,27 @@ class PlanGraphs:
         self._full.clear()
         self._pieces.clear()
         self._memory = None
+
+
+@contextmanager
+def no_blocks_of_requests(runner: Runner) -> Iterator[None]:
+    """Have passes of vLLM's own find the block that no request has, as they do before the first request.
+
+    The V1 runner describes them with the block tables of the requests under way. Attention writes nothing in
+    them, having no slots, but a layer that keeps a state writes into the first block of every sequence.
+    """
+    if hasattr(runner, "cudagraph_manager"):  # the V2 runner has tables for them
+        yield
+        return
+    tables = [table.block_table.cpu for table in runner.input_batch.block_table.block_tables]
+    kept = [table.clone() for table in tables]
+    for table in tables:
+        table.zero_()
+    try:
+        yield
+    finally:
+        for table, own in zip(tables, kept, strict=True):
+            table.copy_(own)
 
 
 class GraphMemory:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from types import MethodType
 from typing import TypeGuard
 
 from torch import nn
@@ -42,9 +43,15 @@ from flexquant.serving.vllm_api import (
 
 
 def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
-    """Copy a module without copying its weights, with some of its children replaced."""
+    """Copy a module without copying its weights, with some of its children replaced.
+
+    Methods that the module keeps among its attributes, such as the forward for this device, are the copy's.
+    """
     view = copy.copy(module)
     view._modules = {**module._modules, **children}
+    for name, value in vars(module).items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            vars(view)[name] = MethodType(value.__func__, view)
     return view
 
 

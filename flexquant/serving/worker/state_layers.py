@@ -13,7 +13,7 @@ name: `forward_pass` has the description of the first layer given to the others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -33,6 +33,21 @@ APART = "@"
 def own_name(layer_name: str) -> str:
     """Return the name that vLLM gave to a layer, from one that may have a variant's name behind it."""
     return layer_name.partition(APART)[0]
+
+
+def keep_state(
+    name: str, layer: nn.Module, variant: str, context: dict[str, nn.Module], models: Iterable[nn.Module]
+) -> None:
+    """Have a variant's layer keep the state called ``name``, or share it if a variant before has the layer.
+
+    ``models`` are the variants built so far, without the decoder layers that no plan takes from them: a
+    layer's own name does not always tell its decoder layer (vLLM's Falcon-H1 calls one ``model.4.mixer``).
+    """
+    built = {module for model in models for module in model.modules()}
+    if layer in built and context[name] in built:
+        share_state(layer, variant, context)
+    elif layer in built:
+        context[name] = layer
 
 
 def share_state(layer: Any, variant: str, context: dict[str, nn.Module]) -> None:

@@ -53,7 +53,7 @@ from flexquant.serving.worker.expert_layers import (
 )
 from flexquant.serving.worker.one_copy import one_copy_of, use_marlin
 from flexquant.serving.worker.plan_views import check_structure
-from flexquant.serving.worker.state_layers import share_state, share_states_of_view
+from flexquant.serving.worker.state_layers import keep_state, share_states_of_view
 from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
 
 if TYPE_CHECKING:
@@ -179,11 +179,11 @@ def share_modules(
 
     replacements: dict[nn.Module, nn.Module] = {}
     for layer_name, layer in registered.items():
-        if isinstance(layer, AttentionLayerBase):
+        if isinstance(layer, MambaBase):
+            keep_state(layer_name, layer, name, real_context, [*variants.values(), variant])
+        elif isinstance(layer, AttentionLayerBase):
             if owner(layer_name) == name:
                 real_context[layer_name] = layer
-            elif is_in(layer_name, layers[name]) and isinstance(layer, MambaBase):
-                share_state(layer, name, real_context)
             elif is_in(layer_name, layers[name]):
                 replacements[layer] = real_context[layer_name]
         elif layer not in expert_layers(variant):

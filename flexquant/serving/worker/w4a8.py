@@ -86,16 +86,16 @@ def is_int4_layer(layer: nn.Module) -> bool:
 
 
 def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
-    """Return the modules that a derived variant shares with its source: all but the INT4 linear layers.
+    """Return the modules that a derived variant shares with its source: all without INT4 linear layers.
 
-    Whole expert layers are shared, shared experts included. A layer that keeps a state has parameters of its
-    own beside its linears, which may be in INT4: it is not shared, but its norm and linears in 16 bit are.
+    Whole expert layers are shared, shared experts included. A layer that keeps a state is not shared, but its
+    norm and its linears in 16 bit are.
     """
     return tuple(
         name
         for name, module in variant.named_modules()
         if (module._parameters or module._buffers)
-        and not is_int4_layer(module)
+        and not any(map(is_int4_layer, module.modules()))
         and not is_state_layer_or_its_convolution(module)
     )
 

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Layers that keep a state: every variant has its own, and all of them read and write one state.
+
+Two variants of equal weights show it exactly: whatever plans the passes take, answers are stock vLLM's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from vllm import SamplingParams
+
+from flexquant.merge import merge_checkpoints
+from flexquant.serving.vllm_api import MambaBase
+from tests.integration.conftest import answers, engine, generate
+from tests.integration.logprobs import distance
+from tests.integration.test_architectures import PROMPTS, SAMPLING
+from tests.integration.test_policy_change import change
+from tests.policies import rules
+from tests.states import FAMILIES, make_variants, merge_twins
+
+pytestmark = pytest.mark.engine
+
+OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
+LAYERED = rules(
+    "- {when: {phase: [prefill, mixed]}, use: w8a8}",
+    '- use: {default: w4a16, layers: {"0": w8a8, "-1": w8a8}}',
+)
+OPPOSITE = yaml.safe_load(rules("- {when: {phase: decode}, use: first}", "- use: second"))
+LONG = [f"{i} is how this prompt of more tokens than a block of the cache begins, " * 4 for i in range(4)]
+MANY = {"max_tokens": 24, "ignore_eos": True}
+OTHERS = [pytest.param(kind, marks=pytest.mark.full) for kind in FAMILIES if kind != "qwen3_next"]
+families = pytest.mark.parametrize("kind", ["qwen3_next", *OTHERS])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Return a function: family -> folder of w8a8, w4a16, both merged, and twins."""
+    folders: dict[str, Path] = {}
+
+    def make(kind: str = "qwen3_next") -> Path:
+        if kind not in folders:
+            folder = folders[kind] = make_variants(tmp_path_factory.mktemp(kind), kind)
+            merge_checkpoints({name: folder / name for name in ("w8a8", "w4a16")}, folder / "merged")
+            merge_twins(folder)
+        return folders[kind]
+
+    return make
+
+
+@families
+def test_pure_plans_equal_stock_vllm_and_layered_plans_run(kind, made):
+    folder, policies = made(kind), ["w8a8", "w4a16", LAYERED]
+    w8a8, w4a16, layered = generate(folder / "merged", policies, PROMPTS, sampling=SAMPLING, **OPTIONS)
+    for variant, served in (("w8a8", w8a8), ("w4a16", w4a16)):
+        (stock,) = generate(folder / variant, None, PROMPTS, sampling=SAMPLING, **OPTIONS)
+        assert served.answers == stock.answers, variant
+    assert w8a8.answers != w4a16.answers
+    assert {(p["phase"] == "decode", p["plan"]) for p in layered.passes} == {
+        (False, "w8a8"),
+        (True, "w8a8+w4a16[1-2]"),
+    }
+
+
+def caches(llm: Any) -> tuple[list[list[str]], int, int]:
+    """Return the layers of each group of the KV cache, its number of blocks, and its bytes."""
+
+    def look(worker: Any) -> tuple[list[list[str]], int, int]:
+        config = worker.model_runner.kv_cache_config
+        layers = worker.vllm_config.compilation_config.static_forward_context.values()
+        held = [layer.kv_cache for layer in layers if hasattr(layer, "kv_cache")]
+        memory = [part.untyped_storage() for one in held for part in (one if type(one) is tuple else [one])]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in memory}
+        return [group.layer_names for group in config.kv_cache_groups], config.num_blocks, sum(sizes.values())
+
+    (found,) = llm.collective_rpc(look)
+    return found
+
+
+@families
+@pytest.mark.parametrize(
+    ("options", "rounds"),
+    [
+        pytest.param({}, 2, id="eager"),
+        pytest.param({"enforce_eager": False}, 1, id="compiled"),
+        pytest.param({"enable_prefix_caching": False}, 1, id="without-prefix-caching"),
+    ],
+)
+def test_a_variant_goes_on_from_the_state_that_another_wrote(kind, options, rounds, made):
+    """Prompts come in chunks; in a second round most of them is in the prefix cache, states included."""
+    options = OPTIONS | {"disable_log_stats": False} | options
+    asked = [PROMPTS + LONG] * rounds
+    with engine(made(kind) / "w8a8", **options) as llm:
+        stock = [answers(llm, prompts, **MANY) for prompts in asked], caches(llm), hits(llm)
+    with engine(made(kind) / "twins", **options) as llm:
+        found = [answers(llm, prompts, **MANY) for prompts in asked], caches(llm), hits(llm)
+    assert found == stock
+    assert (stock[2] > 0) == (rounds > 1)
+
+
+def hits(llm: Any) -> int:
+    (found,) = (m.value for m in llm.llm_engine.get_metrics() if m.name == "vllm:prefix_cache_hits")
+    return found
+
+
+def test_answers_of_two_precisions_on_one_state_are_near_to_both(made):
+    """A prompt begins in one precision, whose state the other reads for the last tokens of the prompt."""
+    there, back = (
+        rules(f"- {{when: {{tokens: {{max: 40}}}}, use: {end}}}", f"- use: {begin}")
+        for begin, end in (("w8a8", "w4a16"), ("w4a16", "w8a8"))
+    )
+    one = {"max_tokens": 1, "logprobs": 20}
+    policies = ["w8a8", "w4a16", there, back]
+    served = generate(made() / "merged", policies, *([p] for p in LONG), sampling=one, **OPTIONS)
+    w8a8, w4a16, begun_in_w8a8, begun_in_w4a16 = ([found[0] for found in s.answers] for s in served)
+    assert {tuple(p["plan"] for p in served[2].passes[:5])} == {("w8a8",) * 4 + ("w4a16",)}
+    apart = distance(w8a8, w4a16)
+    for mixed in (begun_in_w8a8, begun_in_w4a16):
+        assert 0 < distance(mixed, w8a8) < 1.5 * apart
+        assert 0 < distance(mixed, w4a16) < 1.5 * apart
+
+
+@pytest.mark.parametrize("weights", ["", ", weights: int8"], ids=["w4a8", "one-copy"])
+@pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("lfm2", marks=pytest.mark.full)])
+def test_a_derived_variant_computes_with_its_own_linears_on_the_same_state(kind, weights, made, tmp_path):
+    """LFM2's layers call their linears where vLLM has looked the layers up by name."""
+    (tmp_path / "policy.yaml").write_text(
+        rules("- {when: {phase: decode}, use: w4a16}", "- use: derived")
+        + f"derive: {{derived: {{from: w4a16, activations: int8{weights}}}}}\n"
+    )
+    calls: Counter[tuple[str, str]] = Counter()
+    with engine(made(kind) / "merged", str(tmp_path / "policy.yaml"), **OPTIONS) as llm:
+
+        def watch(model: Any) -> None:
+            for variant in ("w4a16", "derived"):
+                for layer in layers_with_state(model.variants[variant]):
+                    for linear in linears(layer):
+                        called = {id(linear): (variant, type(linear.quant_method).__name__)}
+                        linear.register_forward_hook(
+                            lambda m, *_, called=called: calls.update([called.get(id(m))])
+                        )
+
+        llm.apply_model(watch)
+        answers(llm, ["one"], **SAMPLING)
+        (states,) = llm.apply_model(
+            lambda model: [
+                [id(layer.kv_cache) for layer in layers_with_state(variant)]
+                for variant in model.variants.values()
+            ]
+        )
+    del calls[None]
+    by_variant = {variant: count for (variant, _), count in calls.items()}
+    assert by_variant["w4a16"] == (SAMPLING["max_tokens"] - 1) * by_variant["derived"]
+    assert states[0] == states[1]
+
+
+def layers_with_state(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, MambaBase)]
+
+
+def linears(layer: Any) -> list[Any]:
+    """Return the linears of a layer whose weights are in INT4 in W4A16."""
+    return [module for module in layer.modules() if hasattr(module, "weight_packed")]
+
+
+def test_gates_that_one_variant_alone_quantises_are_its_own(tmp_path):
+    """Publishers leave these projections in 16 bit, or they do not."""
+    folder = make_variants(tmp_path, "qwen3_next", {"w8a8": "linear_attn.out_proj", "w4a16": "in_proj_qkvz"})
+    merge_checkpoints({name: folder / name for name in ("w8a8", "w4a16")}, folder / "merged")
+    served = generate(folder / "merged", ["w8a8", "w4a16"], PROMPTS, sampling=SAMPLING, **OPTIONS)
+    for variant, found in zip(("w8a8", "w4a16"), served, strict=True):
+        (stock,) = generate(folder / variant, None, PROMPTS, sampling=SAMPLING, **OPTIONS)
+        assert found.answers == stock.answers, variant
+
+
+def test_a_block_that_cannot_hold_a_state_becomes_as_large_as_stock_vllm_makes_it(made):
+    def block(checkpoint: str) -> int:
+        with engine(made() / checkpoint, **OPTIONS, block_size=64) as llm:
+            return llm.collective_rpc(lambda worker: worker.vllm_config.cache_config.block_size)[0]
+
+    assert block("twins") == block("w8a8") > 64
+
+
+def test_a_policy_change_on_the_way_and_preemption_leave_no_trace(made):
+    """Prompts of several blocks are decoded into more blocks than there are."""
+    options = OPTIONS | {"num_gpu_blocks_override": 20, "disable_log_stats": False}
+    parameters = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+
+    def serve(checkpoint: str, change_at: int | None) -> tuple[dict[str, list[int]], int]:
+        tokens: dict[str, list[int]] = {}
+        with engine(made() / checkpoint, **options) as llm:
+            for number, prompt in enumerate(LONG):
+                llm.llm_engine.add_request(f"{number}", prompt, parameters)
+            for steps in itertools.count(1):
+                for output in llm.llm_engine.step():
+                    tokens[output.request_id] = list(output.outputs[0].token_ids)
+                if not llm.llm_engine.has_unfinished_requests():
+                    break
+                if steps == change_at:
+                    assert "refused" not in change(llm, "other", OPPOSITE)
+            (preemptions,) = (
+                m.value for m in llm.llm_engine.get_metrics() if m.name == "vllm:num_preemptions"
+            )
+        return tokens, preemptions
+
+    undisturbed = serve("w8a8", None)
+    assert undisturbed[1] > 0
+    assert serve("twins", 60) == undisturbed
