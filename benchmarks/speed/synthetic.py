@@ -146,8 +146,11 @@ def write_without_weights(folder: Path, shape: Shape, schemes: Sequence[str]) ->
     """Write a merged checkpoint of a shape without tensors, for vLLM's ``--load-format dummy``."""
     merged = MergedConfig(
         shape.config()["architectures"][0],
-        {name: StoredVariant(f"{name}.", quantisation_section(name) or {}, False, False) for name in schemes},
-        ("lm_head", "model.embed_tokens", "model.norm"),
+        {
+            name: StoredVariant(f"{name}.", quantisation_section(name) or {}, not shape.tied, False)
+            for name in schemes
+        },
+        (*(() if shape.tied else ("lm_head",)), "model.embed_tokens", "model.norm"),
     )
     config = {"architectures": [ARCHITECTURE], "quantization_config": merged.to_json()}
     _complete(_stage(folder), folder, shape, {"config.json": shape.config() | config})

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from benchmarks.proof.gpu import driver_problem, fitting, kv_cache_gib, server_g
 from benchmarks.proof.live import BYTES_A_WEIGHT, CANDIDATES, WORKLOADS
 from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, VARIABLE, read_outcomes
 from benchmarks.proof.proving import STEPS
-from benchmarks.proof.report import PROOF, write_proof
+from benchmarks.proof.report import PROOF, TESTS_FILE, write_proof
 from benchmarks.proof.side_by_side import SERVING, fitting_subjects, most_tokens
 from benchmarks.proof.steps import DONE, OUT_OF_TIME, Outcome, append_step, read_steps, run_bounded
 from benchmarks.speed.results import Results
@@ -124,11 +125,25 @@ def test_a_report_is_there_before_anything_is_known_and_while_steps_are_under_wa
     assert [file.name for file in folder.iterdir() if file.name.startswith(PROOF[:5])] == [PROOF]
 
 
-def test_a_proof_cut_off_leaves_its_report(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "prove", "tiny", "--minutes", "0.001"]
-    command += ["--commit", "0123456789ab", "--output", tmp_path / "out", "--work", tmp_path / "work"]
-    programs.run(command, timeout=300, environment=programs.newcomers_environment())
-    assert "| not begun |" in (tmp_path / "out" / PROOF).read_text()
+def test_a_proof_that_is_killed_leaves_its_report_and_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "prove", "tiny", "--commit", "0123456789ab"]
+    command += ["--output", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    environment = programs.newcomers_environment()
+    killed = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        for _ in range(1200):
+            if read_steps(tmp_path / "out"):
+                break
+            time.sleep(0.1)
+    finally:
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait()
+    first, *others = (step.name for step in STEPS)
+    assert (tmp_path / "out" / PROOF).read_text().endswith(f"[{TESTS_FILE}]({TESTS_FILE}).\n")
+    again = programs.run([*command, "--minutes", "0.001"], timeout=300, environment=environment)
+    assert f"== {first}" not in again.stdout
+    lines = [line for line in again.stdout.splitlines() if line.endswith(" | not begun |  |")]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == others
 
 
 WRITTEN = """

@@ -18,6 +18,7 @@ from benchmarks.speed.models import open_model
 from benchmarks.speed.shapes import SHAPES, Shape
 from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.synthetic import SCHEMES, word_tokenizer, write_checkpoint
+from flexquant.checkpoint.merged_config import MergedConfig
 
 TINY = SHAPES["tiny"]
 
@@ -129,3 +130,16 @@ def test_a_checkpoint_folder_is_there_only_when_complete(tmp_path):
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+
+
+def test_a_checkpoint_without_weights_says_what_a_merged_one_says(tmp_path: Path) -> None:
+    model = open_model(["tiny"], tmp_path)
+    merged = model.folder(parse_subject("flexquant:phase-batch"))
+    empty = model.without_weights(("w8a8", "w4a16"))
+    assert not list(empty.glob("*.safetensors"))
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (merged, empty)]
+    sections = [MergedConfig.from_json(config.pop("quantization_config")) for config in configs]
+    assert configs[0] == configs[1]
+    kept = [(s.base_architecture, s.variants, s.mixable, set(s.shared_modules)) for s in sections]
+    assert kept[0] == kept[1]
+    assert len(AutoTokenizer.from_pretrained(empty)) == TINY.vocabulary
