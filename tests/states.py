@@ -39,9 +39,10 @@ TWINS = rules(
 
 
 def make_variants(folder: Path, kind: str, sixteen_bit: Mapping[str, str] | None = None, **own: Any) -> Path:
-    """Write w8a8 and w4a16 of a family into ``folder`` and return it; ``own`` are fields of its configuration.
+    """Write w8a8 and w4a16 of a family into ``folder`` and return it.
 
-    ``sixteen_bit``: variant -> a regular expression of what this variant alone keeps in 16 bit.
+    ``own`` are fields of its configuration. ``sixteen_bit``: variant -> a regular expression of what this
+    variant alone keeps in 16 bit.
     """
     model = random_model(small_config(kind, **FAMILIES[kind], **own))
     state, quantised, left_out = split(model)

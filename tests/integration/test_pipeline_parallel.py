@@ -79,6 +79,6 @@ def test_with_tensor_parallel_ranks_too(folder, tmp_path):
 
 @pytest.mark.full
 def test_a_variant_goes_on_from_the_state_that_another_wrote(tmp_path):
-    """Each rank has its layers' states, and attention, without which vLLM's ranks cannot agree on a layout."""
+    """Each rank has a state, and attention, without which vLLM's ranks do not agree on the cache's layout."""
     merged = merge_twins(make_variants(tmp_path, "qwen3_next", layer_types=TWO_AND_TWO))
     assert run(merged, RANKS) == run(tmp_path / "w8a8", RANKS)
