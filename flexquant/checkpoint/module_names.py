@@ -30,6 +30,10 @@ FUSED = {
     "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
 }
 """Last part of a linear's name -> the linear that vLLM fuses it into; fused linears need one scheme."""
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.module_names import EXPERTS, LAYER, fused_name
@@ -27,10 +27,33 @@ MLP_NORM = {
     "gemma": "post_attention_layernorm",
     "gemma2": "pre_feedforward_layernorm",
     "gemma3_text": "pre_feedforward_layernorm",
+    "qwen3_5_text": "post_attention_layernorm",
 }
 
 ATTENTION_NORM_ONLY = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Mixtures of experts: the norm before q, k and v feeds only these; the other norm also feeds a router."""
+
+NORM_BEFORE_STATES = {
+    "qwen3_next": "input_layernorm",
+    "qwen3_5_text": "input_layernorm",
+    "qwen3_5_moe_text": "input_layernorm",
+    "falcon_h1": "input_layernorm",
+    "granitemoehybrid": "input_layernorm",
+    "bamba": "input_layernorm",
+    "jamba": "input_layernorm",
+    "nemotron_h": "norm",
+    "lfm2": "operator_norm",
+    "lfm2_moe": "operator_norm",
+}
+"""Models with states -> the norm that feeds a layer's first projections, `FIRST`, and nothing else."""
+FIRST = re.compile(r"(self_attn\.|mixer\.)[qkv]_proj|linear_attn\.in_proj_\w+|(mamba|mixer|conv)\.in_proj")
+
+LARGE = ("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "q_proj", "k_proj", "v_proj", "g_proj")
+"""Last parts of the names of a state's large projections, by which its gates can be told."""
+OUT_OF_STATES = ("out_proj", "o_proj")
+"""Last parts of the names of the projections behind a state."""
+SMALL_GATES = ("shared_expert_gate",)
+"""Last parts of the names of other gates, for which vLLM has 16 bit only."""
 
 ScaleMapping = tuple[list[str], str]
 """Linears, and the module in front of them, each a name or a regular expression after ``re:``."""
@@ -66,19 +89,53 @@ def fused_units(linears: Sequence[str]) -> dict[str, list[str]]:
     return units
 
 
-def default_mappings(model_type: str, which: str = "norms-and-up") -> list[ScaleMapping]:
+def gates(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linears that stay in 16 bit unless a recipe names them, as publishers do.
+
+    These are the gates and steps of time of a state, a few rows each, with what vLLM computes together with
+    them or only in 16 bit: all of a Mamba-1 mixer, and q, k and v of Kimi's linear attention. A module with a
+    short convolution carries a state.
+    """
+    from torch import nn
+
+    found = [name for name, _ in model.named_modules() if name.endswith(SMALL_GATES)]
+    for name, module in model.named_modules():
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            inside = [own for own, one in module.named_modules() if isinstance(one, nn.Linear)]
+            leaves = {own.rpartition(".")[2] for own in inside}
+            large = () if {"x_proj", "f_a_proj"} & leaves else LARGE
+            behind = () if "x_proj" in leaves else OUT_OF_STATES
+            found += [f"{name}.{own}" for own in inside if own not in (*large, *behind)]
+    return found
+
+
+def first_projections(model_type: str, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the norm in front of each layer of a model with states -> all linears that read it."""
+    found: dict[str, list[str]] = {}
+    for name in names if model_type in NORM_BEFORE_STATES else ():
+        layer = LAYER.match(name)
+        if layer is not None and FIRST.fullmatch(name[layer.end() :]):
+            found.setdefault(layer[0] + NORM_BEFORE_STATES[model_type], []).append(name)
+    return found
+
+
+def default_mappings(
+    model_type: str, which: str = "norms-and-up", names: Iterable[str] = ()
+) -> list[ScaleMapping]:
     """Return the mappings that do not change K and V; none if it is unknown which linears the norms feed.
 
     Scales move from each norm to all linears that read it and, with ``norms-and-up``, from up_proj to
     down_proj, whose input is linear in up_proj's output. In a mixture of experts they move only from the norm
-    to q, k and v.
+    to q, k and v. In a model with states, whose modules have these ``names``, they move into all that the
+    first norm of a layer feeds, gates included.
     """
-    before_attention: ScaleMapping = (ATTENTION, r"re:.*\.input_layernorm$")
-    if model_type in ATTENTION_NORM_ONLY:
-        return [before_attention]
-    if model_type not in MLP_NORM:
-        return []
-    norms = [before_attention, (MLP, rf"re:.*\.{MLP_NORM[model_type]}$")]
+    before_attention: list[ScaleMapping] = [(ATTENTION, r"re:.*\.input_layernorm$")]
+    if model_type in NORM_BEFORE_STATES:
+        before_attention = [(linears, norm) for norm, linears in first_projections(model_type, names).items()]
+    if model_type in ATTENTION_NORM_ONLY or model_type not in MLP_NORM:
+        known = model_type in ATTENTION_NORM_ONLY or model_type in NORM_BEFORE_STATES
+        return before_attention if known else []
+    norms = [*before_attention, (MLP, rf"re:.*\.{MLP_NORM[model_type]}$")]
     return norms if which == "norms" else [*norms, ([DOWN], UP)]
 
 
@@ -111,27 +168,32 @@ def resolve_mappings(
                     f"two mappings or modules share the linears {', '.join(found)}; give each mapping one "
                     "module in front of its linears"
                 )
-            _check_readers(names[front], found, model_type)
+            _check_readers(names[front], found, model_type, first_projections(model_type, names.values()))
             resolved[names[front]] = found
     return resolved
 
 
-def _check_readers(front: str, linears: Sequence[str], model_type: str) -> None:
-    readers: Mapping[str, Sequence[str]] = {"input_layernorm": ATTENTION, "mlp.up_proj": [DOWN]}
+def _check_readers(
+    front: str, linears: Sequence[str], model_type: str, first: Mapping[str, Sequence[str]]
+) -> None:
+    readers: dict[str, Sequence[str]] = {"input_layernorm": ATTENTION, "mlp.up_proj": [DOWN]}
     if model_type in MLP_NORM:
-        readers = {**readers, MLP_NORM[model_type]: MLP}
+        readers[MLP_NORM[model_type]] = MLP
+    if first:
+        readers.pop("input_layernorm")
+    expected = set(first.get(front, ()))
     for suffix, patterns in readers.items():
         if front.endswith(f".{suffix}"):
             layer = front.removesuffix(suffix)
             expected = {layer + re.sub(r"^re:\.\*|\\|\$$", "", pattern) for pattern in patterns}
-            if set(linears) != expected:
-                raise FlexQuantError(
-                    f"the mapping from {front} covers {', '.join(sorted(linears))}; it has to cover exactly "
-                    f"{', '.join(sorted(expected))}, which read it, or the model computes something else"
-                )
-            return
-    if model_type in MLP_NORM or model_type in ATTENTION_NORM_ONLY:
+    if expected and set(linears) != expected:
+        raise FlexQuantError(
+            f"the mapping from {front} covers {', '.join(sorted(linears))}; it has to cover exactly "
+            f"{', '.join(sorted(expected))}, which read it, or the model computes something else"
+        )
+    if not expected and (first or model_type in MLP_NORM or model_type in ATTENTION_NORM_ONLY):
+        known = [*readers, *([NORM_BEFORE_STATES[model_type]] if first else [])]
         raise FlexQuantError(
             f"the mapping from {front} is not known to leave the model as it is; in a {model_type} model "
-            f"scales may move from {', '.join(readers)} only"
+            f"scales may move from {', '.join(known)} only"
         )

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Check that a recipe's scalings do not change K and V, so that the variants can share one KV cache.
+"""Check that a recipe's scalings do not change K, V and states, so that the variants can share one KV cache.
 
 Scales may move from a norm into all linears that read it: q, k and v then compute the same. They may move
 from up_proj into down_proj, which only the residual stream follows. They may not move out of v_proj (into
 o_proj) or k_proj, nor into a norm of the heads: each such model is right on its own cache, and wrong on the
-other variants'.
+other variants'. The same holds for a state (linear attention, state spaces, short convolutions): scales move
+from a norm into all projections in front of it, gates included, and not out of a projection or a convolution.
 """
 
 from __future__ import annotations
@@ -26,12 +27,29 @@ _CACHED = {
     "self_attn.qkv_proj": "scales Q, K and V",
     "self_attn.k_norm": "scales K",
     "self_attn.q_norm": "scales Q, and K in return",
+    "linear_attn.in_proj_qkvz": "scales the state",
+    "linear_attn.in_proj_qkv": "scales the state",
+    "linear_attn.in_proj_ba": "changes what the state forgets",
+    "linear_attn.in_proj_a": "changes what the state forgets",
+    "linear_attn.in_proj_b": "scales what goes into the state",
+    "linear_attn.conv1d": "scales the state",
+    "mamba.in_proj": "scales the state",
+    "mamba.conv1d": "scales the state",
+    "mamba.x_proj": "scales the state",
+    "mamba.dt_proj": "changes what the state forgets",
+    "mixer.in_proj": "scales the state",
+    "mixer.conv1d": "scales the state",
+    "conv.in_proj": "scales the state",
+    "conv.conv": "scales the state",
 }
 """Module -> how moving scales out of it changes the KV cache."""
+_CONVOLUTIONS = ("linear_attn.conv1d", "mamba.conv1d", "mixer.conv1d", "conv.conv")
 _UNBALANCED = {
     "self_attn.o_proj": "has no linear behind it that could take the scales back",
     "mlp.gate_proj": "is not linear in what follows it",
     "mlp.down_proj": "has no linear behind it that could take the scales back",
+    "linear_attn.out_proj": "has no linear behind it that could take the scales back",
+    "linear_attn.in_proj_z": "is not linear in what follows it",
 }
 """Module -> why moving scales out of it changes what the model computes."""
 
@@ -64,6 +82,8 @@ def check_targets(targets: Sequence[str]) -> str | None:
             return f"remove '{target}': embeddings stay in 16 bit, since the variants share them"
         if target.endswith("Attention") or _may_match("self_attn", target):
             return f"remove '{target}': quantised attention {SHARED_CACHE}; name its linears"
+        if target == "Conv1d" or any(_may_match(name, target) for name in _CONVOLUTIONS):
+            return f"remove '{target}': a quantised convolution {SHARED_CACHE}, since it writes a state"
     return None
 
 

@@ -8,14 +8,15 @@ returns the recipe that reproduces the variant without a search.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.module_names import LATENT_UP
+from flexquant.checkpoint.module_names import LATENT_UP, LAYER
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.architecture import ScaleMapping, default_mappings, resolve_mappings
+from flexquant.quantization.architecture import ScaleMapping, default_mappings, gates, resolve_mappings
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.schemes import (
     choose_group_size,
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SPARED_GROUP = "sensitive"
+
+
+def in_layer(name: str) -> str:
+    """Return a module's name below its decoder layer."""
+    return LAYER.sub("", name)
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
         for name, given in recipe.modifiers.items():
             arguments = dict(given)
             if name in TRANSFORMS:
-                mappings = _mappings(arguments.get("mappings"), model_type)
+                mappings = _mappings(arguments.get("mappings"), model_type, model)
                 arguments["mappings"] = [list(mapping) for mapping in mappings]
                 if not mappings:
                     notes.append(f"without {name}, which norms feed which linears in {model_type} is unknown")
@@ -72,6 +78,11 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
                     smoothed = names
             modifiers[name] = arguments
         groups = quantization_groups(modifiers[recipe.quantizer])
+        if left := _gates_left_out(groups, modifiers[recipe.quantizer], model):
+            modifiers[recipe.quantizer]["ignore"] = [*modifiers[recipe.quantizer].get("ignore", []), *left]
+            notes.append(
+                f"{', '.join(left)} left in 16 bit: gates, which only a recipe that names them quantises"
+            )
         linears = _quantized_linears(groups, modifiers[recipe.quantizer], model)
         group_size = _group_size(modifiers[recipe.quantizer], groups, linears)
         if "group_size" in modifiers[recipe.quantizer]:
@@ -121,9 +132,12 @@ def with_findings(
     return replace(recipe, modifiers=modifiers, sensitive_layers=None)
 
 
-def _mappings(given: str | list[object] | None, model_type: str) -> list[ScaleMapping]:
+def _mappings(
+    given: str | list[object] | None, model_type: str, model: PreTrainedModel
+) -> list[ScaleMapping]:
     if given is None or isinstance(given, str):
-        return default_mappings(model_type, *([given] if given else []))
+        names = [name for name, _ in model.named_modules()]
+        return default_mappings(model_type, given or "norms-and-up", names)
     return [pair for mapping in given if (pair := split_mapping(mapping))]
 
 
@@ -141,6 +155,26 @@ def _check_strengths(strengths: object, smoothed: Sequence[str]) -> None:
             raise FlexQuantError(
                 f"smoothing_strength lacks '{name}'; add it with a number from 0 to 1, or null"
             )
+
+
+def _gates_left_out(
+    groups: Mapping[str, QuantizationScheme], arguments: JsonObject, model: PreTrainedModel
+) -> list[str]:
+    """Return what to ignore besides: `gates` that a class of modules, and no name, would quantise."""
+    from compressed_tensors.utils import match_named_modules
+
+    targets = [target for group in groups.values() for target in group.targets]
+    named = [target for target in targets if target.startswith("re:") or "." in target]
+    ignored = arguments.get("ignore", [])
+    asked = {name for name, _ in match_named_modules(model, named, ignored)} if named else set()
+    matched = {name for name, _ in match_named_modules(model, targets, ignored)}
+    left = [name for name in gates(model) if name in matched - asked]
+    kept = {in_layer(name) for name in matched - {*left}}
+    return list(
+        dict.fromkeys(
+            name if in_layer(name) in kept else f"re:.*\\.{re.escape(in_layer(name))}$" for name in left
+        )
+    )
 
 
 def _quantized_linears(

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Faults in the comparison of layers that carry a state from token to token."""
+"""Faults in comparing layers that carry a state from token to token, and in recipes for them."""
 
 from __future__ import annotations
 
 from tests.faults.fault import Fault
 
 STATES = "tests/unit/test_kv_states.py::"
+RECIPES = "tests/unit/test_recipe_states.py::"
 
 IN_STATES = (
     Fault(
@@ -48,5 +49,37 @@ IN_STATES = (
         "if INDEXER in name or (STATE.search(name) and not self._skeleton.keeps_state(layer)):",
         "if INDEXER in name:",
         (STATES + "test_a_state_that_transformers_does_not_keep_is_refused",),
+    ),
+    Fault(
+        "gates-of-states-quantised",
+        "Recipes quantise the gates of a state, which vLLM and publishers keep in 16 bit.",
+        "flexquant/quantization/resolve.py",
+        "    left = [name for name in gates(model) if name in matched - asked]\n",
+        "    left: list[str] = []\n",
+        (RECIPES + "test_gates_of_states_stay_in_16_bit_and_large_projections_do_not",),
+    ),
+    Fault(
+        "norm-not-folded-into-gates",
+        "Scales move out of a norm into the large projections in front of a state, but not into its gates.",
+        "flexquant/quantization/architecture.py",
+        r"linear_attn\.in_proj_\w+|",
+        r"linear_attn\.in_proj_qkv\w*|",
+        (RECIPES + "test_scales_move_from_the_first_norm_into_all_that_reads_it",),
+    ),
+    Fault(
+        "state-smoothed-away",
+        "A recipe may move scales out of the projection in front of a state.",
+        "flexquant/quantization/kv_safety.py",
+        '    "linear_attn.in_proj_qkvz": "scales the state",\n',
+        "",
+        ("tests/unit/test_kv_safety.py::test_the_reason_names_the_shared_cache_only_where_k_or_v_change",),
+    ),
+    Fault(
+        "convolutions-quantised",
+        "A recipe may quantise the convolution that writes a state.",
+        "flexquant/quantization/kv_safety.py",
+        'if target == "Conv1d" or any(_may_match(name, target) for name in _CONVOLUTIONS):',
+        "if False:",
+        ("tests/unit/test_kv_safety.py::test_convolutions_that_write_a_state_are_no_targets",),
     ),
 )
