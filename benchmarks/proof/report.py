@@ -84,7 +84,9 @@ def details(question: str, found: Found) -> list[str]:
     if question == FIRST_TOKEN and found.first_tokens:
         return [first_token_table(found.first_tokens)]
     if question == LIVE and any(any(policies.values()) for policies in found.live.values()):
-        return [table({name: dict(policies) for name, policies in found.live.items()})]
+        return [
+            table({name: {p: list(rounds) for p, rounds in by.items()} for name, by in found.live.items()})
+        ]
     if question == TESTS:
         outcomes = found.outcomes
         ran = [outcome for outcome in outcomes.values() if outcome["outcome"] != NOT_RUN]
