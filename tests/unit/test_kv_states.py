@@ -215,6 +215,20 @@ def test_gates_may_be_quantised_in_one_variant_alone_since_that_is_noise(kind, t
     assert quantised and all(0 < one["relative_error"] < one["allowed"] for one in quantised)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_one_variant_may_leave_all_around_its_states_in_16_bit(kind, tmp_path):
+    """Publishers often do: llm-compressor's example for Qwen3-Next ignores all of linear_attn."""
+    model, published, quantised, left_out = model_of(kind)
+    inside = {name for name in quantised if re.search(r"\.(linear_attn|mamba|conv)\.", name)}
+    ignored = [*left_out, *(name.removesuffix(".weight") for name in inside)]
+    sources = []
+    for scheme, names, left in (("w8a8", quantised - inside, ignored), ("w4a16", quantised, left_out)):
+        folder = write_checkpoint(tmp_path / scheme, model.config, published, scheme, names, left)
+        sources.append(Source.open(scheme, folder))
+    found = compare_and_refuse(sources, tmp_path / "out")
+    assert inside and found.layered_plans, found
+
+
 def test_another_number_of_heads_is_refused(tmp_path):
     folders = []
     for scheme, heads in (("w8a8", 4), ("w4a16", 2)):
