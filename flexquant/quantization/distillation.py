@@ -56,8 +56,8 @@ def distill_scales(
 ) -> list[float]:
     """Train the scales of ``model`` in place; return the mean KL divergence of every epoch, nats a token.
 
-    ``model`` has symmetric, weight-only integer quantisation, and is not saved yet; ``teacher`` is the 16-bit
-    model. All ``rows`` [tokens] have one length. ``progress`` is called with (steps done, all steps). Raises
+    ``model`` has weight-only integer quantisation, and is not saved yet; ``teacher`` is the 16-bit model. All
+    ``rows`` [tokens] have one length. ``progress`` is called with (steps done, all steps). Raises
     FlexQuantError if the divergence is not finite.
     """
     linears = [module for module in model.modules() if _is_quantized(module)]
@@ -105,7 +105,7 @@ def distill_scales(
 
 
 def integers_of(module: QuantizedLinear) -> torch.Tensor:
-    """Return the integers of a quantised linear, int8 [out, groups, inputs of a group]."""
+    """Return a quantised linear's integers less zero points, int8 [out, groups, inputs of a group]."""
     weight, scale = module.weight.detach().float(), module.weight_scale.detach().float()
     grouped = weight.view(weight.shape[0], scale.shape[1], -1)
     return (grouped / scale[..., None]).round().to(torch.int8)

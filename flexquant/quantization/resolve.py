@@ -209,14 +209,9 @@ def _check_distillable(linears: Mapping[str, tuple[torch.nn.Linear, Quantization
     for name, (_, scheme) in linears.items():
         weights = scheme.weights
         by_weight_alone = weights is not None and scheme.input_activations is None
-        if (
-            not by_weight_alone
-            or weights.type != "int"
-            or not weights.symmetric
-            or not is_scaled_by_row(scheme)
-        ):
+        if not by_weight_alone or weights.type != "int" or not is_scaled_by_row(scheme):
             raise FlexQuantError(
-                "scale_distillation trains scales of symmetric integer weights beside 16-bit activations, "
+                "scale_distillation trains scales of integer weights beside 16-bit activations, "
                 f"and {name} is quantised otherwise; remove it, or choose a scheme such as W4A16"
             )
 

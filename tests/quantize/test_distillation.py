@@ -20,6 +20,7 @@ from tests.quantize.quantizing import W4A16, quantize, recipe
 
 EPOCHS = 8
 WAYS = {"plain": W4A16, "distilled": {**W4A16, "scale_distillation": {"epochs": EPOCHS}}}
+WITH_ZEROS = {"GPTQModifier": {**W4A16["GPTQModifier"], "scheme": "W4A16_ASYM"}}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,15 @@ def test_the_integers_are_those_of_gptq(both: Path) -> None:
     different = {name.rpartition(".")[2] for name in plain if not plain[name].equal(distilled[name])}
     assert different == {"weight_scale"}
     assert {name: w.shape for name, w in plain.items()} == {name: w.shape for name, w in distilled.items()}
+
+
+def test_scales_are_trained_beside_zero_points(model: Path, tmp_path: Path) -> None:
+    ways = {"plain": WITH_ZEROS, "distilled": {**WITH_ZEROS, "scale_distillation": {"epochs": 1}}}
+    quantize(model, tmp_path, recipe(**ways), samples=8)
+    plain, distilled = (load_file(tmp_path / way / "model.safetensors") for way in ways)
+    different = {name.rpartition(".")[2] for name in plain if not plain[name].equal(distilled[name])}
+    assert different == {"weight_scale"}
+    assert any(name.endswith("weight_zero_point") for name in plain)
 
 
 def test_the_recipe_beside_it_makes_it_again(model: Path, both: Path, tmp_path: Path) -> None:
