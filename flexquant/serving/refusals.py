@@ -65,6 +65,8 @@ def _of_vision(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
 
 
 def _of_adapters(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    if vllm_config.lora_config is not None and vllm_config.model_config.has_inner_state:
+        yield "LoRA for models with layers that keep a state (merge the adapter into the 16-bit model)"
     sources = {routes.source(variant) for plan in routes.plans for variant in plan.variants}
     rescaled, as_first = sorted(sources & set(merged.rescaled)), sorted(sources - set(merged.rescaled))
     if vllm_config.lora_config is None or len(sources) == 1 or not rescaled:

@@ -17,6 +17,7 @@ from flexquant.serving.worker.pass_records import trace_file
 from tests.checkpoints import EXPERTS
 from tests.integration.conftest import engine
 from tests.policies import TRIGGERED, rules, scheduled
+from tests.states import make_variants, merge_twins
 
 pytestmark = pytest.mark.oldest
 
@@ -161,6 +162,12 @@ def test_adapters_for_variants_that_merging_compared_with_one_that_is_not_served
     message = refusal(folder, enable_lora=True, **flexquant(policy=str(tmp_path / "policy.yaml")))
     assert re.search(named, message)
     assert "w8a8" not in message
+
+
+def test_features_that_layers_with_a_state_lack(tmp_path):
+    merged = merge_twins(make_variants(tmp_path, "qwen3_next"))
+    configure(merged)
+    assert "LoRA for models with layers that keep a state" in refusal(merged, enable_lora=True)
 
 
 def test_replicas_that_run_expert_layers_together_need_one_plan(tiny_merged):

@@ -60,6 +60,14 @@ SHARED_STATES = (
         (DERIVED + "[lfm2-one-copy]",),
     ),
     Fault(
+        "adapters-for-states",
+        "LoRA is taken for models whose layers keep states.",
+        "flexquant/serving/refusals.py",
+        "lora_config is not None and vllm_config.model_config.has_inner_state",
+        "lora_config is not None and vllm_config.model_config.is_attention_free",
+        ("tests/integration/test_serving_errors.py::test_features_that_layers_with_a_state_lack",),
+    ),
+    Fault(
         "captures-into-states",
         "The passes of a capture on the way write into the states of requests.",
         "flexquant/serving/worker/graphs.py",
