@@ -131,3 +131,24 @@ def test_plan_at_every_batch_size_is_the_policys(runner, mode, policy, opposite,
     for n in range(SEQUENCES):
         padded = next(size for size in SIZES if size > n)
         assert distance(found[n], eager[n]) < FAR < distance(found[n], wrong[n]), (n + 1, padded)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_vllms_own_passes_run_every_plan_that_their_size_can_take(runner, checkpoints, tmp_path):
+    (tmp_path / "p.yaml").write_text(BY_BATCH)
+    ran = []
+    with graph_engine(checkpoints / "apart", runner, None, str(tmp_path / "p.yaml")) as llm:
+        (model,) = llm.apply_model(lambda model: model)
+        for name, plan in model._plans.items():
+            plan.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+        # As vLLM warms attention up and tunes kernels, for which it describes sequences.
+        described = {"force_attention": True, "create_mixed_batch": True} if runner == "V1" else {}
+        for size in (16, 3):
+            llm.collective_rpc(
+                lambda w, size=size: w.model_runner._dummy_run(size, is_profile=True, **described)
+            )
+            ran.append("")
+        answers(llm, ["a prompt"], max_tokens=2)
+    first, second, served = " ".join(name or "|" for name in ran).split("|")
+    assert set(first.split()) == set(second.split()) == {"w8a8", "w4a16"}
+    assert served.split() == ["w8a8", "w4a16"]

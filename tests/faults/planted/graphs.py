@@ -29,6 +29,16 @@ GRAPHS = (
         (REPLAYS + "[V1-PIECEWISE-by-batch]",),
     ),
     Fault(
+        "other-plans-not-warmed-up",
+        "A pass in which vLLM tunes kernels runs one plan of its size, and leaves out the others.",
+        "flexquant/serving/worker/model.py",
+        "            self._warm_up_others(plan.name, tokens, inputs)\n",
+        "",
+        (
+            "tests/gpu/test_plans_in_graphs.py::test_vllms_own_passes_run_every_plan_that_their_size_can_take[V1]",
+        ),
+    ),
+    Fault(
         "graphs-of-two-sizes-exchanged",
         "The FULL graph of a size holds the plan of another.",
         "flexquant/serving/worker/model.py",
