@@ -236,6 +236,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
             return self._plans[any_plan](**inputs) if in_pieces else self._run_all(inputs)
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment)
         if not (in_pieces or is_serving):
+            self._warm_up_others(plan.name, tokens, inputs)
             self._graphs.watch_full_capture(plan.name, forward_pass.phase, tokens)
         if in_pieces:
             output = self._graphs.replay(plan.name, self._plans[plan.name], context, inputs)
@@ -245,6 +246,17 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
             self._served(forward_pass, plan.name, context.cudagraph_runtime_mode)
         self._last_plan = plan.name
         return output
+
+    def _warm_up_others(self, plan: str, tokens: int, inputs: Mapping[str, object]) -> None:
+        """In a pass of vLLM's own, run the other plans of its size, so that their kernels are tuned too.
+
+        With data parallelism vLLM's passes also keep engines in step while one serves, so all run one plan.
+        """
+        in_step = self._vllm_config.parallel_config.data_parallel_size > 1
+        if not (in_step or torch.cuda.is_current_stream_capturing()):
+            for other in self.routes.reachable(tokens):
+                if other.name != plan:
+                    self._plans[other.name](**inputs)
 
     def _served(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
         """Record a pass of vLLM's scheduler, its plan, and the mode of the CUDA graphs that it runs from."""
