@@ -32,14 +32,7 @@ from flexquant.merge.kv.agreement import (
 )
 from flexquant.merge.kv.all_else import ROUNDING, changed, column_factors, excess, explain_difference
 from flexquant.merge.kv.expert_comparison import Columns, compare_experts, equal_but_for_columns
-from flexquant.merge.kv.layer_pass import (
-    CALL,
-    LayerPass,
-    cut_off,
-    parameters_of_states,
-    rows_cached,
-    run_pass,
-)
+from flexquant.merge.kv.layer_pass import CALL, Cached, LayerPass, cut_off, find_cached, run_pass
 from flexquant.merge.kv.sampling import row_numbers, sample_rows
 from flexquant.merge.kv.scaled_rows import MatrixSums, sum_products
 from flexquant.merge.kv.skeleton import Skeleton, is_experts, is_linear, shape_of
@@ -58,8 +51,8 @@ OF_ANOTHER = 2.0
 LEAST_COLUMN = 0.1
 """Least weight of a matrix's column, as a share of the mean, however small its inputs were."""
 IN_A_STATE = "a state is computed with, where a difference adds up from token to token"
-RowsCached = dict[object, tuple[dict[str, torch.Tensor], set[str]]]
-"""Names and shapes of a layer's matrices -> its `rows_cached` and `parameters_of_states`."""
+RowsCached = dict[object, Cached]
+"""Names and shapes of a layer's matrices -> what such a layer's cache is computed with."""
 
 
 class LayerComparison:
@@ -159,16 +152,15 @@ class LayerComparison:
             if use and excess(a[name], b[name], steps[name] * b[name].abs() / ROUNDING) > 1:
                 self._refuse(f"layer {self._layer} {name}, which {use}, differs")
 
-    def _run_reference(self) -> tuple[LayerPass, tuple[dict[str, torch.Tensor], set[str]]]:
+    def _run_reference(self) -> tuple[LayerPass, Cached]:
         """Run the reference's layer; return the pass, and what ``RowsCached`` says of such a layer."""
         matrices, parameters = self._skeleton.matrices(self._layer), self._parameters[1]
         kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
         if (known := self._known_rows.get(kind)) is not None:
             return cut_off(self._pass(parameters)), known
-        parameters = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-        seen = self._pass(parameters, with_gradients=True)
-        known = self._known_rows[kind] = rows_cached(seen), parameters_of_states(seen, parameters)
-        return cut_off(seen), known
+        seen, known = find_cached(self._pass, parameters)
+        self._known_rows[kind] = known
+        return seen, known
 
     def _compare_matrix(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
         """Compare a matrix whose input is ``x`` [tokens, in]; return row factors [out] that cancel later."""

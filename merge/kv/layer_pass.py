@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ OUTPUT = "the layer's output"
 CALL = ", call "
 """Separates a matrix's name from the number of a later call in the same pass."""
 
+Cached: TypeAlias = tuple[dict[str, torch.Tensor], set[str]]
+"""`rows_cached` of a layer, and its `parameters_of_states`."""
 Gains = Callable[[str, torch.Tensor], torch.Tensor | None]
 """Called with a matrix's name and input [tokens, in]; can return factors of its output features, [out]."""
 
@@ -90,6 +93,24 @@ def run_pass(
     if output is not None:
         seen.results[OUTPUT] = output
     return seen
+
+
+def find_cached(
+    run: Callable[..., LayerPass], parameters: Mapping[str, torch.Tensor]
+) -> tuple[LayerPass, Cached]:
+    """Run a layer by ``run``; return the pass, and what reaches the cache in layers of its kind.
+
+    A head of a state may forget so fast in one layer that its gate has no gradient. So rows count too that
+    reach the state with parameters of ones.
+    """
+    given = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+    seen = run(given, with_gradients=True)
+    rows, of_states = rows_cached(seen), parameters_of_states(seen, given)
+    if of_states:
+        ones = {name: torch.ones_like(p) if name in of_states else p for name, p in given.items()}
+        for name, also in rows_cached(run(ones, with_gradients=True)).items():
+            rows[name] = rows.get(name, also) | also
+    return cut_off(seen), (rows, of_states)
 
 
 def rows_cached(seen: LayerPass) -> dict[str, torch.Tensor]:

@@ -247,6 +247,7 @@ def _decoder_root(source: Source) -> str:
         found = f"found {', '.join(sorted(roots))}" if roots else "found none"
         raise FlexQuantError(
             f"variant '{source.name}' should have one stack of decoder layers with tensors named "
-            f"'<stack>layers.0.self_attn.*', but {found}; this architecture's KV cache cannot be compared"
+            f"'<stack>layers.<number>.self_attn.*', but {found}; this architecture's KV cache cannot be "
+            "compared"
         )
     return roots.pop()

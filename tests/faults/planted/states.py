@@ -19,6 +19,14 @@ IN_STATES = (
         (STATES + "test_a_difference_that_shows_after_many_tokens_only_is_refused",),
     ),
     Fault(
+        "rows-of-one-forgetful-head",
+        "Which rows reach a state is told by one layer alone, whose heads may forget too fast to show it.",
+        "merge/kv/layer_pass.py",
+        "    if of_states:\n",
+        "    if False:\n",
+        (STATES + "test_a_gate_is_compared_though_another_layers_head_forgets_at_once",),
+    ),
+    Fault(
         "recurrent-states-not-compared",
         "Of what a layer writes, K, V and the convolution's inputs are compared, but no recurrent state.",
         "merge/kv/written_cache.py",
