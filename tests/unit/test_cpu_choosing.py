@@ -23,7 +23,14 @@ from flexquant.serving.vllm_api import _custom_ops  # noqa: F401 - loads torch.o
 
 TORCH = f"{TorchCPUInt4LinearKernel.__module__}:{TorchCPUInt4LinearKernel.__name__}"
 STOCK = "flexquant.serving.cpu.vendors:CPUW4A16LinearKernel"
-LAYER = {"inputs": 256, "outputs": 128, "dtype": "bfloat16", "group_size": 64, "sizes": [1, 64]}
+LAYER = {
+    "inputs": 256,
+    "outputs": 128,
+    "dtype": "bfloat16",
+    "group_size": 64,
+    "zero_points": False,
+    "sizes": [1, 64],
+}
 DECODES_FEW = """
 schema: flexquant.policy/v1
 rules:
@@ -62,8 +69,9 @@ def cache(tmp_path, monkeypatch) -> Path:
 @pytest.mark.skipif(
     not hasattr(torch.ops._C, "cpu_gemm_wna16"), reason="on this CPU there is one INT4 kernel"
 )
-def test_a_trial_times_real_kernels_and_is_made_once(cache, monkeypatch):
-    layer = {**LAYER, "kernels": [STOCK, TORCH]}
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_a_trial_times_real_kernels_and_is_made_once(cache, monkeypatch, zero_points):
+    layer = {**LAYER, "zero_points": zero_points, "kernels": [STOCK, TORCH]}
     (chosen,) = find_fastest([layer])
     (file,) = cache.iterdir()
     found = json.loads(file.read_text())

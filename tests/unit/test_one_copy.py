@@ -19,40 +19,55 @@ INPUTS = 256
 SHAPES = {"whole blocks": 128, "a narrow block": 128 + 48}
 
 
-def made(kind: Any, outputs: int, group: int, sign: str = "") -> tuple[Any, torch.nn.Module, torch.Tensor]:
+def made(
+    kind: Any, outputs: int, group: int, sign: str = "", zeros: bool = False
+) -> tuple[Any, torch.nn.Module, torch.Tensor]:
     """Return a kernel, its packed layer, and the weights that it was given, float64 [out, in]."""
     torch.manual_seed(0)
-    kernel, linear = trial._int4(
-        kind, {"inputs": INPUTS, "outputs": outputs, "group_size": group}, torch.bfloat16
-    )
+    layer = {"inputs": INPUTS, "outputs": outputs, "group_size": group, "zero_points": zeros}
+    kernel, linear = trial._int4(kind, layer, torch.bfloat16)
     if sign == "negative":
         linear.weight_scale.data *= torch.randn_like(linear.weight_scale).sign()
     codes = unpack_from_int32(linear.weight_packed.data, 4, torch.Size((outputs, INPUTS)))
     width = INPUTS if group == -1 else group
+    if zeros:
+        packed, groups = linear.weight_zero_point.data.t(), INPUTS // width
+        middle = unpack_from_int32(packed, 4, torch.Size((groups, outputs)))
+        codes = codes - middle.t().repeat_interleave(width, dim=1)
     weight = codes.double() * linear.weight_scale.data.double().repeat_interleave(width, dim=1)
     kernel.process_weights_after_loading(linear)
     return kernel, linear, weight
 
 
 def kinds() -> list[Any]:
-    kernel, _ = trial._int4(
-        one_copy.TorchCPUInt4LinearKernel, {"inputs": INPUTS, "outputs": 64, "group_size": 64}, torch.bfloat16
-    )
+    kernel, *_ = made(one_copy.TorchCPUInt4LinearKernel, outputs=64, group=64)
     return [kind for kind in possible_kernels(kernel) if one_copy.layout_of(kind) is not None]
 
 
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("kind", kinds())
+def test_zero_points_are_subtracted(kind: Any, tokens: int) -> None:
+    """The INT4 kernels themselves, with 16-bit activations."""
+    kernel, linear, weight = made(kind, outputs=128, group=32, zeros=True)
+    x = torch.randn(tokens, INPUTS, dtype=torch.bfloat16)
+    expected = x.double() @ weight.t()
+    found = kernel.apply_weights(linear, x, None).double()
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
 @pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("group", [32, 128, 256])
 @pytest.mark.parametrize("outputs", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kind", kinds())
 def test_the_int8_weights_are_the_nearest(
-    kind: Any, outputs: int, group: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    kind: Any, outputs: int, group: int, zeros: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if compiled:
         assert one_copy.has_operators()
     else:
         monkeypatch.setattr(one_copy, "has_operators", lambda: False)
-    kernel, linear, weight = made(kind, outputs, group, "negative")
+    kernel, linear, weight = made(kind, outputs, group, "negative", zeros)
     layout = one_copy.layout_of(kind)
     packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
     channel = one_copy.channel_scales(packed, scale, zero, INPUTS, layout)

@@ -43,7 +43,7 @@ def kernels() -> list[Any]:
 @pytest.mark.parametrize("kind", kernels())
 def test_group_scales_below_zero_are_multiplied_with(kind: Any, sign: str, tokens: int) -> None:
     torch.manual_seed(0)
-    layer = {"inputs": INPUTS, "outputs": OUTPUTS, "group_size": GROUP}
+    layer = {"inputs": INPUTS, "outputs": OUTPUTS, "group_size": GROUP, "zero_points": False}
     kernel, linear = trial._int4(kind, layer, torch.bfloat16)
     signs = torch.randn_like(linear.weight_scale).sign() if SIGNS[sign] is None else SIGNS[sign]
     linear.weight_scale.data *= signs
@@ -111,7 +111,7 @@ def test_scales_below_zero_are_refused_where_marlin_would_multiply_with_them(
     derive(INT4)
     with pytest.raises(FlexQuantError, match="variant 'w4a16' has scales below zero.*Marlin"):
         derive(INT4, negative_scales=True)
-    layer = {"inputs": INPUTS, "outputs": OUTPUTS, "group_size": GROUP}
+    layer = {"inputs": INPUTS, "outputs": OUTPUTS, "group_size": GROUP, "zero_points": False}
     assert find_kernel("int8") is MarlinW4A8LinearKernel
     kernel, linear = trial._int4(MarlinW4A8LinearKernel, layer, torch.bfloat16)
     kernel.config.act_type = torch.int8

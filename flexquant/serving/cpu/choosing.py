@@ -92,6 +92,7 @@ def choose_cpu_kernels(
                     "outputs": layer.output_size_per_partition,
                     "dtype": str(layer.params_dtype).removeprefix("torch."),
                     "group_size": getattr(kernel.config, "group_size", None),
+                    "zero_points": getattr(kernel.config, "zero_points", False),
                     "sizes": list(sizes.get(name, DECODE_SIZES)),
                     "kernels": [f"{kind.__module__}:{kind.__name__}" for kind in kinds],
                 }
@@ -112,12 +113,12 @@ def _exchange(layer: QuantisedLayer, kind: type[LinearKernel]) -> None:
 def _is_worth_a_trial(layer: QuantisedLayer, kernel: LinearKernel) -> bool:
     """Whether a layer has many weights, of a scheme that a trial supports.
 
-    These are symmetric INT4, and INT8 per channel with activations quantised per token.
+    These are INT4, and INT8 per channel with activations quantised per token.
     """
     if layer.input_size_per_partition * layer.output_size_per_partition < FEWEST_WEIGHTS:
         return False
     if isinstance(kernel, MPLinearKernel):
-        return kernel.config.weight_type == scalar_types.uint4b8 and not kernel.config.zero_points
+        return kernel.config.weight_type in (scalar_types.uint4b8, scalar_types.uint4)
     config = kernel.config
     return config.is_channelwise and config.input_symmetric and not config.is_static_input_scheme
 

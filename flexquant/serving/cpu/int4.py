@@ -16,12 +16,14 @@ from flexquant.serving.vllm_api import (
 from flexquant.serving.vllm_api import _custom_ops as ops
 
 GROUP_SIZES = (32, 64, 128, 256)
+MIDDLE = 8
+"""Zero point of symmetric weights."""
 INNER_K_TILES = 2
 """An argument that ATen's packing operator requires, and its CPU implementation ignores."""
 
 
 class TorchCPUInt4LinearKernel(MPLinearKernel):
-    """Symmetric group-wise INT4 weights with 16- or 32-bit activations, by ``_weight_int4pack_mm_for_cpu``.
+    """Group-wise INT4 weights with 16- or 32-bit activations, by ``_weight_int4pack_mm_for_cpu``.
 
     The operator is in ATen (``aten/src/ATen/native/cpu/int4mm_kernel.cpp``) with AVX2 and AVX512 code.
     """
@@ -33,8 +35,8 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         in_features, out_features = c.partition_weight_shape
-        if c.weight_type != scalar_types.uint4b8 or c.zero_points:
-            return False, f"only symmetric INT4 is supported, not {c.weight_type}"
+        if c.weight_type != (scalar_types.uint4 if c.zero_points else scalar_types.uint4b8):
+            return False, f"only INT4 is supported, symmetric or with zero points, not {c.weight_type}"
         if getattr(c, "has_g_idx", False):  # vLLM 0.26 has the field, 0.32 does not
             return False, "activation ordering by group (g_idx) is not supported"
         if c.group_size not in GROUP_SIZES or in_features % c.group_size:
@@ -44,7 +46,7 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        packed, scale, *_ = self._get_weight_params(layer)
+        packed, scale, zero, *_ = self._get_weight_params(layer)
         # int32 [out, in/8] and [out, in/group]; GPTQ's, and AWQ's as vLLM rewrites them, are transposed.
         is_transposed = getattr(packed, "packed_dim", 1) == 0
         q = unpack_quantized_values_into_int32(
@@ -55,6 +57,11 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
         weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.contiguous(), INNER_K_TILES)
         scale_and_zero = torch.zeros(*scale.t().shape, 2, dtype=scale.dtype)  # [in/group, out, 2]
         scale_and_zero[..., 0] = scale.data.t()
+        if self.config.zero_points:
+            assert zero is not None
+            zero.data = (zero.data.t() if zero.output_dim == 0 else zero.data).contiguous()
+            middle = unpack_quantized_values_into_int32(zero.data, self.config.weight_type, 1)
+            scale_and_zero[..., 1] = (MIDDLE - middle) * scale.data.t()  # ATen adds it to what is symmetric
         for name, value in ((self.w_q_name, weight), (self.w_s_name, scale_and_zero)):
             replace_parameter(layer, name, torch.nn.Parameter(value, requires_grad=False))
 

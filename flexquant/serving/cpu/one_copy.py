@@ -122,9 +122,8 @@ class CPUInt8Product:
     def _weights(self, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return packed weights, scales [groups, outputs], and zero points, int32 in packs of 8, if any."""
         packed, scale, zero, *_ = self._kernel._get_weight_params(layer)
-        if isinstance(self._kernel, TorchCPUInt4LinearKernel):
-            return packed, scale.data[..., 0], None
-        return packed, scale.data, zero.data if self._kernel.config.zero_points and zero is not None else None
+        scale = scale.data[..., 0] if isinstance(self._kernel, TorchCPUInt4LinearKernel) else scale.data
+        return packed, scale, zero.data if self._kernel.config.zero_points and zero is not None else None
 
 
 def channel_scales(

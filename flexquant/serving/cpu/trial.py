@@ -93,24 +93,25 @@ def _make(name: str, layer: JsonObject, dtype: torch.dtype) -> Callable[[torch.T
 def _int4(
     make: type[MPLinearKernel], layer: JsonObject, dtype: torch.dtype
 ) -> tuple[MPLinearKernel, nn.Module]:
-    """Make symmetric INT4 weights as compressed-tensors stores them: [out, in / 8], scales [out, groups]."""
+    """Make INT4 weights as compressed-tensors stores them: [out, in / 8], scales [out, groups].
+
+    Zero points, if ``layer`` has them, are [out / 8, groups].
+    """
     from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 
     inputs, outputs, group = layer["inputs"], layer["outputs"], layer["group_size"]
     shape = (inputs, outputs)
+    groups, zeros = inputs // group if group > 0 else 1, layer["zero_points"]
     linear = _Linear(
         weight_packed=torch.empty(outputs, inputs // 8, dtype=torch.int32).random_(),
-        weight_scale=torch.empty(outputs, inputs // group if group > 0 else 1, dtype=dtype).uniform_(
-            0.001, 0.002
-        ),
-        weight_zero_point=None,
+        weight_scale=torch.empty(outputs, groups, dtype=dtype).uniform_(0.001, 0.002),
+        weight_zero_point=torch.empty(outputs // 8, groups, dtype=torch.int32).random_() if zeros else None,
     )
     vars(linear.weight_packed)["packed_dim"] = 1
     has_g_idx = any(field.name == "has_g_idx" for field in dataclasses.fields(MPLinearLayerConfig))
     required: JsonObject = {"has_g_idx": False} if has_g_idx else {}  # by vLLM 0.29 and older
-    config = MPLinearLayerConfig(
-        shape, shape, scalar_types.uint4b8, dtype, group, zero_points=False, **required
-    )
+    kind = scalar_types.uint4 if zeros else scalar_types.uint4b8
+    config = MPLinearLayerConfig(shape, shape, kind, dtype, group, zero_points=zeros, **required)
     return make(config, "weight_packed", "weight_scale", "weight_zero_point"), linear
 
 
