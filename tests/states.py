@@ -27,7 +27,6 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "granitemoehybrid": {},
     "lfm2": {},
     "lfm2_moe": {},
-    "nemotron_h": {},
 }
 """Model type -> fields of its configuration: gated delta nets, Mamba-2 and short convolutions."""
 TWINS = rules(

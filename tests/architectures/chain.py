@@ -119,9 +119,18 @@ def run(work: Path) -> None:
     )
     for variant, found in zip(VARIANTS, served, strict=True):
         if found.answers != stock[variant].answers:
+            check_stock_agrees_with_itself(variant, work)
             raise Ended(FAILS, f"the answers under {variant} are not those of stock vLLM")
     if stock["w8a8"].answers == stock["w4a16"].answers:
         raise Ended(NOT_MADE, "both variants give the same answers")
+
+
+def check_stock_agrees_with_itself(variant: str, work: Path) -> None:
+    """Raise Ended if stock vLLM gives several answers to one prompt, or none: its logprobs are no numbers."""
+    asked = {"sampling": SAMPLING, "enable_prefix_caching": False, **OPTIONS}
+    first, second = generate(work / variant, None, PROMPTS, PROMPTS, **asked)[0].answers
+    if first != second:
+        raise Ended(STOCK_FAILS, f"{variant}: asked the same twice, it answers differently")
 
 
 def out_of_time(*_: Any) -> None:
