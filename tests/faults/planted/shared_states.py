@@ -75,15 +75,4 @@ SHARED_STATES = (
         "        pass\n",
         ("tests/gpu/test_states.py::test_a_capture_on_the_way_leaves_the_states_of_requests_alone[V1]",),
     ),
-    Fault(
-        "a-rank-without-attention",
-        "A rank whose layers all keep states does not tell the phases of passes.",
-        "flexquant/serving/worker/forward_pass.py",
-        "        self._first_layer = self._first_layer or with_state\n",
-        "",
-        (
-            "tests/integration/test_pipeline_parallel.py::"
-            "test_a_variant_goes_on_from_the_state_that_another_wrote",
-        ),
-    ),
 )
