@@ -31,9 +31,9 @@ class Fault:
 
     @property
     def room(self) -> str:
-        """Return the room of flexquant/README.md in which the broken file lies."""
+        """Return the broken file's room in flexquant/README.md; benchmarks are in the room measuring."""
         folder, inside, *_ = Path(self.file).with_suffix("").parts
-        return {"merge": "merge", "policies": "policy"}.get(folder, inside)
+        return {"merge": "merge", "policies": "policy", "benchmarks": "measuring"}.get(folder, inside)
 
     def plant(self, root: Path) -> None:
         """Break the source below ``root``; raise ValueError unless ``old`` is there exactly once."""

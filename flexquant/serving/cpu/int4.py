@@ -59,7 +59,8 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
         scale_and_zero[..., 0] = scale.data.t()
         if self.config.zero_points:
             assert zero is not None
-            zero.data = (zero.data.t() if zero.output_dim == 0 else zero.data).contiguous()
+            is_transposed = getattr(zero, "output_dim", 1) == 0
+            zero.data = (zero.data.t() if is_transposed else zero.data).contiguous()
             middle = unpack_quantized_values_into_int32(zero.data, self.config.weight_type, 1)
             scale_and_zero[..., 1] = (MIDDLE - middle) * scale.data.t()  # ATen adds it to what is symmetric
         for name, value in ((self.w_q_name, weight), (self.w_s_name, scale_and_zero)):
