@@ -29,7 +29,7 @@ from flexquant.checkpoint.merged_config import (
     MergedConfig,
     served_architecture,
 )
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.model_config import JsonObject, reads_more_than_text
 from flexquant.serving.vllm_api import (
     MODELS_CONFIG_MAP,
     QUANTIZATION_METHODS,
@@ -141,6 +141,9 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         keeps counters beside a state, is not offered.
         """
         merged = MergedConfig.from_json(model_config.hf_config.quantization_config)
+        reads_images = reads_more_than_text(model_config.hf_config.to_dict())
+        if reads_images and merged.base_architecture not in VISION_ARCHITECTURES:
+            return  # `refusals` says so; vLLM may lack what the architecture needs
         base, _ = model_config.registry.inspect_model_cls([merged.base_architecture], model_config)
         known = {key: getattr(base, key) for key in STATES}
         model_config._model_info = dataclasses.replace(model_config._model_info, **known)
