@@ -241,7 +241,8 @@ def check_cache_layers(
 ) -> None:
     """Refuse layers that all variants share, but that hold linears of which each variant has its own.
 
-    Examples are state-space mixers and linear attention. ``replaced`` are the modules that variants share.
+    vLLM's layers with a state are not among them: each variant has its own (`state_layers`). ``replaced`` are
+    the modules that variants share.
     """
     for name, layer in registered.items():
         if not (layer in replaced and isinstance(layer, nn.Module)):
