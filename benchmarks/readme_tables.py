@@ -20,6 +20,7 @@ from benchmarks.decode_quality_tables import layered, trigger
 from benchmarks.serving_tables import (
     disaggregated,
     generation,
+    generation_one_copy,
     layers_in_use,
     loaded,
     memory,
@@ -228,7 +229,7 @@ def main() -> int:
         disaggregated,
         operators,
     )
-    quality = (generation, layered, trigger)
+    quality = (generation, generation_one_copy, layered, trigger)
     blocks = {
         f.__name__: f for f in (*functions, *servers, *quality, *speed_tables.BLOCKS, *one_copy_tables.BLOCKS)
     }

@@ -126,7 +126,16 @@ def disaggregated() -> str:
 
 def generation() -> str:
     """Return what whole answers lose under each policy, and what was asked to measure it."""
-    found = read("generation.json")
+    return _whole_answers("generation.json")
+
+
+def generation_one_copy() -> str:
+    """Return the same with INT8 computed from one copy."""
+    return _whole_answers("generation-one-copy.json")
+
+
+def _whole_answers(file: str) -> str:
+    found = read(file)
     settings = found["settings"]
     tasks, tokens = settings["tasks"], settings["tokens"]
     return (
