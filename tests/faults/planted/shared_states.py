@@ -44,14 +44,6 @@ SHARED_STATES = (
         (GOES_ON + "[eager-qwen3_next]",),
     ),
     Fault(
-        "linears-of-the-source",
-        "A derived variant takes its source's layers with a state, INT4 linears and all.",
-        "flexquant/serving/worker/w4a8.py",
-        "        and not is_state_layer_or_its_convolution(module)\n",
-        "",
-        (DERIVED + "[qwen3_next-w4a8]",),
-    ),
-    Fault(
         "views-that-vllm-does-not-find",
         "vLLM finds the source's layers for a variant that computes its weights from the source's.",
         "flexquant/serving/worker/variants.py",
