@@ -160,6 +160,14 @@ def test_a_derived_variant_computes_with_its_own_linears_on_the_same_state(kind,
     assert states[0] == states[1]
 
 
+def test_a_derived_variant_has_its_own_convolutions(made):
+    """Falcon-H1's layers hold views of their convolutions' weights; its answers are near to its source's."""
+    policies, one = ["w8a8", "w4a16", "w4a8"], {"max_tokens": 1, "logprobs": 20}
+    served = generate(made("falcon_h1") / "merged", policies, PROMPTS, sampling=one, **OPTIONS)
+    w8a8, w4a16, w4a8 = (found.answers[0] for found in served)
+    assert 0 < distance(w4a8, w4a16) < distance(w8a8, w4a16)
+
+
 def layers_with_state(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, MambaBase)]
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 from tests.faults.fault import Fault
 
 ONE_COPY = "tests/integration/test_one_copy.py::"
+FP8_WEIGHTS = (
+    "tests/gpu/test_one_copy_marlin.py::test_8_bit_weights_are_those_of_the_packed_int4_weights"
+    "[Qwen2.5-0.5B qkv-128-False-128-precision1]"
+)
 
 KERNELS = (
     Fault(
@@ -64,6 +68,15 @@ KERNELS = (
         "greatest / 127",
         "greatest / 128",
         ("tests/unit/test_one_copy.py",),
+    ),
+    Fault(
+        "fp8-weights-rounded-to-integers",
+        "FP8 weights are rounded as INT8 weights are.",
+        "flexquant/serving/worker/one_copy_marlin.py",
+        "(exact + ROUNDS) - ROUNDS if is_integer else exact",
+        "(exact + ROUNDS) - ROUNDS",
+        (FP8_WEIGHTS,),
+        "interpreter",
     ),
     Fault(
         "zero-points-added",

@@ -44,6 +44,14 @@ SHARED_STATES = (
         (GOES_ON + "[eager-qwen3_next]",),
     ),
     Fault(
+        "convolutions-of-the-source",
+        "A derived variant's layers take the source's convolution, and keep views of one that is not loaded.",
+        "flexquant/serving/worker/w4a8.py",
+        "        and not is_state_layer_or_its_convolution(module)\n",
+        "",
+        (STATES + "test_a_derived_variant_has_its_own_convolutions",),
+    ),
+    Fault(
         "views-that-vllm-does-not-find",
         "vLLM finds the source's layers for a variant that computes its weights from the source's.",
         "flexquant/serving/worker/variants.py",
