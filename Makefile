@@ -53,6 +53,8 @@ OLDEST_TESTS := tests/unit/test_cpu_int8.py $(addprefix tests/integration/test_,
 JOBS ?= $(if $(HAS_CUDA),0,2)
 TESTS := -m "not full"
 TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py data_parallel.py ray.py two_machines.py)
+# The models whose images transformers reads with torchvision.
+VISION := tests/integration/test_vision.py -k "gemma3 or mistral3 or qwen2_5_vl"
 FULL_PROGRAMS := $(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/linters/bin:$(CURDIR)/.venv/schemathesis/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/chromium/usr/bin:$(CURDIR)/.venv/chromium/usr/lib/chromium
@@ -80,8 +82,9 @@ test-quantize: .venv/quantize/.done
 
 # Two ranks need two cores, so that their tests come by themselves. On a CPU vLLM's V2 runner takes
 # Triton's interpreter, which has to be chosen for a whole process.
-test-serve: .venv/serve/.done $(if $(IS_ZEN),.venv/zen/.done) .work/merged/$(TEST_NAME)/config.json
+test-serve: .venv/serve/.done .venv/torchvision/.done $(if $(IS_ZEN),.venv/zen/.done) .work/merged/$(TEST_NAME)/config.json
 	$(SERVE)/python $(PYTEST) $(TESTS) --ignore tests/quantize $(addprefix --ignore=,$(TWO_RANKS))
+	$(if $(HAS_CUDA),,PYTHONPATH=$(CURDIR)/.venv/torchvision $(SERVE)/python -m pytest $(TESTS) $(VISION))
 	$(if $(HAS_CUDA),,TRITON_INTERPRET=1 $(SERVE)/python $(PYTEST) --dist load $(TESTS) tests/gpu)
 	$(SERVE)/python -m pytest $(TESTS) $(TWO_RANKS)
 
@@ -110,12 +113,19 @@ clean:
 .venv/oldest/.done: | .venv/quantize/.done
 
 # torchvision, torchaudio and torchcodec come as CUDA builds that fail at import beside a CPU torch;
-# text models need none of them.
+# text models need none of them. The tests of vision models have a torchvision of their own.
 .venv/serve/.done: pyproject.toml
 	$(PYTHON) -m venv .venv/serve
 	$(SERVE)/pip install --quiet --editable ".[$(DEVICE),eval,dev]" $(CPU_TORCH)
 	$(if $(HAS_CUDA),,$(SERVE)/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	$(SERVE)/python -m flexquant.vllm_cpu
+	touch $@
+
+# PyPI's torchvision for CUDA fails beside a CPU torch only where it describes its operators, which reading an image
+# does not take.
+.venv/torchvision/.done: .venv/serve/.done
+	$(if $(HAS_CUDA),mkdir -p $(dir $@),$(SERVE)/pip install --quiet --no-deps --target $(dir $@) torchvision==0.28.0)
+	$(if $(HAS_CUDA),,: > $(dir $@)torchvision/_meta_registrations.py)
 	touch $@
 
 .venv/zen/.done: pyproject.toml | .venv/serve/.done

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import one_copy_tables, speed_tables
+from benchmarks import left_out_tables, one_copy_tables, speed_tables
 from benchmarks.calibration_table import calibration_table
 from benchmarks.decode_quality_tables import layered, trigger
 from benchmarks.serving_tables import (
@@ -230,9 +230,8 @@ def main() -> int:
         operators,
     )
     quality = (generation, generation_one_copy, layered, trigger)
-    blocks = {
-        f.__name__: f for f in (*functions, *servers, *quality, *speed_tables.BLOCKS, *one_copy_tables.BLOCKS)
-    }
+    of_modules = (*speed_tables.BLOCKS, *one_copy_tables.BLOCKS, *left_out_tables.BLOCKS)
+    blocks = {f.__name__: f for f in (*functions, *servers, *quality, *of_modules)}
     wrong = False
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

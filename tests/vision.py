@@ -1,103 +1,229 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Makes small random vision-language models, quantised by rounding to nearest, and images to ask about.
-
-The models are Idefics3: vLLM serves it without torchvision, which a CPU's vLLM comes without, and which most
-other vision models need.
-"""
+"""Makes small random vision-language models, quantised by rounding to nearest, and images to ask about."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import transformers
 from PIL import Image
-from transformers import (
-    AutoTokenizer,
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-)
+from transformers import AutoTokenizer, PretrainedConfig
 
 from tests.checkpoints import StateDict, base_config, is_quantised, saved_tensors, write_checkpoint
 
-ARCHITECTURE = "Idefics3ForConditionalGeneration"
-PIXELS, PATCH, SCALE = 56, 14, 2
-IMAGE_TOKENS = (PIXELS // PATCH // SCALE) ** 2
-SPECIAL = ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>")
-"""Special tokens, with the ids from 258 on: behind those of bytes, of the beginning and of the end."""
-TOWERS = ("re:.*vision_model.*", "re:.*connector.*")
-"""The parts beside the language model, in the form in which quantising leaves them out."""
-CHAT = (
-    "{% for message in messages %}{% for part in message.content %}"
-    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endfor %}"
-)
-PROCESSOR = {
-    "processor_class": "Idefics3Processor",
-    "image_seq_len": IMAGE_TOKENS,
-    "image_processor": {
-        "image_processor_type": "Idefics3ImageProcessor",
-        "size": {"longest_edge": PIXELS},
-        "max_image_size": {"longest_edge": PIXELS},
-    },
+PIXELS, PATCH, MERGED = 56, 14, 2
+"""Width of an image, of the squares it is cut into, and how many of these, in a row, make one token."""
+IMAGE_TOKENS = (PIXELS // PATCH // MERGED) ** 2
+FIRST_SPECIAL = 258
+"""The id of the first special token, behind those of bytes, of the beginning and of the end."""
+TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": PIXELS,
+    "patch_size": PATCH,
+    "initializer_range": 0.08,
 }
 
 
-def small_config() -> Idefics3Config:
-    vision = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": PIXELS,
-        "patch_size": PATCH,
-        "initializer_range": 0.08,
-    }
-    return Idefics3Config(
-        text_config=base_config("llama", num_layers=4).to_dict(),
-        vision_config=vision,
-        image_token_id=258 + SPECIAL.index("<image>"),
-        scale_factor=SCALE,
+class Kind(NamedTuple):
+    """A vision-language architecture: its config, tokens and processor."""
+
+    config: Callable[[], PretrainedConfig]
+    special: tuple[str, ...]
+    """Special tokens, whose ids begin with FIRST_SPECIAL."""
+    image: str
+    """What stands for an image in a prompt."""
+    processor: dict[str, Any]
+    """The contents of processor_config.json."""
+    towers: tuple[str, ...]
+    """The parts beside the language model, in the form in which quantising leaves them out."""
+    names: dict[str, str] = {}
+    """Names of special tokens that the tokenizer knows them by."""
+    tower: str = "vision_tower."
+    """Where published tensors of the tower are that transformers has below ``vision_tower``."""
+
+    @property
+    def architecture(self) -> str:
+        return type(self.config()).__name__.removesuffix("Config") + "ForConditionalGeneration"
+
+
+def text(architecture: str, **overrides: Any) -> dict[str, Any]:
+    return base_config(architecture, num_layers=4, **overrides).to_dict()
+
+
+def ids(*special: str) -> dict[str, int]:
+    return {name: FIRST_SPECIAL + i for i, name in enumerate(special)}
+
+
+def idefics3() -> PretrainedConfig:
+    return transformers.Idefics3Config(
+        text_config=text("llama"),
+        vision_config=TOWER,
+        scale_factor=MERGED,
         pad_token_id=257,
         dtype="bfloat16",
+        **ids("fake_token_id", "image_token_id"),
     )
 
 
-def random_tensors(config: Idefics3Config) -> StateDict:
-    """Return random bf16 tensors as they are published, norms and biases included."""
-    torch.manual_seed(0)
-    model = Idefics3ForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
-    return {
-        name: tensor + 0.1 * torch.randn_like(tensor) if "norm" in name or name.endswith("bias") else tensor
-        for name, tensor in saved_tensors(model).items()
+def qwen2_5_vl() -> PretrainedConfig:
+    tower = {
+        "depth": 2,
+        "num_heads": 4,
+        "out_hidden_size": 128,
+        "window_size": 28,
+        "fullatt_block_indexes": [1],
     }
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text("qwen2") | {"model_type": "qwen2_5_vl_text", "rope_parameters": rope},
+        vision_config={**TOWER, **tower},
+        dtype="bfloat16",
+        **ids("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"),
+    )
+
+
+def gemma3() -> PretrainedConfig:
+    return transformers.Gemma3Config(
+        text_config=text("gemma3"),
+        vision_config={**TOWER, "vision_use_head": False},
+        mm_tokens_per_image=IMAGE_TOKENS,
+        dtype="bfloat16",
+        **ids("boi_token_index", "image_token_index", "eoi_token_index"),
+    )
+
+
+def mistral3() -> PretrainedConfig:
+    return transformers.Mistral3Config(
+        text_config=text("mistral"),
+        vision_config={**TOWER, "head_dim": 16, "model_type": "pixtral"},
+        spatial_merge_size=MERGED,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        image_token_index=FIRST_SPECIAL,
+    )
+
+
+KINDS = {
+    "idefics3": Kind(
+        idefics3,
+        ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"),
+        "<image>",
+        {
+            "processor_class": "Idefics3Processor",
+            "image_seq_len": IMAGE_TOKENS,
+            "image_processor": {
+                "image_processor_type": "Idefics3ImageProcessor",
+                "size": {"longest_edge": PIXELS},
+                "max_image_size": {"longest_edge": PIXELS},
+            },
+        },
+        ("re:.*vision_model.*", "re:.*connector.*"),
+    ),
+    "qwen2_5_vl": Kind(
+        qwen2_5_vl,
+        ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        {
+            "processor_class": "Qwen2_5_VLProcessor",
+            "image_processor": {
+                "image_processor_type": "Qwen2VLImageProcessor",
+                "size": {"shortest_edge": PIXELS**2, "longest_edge": PIXELS**2},
+            },
+            "video_processor": {
+                "video_processor_type": "Qwen2VLVideoProcessor",
+                "size": {"shortest_edge": PIXELS**2, "longest_edge": PIXELS**2},
+            },
+        },
+        ("re:.*visual.*",),
+    ),
+    "gemma3": Kind(
+        gemma3,
+        (
+            *("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+            *("\n" * count for count in range(1, 5)),
+        ),
+        "<start_of_image>",
+        {
+            "processor_class": "Gemma3Processor",
+            "image_seq_length": IMAGE_TOKENS,
+            "image_processor": {
+                "image_processor_type": "Gemma3ImageProcessor",
+                "size": {"height": PIXELS, "width": PIXELS},
+                "image_seq_length": IMAGE_TOKENS,
+            },
+        },
+        ("re:.*vision_tower.*", "re:.*multi_modal_projector.*"),
+        {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"},
+        tower="vision_tower.vision_model.",
+    ),
+    "mistral3": Kind(
+        mistral3,
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        "[IMG]",
+        {
+            "processor_class": "PixtralProcessor",
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGED,
+            "image_processor": {
+                "image_processor_type": "PixtralImageProcessor",
+                "size": {"longest_edge": PIXELS},
+                "patch_size": {"height": PATCH, "width": PATCH},
+            },
+        },
+        ("re:.*vision_tower.*", "re:.*multi_modal_projector.*"),
+    ),
+}
+CHAT = (
+    "{%% for message in messages %%}{%% for part in message.content %%}"
+    "{{ '%s' if part.type == 'image' else part.text }}{%% endfor %%}{%% endfor %%}"
+)
+
+
+def random_tensors(kind: Kind) -> StateDict:
+    """Return random bf16 tensors as they are published, norms, biases and what begins as zeros included."""
+    torch.manual_seed(0)
+    model = getattr(transformers, kind.architecture)._from_config(kind.config(), dtype=torch.bfloat16)
+    state = {}
+    for name, tensor in saved_tensors(model).items():
+        if "norm" in name or name.endswith("bias") or not tensor.any():
+            tensor = tensor + 0.1 * torch.randn_like(tensor)
+        state[name.replace("vision_tower.", kind.tower)] = tensor
+    return state
 
 
 def make_vision_checkpoint(
     folder: Path,
     scheme: str | None,
+    kind: Kind = KINDS["idefics3"],
     *,
-    ignore: Sequence[str] = TOWERS,
+    ignore: Sequence[str] | None = None,
     transform: Callable[[StateDict], StateDict] | None = None,
 ) -> Path:
     """Write a checkpoint folder with tokenizer, processor and chat template, and return it.
 
-    ``scheme`` None writes the 16-bit model; ``ignore`` stays in 16 bit otherwise. ``transform`` edits the
-    tensors before they are quantised.
+    ``scheme`` None writes the 16-bit model; ``ignore``, by default its towers, stays in 16 bit otherwise.
+    ``transform`` edits the tensors before they are quantised.
     """
-    config = small_config()
-    config.architectures = [ARCHITECTURE]
-    state = random_tensors(config)
+    config, left_out = kind.config(), kind.towers if ignore is None else ignore
+    config.architectures = [kind.architecture]
+    state = random_tensors(kind)
     if transform is not None:
         state = transform(state)
-    quantised = {name for name in state if is_quantised(name, ignore)}
-    write_checkpoint(folder, config, state, scheme, quantised, ignore)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
-    tokenizer.chat_template = CHAT
+    quantised = {name for name in state if is_quantised(name, left_out)}
+    write_checkpoint(folder, config, state, scheme, quantised, left_out)
+    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=kind.names)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(kind.special)})
+    tokenizer.chat_template = CHAT % kind.image
     tokenizer.save_pretrained(folder)
-    (folder / "processor_config.json").write_text(json.dumps(PROCESSOR))
+    (folder / "processor_config.json").write_text(json.dumps(kind.processor))
     return folder
 
 

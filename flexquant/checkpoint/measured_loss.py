@@ -21,8 +21,9 @@ Both are alike: the KL divergence is by how much the log-perplexity of what the 
 KEY = "measured"
 """The key of a recipe under which a variant's losses are, by kind of text."""
 HELP = (
-    "calibrate on text like your users' (--calibration FILE), or take smaller groups or more bits for the "
-    "most sensitive linears in a recipe (group_size, sensitive_layers)"
+    "calibrate on text like your users' (--calibration FILE), or take in a recipe zero points (scheme "
+    "W4A16_ASYM), smaller groups (group_size), trained scales (scale_distillation) or more bits for the most "
+    "sensitive linears (sensitive_layers)"
 )
 
 

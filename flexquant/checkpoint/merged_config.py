@@ -26,7 +26,12 @@ from flexquant.errors import FlexQuantError
 
 CONFIG_FILE = "config.json"
 ARCHITECTURE = "FlexQuantForCausalLM"
-VISION_ARCHITECTURES = ("Idefics3ForConditionalGeneration",)
+VISION_ARCHITECTURES = (
+    "Gemma3ForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+)
 """Served base architectures that read images as well as text."""
 QUANT_METHOD = "flexquant"
 SCHEMA_VERSION = 1

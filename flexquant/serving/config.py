@@ -150,7 +150,7 @@ def check_derivable(name: str, derivation: Derivation, source: StoredVariant) ->
     else:
         problems = [group_problem(w, derivation.activations) for w in integers]
         problems = problems or ["which has no symmetric INT4 weights"]
-        needed = "symmetric INT4 weights in groups"
+        needed = "symmetric INT4 weights in groups (scheme W4A16 in the recipe, not W4A16_ASYM)"
     if any(problems):
         raise FlexQuantError(
             f"{derivation.place} derives '{name}' from '{derivation.source}', "

@@ -62,6 +62,8 @@ def _of_vision(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
         yield "speculative decoding for vision models (drop --speculative-config)"
     if vllm_config.lora_config is not None:
         yield "LoRA for vision models (drop --enable-lora)"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        yield "pipeline parallelism for vision models (use --tensor-parallel-size)"
 
 
 def _of_adapters(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import SupportsEagle as SupportsEagle
     from vllm.model_executor.models.interfaces import SupportsEagle3 as SupportsEagle3
     from vllm.model_executor.models.interfaces import SupportsLoRA as SupportsLoRA
+    from vllm.model_executor.models.interfaces import SupportsMRoPE as SupportsMRoPE
     from vllm.model_executor.models.interfaces import SupportsMultiModal as SupportsMultiModal
     from vllm.model_executor.models.interfaces import SupportsPP as SupportsPP
+    from vllm.model_executor.models.interfaces import supports_mrope as supports_mrope
     from vllm.model_executor.models.interfaces import supports_multimodal as supports_multimodal
     from vllm.sequence import IntermediateTensors as IntermediateTensors
 
@@ -94,11 +96,6 @@ if TYPE_CHECKING:
     # Goes when vLLM packs no embedding that is only looked up.
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         VocabParallelEmbedding as VocabParallelEmbedding,
-    )
-
-    # Goes when vLLM asks a model, not its class, how images are read.
-    from vllm.model_executor.models.idefics3 import (
-        Idefics3ForConditionalGeneration as Idefics3ForConditionalGeneration,
     )
 
     # Goes when vLLM can be told which modules of a model stand for the same layer of an adapter.

@@ -162,6 +162,17 @@ NAMES = (
         },
     ),
     Names(
+        "vllm.model_executor.models.interfaces",
+        "vLLM asks a model, not its class, how images are read",
+        {"_processor_factory": "the base class's, which prepares its images"},
+    ),
+    Names(
+        "vllm.model_executor.models.interfaces",
+        "vLLM asks a model, not its class, how images are read",
+        {"supports_mm_device_do_normalize": "the base class's: whether its tower scales an image's values"},
+        since=(0, 32),
+    ),
+    Names(
         "vllm.v1.worker.gpu.model_states",
         "the forward context tells the phase of a pass and its number of sequences",
         {"get_model_state_cls": "the V2 runner asks a model for that class"},

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A vision-language model: prompts with images under each variant alone, in layered plans, over HTTP."""
+"""Vision-language models: prompts with images under each variant alone, in layered plans, over HTTP."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import pytest
@@ -23,53 +24,83 @@ from flexquant.merge import merge_checkpoints
 from tests.checkpoints import StateDict
 from tests.integration.conftest import Served, generate
 from tests.integration.test_architectures import LAYERED, OPTIONS, SAMPLING
-from tests.vision import make_vision_checkpoint, picture
+from tests.vision import KINDS, Kind, make_vision_checkpoint, picture
 
 pytestmark = pytest.mark.engine
 
 VARIANTS = ("w8a8", "w4a16")
+WITH_TORCHVISION = pytest.mark.skipif(
+    find_spec("torchvision") is None, reason="transformers reads images for this model with torchvision"
+)
 
 
-def prompt(text: str, *images: int) -> dict[str, Any]:
-    return {"prompt": text, "multi_modal_data": {"image": [picture(seed) for seed in images]}}
+def prompt(kind: Kind, text: str, *images: int) -> dict[str, Any]:
+    """Return a prompt with pictures in the places of ``<image>``."""
+    pictures = [picture(seed) for seed in images]
+    return {"prompt": text.replace("<image>", kind.image), "multi_modal_data": {"image": pictures}}
 
 
-SAME_TEXT = [prompt("what is in <image>?", 0), prompt("what is in <image>?", 1)]
-PROMPTS = [
-    *SAME_TEXT,
-    "a prompt without an image",
-    prompt("compare <image> with <image>, please", 2, 3),
-    prompt("a prompt of more than one chunk, whose image comes in the second of them: <image>", 4),
-]
+def same_text(kind: Kind) -> list[dict[str, Any]]:
+    return [prompt(kind, "what is in <image>?", seed) for seed in (0, 1)]
+
+
+def prompts(kind: Kind) -> list[Any]:
+    return [
+        *same_text(kind),
+        "a prompt without an image",
+        prompt(kind, "compare <image> with <image>, please", 2, 3),
+        prompt(kind, "a prompt of more than one chunk, whose image comes in the second of them: <image>", 4),
+    ]
+
+
+class Made(NamedTuple):
+    """A folder with w8a8, w4a16 and merged, and their kind."""
+
+    path: Path
+    kind: Kind
+
+
+def make(name: str, folder: Path) -> Made:
+    kind = KINDS[name]
+    merge_checkpoints({v: make_vision_checkpoint(folder / v, v, kind) for v in VARIANTS}, folder / "merged")
+    return Made(folder, kind)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name == "idefics3" else pytest.param(name, marks=WITH_TORCHVISION) for name in sorted(KINDS)
+    ],
+)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with w8a8, w4a16 and merged."""
-    folder = tmp_path_factory.mktemp("vision")
-    merge_checkpoints({v: make_vision_checkpoint(folder / v, v) for v in VARIANTS}, folder / "merged")
-    return folder
+    """Return the folder of the model that needs no torchvision."""
+    return make("idefics3", tmp_path_factory.mktemp("vision")).path
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> dict[str, Served]:
+def served(made: Made) -> dict[str, Served]:
     """Return what the constant policies and a layered one answer."""
     policies = [*VARIANTS, LAYERED]
-    found = generate(folder / "merged", policies, PROMPTS, sampling=SAMPLING, **OPTIONS)
+    found = generate(made.path / "merged", policies, prompts(made.kind), sampling=SAMPLING, **OPTIONS)
     return dict(zip((*VARIANTS, "layered"), found, strict=True))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_constant_policy_equals_stock_vllm(variant: str, folder: Path, served: dict[str, Served]) -> None:
-    (stock,) = generate(folder / variant, None, PROMPTS, sampling=SAMPLING, **OPTIONS)
+def test_a_constant_policy_equals_stock_vllm(variant: str, made: Made, served: dict[str, Served]) -> None:
+    (stock,) = generate(made.path / variant, None, prompts(made.kind), sampling=SAMPLING, **OPTIONS)
     assert served[variant].answers == stock.answers
 
 
 @pytest.mark.full
-def test_a_constant_policy_equals_stock_vllm_compiled(folder: Path) -> None:
+def test_a_constant_policy_equals_stock_vllm_compiled(made: Made) -> None:
     options = {**OPTIONS, "enforce_eager": False}
-    (stock,) = generate(folder / "w4a16", None, PROMPTS, sampling=SAMPLING, **options)
-    (found,) = generate(folder / "merged", ["w4a16"], PROMPTS, sampling=SAMPLING, **options)
+    (stock,) = generate(made.path / "w4a16", None, prompts(made.kind), sampling=SAMPLING, **options)
+    (found,) = generate(made.path / "merged", ["w4a16"], prompts(made.kind), sampling=SAMPLING, **options)
     assert found.answers == stock.answers
 
 
@@ -99,11 +130,11 @@ def png(seed: int) -> bytes:
     return file.getvalue()
 
 
-def test_chat_with_an_image_over_http(folder: Path, served: dict[str, Served]) -> None:
+def test_chat_with_an_image_over_http(made: Made, served: dict[str, Served]) -> None:
     """The answers are those offline; bytes that are no image are refused, and the server goes on."""
     additional = json.dumps({"flexquant": {"policy": "w8a8"}})
     arguments = ["--enforce-eager", "--max-model-len", "512", "--served-model-name", "tiny"]
-    with vllm_serve(folder / "merged", *arguments, "--additional-config", additional) as url:
+    with vllm_serve(made.path / "merged", *arguments, "--additional-config", additional) as url:
         client = OpenAI(base_url=url, api_key="none")
 
         def ask(data: bytes) -> list[int]:
@@ -140,9 +171,10 @@ def test_a_variant_that_is_tied_beside_one_with_a_head_of_its_own(tmp_path: Path
         source = make_vision_checkpoint(tmp_path / "untied" / name, name, transform=transform)
         sources[name] = edited(source, tie, tmp_path / name)
     merge_checkpoints(sources, tmp_path / "merged")
-    found = generate(tmp_path / "merged", list(VARIANTS), SAME_TEXT, sampling=SAMPLING, **OPTIONS)
+    asked = same_text(KINDS["idefics3"])
+    found = generate(tmp_path / "merged", list(VARIANTS), asked, sampling=SAMPLING, **OPTIONS)
     for name, served in zip(VARIANTS, found, strict=True):
-        (stock,) = generate(sources[name], None, SAME_TEXT, sampling=SAMPLING, **OPTIONS)
+        (stock,) = generate(sources[name], None, asked, sampling=SAMPLING, **OPTIONS)
         assert served.answers == stock.answers, name
 
 
@@ -168,7 +200,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
         ({"speculative_config": DRAFTS}, "speculative decoding for vision models"),
         ({"enable_lora": True}, "LoRA for vision models"),
         ({"mm_encoder_only": True}, "--mm-encoder-only"),
-        ({"pipeline_parallel_size": 2}, "no pipeline parallelism for Idefics3"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism for vision models"),
     ],
 )
 def test_what_is_refused_for_vision_models(options: dict[str, Any], named: str, folder: Path) -> None:

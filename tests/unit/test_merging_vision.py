@@ -16,16 +16,17 @@ from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from tests.checkpoints import StateDict
-from tests.vision import ARCHITECTURE, make_vision_checkpoint
+from tests.vision import KINDS, make_vision_checkpoint
 
+ARCHITECTURE = KINDS["idefics3"].architecture
 PATCHES = "model.vision_model.embeddings.patch_embedding.weight"
 
 
-def sources(folder: Path, **of_the_other) -> dict[str, Path]:
+def sources(folder: Path, kind: str = "idefics3", **of_the_other) -> dict[str, Path]:
     """Return W8A8 of a model, and W4A16 of it or, with arguments, of another one."""
     return {
-        "w8a8": make_vision_checkpoint(folder / "w8a8", "w8a8"),
-        "w4a16": make_vision_checkpoint(folder / "w4a16", "w4a16", **of_the_other),
+        "w8a8": make_vision_checkpoint(folder / "w8a8", "w8a8", KINDS[kind]),
+        "w4a16": make_vision_checkpoint(folder / "w4a16", "w4a16", KINDS[kind], **of_the_other),
     }
 
 
@@ -76,13 +77,15 @@ def test_quantised_towers_are_refused(tmp_path):
         merge_checkpoints(variants, tmp_path / "merged")
 
 
-def test_language_models_that_differ_are_refused(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_language_models_that_differ_are_refused(kind, tmp_path):
     def other(state: StateDict) -> StateDict:
-        name = "model.text_model.layers.2.self_attn.v_proj.weight"
+        (name,) = (n for n in state if n.endswith("layers.2.self_attn.v_proj.weight"))
         return state | {name: torch.randn_like(state[name])}
 
+    merge_checkpoints(sources(tmp_path / "same", kind), tmp_path / "same/merged")
     with pytest.raises(FlexQuantError, match="layer 2"):
-        merge_checkpoints(sources(tmp_path, transform=other), tmp_path / "merged")
+        merge_checkpoints(sources(tmp_path, kind, transform=other), tmp_path / "merged")
 
 
 @pytest.mark.parametrize(

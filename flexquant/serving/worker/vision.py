@@ -13,13 +13,20 @@ this for the towers, and :mod:`flexquant.serving.config` for the embedding.
 
 from __future__ import annotations
 
-import torch
+import functools
+from typing import Any
 
-from flexquant.serving.vllm_api import Idefics3ForConditionalGeneration, SupportsMultiModal
+import torch
+from vllm.model_executor.models import ModelRegistry
+
+from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, served_architecture
+from flexquant.serving.vllm_api import SupportsMRoPE, SupportsMultiModal, supports_mrope
 from flexquant.serving.worker.model import FlexQuantForCausalLM
 
 Embeddings = list[torch.Tensor] | torch.Tensor | tuple[torch.Tensor, ...]
 """Embeddings [tokens, hidden] of each image; in a single tensor the first dimension is the images."""
+ANSWERS = ("_processor_factory", "get_placeholder_str", "supports_mm_device_do_normalize")
+"""What vLLM asks a class about images, beside what it can do."""
 
 
 class FlexQuantVisionModel(FlexQuantForCausalLM, SupportsMultiModal):
@@ -42,8 +49,26 @@ class FlexQuantVisionModel(FlexQuantForCausalLM, SupportsMultiModal):
         )
 
 
-class FlexQuantIdefics3ForConditionalGeneration(FlexQuantVisionModel):
-    """Several variants of Idefics3: a vision tower, a connector, and Llama."""
+class WithMRoPE(FlexQuantVisionModel, SupportsMRoPE):
+    """A vision model whose tokens have positions in three dimensions."""
 
-    _processor_factory = Idefics3ForConditionalGeneration._processor_factory
-    get_placeholder_str = Idefics3ForConditionalGeneration.get_placeholder_str
+    def get_mrope_input_positions(self, *prompt: Any, **named: Any) -> tuple[torch.Tensor, int]:
+        """Return the positions [3, tokens] of a prompt, and what is added to them after it."""
+        return self._plans[self._last_plan].get_mrope_input_positions(*prompt, **named)
+
+
+@functools.cache
+def class_for(base_architecture: str) -> type[FlexQuantVisionModel]:
+    """Return the class that serves variants of ``base_architecture``, and answers vLLM as its class does."""
+    base = ModelRegistry.models[base_architecture].load_model_cls()
+    parent = WithMRoPE if supports_mrope(base) else FlexQuantVisionModel
+    answers = {name: getattr(base, name) for name in ANSWERS if hasattr(base, name)}
+    name = served_architecture(base_architecture)
+    return type(name, (parent,), {"__module__": __name__, **answers})
+
+
+def __getattr__(name: str) -> type[FlexQuantVisionModel]:
+    for base in VISION_ARCHITECTURES:
+        if name == served_architecture(base):
+            return class_for(base)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,7 @@ KERNELS = (
         "names-of-vllm-without-a-reason",
         "A private name of vLLM is imported without the change after which it can go.",
         "flexquant/serving/vllm_api.py",
-        "    # Goes when vLLM asks a model, not its class, how images are read.\n",
+        "    # Goes when vLLM packs no embedding that is only looked up.\n",
         "",
         ("tests/unit/test_vllm_api.py",),
     ),

@@ -219,7 +219,7 @@ SERVING = (
         "flexquant/serving/worker/vision.py",
         "multimodal_embeddings=multimodal_embeddings",
         "multimodal_embeddings=None",
-        ("tests/integration/test_vision.py::test_a_constant_policy_equals_stock_vllm",),
+        ("tests/integration/test_vision.py::test_a_constant_policy_equals_stock_vllm[idefics3-w8a8]",),
     ),
     Fault(
         "another-plans-head",
