@@ -38,7 +38,7 @@ TWINS = rules(
 
 
 def make_variants(folder: Path, kind: str, sixteen_bit: Mapping[str, str] | None = None, **own: Any) -> Path:
-    """Write w8a8 and w4a16 of a family into ``folder`` and return it.
+    """Write w8a8, w4a16 and the 16-bit ``model`` of a family into ``folder`` and return it.
 
     ``own`` are fields of its configuration. ``sixteen_bit``: variant -> a regular expression of what this
     variant alone keeps in 16 bit.
@@ -51,6 +51,7 @@ def make_variants(folder: Path, kind: str, sixteen_bit: Mapping[str, str] | None
         apart = {key for key in quantised if kept and re.search(kept, key)}
         ignore = [*left_out, *(key.removesuffix(".weight") for key in sorted(apart))]
         write_checkpoint(folder / scheme, model.config, state, scheme, quantised - apart, ignore)
+    write_checkpoint(folder / "model", model.config, state, None, set(), [])
     return folder
 
 

@@ -8,6 +8,8 @@ Two variants of equal weights show it exactly: whatever plans the passes take, a
 from __future__ import annotations
 
 import itertools
+import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ import pytest
 import yaml
 from vllm import SamplingParams
 
+from flexquant.cli import main
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import MambaBase
+from tests import programs
 from tests.integration.conftest import answers, engine, generate
 from tests.integration.logprobs import distance
 from tests.integration.test_architectures import PROMPTS, SAMPLING
@@ -166,6 +170,25 @@ def test_a_derived_variant_has_its_own_convolutions(made):
     served = generate(made("falcon_h1") / "merged", policies, PROMPTS, sampling=one, **OPTIONS)
     w8a8, w4a16, w4a8 = (found.answers[0] for found in served)
     assert 0 < distance(w4a8, w4a16) < distance(w8a8, w4a16)
+
+
+def test_policies_are_evaluated(made, tmp_path):
+    text = programs.ROOT / "README.md"
+    command = ["eval", made() / "merged", "--reference", made() / "model", "--text", text]
+    command += ["--policies", "w8a8,w4a16,phase", "--batch-sizes", 8, "--samples", 8, "--output", tmp_path]
+    assert main([*map(str, command), "--prompt-tokens", "64", "--tokens", "16", "--answer-tokens", "8"]) == 0
+    _, *found = json.loads((tmp_path / "quality.json").read_text())["results"]
+    w8a8, w4a16, phase = (result["quality"]["mean_kl"] for result in found)
+    assert 0 < w8a8 < phase < 1.5 * w4a16
+
+
+@pytest.mark.full
+def test_a_policy_is_tuned_and_served(made, tmp_path):
+    few = ["--quick", "--max-batch", 4, "--max-tokens", 64, "--rounds", 9]
+    command = [sys.executable, "-m", "flexquant", "tune", made() / "merged", "--output", tmp_path / "p.yaml"]
+    programs.run([*command, *few], timeout=600)
+    (served,) = generate(made() / "merged", [str(tmp_path / "p.yaml")], PROMPTS, sampling=SAMPLING, **OPTIONS)
+    assert {found["plan"] for found in served.passes} <= {"w8a8", "w4a16"}
 
 
 def layers_with_state(model: Any) -> list[Any]:
