@@ -64,7 +64,7 @@ LATENT = {
     ),
 }
 """Configurations with multi-head latent attention."""
-LINEAR = re.compile(r"\.layers\..*(_proj|_proj_with_mqa|\.w[123])\.weight$")
+LINEAR = re.compile(r"\.layers\..*(_proj|_proj_with_mqa|_proj_qkv|_proj_z|\.w[123])\.weight$")
 ROUTERS = "re:.*\\.(shared_expert_)?gate$"
 LATENT_UP = "re:.*kv_b_proj$"
 EXPERTS = "re:.*\\.experts\\..*"

@@ -14,7 +14,17 @@ import transformers
 from PIL import Image
 from transformers import AutoTokenizer, PretrainedConfig
 
-from tests.checkpoints import StateDict, base_config, is_quantised, saved_tensors, write_checkpoint
+from tests.architectures.models import small_config
+from tests.checkpoints import (
+    EXPERTS,
+    ROUTERS,
+    StateDict,
+    base_config,
+    is_quantised,
+    saved_tensors,
+    write_checkpoint,
+)
+from tests.states import FAMILIES
 
 PIXELS, PATCH, MERGED = 56, 14, 2
 """Width of an image, of the squares it is cut into, and how many of these, in a row, make one token."""
@@ -44,6 +54,8 @@ class Kind(NamedTuple):
     """The contents of processor_config.json."""
     towers: tuple[str, ...]
     """The parts beside the language model, in the form in which quantising leaves them out."""
+    in_16_bit: tuple[str, ...] = ()
+    """The language model's linears that stay in 16 bit, in the same form."""
     names: dict[str, str] = {}
     """Names of special tokens that the tokenizer knows them by."""
     tower: str = "vision_tower."
@@ -90,6 +102,25 @@ def qwen2_5_vl() -> PretrainedConfig:
     )
 
 
+def qwen3_5(config: type[PretrainedConfig] = transformers.Qwen3_5Config, **own: Any) -> PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    dimensions = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    tower = {"depth": 2, "num_heads": 4, "out_hidden_size": 128, "num_position_embeddings": 16}
+    language = small_config(
+        f"{config.model_type}_text", rope_parameters=rope | dimensions, **FAMILIES["qwen3_next"], **own
+    )
+    return config(
+        text_config=language.to_dict(),
+        vision_config={**TOWER, **tower},
+        dtype="bfloat16",
+        **ids("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"),
+    )
+
+
+def qwen3_5_moe() -> PretrainedConfig:
+    return qwen3_5(transformers.Qwen3_5MoeConfig)
+
+
 def gemma3() -> PretrainedConfig:
     return transformers.Gemma3Config(
         text_config=text("gemma3"),
@@ -111,6 +142,21 @@ def mistral3() -> PretrainedConfig:
     )
 
 
+def qwen(processor: str, video_processor: str) -> dict[str, Any]:
+    """Return what the kinds of Qwen's have in common."""
+    size = {"size": {"shortest_edge": PIXELS**2, "longest_edge": PIXELS**2}, "patch_size": PATCH}
+    return {
+        "special": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+        "processor": {
+            "processor_class": processor,
+            "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", **size},
+            "video_processor": {"video_processor_type": video_processor, **size},
+        },
+        "towers": ("re:.*visual.*",),
+    }
+
+
 KINDS = {
     "idefics3": Kind(
         idefics3,
@@ -127,22 +173,16 @@ KINDS = {
         },
         ("re:.*vision_model.*", "re:.*connector.*"),
     ),
-    "qwen2_5_vl": Kind(
-        qwen2_5_vl,
-        ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        {
-            "processor_class": "Qwen2_5_VLProcessor",
-            "image_processor": {
-                "image_processor_type": "Qwen2VLImageProcessor",
-                "size": {"shortest_edge": PIXELS**2, "longest_edge": PIXELS**2},
-            },
-            "video_processor": {
-                "video_processor_type": "Qwen2VLVideoProcessor",
-                "size": {"shortest_edge": PIXELS**2, "longest_edge": PIXELS**2},
-            },
-        },
-        ("re:.*visual.*",),
+    "qwen2_5_vl": Kind(qwen2_5_vl, **qwen("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor")),
+    "qwen3_5": Kind(
+        qwen3_5,
+        **qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+        in_16_bit=("re:.*in_proj_[ab]$",),
+    ),
+    "qwen3_5_moe": Kind(
+        qwen3_5_moe,
+        **qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+        in_16_bit=("re:.*in_proj_[ab]$", EXPERTS, ROUTERS),
     ),
     "gemma3": Kind(
         gemma3,
@@ -161,7 +201,11 @@ KINDS = {
             },
         },
         ("re:.*vision_tower.*", "re:.*multi_modal_projector.*"),
-        {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"},
+        names={
+            "boi_token": "<start_of_image>",
+            "image_token": "<image_soft_token>",
+            "eoi_token": "<end_of_image>",
+        },
         tower="vision_tower.vision_model.",
     ),
     "mistral3": Kind(
@@ -209,10 +253,10 @@ def make_vision_checkpoint(
 ) -> Path:
     """Write a checkpoint folder with tokenizer, processor and chat template, and return it.
 
-    ``scheme`` None writes the 16-bit model; ``ignore``, by default its towers, stays in 16 bit otherwise.
-    ``transform`` edits the tensors before they are quantised.
+    ``scheme`` None writes the 16-bit model. Otherwise ``ignore``, by default what its kind says, stays in
+    16 bit. ``transform`` edits the tensors before they are quantised.
     """
-    config, left_out = kind.config(), kind.towers if ignore is None else ignore
+    config, left_out = kind.config(), [*kind.towers, *kind.in_16_bit] if ignore is None else ignore
     config.architectures = [kind.architecture]
     state = random_tensors(kind)
     if transform is not None:

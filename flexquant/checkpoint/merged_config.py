@@ -31,6 +31,8 @@ VISION_ARCHITECTURES = (
     "Idefics3ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """Served base architectures that read images as well as text."""
 QUANT_METHOD = "flexquant"

@@ -29,6 +29,7 @@ from tests.vision import KINDS, Kind, make_vision_checkpoint, picture
 pytestmark = pytest.mark.engine
 
 VARIANTS = ("w8a8", "w4a16")
+MIXTURE = "qwen3_5_moe"
 WITH_TORCHVISION = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="transformers reads images for this model with torchvision"
 )
@@ -69,7 +70,9 @@ def make(name: str, folder: Path) -> Made:
 @pytest.fixture(
     scope="module",
     params=[
-        name if name == "idefics3" else pytest.param(name, marks=WITH_TORCHVISION) for name in sorted(KINDS)
+        pytest.param("idefics3"),
+        *(pytest.param(name, marks=WITH_TORCHVISION) for name in KINDS if name not in ("idefics3", MIXTURE)),
+        pytest.param(MIXTURE, marks=[WITH_TORCHVISION, pytest.mark.full]),
     ],
 )
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:

@@ -26,7 +26,7 @@ def test_what_the_page_shows_gives_variants_that_merge(
     assert of_the_page in code
     make_vision_checkpoint(tmp_path / "my-vision-model", None, kind)
     monkeypatch.chdir(tmp_path)
-    exec(code.replace(of_the_page, repr(list(kind.towers))[1:-1]), {})
+    exec(code.replace(of_the_page, repr([*kind.towers, *kind.in_16_bit])[1:-1]), {})
     variants = {name: tmp_path / "my-vision-variants" / name for name in ("w8a8", "w4a16")}
     merge_checkpoints(variants, tmp_path / "merged")
     merged, _ = read_merged_config(tmp_path / "merged")
@@ -34,7 +34,7 @@ def test_what_the_page_shows_gives_variants_that_merge(
     assert towers <= {module.rpartition(".")[2] for module in merged.shared_modules}
     assert merged.layered_plans
     projections = [
-        key for key in read_tensors(tmp_path / "merged") if "layers.0.self_attn.q_proj.weight_" in key
+        key for key in read_tensors(tmp_path / "merged") if "layers.3.self_attn.q_proj.weight_" in key
     ]
     assert {(key.split(".")[0], key.rpartition("_")[2]) for key in projections} >= {
         ("w8a8", "scale"),

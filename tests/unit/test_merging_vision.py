@@ -80,11 +80,11 @@ def test_quantised_towers_are_refused(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_language_models_that_differ_are_refused(kind, tmp_path):
     def other(state: StateDict) -> StateDict:
-        (name,) = (n for n in state if n.endswith("layers.2.self_attn.v_proj.weight"))
+        (name,) = (n for n in state if n.endswith("layers.3.self_attn.v_proj.weight"))
         return state | {name: torch.randn_like(state[name])}
 
     merge_checkpoints(sources(tmp_path / "same", kind), tmp_path / "same/merged")
-    with pytest.raises(FlexQuantError, match="layer 2"):
+    with pytest.raises(FlexQuantError, match="layer 3"):
         merge_checkpoints(sources(tmp_path, kind, transform=other), tmp_path / "merged")
 
 
