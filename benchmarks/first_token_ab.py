@@ -95,7 +95,7 @@ class Exchange:
         for thing, kind in self._classes:
             thing.__class__ = kind.__mro__[1] if mode == VLLM else kind
         self._served.records._metrics = None if mode == NO_COUNTERS else self._metrics
-        clock = vars(self._metrics._timer)
+        clock = vars(self._metrics.clock)
         for name in ("begin", "end"):
             clock.pop(name, None)
             if mode == NO_EVENTS:

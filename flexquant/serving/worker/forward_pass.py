@@ -269,7 +269,8 @@ class PassObserver:
             ) -> object:
                 metadata = super().build(common_prefix_len, common_attn_metadata, *args, **options)
                 metadata.flexquant_pass = observer._describe(common_attn_metadata, self.layer_names)
-                self._describe_to_sharers()
+                if observer._sharers:
+                    self._describe_to_sharers()
                 return metadata
 
             def update_block_table(self, *args: object, **options: object) -> object:

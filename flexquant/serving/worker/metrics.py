@@ -203,7 +203,7 @@ class PassMetrics:
         # If several engines report the same gauge, the largest value is shown.
         self._gauges = SharedNumbers(folder / f"gauge_max_flexquant{os.getpid()}.db")
         self._of = functools.cache(self._make_counters)
-        self._timer: PassClock[SharedNumber] = PassClock(device, SharedNumber.add)
+        self.clock: PassClock[SharedNumber] = PassClock(device, SharedNumber.add)
         self._seconds: SharedNumber | None = None
         """Seconds of the plan and phase that were counted last."""
         self._policy: Labels | None = None
@@ -221,10 +221,6 @@ class PassMetrics:
         self._policy = (("policy", name), ("digest", digest))
         self._set(POLICY, 1, *self._policy)
 
-    def begin_pass(self) -> None:
-        """Note that a pass begins; :meth:`count_pass` says which."""
-        self._timer.begin()
-
     def count_pass(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
         """Count a pass; ``graph`` is the mode of the CUDA graphs that it runs from."""
         counters = self._of(plan, forward_pass.phase)
@@ -238,14 +234,10 @@ class PassMetrics:
         if graph != CUDAGraphMode.NONE:
             counters.replays(graph).add(1)
 
-    def end_pass(self) -> None:
-        """Note that the pass that began last has ended."""
-        self._timer.end()
-
     def time_pass(self) -> None:
         """Count the seconds of the pass that has ended, which is counted by now; on a GPU with delay."""
         if self._seconds is not None:
-            self._timer.attribute(self._seconds)
+            self.clock.attribute(self._seconds)
 
     def counted(self) -> list[dict[str, str | float]]:
         """Return a record for each plan and phase that has run, with the counters by name."""

@@ -244,7 +244,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
             output = self._plans[plan.name](**inputs)
         if self.observer.is_scheduled:  # a GPU computes meanwhile
             self._served(forward_pass, plan.name, context.cudagraph_runtime_mode)
-        self._last_plan = plan.name
+        vars(self)["_last_plan"] = plan.name  # Module.__setattr__ looks through all of its parts
         return output
 
     def _warm_up_others(self, plan: str, tokens: int, inputs: Mapping[str, object]) -> None:

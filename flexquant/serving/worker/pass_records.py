@@ -121,7 +121,7 @@ class PassRecords:
     def begin(self) -> None:
         """Note that a pass begins; :meth:`serve` says which."""
         if self._metrics is not None:
-            self._metrics.begin_pass()
+            self._metrics.clock.begin()
 
     def serve(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode, moment: str = "") -> None:
         """Record a pass of vLLM's scheduler.
@@ -140,7 +140,7 @@ class PassRecords:
     def end(self) -> None:
         """Note that the pass that began last has ended."""
         if self._metrics is not None:
-            self._metrics.end_pass()
+            self._metrics.clock.end()
 
     def time(self) -> None:
         """Record the time of the pass that has ended, after :meth:`serve` said which it was."""
