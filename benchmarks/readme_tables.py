@@ -26,6 +26,7 @@ from benchmarks.serving_tables import (
     memory,
     operators,
     own_cost,
+    own_time,
     read,
     starting,
     switching,
@@ -220,6 +221,7 @@ def main() -> int:
     )
     servers = (
         own_cost,
+        own_time,
         watching,
         switching,
         starting,

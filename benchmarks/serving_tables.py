@@ -30,6 +30,17 @@ def own_cost() -> str:
     return markdown(["model", "ms a pass", "time", "at least", "at most"], rows)
 
 
+def own_time() -> str:
+    """Return the microseconds and calls of FlexQuant's own Python in a pass, before and now."""
+    before, now = (read(f"own-time{which}.json")["own"] for which in ("-before", ""))
+    rows = []
+    for phase in before:
+        times = [of[phase]["us"] for of in (before, now)]
+        spans = (f"{t['median']:.0f} ({t['lower_quartile']:.0f} to {t['upper_quartile']:.0f})" for t in times)
+        rows.append([phase, *spans, *(f"{of[phase]['calls']['median']:.0f}" for of in (before, now))])
+    return markdown(["pass", "µs before", "µs now", "calls before", "calls now"], rows)
+
+
 def watching() -> str:
     """Return how much longer a pass and a request take when watched, in percent with the intervals."""
     found = read("watching.json")
