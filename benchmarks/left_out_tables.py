@@ -12,26 +12,10 @@ from benchmarks.table import markdown
 
 MODELS = {
     "SmolLM2-135M-Instruct": "left-out/smollm2.json",
-    "Qwen3": "left-out/qwen3.json",
-    "Phi-3": "left-out/phi3.json",
 }
 """Models -> their results."""
 BEFORE, AFTER = "trained-4, share 0.5, before", "zeros-trained-4, share 0.5"
 INT8 = "w8a8, share 0.5, before"
-WAYS = {
-    "nearest": "to the nearest value",
-    "gptq": "GPTQ",
-    "damped": "..., damped by a tenth",
-    "more-damped": "..., damped by half",
-    "awq": "..., after AWQ's scaling",
-    "spared": "..., 5 % of the weights in W8A8",
-    "trained-1": "..., scales trained for an epoch",
-    "trained-4": "..., scales trained for four epochs",
-    "zeros": "GPTQ with zero points",
-    "zeros-trained-4": "..., scales trained for four epochs",
-    "w8a8": "W8A8",
-}
-"""Variants of recipes/left_out.yaml -> what they are called."""
 
 
 def left_out() -> str:
@@ -54,18 +38,6 @@ def left_out() -> str:
     return markdown(["model", "left out", *header], rows)
 
 
-def left_out_ways() -> str:
-    """Return for each way to quantise the mean loss over all kinds of text, calibrated on none of them."""
-    losses = {model: read(file)["losses"] for model, file in MODELS.items()}
-    rows = []
-    for way, name in WAYS.items():
-        label = f"{way}, share 0.5, before"
-        found = (_mean(of[label]) if label in of else ["", ""] for of in losses.values())
-        rows.append([name, *(cell for cells in found for cell in cells)])
-    header = [f"{model}: {what}" for model in MODELS for what in ("perplexity", "KL, nats")]
-    return markdown(["how", *header], rows)
-
-
 def _cells(loss: dict[str, Any]) -> list[str]:
     return [
         f"{loss['perplexity']:+.1%} ± {loss['perplexity_error']:.1%}",
@@ -80,5 +52,5 @@ def _mean(losses: dict[str, dict[str, Any]]) -> list[str]:
     return [f"{perplexity:+.1%}", f"{kl:.3f}"]
 
 
-BLOCKS = (left_out, left_out_ways)
+BLOCKS = (left_out,)
 """Functions, each of which returns the block of its name."""
