@@ -275,3 +275,22 @@ def picture(seed: int) -> Image.Image:
     """Return an image of coloured noise."""
     noise = torch.randint(0, 256, (PIXELS, PIXELS, 3), generator=torch.Generator().manual_seed(seed))
     return Image.fromarray(noise.to(torch.uint8).numpy())
+
+
+def prompt(kind: Kind, text: str, *images: int) -> dict[str, Any]:
+    """Return a prompt with pictures in the places of ``<image>``."""
+    pictures = [picture(seed) for seed in images]
+    return {"prompt": text.replace("<image>", kind.image), "multi_modal_data": {"image": pictures}}
+
+
+def same_text(kind: Kind) -> list[dict[str, Any]]:
+    return [prompt(kind, "what is in <image>?", seed) for seed in (0, 1)]
+
+
+def prompts(kind: Kind) -> list[Any]:
+    return [
+        *same_text(kind),
+        "a prompt without an image",
+        prompt(kind, "compare <image> with <image>, please", 2, 3),
+        prompt(kind, "a prompt of more than one chunk, whose image comes in the second of them: <image>", 4),
+    ]

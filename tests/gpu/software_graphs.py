@@ -10,7 +10,7 @@ streams, and kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -187,20 +187,25 @@ def _keep_the_context(patch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
-    prepare, run = DefaultModelState.prepare_attn, CudaGraphManager.run_fullgraph
+    run = CudaGraphManager.run_fullgraph
     last: dict[str, Any] = {}
 
-    def prepare_attn(
-        self: Any, batch: Any, mode: Any, tables: Any, slots: Any, groups: Any, kv: Any, **o: Any
-    ) -> Any:
-        last["attn_metadata"] = prepare(self, batch, mode, tables, slots, groups, kv, **o)
-        last["slot_mapping"] = build_slot_mappings_by_layer(slots, kv)
-        return last["attn_metadata"]
+    def keeping(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_attn(
+            self: Any, batch: Any, mode: Any, tables: Any, slots: Any, groups: Any, kv: Any, **o: Any
+        ) -> Any:
+            last["attn_metadata"] = prepare(self, batch, mode, tables, slots, groups, kv, **o)
+            last["slot_mapping"] = build_slot_mappings_by_layer(slots, kv)
+            return last["attn_metadata"]
+
+        return prepare_attn
 
     def run_fullgraph(self: CudaGraphManager, descriptor: Any) -> Any:
         with set_forward_context(vllm_config=self.vllm_config, num_tokens=descriptor.num_tokens, **last):
             return run(self, descriptor)
 
-    patch.setattr(DefaultModelState, "prepare_attn", prepare_attn)
+    for kind in (DefaultModelState, MambaHybridModelState):
+        patch.setattr(kind, "prepare_attn", keeping(kind.prepare_attn))
     patch.setattr(CudaGraphManager, "run_fullgraph", run_fullgraph)

@@ -24,7 +24,7 @@ from flexquant.merge import merge_checkpoints
 from tests.checkpoints import StateDict
 from tests.integration.conftest import Served, generate
 from tests.integration.test_architectures import LAYERED, OPTIONS, SAMPLING
-from tests.vision import KINDS, Kind, make_vision_checkpoint, picture
+from tests.vision import KINDS, Kind, make_vision_checkpoint, picture, prompts, same_text
 
 pytestmark = pytest.mark.engine
 
@@ -33,25 +33,6 @@ MIXTURE = "qwen3_5_moe"
 WITH_TORCHVISION = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="transformers reads images for this model with torchvision"
 )
-
-
-def prompt(kind: Kind, text: str, *images: int) -> dict[str, Any]:
-    """Return a prompt with pictures in the places of ``<image>``."""
-    pictures = [picture(seed) for seed in images]
-    return {"prompt": text.replace("<image>", kind.image), "multi_modal_data": {"image": pictures}}
-
-
-def same_text(kind: Kind) -> list[dict[str, Any]]:
-    return [prompt(kind, "what is in <image>?", seed) for seed in (0, 1)]
-
-
-def prompts(kind: Kind) -> list[Any]:
-    return [
-        *same_text(kind),
-        "a prompt without an image",
-        prompt(kind, "compare <image> with <image>, please", 2, 3),
-        prompt(kind, "a prompt of more than one chunk, whose image comes in the second of them: <image>", 4),
-    ]
 
 
 class Made(NamedTuple):

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Vision-language models in CUDA graphs: prompts with images have stock vLLM's answers."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from flexquant.merge import merge_checkpoints
+from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
+from tests.integration.conftest import answers
+from tests.vision import KINDS, make_vision_checkpoint, prompts
+
+HAS_TORCHVISION = find_spec("torchvision") is not None
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("kind", ["idefics3", *(["qwen2_5_vl", "qwen3_5"] if HAS_TORCHVISION else [])])
+def test_a_constant_policy_equals_stock_vllm(kind: str, runner: str, tmp_path: Path) -> None:
+    if kind == "qwen3_5" and runner == "V2" and not ON_GPU:
+        pytest.skip("stock vLLM computes NaN for it in Triton's interpreter")
+    sources = {v: make_vision_checkpoint(tmp_path / v, v, KINDS[kind]) for v in ("w8a8", "w4a16")}
+    merge_checkpoints(sources, tmp_path / "merged")
+    found = []
+    for folder, policy in ((sources["w4a16"], None), (tmp_path / "merged", "w4a16")):
+        with graph_engine(folder, runner, "FULL_AND_PIECEWISE", policy) as llm:
+            found.append(answers(llm, prompts(KINDS[kind]), max_tokens=8, ignore_eos=True))
+    assert found[0] == found[1]
