@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.serving_tables import RESULTS
+from benchmarks.serving_tables import RESULTS, read
 from benchmarks.speed.comparing import (
     Measured,
     Rounds,
@@ -21,6 +21,7 @@ from benchmarks.speed.comparing import (
     second_server,
     summarise,
 )
+from benchmarks.speed.live_policies import ratios
 from benchmarks.speed.results import read_cells, read_header
 from benchmarks.speed.subjects import STATIC
 from benchmarks.speed.tables import (
@@ -230,6 +231,19 @@ def tuned() -> str:
     )
 
 
+def one_server_or_two() -> str:
+    """Return W8A8 over W4A16 at the 1.5 B shape, on a server each and on one that takes both in turns."""
+    apart = by_workload(read_cells(RESULTS / "1.5b-two-servers"), "serving")
+    together = read("1.5b-one-server.json")["cells"]
+    rows = []
+    for workload, subjects in apart.items():
+        for metric in RATIOS:
+            of_two = paired_ratios(subjects["w8a8"], subjects["w4a16-chosen"], METRICS[metric][0])
+            of_one = ratios(together[workload.name], "w8a8", metric)
+            rows.append([f"`{workload.name}`", metric, str(compare(of_two)), str(compare(of_one))])
+    return markdown(["requests", "W8A8 over W4A16", "two servers", "one server"], rows)
+
+
 BLOCKS = (
     speed,
     gpu_speed,
@@ -242,5 +256,6 @@ BLOCKS = (
     cpu_ratios,
     cpu_kernels,
     tuned,
+    one_server_or_two,
 )
 """Functions, each of which returns the block of its name."""
