@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -223,6 +224,24 @@ def real_variants() -> dict[str, Path]:
 def real_merged() -> Path:
     """Return the folder of its variants merged by ``flexquant merge``."""
     return made(WORK / "merged" / NAME)
+
+
+@pytest.fixture(scope="session")
+def real_symmetric(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folders of the model's variants rounded to the nearest value, without zero points."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    from tests.checkpoints import write_checkpoint
+
+    folder = tmp_path_factory.mktemp("symmetric")
+    config, state = AutoConfig.from_pretrained(real_model), load_file(real_model / "model.safetensors")
+    linears = {name for name in state if name.endswith("proj.weight")}
+    variants = {v: write_checkpoint(folder / v, config, state, v, linears, []) for v in ("w8a8", "w4a16")}
+    for variant in variants.values():
+        for file in real_model.glob("tokenizer*"):
+            shutil.copy(file, variant)
+    return variants
 
 
 @pytest.fixture(scope="session")

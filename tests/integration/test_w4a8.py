@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 
@@ -22,7 +20,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import CompressedTensorsWNA16
 from flexquant.serving.worker.w4a8 import find_kernel, is_int4_layer, use_8bit_activations
-from tests.checkpoints import make_checkpoint, write_checkpoint
+from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import (
     Answers,
     answers,
@@ -143,26 +141,13 @@ def text_logprobs(llm) -> np.ndarray:
     return np.array([step[token].logprob for token, step in steps])
 
 
-@pytest.fixture(scope="module")
-def symmetric(real_model, tmp_path_factory):
-    """Return the real model merged, rounded to the nearest value, without zero points."""
-    folder = tmp_path_factory.mktemp("symmetric")
-    config, state = AutoConfig.from_pretrained(real_model), load_file(real_model / "model.safetensors")
-    linears = {name for name in state if name.endswith("proj.weight")}
-    sources = {s: write_checkpoint(folder / s, config, state, s, linears, []) for s in ("w8a8", "w4a16")}
-    for source in sources.values():
-        for file in real_model.glob("tokenizer*"):
-            shutil.copy(file, source)
-    merge_checkpoints(sources, folder / "merged")
-    return folder / "merged"
-
-
-def test_three_variants_from_two(symmetric, tmp_path):
+def test_three_variants_from_two(real_symmetric, tmp_path):
     """On the real model, other activations change W4A16, but not much more than other weights do."""
     policies = ["w8a8", "w4a16", "w4a8", "phase", "phase-batch-w4a8"]
     (tmp_path / "union.yaml").write_text(every_plan_of(policies))
     found, logprobs = {}, {}
-    with engine(symmetric, str(tmp_path / "union.yaml")) as llm:
+    merge_checkpoints(real_symmetric, tmp_path / "merged")
+    with engine(tmp_path / "merged", str(tmp_path / "union.yaml")) as llm:
         for policy in policies:
             take_policy(llm, policy)
             logprobs[policy], found[policy] = text_logprobs(llm), answers(llm, PROMPTS)
