@@ -102,12 +102,12 @@ def qwen2_5_vl() -> PretrainedConfig:
     )
 
 
-def qwen3_5(config: type[PretrainedConfig] = transformers.Qwen3_5Config, **own: Any) -> PretrainedConfig:
+def qwen3_5(config: type[PretrainedConfig] = transformers.Qwen3_5Config) -> PretrainedConfig:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
     dimensions = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
     tower = {"depth": 2, "num_heads": 4, "out_hidden_size": 128, "num_position_embeddings": 16}
     language = small_config(
-        f"{config.model_type}_text", rope_parameters=rope | dimensions, **FAMILIES["qwen3_next"], **own
+        f"{config.model_type}_text", rope_parameters=rope | dimensions, **FAMILIES["qwen3_next"]
     )
     return config(
         text_config=language.to_dict(),

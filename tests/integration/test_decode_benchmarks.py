@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The benchmarks of decoding end to end, on a small random model: layered plans, triggers, operators."""
+"""The benchmarks of decoding end to end, on a small random model: plans, triggers, operators, own time."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import layered_plans, trigger, where_time_goes
+from benchmarks import layered_plans, own_time, trigger, where_time_goes
 from flexquant.policy.plans import all_in, describe_layers, with_layer
 from tests.integration.test_search import LAYERS, write_tuned_and_reference
 
@@ -86,3 +87,26 @@ def test_operators_account_for_a_pass(monkeypatch: pytest.MonkeyPatch, folder: P
         operators = found["sequences"][sequences]["operators"]
         assert found["sequences"][sequences]["pass_ms"] > 0
         assert sum(operators.values()) > 0 and "other operators" in operators
+
+
+def test_a_millisecond_in_flexquants_own_python_is_found(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, merged: Path
+) -> None:
+    """Time that a plan takes does not count, and time around it does."""
+    from flexquant.serving.worker.pass_records import PassRecords
+
+    def medians(name: str) -> dict[str, float]:
+        run(monkeypatch, own_time, merged, "--requests", 9, "--output", folder / name)
+        own = json.loads((folder / name).read_text())["own"]
+        assert own["decode"]["calls"]["median"] == own["prefill"]["calls"]["median"] > 10
+        return {phase: own[phase]["us"]["median"] for phase in own}
+
+    before, serve = medians("own.json"), PassRecords.serve
+
+    def slow(records: PassRecords, *args: Any) -> None:
+        time.sleep(0.001)
+        serve(records, *args)
+
+    monkeypatch.setattr(PassRecords, "serve", slow)
+    after = medians("own-delayed.json")
+    assert all(after[phase] > before[phase] + 500 for phase in before)

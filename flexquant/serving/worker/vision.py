@@ -26,7 +26,7 @@ from flexquant.serving.worker.model import FlexQuantForCausalLM
 Embeddings = list[torch.Tensor] | torch.Tensor | tuple[torch.Tensor, ...]
 """Embeddings [tokens, hidden] of each image; in a single tensor the first dimension is the images."""
 ANSWERS = ("_processor_factory", "get_placeholder_str", "supports_mm_device_do_normalize")
-"""What vLLM asks a class about images, beside what it can do."""
+"""Attributes by which vLLM finds out from a class how images are prepared and named in a conversation."""
 
 
 class FlexQuantVisionModel(FlexQuantForCausalLM, SupportsMultiModal):
