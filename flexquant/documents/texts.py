@@ -44,6 +44,8 @@ def read_documents(source: str | Path | None) -> Iterator[TextOrMessages]:
         return _read_folder(path)
     if path.is_file():
         return _read_file(path)
+    if path.suffix in TEXT_SUFFIXES:
+        raise FlexQuantError(f"there is no file {source}; give a file, a folder of them or a dataset id")
     return _read_dataset(str(source))
 
 

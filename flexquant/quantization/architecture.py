@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.module_names import EXPERTS, LAYER, fused_name
@@ -15,13 +15,29 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 ATTENTION = [r"re:.*self_attn\.q_proj$", r"re:.*self_attn\.k_proj$", r"re:.*self_attn\.v_proj$"]
+QKV = r"re:.*self_attn\.qkv_proj$"
 MLP = [r"re:.*mlp\.gate_proj$", r"re:.*mlp\.up_proj$"]
+GATE_UP = r"re:.*mlp\.gate_up_proj$"
 UP, DOWN = r"re:.*mlp\.up_proj$", r"re:.*mlp\.down_proj$"
 
 # The norm that feeds the MLP. A model type is listed once its norms are known to feed nothing else.
 MLP_NORM = {
     "llama": "post_attention_layernorm",
     "mistral": "post_attention_layernorm",
+    "ministral": "post_attention_layernorm",
+    "ministral3": "post_attention_layernorm",
+    "cwm": "post_attention_layernorm",
+    "hyperclovax": "post_attention_layernorm",
+    "granite": "post_attention_layernorm",
+    "granite_swa": "post_attention_layernorm",
+    "smollm3": "post_attention_layernorm",
+    "seed_oss": "post_attention_layernorm",
+    "helium": "post_attention_layernorm",
+    "hunyuan_v1_dense": "post_attention_layernorm",
+    "ernie4_5": "post_attention_layernorm",
+    "phi3": "post_attention_layernorm",
+    "glm": "post_attention_layernorm",
+    "glm4": "post_attention_layernorm",
     "qwen2": "post_attention_layernorm",
     "qwen3": "post_attention_layernorm",
     "gemma": "post_attention_layernorm",
@@ -126,17 +142,27 @@ def default_mappings(
 
     Scales move from each norm to all linears that read it and, with ``norms-and-up``, from up_proj to
     down_proj, whose input is linear in up_proj's output. In a mixture of experts they move only from the norm
-    to q, k and v. In a model with states, whose modules have these ``names``, they move into all that the
-    first norm of a layer feeds, gates included.
+    to q, k and v. Its modules have these ``names``, by which fused linears are known. In a model with states
+    scales move into all that the first norm of a layer feeds, gates included.
     """
-    before_attention: list[ScaleMapping] = [(ATTENTION, r"re:.*\.input_layernorm$")]
+    attention, mlp = readers_of_norms(names)
+    before_attention: list[ScaleMapping] = [(attention, r"re:.*\.input_layernorm$")]
     if model_type in NORM_BEFORE_STATES:
         before_attention = [(linears, norm) for norm, linears in first_projections(model_type, names).items()]
     if model_type in ATTENTION_NORM_ONLY or model_type not in MLP_NORM:
         known = model_type in ATTENTION_NORM_ONLY or model_type in NORM_BEFORE_STATES
         return before_attention if known else []
-    norms = [*before_attention, (MLP, rf"re:.*\.{MLP_NORM[model_type]}$")]
-    return norms if which == "norms" else [*norms, ([DOWN], UP)]
+    norms = [*before_attention, (mlp, rf"re:.*\.{MLP_NORM[model_type]}$")]
+    return norms if which == "norms" or GATE_UP in mlp else [*norms, ([DOWN], UP)]
+
+
+def readers_of_norms(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return patterns of the linears that the norms before attention and before the MLP feed.
+
+    ``names`` are those of a model's modules: they tell whether the linears are fused, as in Phi-3.
+    """
+    ends = {name.rpartition(".")[2] for name in names}
+    return [QKV] if "qkv_proj" in ends else ATTENTION, [GATE_UP] if "gate_up_proj" in ends else MLP
 
 
 def resolve_mappings(
@@ -168,17 +194,16 @@ def resolve_mappings(
                     f"two mappings or modules share the linears {', '.join(found)}; give each mapping one "
                     "module in front of its linears"
                 )
-            _check_readers(names[front], found, model_type, first_projections(model_type, names.values()))
+            _check_readers(names[front], found, model_type, names.values())
             resolved[names[front]] = found
     return resolved
 
 
-def _check_readers(
-    front: str, linears: Sequence[str], model_type: str, first: Mapping[str, Sequence[str]]
-) -> None:
-    readers: dict[str, Sequence[str]] = {"input_layernorm": ATTENTION, "mlp.up_proj": [DOWN]}
+def _check_readers(front: str, linears: Sequence[str], model_type: str, names: Collection[str]) -> None:
+    first, (attention, mlp) = first_projections(model_type, names), readers_of_norms(names)
+    readers: dict[str, Sequence[str]] = {"input_layernorm": attention, "mlp.up_proj": [DOWN]}
     if model_type in MLP_NORM:
-        readers[MLP_NORM[model_type]] = MLP
+        readers[MLP_NORM[model_type]] = mlp
     if first:
         readers.pop("input_layernorm")
     expected = set(first.get(front, ()))

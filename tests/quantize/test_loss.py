@@ -17,7 +17,7 @@ from flexquant.documents.corpus import read_corpus
 from flexquant.quantization.loss import measure_loss, measuring_rows, read_reference, reference_of
 from flexquant.quantization.source_model import read_source
 from tests.checkpoints import StateDict, make_checkpoint
-from tests.quantize.quantizing import FEW, RTN, quantize, recipe
+from tests.quantize.quantizing import FEW, RTN, W4A16, quantize, recipe
 
 COARSE = {"QuantizationModifier": {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": 128}}
 
@@ -79,6 +79,12 @@ def test_the_command_says_what_was_lost_and_marks_what_lost_too_much(
     assert cli.main([*arguments, "--resume", "--max-loss", "100000"]) == 0
     kept = capsys.readouterr().out
     assert "LOSES" not in kept and "w4a16: perplexity" in kept
+
+
+def test_text_in_one_language_is_calibrated_on_and_measured_on_all_kinds(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("Il pleut sur la ville, et le marché est fermé. " * 20)
+    (variant,) = quantize(model, tmp_path / "out", recipe(w4a16=W4A16), calibration=tmp_path / "texts.txt")
+    assert variant.losses.keys() >= {"prose", "code", "conversation", "instructions", "tables"}
 
 
 def with_outliers(state: StateDict) -> StateDict:

@@ -132,6 +132,18 @@ def test_without_a_chat_template_all_of_it_is_plain_text(small: Path, finished: 
     assert (header["model"], header["samples"], header["length"], header["seed"]) == (small.name, 4, 64, 0)
 
 
+def test_a_model_without_an_end_token_writes_text(small: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(small, tmp_path / "model"))
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        if (model / name).exists():
+            settings = json.loads((model / name).read_text())
+            kept = {key: value for key, value in settings.items() if not key.startswith("eos_token")}
+            (model / name).write_text(json.dumps(kept))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.eos_token_id is None
+    assert written(write(model, tmp_path / "variants"))
+
+
 def test_equal_seeds_give_equal_text_and_other_seeds_other_text(
     small: Path, finished: Path, tmp_path: Path
 ) -> None:

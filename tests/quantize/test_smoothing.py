@@ -11,9 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from flexquant.quantization.architecture import MLP_NORM, empty_model
+from flexquant.quantization.modifiers import build_modifiers
+from flexquant.quantization.oneshot import load_model, run_modifiers
 from flexquant.quantization.recipe import load_recipe
+from flexquant.quantization.resolve import resolve_variant
 from flexquant.quantization.smoothing import smoothing_scales
-from tests.checkpoints import StateDict, make_checkpoint
+from tests.architectures.models import random_model, small_config
+from tests.checkpoints import StateDict, byte_tokenizer, make_checkpoint
 from tests.quantize.folders import report
 from tests.quantize.quantizing import RTN, quantize, recipe
 
@@ -100,6 +105,27 @@ def test_a_fixed_strength_is_the_one_that_scales(tmp_path: Path) -> None:
     low, half, high = (log_scales(alpha) for alpha in (0.2, 0.5, 0.8))
     assert torch.allclose(half, (low + high) / 2, atol=0.02)  # bfloat16's rounding
     assert (high - low).abs().min() > 0.1
+
+
+@pytest.mark.parametrize("kind", sorted(MLP_NORM))
+def test_a_smoothed_model_computes_the_same(kind: str, tmp_path: Path) -> None:
+    """The norms of each architecture feed nothing but the linears into which their scales move."""
+    random_model(small_config(kind, num_hidden_layers=4)).save_pretrained(tmp_path)
+    model = load_model(tmp_path, torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 and "norm" in name:
+            parameter.data[::16] += 4
+    settings = recipe(w8a8={"SmoothQuantModifier": {"smoothing_strength": 0.5}, **W8A8}).variants["w8a8"]
+    variant = resolve_variant(settings, empty_model(model.config), kind)
+    ids = torch.arange(3, 67)
+    (smoothing, _), _ = build_modifiers(variant, [ids], len(ids))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    expected = model(ids[None]).logits.detach()
+    run_modifiers(model, byte_tokenizer(model.config), [smoothing], [ids], seed=0)
+    assert len(variant.smoothed) >= 8
+    for name in variant.smoothed:
+        assert not torch.equal(model.get_parameter(f"{name}.weight"), before[f"{name}.weight"])
+    torch.testing.assert_close(model(ids[None]).logits, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_scales_are_smoothquants() -> None:

@@ -85,6 +85,12 @@ def test_files_that_are_not_text(tmp_path: Path) -> None:
         list(read_documents(file))
 
 
+@pytest.mark.parametrize("name", ["texts.txt", "of/texts.jsonl"])
+def test_a_file_that_is_missing_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(FlexQuantError, match=f"there is no file {name}; give a file"):
+        read_documents(name)
+
+
 def test_a_folder_gives_its_text_files_by_name(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "second"}\n{"text": "third"}\n')
     (tmp_path / "a.md").write_text("first")
