@@ -37,7 +37,8 @@ def test_errors(model: Path, variants: Path, tmp_path: Path, monkeypatch: pytest
     refused("w8a8 exists; .*--overwrite", model, variants)
     refused("overlaps the input", model, model)
     refused("the calibration data has no text", model, output, calibration=empty)
-    refused("neither a file nor a Hugging Face dataset", model, output, calibration=tmp_path / "no.txt")
+    refused("there is no file .*no.txt; give a file", model, output, calibration=tmp_path / "no.txt")
+    refused("neither a file nor a Hugging Face dataset", model, output, calibration="no/dataset")
     assert not output.exists()
 
 
