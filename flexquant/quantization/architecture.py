@@ -21,30 +21,19 @@ GATE_UP = r"re:.*mlp\.gate_up_proj$"
 UP, DOWN = r"re:.*mlp\.up_proj$", r"re:.*mlp\.down_proj$"
 
 # The norm that feeds the MLP. A model type is listed once its norms are known to feed nothing else.
-MLP_NORM = {
-    "llama": "post_attention_layernorm",
-    "mistral": "post_attention_layernorm",
-    "ministral": "post_attention_layernorm",
-    "ministral3": "post_attention_layernorm",
-    "cwm": "post_attention_layernorm",
-    "hyperclovax": "post_attention_layernorm",
-    "granite": "post_attention_layernorm",
-    "granite_swa": "post_attention_layernorm",
-    "smollm3": "post_attention_layernorm",
-    "seed_oss": "post_attention_layernorm",
-    "helium": "post_attention_layernorm",
-    "hunyuan_v1_dense": "post_attention_layernorm",
-    "ernie4_5": "post_attention_layernorm",
-    "phi3": "post_attention_layernorm",
-    "glm": "post_attention_layernorm",
-    "glm4": "post_attention_layernorm",
-    "qwen2": "post_attention_layernorm",
-    "qwen3": "post_attention_layernorm",
-    "gemma": "post_attention_layernorm",
+# fmt: off
+MLP_NORM = dict.fromkeys(
+    (
+        "llama", "mistral", "ministral", "ministral3", "cwm", "hyperclovax", "granite",
+        "granite_swa", "smollm3", "seed_oss", "helium", "hunyuan_v1_dense",
+        "ernie4_5", "phi3", "glm", "glm4", "qwen2", "qwen3", "gemma", "qwen3_5_text",
+    ),
+    "post_attention_layernorm",
+) | {
     "gemma2": "pre_feedforward_layernorm",
     "gemma3_text": "pre_feedforward_layernorm",
-    "qwen3_5_text": "post_attention_layernorm",
 }
+# fmt: on
 
 ATTENTION_NORM_ONLY = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Mixtures of experts: the norm before q, k and v feeds only these; the other norm also feeds a router."""
@@ -142,8 +131,8 @@ def default_mappings(
 
     Scales move from each norm to all linears that read it and, with ``norms-and-up``, from up_proj to
     down_proj, whose input is linear in up_proj's output. In a mixture of experts they move only from the norm
-    to q, k and v. Its modules have these ``names``, by which fused linears are known. In a model with states
-    scales move into all that the first norm of a layer feeds, gates included.
+    to q, k and v. In a model with states they move into all that the first norm of a layer feeds, gates
+    included. ``names`` are those of the model's modules: they tell which linears are fused.
     """
     attention, mlp = readers_of_norms(names)
     before_attention: list[ScaleMapping] = [(attention, r"re:.*\.input_layernorm$")]
