@@ -7,19 +7,29 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from flexquant.checkpoint.known_models import Shapes, decoder_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
+from flexquant.checkpoint.model_class import ModelClass, Shapes, find_model_class
 from flexquant.checkpoint.model_config import count_layers, written_or_default
-from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER, decoder_roots, tower
+from flexquant.checkpoint.module_names import (
+    EMBEDDINGS,
+    EXPERTS,
+    HEAD,
+    LATENT_UP,
+    LAYER,
+    decoder_roots,
+    tower,
+)
 from flexquant.checkpoint.recorded_hashes import match_each
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.schemes import logical_shapes
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.same_model import model_differences
+from flexquant.merge.same_names import with_names
 from flexquant.merge.sidecar_plan import SidecarPlan, plan_sidecars
 
-LM_HEAD, EMBEDDING = "lm_head", "embed_tokens"
+LM_HEAD = "lm_head"
+EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class MergePlan:
         partly = {holder for name, holder in holders.items() if name not in shared}
         modules = {holder for holder in holders.values() if holder is not None} - partly
         if not self.own_heads:
-            modules |= {LM_HEAD for name in modules if name.endswith(EMBEDDING)}
+            modules |= {LM_HEAD for name in modules if name.endswith(EMBEDDINGS)}
         return tuple(sorted(modules))
 
     @property
@@ -69,8 +79,11 @@ def plan_merge(
     The choices name the source of what else has to be equal in all.
 
     Raises FlexQuantError, naming the file, key, layer or tensor, if the sources differ in something that a
-    merged model can have only once.
+    merged model can have only once, if one lacks a parameter of its class, and if a shape does not fit the
+    model or the quantisation scheme.
     """
+    from flexquant.merge.kv.dequantize import WeightReader  # torch, which verifying does without
+
     if not sources:
         raise FlexQuantError("nothing to merge: name at least one variant as NAME=FOLDER")
     names = [s.name for s in sources]
@@ -81,14 +94,17 @@ def plan_merge(
     first = sources[0]
     for other in sources[1:]:
         _check_same_model(first, other)
+    sources = [first, *(with_names(source, first.tensors.keys()) for source in sources[1:])]
     num_layers = count_layers(first.config)
+    models = [find_model_class(s.config, str(s.folder / "config.json")) for s in sources]
     shapes = [logical_shapes(s.tensors) for s in sources]
     is_tied = bool(written_or_default(first.config, "tie_word_embeddings"))
-    for source in sources:
+    for source, shape, model in zip(sources, shapes, models, strict=True):
         _check_layers(source, num_layers)
-    for source, shape in zip(sources[1:], shapes[1:], strict=True):
-        _check_same_shapes(first, shapes[0], source, shape, {LM_HEAD} if is_tied else ())
-    check_shapes(sources, shapes[0])
+        _check_same_shapes(first, shapes[0], source, shape, models[0], is_tied=is_tied)
+        WeightReader(source).check_linears()
+        if model is not None:
+            model.check(shape, f"'{source.name}' ({source.folder})")
     sidecars = plan_sidecars(sources, tokenizer_from, generation_from)
     shared = _find_shared(sources)
     if len(sources) > 1:
@@ -103,9 +119,9 @@ def plan_merge(
 
 def _has_own_head(source: Source) -> bool:
     """Whether the files of a tied model hold an lm_head that differs from its embedding."""
-    head = {name: ref for name, ref in source.tensors.items() if name.startswith(f"{LM_HEAD}.")}
-    embeddings = [ref for name, ref in source.tensors.items() if name.endswith(f"{EMBEDDING}.weight")]
-    return any(not any(same_bytes(ref, embedding) for embedding in embeddings) for ref in head.values())
+    heads = [ref for name, ref in source.tensors.items() if HEAD.search(name)]
+    embeddings = [ref for name, ref in source.tensors.items() if name.endswith(EMBEDDING_WEIGHTS)]
+    return any(not any(same_bytes(ref, embedding) for embedding in embeddings) for ref in heads)
 
 
 def _check_same_model(a: Source, b: Source) -> None:
@@ -147,12 +163,17 @@ def _check_same_shapes(
     a_shapes: Mapping[str, tuple[int, ...]],
     b: Source,
     b_shapes: Mapping[str, tuple[int, ...]],
-    optional: Collection[str],
+    model: ModelClass | None,
+    *,
+    is_tied: bool,
 ) -> None:
-    """Raise FlexQuantError unless both have the same parameters; either may lack the ``optional`` modules."""
+    """Raise FlexQuantError unless both have the same parameters.
+
+    Either may lack what ``model``, their class, drops, and the lm_head of a tied model.
+    """
     for name in sorted(a_shapes.keys() | b_shapes.keys()):
         if name not in a_shapes or name not in b_shapes:
-            if name.rpartition(".")[0] in optional:
+            if (is_tied and HEAD.search(name)) or (model is not None and model.drops(name)):
                 continue
             has, lacks = (a, b) if name in a_shapes else (b, a)
             raise FlexQuantError(
@@ -206,23 +227,3 @@ def _holder(tensor_name: str) -> str | None:
     if inside := EXPERTS.match(tensor_name) or LATENT_UP.match(tensor_name):
         return inside[0]
     return None if LAYER.search(tensor_name) else tensor_name.rpartition(".")[0]
-
-
-def check_shapes(sources: Sequence[Source], shapes: Shapes) -> None:
-    """Raise FlexQuantError, naming the tensor, if a shape does not fit the model or the quantisation scheme.
-
-    ``shapes`` are the unquantised parameters' shapes, which all sources share. Only headers are read.
-    """
-    from flexquant.merge.kv.dequantize import WeightReader  # torch, which verifying does without
-
-    for source in sources:
-        WeightReader(source).check_linears()
-    first = sources[0]
-    expected = decoder_shapes(first.config, str(first.folder / "config.json"))
-    for root in decoder_roots(shapes):
-        for name, shape in expected.items():
-            if shapes.get(root + name, shape) != shape:
-                raise FlexQuantError(
-                    f"'{root}{name}' has shape {list(shapes[root + name])} in {first.folder}, but the model "
-                    f"that its config.json describes has {list(shape)} there; fetch or quantise it again"
-                )

@@ -22,6 +22,7 @@ from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import open_source
 from flexquant.merge.same_model import model_differences
+from flexquant.merge.same_names import with_names
 
 
 def verify_checkpoint(
@@ -49,6 +50,7 @@ def verify_checkpoint(
 def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progress | None) -> int:
     checkpoint.check_variant(source.name)
     stored = checkpoint.variant_tensors(source.name)
+    source = with_names(source, stored.keys())
     check_same_names(set(source.tensors), set(stored), str(source.folder), str(checkpoint.folder))
     merged_config = checkpoint.source_config(source.name)
     differences = model_differences(source.config, merged_config)

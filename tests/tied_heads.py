@@ -11,14 +11,14 @@ import torch
 
 from tests.checkpoints import StateDict, make_checkpoint
 
-HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+HEAD, EMBEDDING, NORM = "lm_head", "model.embed_tokens", "model.norm.weight"
 
 
 def make_tied(folder: Path, scheme: str, head: str | None, architecture: str = "llama") -> Path:
     """Write a variant of a tied model.
 
     ``head``: None, for none in the file; ``copy``, the embedding once more; ``short``, with a row less; or
-    another word, which stands for a head of its own.
+    another word, which stands for a share of the final norm that is moved into a head of its own.
     """
 
     def add(state: StateDict) -> StateDict:
@@ -28,7 +28,9 @@ def make_tied(folder: Path, scheme: str, head: str | None, architecture: str = "
         if head in ("copy", "short"):
             return state | {f"{HEAD}.weight": embedding[: -1 if head == "short" else None].clone()}
         generator = torch.Generator().manual_seed(len(head))
-        return state | {f"{HEAD}.weight": torch.randn(embedding.shape, generator=generator).bfloat16() / 8}
+        share = 0.5 + torch.rand(embedding.shape[1], generator=generator)
+        folded = {f"{HEAD}.weight": embedding.float() * share, NORM: state[NORM].float() / share}
+        return state | {name: tensor.bfloat16() for name, tensor in folded.items()}
 
     return make_checkpoint(folder, architecture, scheme, transform=add, tie_word_embeddings=True)
 

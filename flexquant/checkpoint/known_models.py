@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Ask transformers about a model: its config with all defaults, its parameters' shapes, and its tokenizer.
+"""Ask transformers about a model: its config with all defaults, and its tokenizer.
 
 Only the functions import transformers, not this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +22,9 @@ MAX_NUMBER = 1 << 24
 """Largest value of the keys in HEADS; products of them stay within 63 bits."""
 
 NOT_BUILT = (ValueError, TypeError, KeyError, AttributeError, ImportError)
-"""Exceptions that transformers raises if it knows a model, but cannot build its decoder alone."""
-Shapes = Mapping[str, tuple[int, ...]]
+"""Exceptions that transformers raises if it knows a model, but cannot build it here."""
+HOW_IT_RUNS = ("_attn_implementation", "_experts_implementation", "attn_implementation", "auto_map")
+"""Keys of a config, at any depth, by which transformers would look for code; they are not given to it."""
 
 
 def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
@@ -33,7 +34,7 @@ def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    written = {key: value for key, value in config.items() if key != "quantization_config"}
+    written = without_keys(config, ("quantization_config", *HOW_IT_RUNS))
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         return None
@@ -41,8 +42,17 @@ def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
         known: PretrainedConfig = AutoConfig.for_model(**written)
         known.get_text_config().to_dict()
     except Exception as e:  # a config class of transformers can raise anything
-        raise _refused(config, place, e) from e
+        raise refused(config, place, e) from e
     return known
+
+
+def without_keys(config: JsonObject, keys: Collection[str]) -> JsonObject:
+    """Return a config without these keys, at any depth."""
+    return {
+        key: without_keys(value, keys) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in keys
+    }
 
 
 def check_heads(config: JsonObject, place: str) -> None:
@@ -69,28 +79,6 @@ def check_heads(config: JsonObject, place: str) -> None:
             )
 
 
-def decoder_shapes(config: JsonObject, place: str) -> Shapes:
-    """Return the shapes of a decoder's parameters, by name below the decoder: ``layers.0.mlp...``.
-
-    No memory is allocated. The result is empty if transformers does not know the model or cannot build its
-    decoder alone. Raises FlexQuantError, which begins with ``place``, for a config that transformers refuses.
-    """
-    import torch
-    from transformers import AutoModel
-
-    known = known_config(config, place)
-    if known is None:
-        return {}
-    try:
-        with torch.device("meta"):
-            model = AutoModel.from_config(known.get_text_config())
-    except NOT_BUILT:
-        return {}
-    except Exception as e:  # arithmetic with the config's numbers can raise anything
-        raise _refused(config, place, e) from e
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
 def _check_range(numbers: JsonObject, place: str) -> None:
     for key, value in numbers.items():
         if value is not None and (type(value) is not int or not 1 <= value <= MAX_NUMBER):
@@ -100,7 +88,8 @@ def _check_range(numbers: JsonObject, place: str) -> None:
             )
 
 
-def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError:
+def refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError:
+    """Return the error for a config that transformers refuses; it begins with ``place``."""
     problem = " ".join(str(error).split()) or type(error).__name__
     return FlexQuantError(
         f"{place} does not describe a {config['model_type']} model that transformers has ({problem}); "

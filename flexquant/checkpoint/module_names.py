@@ -23,7 +23,10 @@ TOP = re.compile(r"^(?:model\.)?[^.]+(?=\.)")
 """Matches the outermost module below the model in a tensor's name."""
 ATTENTION = re.compile(r"\.(self_attn|mixer\.k_proj)\.")
 """Matches in the name of a tensor of an attention layer."""
-HEAD = re.compile(r"(^|\.)lm_head\.")
+HEAD = re.compile(r"(^|\.)lm_head(\.|$)")
+"""Matches in the name of the lm_head, or of a tensor in it, wherever the model has it."""
+EMBEDDINGS = ("embed_tokens", "embeddings")
+"""Last parts of the names that token embeddings have."""
 FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",

@@ -54,6 +54,17 @@ DTYPES: dict[str, tuple[int, str | None]] = {
     "C64": (64, "complex64"),
 }
 
+# dtype -> (unsigned integer of its width in numpy, bits that are all set in NaN and infinite numbers alone)
+NOT_FINITE: dict[str, tuple[str, int]] = {
+    "F8_E4M3": ("u1", 0x7F),
+    "F8_E5M2": ("u1", 0x7C),
+    "F8_E8M0": ("u1", 0xFF),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F32": ("<u4", 0x7F800000),
+    "F64": ("<u8", 0x7FF << 52),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
@@ -153,6 +164,23 @@ def read_chunks(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memo
             _fill(chunk, f, ref)
             yield chunk
             left -= len(chunk)
+
+
+def read_finite(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
+    """Yield what :func:`read_chunks` does; raise FlexQuantError at a number that is NaN or infinite.
+
+    ``chunk_bytes`` is a multiple of 8.
+    """
+    import numpy as np
+
+    width, bits = NOT_FINITE.get(ref.dtype, (None, 0))
+    for chunk in read_chunks(ref, chunk_bytes):
+        if width is not None and bool((np.bitwise_and(np.frombuffer(chunk, width), bits) == bits).any()):
+            raise FlexQuantError(
+                f"tensor '{ref.name}' in {ref.file} holds NaN or infinite numbers; fetch or quantise the model "
+                "again"
+            )
+        yield chunk
 
 
 def total_bytes(tensors: Mapping[str, TensorRef]) -> int:

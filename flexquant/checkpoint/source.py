@@ -8,14 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json, read_tensors
-from flexquant.checkpoint.known_models import check_heads, decoder_shapes
+from flexquant.checkpoint.known_models import check_heads
 from flexquant.checkpoint.merged_config import check_variant_name
+from flexquant.checkpoint.model_class import find_model_class
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.module_names import LAYER, decoder_roots
+from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
 from flexquant.errors import FlexQuantError
 
-FREQUENCIES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
+FREQUENCIES = (
+    "rotary_emb.inv_freq",
+    "rotary_pos_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)
 
 
 @dataclass(frozen=True)
@@ -80,10 +86,11 @@ def _read_when_served(tensors: dict[str, TensorRef], config: JsonObject, place: 
     biases = [name for name in kept if name.endswith(".bias") and LAYER.search(name)]
     if not biases:
         return kept
-    shapes = decoder_shapes(config, place)
-    known = {root + name for root in decoder_roots(kept) for name in shapes}
+    if (model := find_model_class(config, place)) is None:
+        return kept
     for name in biases:
-        of_model = name in known or f"{name.removesuffix('bias')}weight" not in known
+        own = model.name_of(name)
+        of_model = own in model.shapes or f"{own.removesuffix('bias')}weight" not in model.shapes
         if not of_model and not any(bytes(chunk).strip(b"\0") for chunk in read_chunks(kept[name])):
             del kept[name]
     return kept

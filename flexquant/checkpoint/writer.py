@@ -23,7 +23,7 @@ from threading import Event
 
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, check_finite
 from flexquant.checkpoint.output import sync
-from flexquant.checkpoint.safetensors_io import METADATA_KEY, TensorRef, read_chunks
+from flexquant.checkpoint.safetensors_io import METADATA_KEY, TensorRef, read_finite
 
 Progress = Callable[[int, int], object]
 """Called with (bytes of tensors done, bytes in all)."""
@@ -170,14 +170,14 @@ def _lay_out(file: str, tensors: Mapping[str, TensorRef]) -> Shard:
 
 
 def _copy(ref: TensorRef, path: Path, offset: int, stopped: Event) -> str:
-    """Copy a tensor's bytes to ``offset`` of an existing file; return their SHA-256.
+    """Copy a tensor's bytes, finite numbers all, to ``offset`` of an existing file; return their SHA-256.
 
     Copying ends early once ``stopped`` is set; the result is then wrong, and nobody waits for it.
     """
     digest = hashlib.sha256()
     fd = os.open(path, os.O_WRONLY)
     try:
-        for chunk in read_chunks(ref):
+        for chunk in read_finite(ref):
             if stopped.is_set():
                 break
             written = 0

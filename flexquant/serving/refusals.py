@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfig
 from flexquant.checkpoint.model_config import reads_more_than_text
+from flexquant.checkpoint.module_names import HEAD
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.trigger import SignalTrigger
 
@@ -174,7 +175,7 @@ def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:
     if len(last) == 1:
         return True
     sources = {routes.source(variant) for variant in last}
-    if len(sources) > 1 and "lm_head" not in merged.shared_modules:
+    if len(sources) > 1 and not any(map(HEAD.search, merged.shared_modules)):
         return False
     configs = [merged.variants[source].quantization_config for source in sources]
     is_16_bit = all(any("lm_head" in name for name in config.get("ignore") or ()) for config in configs)

@@ -13,6 +13,7 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import same_bytes
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.kv.head_comparison import logits_difference
 from flexquant.merge.kv.layer_comparison import LayerComparison, RowsCached, equal
 from flexquant.merge.kv.residual_basis import ResidualBasis, compare_bases
 from flexquant.merge.kv.skeleton import Skeleton
@@ -44,7 +45,7 @@ class Pair:
         return not self.residual_message
 
     def cache_and_basis_difference(self, pool: Executor) -> str:
-        """Return the first difference in K's rotations, cache scales, modules before the layers or basis."""
+        """Return the first difference in K's rotations, cache scales, modules outside the layers or basis."""
         for find_difference in (rotation_difference, scale_difference):
             if difference := find_difference(self.variant.source, self.reference.source):
                 return difference
@@ -53,9 +54,11 @@ class Pair:
             if not equal(of_variant.get(name), of_reference.get(name)):
                 return f"'{name}', which all layers compute with, is not equal in both"
         self.compare_bases(pool)
+        difference = self.basis.difference
         if self.basis.related:
-            return ""
-        return f"{self.basis.difference}, so they are not copies of one model"
+            weights = (self.variant, self.reference)
+            difference = pool.submit(logits_difference, *weights, self._skeleton, self.basis.rotation).result()
+        return f"{difference}, so they are not copies of one model" if difference else ""
 
     def compare_bases(self, pool: Executor) -> None:
         self.basis = compare_bases(self.variant, self.reference, pool)

@@ -76,6 +76,8 @@ class Skeleton:
         self._tokens = TOKENS_WITH_STATES if self._cache.has_states else TOKENS
         self.before_layers: set[str] = set()
         """Modules outside of the layers, without the embeddings, that run before the last layer."""
+        self.after_layers: list[str] = []
+        """Modules with parameters of their own that run behind the last layer, such as the final norm."""
         self._see_calls()
 
     def rename(self, layer: int, name: str) -> str:
@@ -146,6 +148,12 @@ class Skeleton:
             self._thread.answer = outer
         return cache.tensors, out if isinstance(out, torch.Tensor) else out[0]
 
+    def run_last(self, parameters: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the only module behind the layers makes of hidden states, [..., hidden]."""
+        (name,) = self.after_layers
+        last: torch.Tensor = functional_call(self._model.get_submodule(name), dict(parameters), (hidden,))
+        return last
+
     def hidden(self, layer: int) -> torch.Tensor:
         """Return hidden states for a layer: standard normal, the same at every call."""
         return random(f"layer {layer}", (1, self._tokens, self._config.hidden_size))
@@ -165,9 +173,11 @@ class Skeleton:
             self._written_before.append(len(self._cache.tensors))
 
         def see_outer(name: str) -> Callable[..., None]:
-            def seen(*_: object) -> None:
+            def seen(module: nn.Module, *_: object) -> None:
                 if len(self._calls) < len(self.layers):
                     self.before_layers.add(name)
+                elif any(True for _ in module.parameters(recurse=False)):
+                    self.after_layers.append(name)
 
             return seen
 

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from flexquant.checkpoint.model_config import count_layers
-from flexquant.checkpoint.module_names import decoder_layer, decoder_roots
+from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, decoder_layer, decoder_roots
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
 from flexquant.checkpoint.schemes import QUANTISATION_PARAMETER
 from flexquant.checkpoint.source import Source
@@ -28,8 +28,6 @@ STATE = re.compile(r"\.(A_log|conv1d\.weight|conv\.weight)$")
 """End of the name of a tensor in a module that carries a state from token to token."""
 INDEXER = ".self_attn.indexer."
 """Part of the name of a tensor of sparse attention, which has a cache of its own."""
-EMBEDDINGS = ("embed_tokens", "embeddings")
-"""Names of the token embeddings, beside the decoder's layers."""
 WEIGHTS = ("weight", "weight_packed")
 EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<matrix>.+)$")
 """Name of an expert's matrix in its layer."""
@@ -79,8 +77,9 @@ class VariantWeights:
     def load_parameters(self, layer: int) -> dict[str, torch.Tensor]:
         """Return every parameter of transformers' layer but the Linears' weights, float32.
 
-        A parameter that the variant lacks becomes ones. Raises FlexQuantError for a tensor whose shape does
-        not fit the config, and for NaN or infinite numbers.
+        A parameter that the variant lacks by this name becomes ones: transformers can make one of several
+        tensors. Raises FlexQuantError for a tensor whose shape does not fit the config, and for NaN or
+        infinite numbers.
         """
         tensors = self._layers[layer]
         loaded = {}
@@ -106,13 +105,17 @@ class VariantWeights:
     def matrix(
         self,
         module: str,
-        rows: Sequence[range],
+        rows: Sequence[range] | None = None,
         columns: torch.Tensor | None = None,
         row_factors: torch.Tensor | None = None,
         chunk_weights: int = CHUNK_WEIGHTS,
     ) -> ScaledMatrix:
-        """Return rows of a module's matrix, times ``columns`` [in] and the rows' ``row_factors`` [out]."""
+        """Return rows of a module's matrix, times ``columns`` [in] and the rows' ``row_factors`` [out].
+
+        Without ``rows``, all are returned.
+        """
         linear = self.reader.open(module)
+        rows = [range(linear.shape[0])] if rows is None else rows
 
         def chunks() -> Iterator[ScaledRows]:
             for chunk in _in_chunks(rows, chunk_weights // linear.shape[1]):
@@ -136,13 +139,17 @@ class VariantWeights:
             "cannot be compared"
         )
 
+    @property
+    def head_name(self) -> str:
+        """The module that makes the logits: the lm_head or, where there is none, the token embeddings."""
+        heads = (name.rpartition(".")[0] for name in self.source.tensors if HEAD.search(name))
+        return next(heads, self.embeddings_name)
+
     def embeddings(
         self, rows: Sequence[range] | None = None, chunk_weights: int = CHUNK_WEIGHTS
     ) -> ScaledMatrix:
         """Return token embeddings, [tokens, hidden]; without ``rows``, those of all tokens."""
-        name = self.embeddings_name
-        rows = [range(self.reader.shape(name)[0])] if rows is None else rows
-        return self.matrix(name, rows, chunk_weights=chunk_weights)
+        return self.matrix(self.embeddings_name, rows, chunk_weights=chunk_weights)
 
     def embedding_sample(self) -> list[range]:
         """Return blocks of at least four times as many tokens as the hidden size, or of all tokens."""
@@ -157,10 +164,20 @@ class VariantWeights:
 
     def before_layers(self) -> dict[str, TensorRef]:
         """Return the tensors of modules that run before or between the layers, without the embeddings."""
-        stack = f"{self._root}layers."
+        return self._outside(self._skeleton.before_layers)
+
+    def after_layers(self) -> dict[str, TensorRef]:
+        """Return the tensors of modules that run behind the last layer, without the lm_head."""
+        return self._outside(self._skeleton.after_layers)
+
+    def load_last(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of what runs behind the last layer by their own names, float32."""
+        return {name.rpartition(".")[2]: self._load_finite(ref) for name, ref in self.after_layers().items()}
+
+    def _outside(self, modules: Collection[str]) -> dict[str, TensorRef]:
+        stack, names = f"{self._root}layers.", {self._root + module for module in modules}
         outer = {n: ref for n, ref in self.source.tensors.items() if not n.startswith(stack)}
-        modules = {self._root + module for module in self._skeleton.before_layers}
-        return {n: ref for n, ref in outer.items() if n.rpartition(".")[0] in modules}
+        return {n: ref for n, ref in outer.items() if n.rpartition(".")[0] in names}
 
     def _sort(self, layer: int, name: str, start: int, ref: TensorRef) -> None:
         """Add one tensor to its LayerTensors; ``name[start:]`` is its name in the layer."""

@@ -95,6 +95,8 @@ def rotate_residual(state: StateDict) -> None:
             state[f"{layer}{norm}.weight"].fill_(1)
         for writer in WRITES:
             state[f"{layer}{writer}.weight"] = rotation.T @ state[f"{layer}{writer}.weight"]
+    state["lm_head.weight"] = (state["lm_head.weight"] * state["model.norm.weight"]) @ rotation
+    state["model.norm.weight"].fill_(1)
 
 
 def scale_up_to_down(state: StateDict) -> None:

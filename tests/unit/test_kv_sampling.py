@@ -33,6 +33,8 @@ HEAD_DIM, KV_HEADS, HEADS, TOKENS = 32, 2, 4, 64
 LAYERS = 2
 Edit = Callable[[StateDict], None]
 
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 def shapes(hidden: int, kv_heads: int) -> dict[str, tuple[int, int]]:
     """Return sizes that are narrow inside, so that a wide residual stream stays quick."""
@@ -51,7 +53,8 @@ def shapes(hidden: int, kv_heads: int) -> dict[str, tuple[int, int]]:
 @functools.cache
 def weights(hidden: int, seed: int, kv_heads: int) -> StateDict:
     generator = torch.Generator().manual_seed(seed)
-    state = {"model.embed_tokens.weight": torch.randn(TOKENS, hidden, generator=generator)}
+    state = {name: torch.randn(TOKENS, hidden, generator=generator) for name in (EMBEDDINGS, HEAD)}
+    state["model.norm.weight"] = torch.ones(hidden)
     for layer in range(LAYERS):
         for name, shape in shapes(hidden, kv_heads).items():
             weight = torch.randn(shape, generator=generator)
@@ -66,7 +69,7 @@ def write(
 ) -> Source:
     state = {name: tensor.clone() for name, tensor in weights(hidden, seed, kv_heads).items()}
     if seed:  # only the layers are from another model
-        state["model.embed_tokens.weight"] = weights(hidden, 0, kv_heads)["model.embed_tokens.weight"]
+        state |= {name: weights(hidden, 0, kv_heads)[name] for name in (EMBEDDINGS, HEAD)}
     if edit is not None:
         torch.manual_seed(7)
         edit(state)

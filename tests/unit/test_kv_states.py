@@ -268,13 +268,13 @@ def test_a_state_of_another_shape_than_the_config_says_is_named(tmp_path):
 def test_a_rotated_residual_stream_shares_states_but_not_layers(tmp_path):
     def plain_norms(state: StateDict) -> None:
         for name, tensor in state.items():
-            if name.endswith("input_layernorm.weight"):
+            if name.endswith(("input_layernorm.weight", "model.norm.weight")):
                 tensor.zero_()
 
     def rotate(state: StateDict) -> None:
         turn = orthogonal(128)
         for name, tensor in state.items():
-            if re.search(r"embed_tokens|in_proj_|\.[qkv]_proj\.", name):
+            if re.search(r"embed_tokens|lm_head|in_proj_|\.[qkv]_proj\.", name):
                 tensor.copy_(tensor @ turn)
 
     found = report(tmp_path, rotate, of_both=plain_norms)

@@ -31,7 +31,7 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
-from flexquant.checkpoint.module_names import is_in
+from flexquant.checkpoint.module_names import HEAD, is_in
 from flexquant.errors import FlexQuantError
 from flexquant.serving.cpu.choosing import choose_cpu_kernels, sizes_by_variant
 from flexquant.serving.vllm_api import (
@@ -59,7 +59,7 @@ from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activat
 if TYPE_CHECKING:
     from flexquant.policy.routes import RouteTable
 
-LM_HEAD = "lm_head"
+
 
 
 def variant_vllm_config(
@@ -221,7 +221,7 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     for name in names:
         if (module := found.get(name, found.get(name_in_vllm(model, name)))) is not None:
             modules.append(only_experts(module))
-        elif name != LM_HEAD:
+        elif not HEAD.search(name):
             raise FlexQuantError(
                 f"the checkpoint's variants share the module '{name}', which {type(model).__name__} of this "
                 "vLLM does not have; serve one variant's own checkpoint ('flexquant split')"

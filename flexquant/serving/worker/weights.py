@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
@@ -15,16 +14,11 @@ from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
 from flexquant.checkpoint.module_names import HEAD, is_in
 from flexquant.errors import FlexQuantError
 from flexquant.serving.worker.adapters import check_unsmoothed
+from flexquant.serving.worker.unwritten import mark, unwritten
 
 if TYPE_CHECKING:
     from flexquant.policy.rules import Derivation
 
-
-REQUIRED_PARAMETER = re.compile(r"(^|\.)((w13_|w2_)?weight(_packed|_scale)?|qweight|scales)$")
-"""Matches parameters that every checkpoint has; vLLM's schemes also create optional ones (zero points ...).
-
-Names of parameters that vLLM fuses from all experts of a layer begin with ``w13_`` or ``w2_``.
-"""
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -78,6 +72,12 @@ class VariantLoader:
 
         Raises :class:`FlexQuantError` if a tensor is missing, and for smoothed variants that must not be.
         """
+        parameters = {
+            f"{name}.{parameter}": tensor
+            for name, variant in self._variants.items()
+            for parameter, tensor in variant.named_parameters()
+        }
+        mark(parameters)
         loaded: dict[str, set[str]] = {name: set() for name in self._variants}
         norms: dict[str, dict[str, torch.Tensor]] = {}
         for prefix, tensors in self._runs(weights):
@@ -88,7 +88,14 @@ class VariantLoader:
                 if self._is_compared(prefix, key):
                     norms.setdefault(key, {})[self._readers[prefix][0]] = tensor
         check_unsmoothed(norms)
-        self._check_complete(loaded)
+        if missing := unwritten(parameters):
+            name, _, parameter = missing[0].partition(".")
+            raise FlexQuantError(
+                f"variant '{name}' of the merged checkpoint lacks tensors for {len(missing)} parameters, the "
+                f"first for '{parameter}' or a part of it; check it with 'flexquant verify', or merge again. If "
+                "it is whole, this vLLM's model has weights that the checkpoint was published without, and is "
+                "not served"
+            )
         return {f"{name}.{parameter}" for name in loaded for parameter in loaded[name]}
 
     def _takers(self, prefix: str, key: str) -> list[str]:
@@ -132,23 +139,3 @@ class VariantLoader:
             return "", key
         prefix, dot, name = key.partition(".")
         return prefix + dot, name
-
-    def _check_complete(self, loaded: Mapping[str, set[str]]) -> None:
-        of_variant = {
-            name: dict(variant.named_parameters(remove_duplicate=False))
-            for name, variant in self._variants.items()
-        }
-        # A parameter can have several names, in one variant or, by reference, in several.
-        filled = {id(of_variant[name][p]) for name in loaded for p in loaded[name] & of_variant[name].keys()}
-        for name, variant in self._variants.items():
-            missing = [
-                parameter
-                for parameter, tensor in variant.named_parameters()
-                if REQUIRED_PARAMETER.search(parameter) and id(tensor) not in filled
-            ]
-            if missing:
-                raise FlexQuantError(
-                    f"variant '{name}' of the merged checkpoint lacks {len(missing)} tensors, the first for "
-                    f"'{missing[0]}'; check it with 'flexquant verify', or merge again. If it is whole, this "
-                    "vLLM's model has weights that the checkpoint was published without, and is not served"
-                )

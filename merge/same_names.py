@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Give a source's tensors the names that another source has for them, where their class reads both as one.
+
+Releases of transformers write the same vision model as ``language_model.model.layers...`` or as
+``model.language_model.layers...``, and read either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from flexquant.checkpoint.model_class import ModelClass, find_model_class
+from flexquant.checkpoint.schemes import LinearSchemes, names_its_weight
+from flexquant.checkpoint.source import Source
+from flexquant.errors import FlexQuantError
+
+
+def with_names(source: Source, names: Collection[str]) -> Source:
+    """Return a source whose tensors have those of ``names`` that mean the same to the source's class.
+
+    The modules that its ``quantization_config`` names are renamed with them. Raises FlexQuantError if a
+    pattern there then fits other modules.
+    """
+    own, theirs = source.tensors.keys() - names, names - source.tensors.keys()
+    model = find_model_class(source.config, str(source.folder / "config.json")) if own and theirs else None
+    if model is None:
+        return source
+    by_class = {_class_name(model, name): name for name in theirs}
+    renamed = {name: by_class.get(_class_name(model, name), name) for name in own}
+    modules = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in renamed.items()}
+    section = dict(source.quantization_config)
+    section["ignore"] = [modules.get(name, name) for name in section.get("ignore") or ()]
+    section["config_groups"] = {
+        key: {**group, "targets": [modules.get(name, name) for name in group["targets"]]}
+        for key, group in section["config_groups"].items()
+    }
+    owner = f"variant '{source.name}'"
+    before, after = (LinearSchemes(of, owner) for of in (source.quantization_config, section))
+    for old, new in modules.items():
+        if before.of(old) != after.of(new):
+            raise FlexQuantError(
+                f"the quantization_config of {owner} fits '{old}' by a pattern that does not fit '{new}', as "
+                f"the other variant names it; list the modules in {source.folder / 'config.json'} by their "
+                "names"
+            )
+    tensors = {renamed.get(name, name): ref for name, ref in source.tensors.items()}
+    return replace(source, tensors=tensors, quantization_config=section)
+
+
+def _class_name(model: ModelClass, tensor: str) -> str:
+    """Return the class's name for a tensor; what quantising adds to a module is named as its weight is."""
+    module, _, own = tensor.rpartition(".")
+    if not names_its_weight(tensor):
+        return model.name_of(tensor)
+    return f"{model.name_of(f'{module}.weight').removesuffix('.weight')}.{own}"
