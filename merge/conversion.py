@@ -14,6 +14,7 @@ from flexquant.checkpoint.sidecars import COPIED, find_files
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import open_source
+from flexquant.merge.merge_plan import check_parameters
 from flexquant.merge.plain_checkpoint import write_plain_checkpoint
 
 
@@ -40,6 +41,7 @@ def convert_checkpoint(
     if dtype is None and (stored is None or stored == source.quantization_config):
         found = "is not quantised" if stored is None else "is in the format of compressed-tensors already"
         raise FlexQuantError(f"{folder} {found}; merge it as it is")
+    check_parameters(source)
     prepare_output(output, [folder], overwrite=overwrite)
     files = {name: confined_file(folder, name) for name in find_files(folder, COPIED)}
     config = {key: value for key, value in source.config.items() if key not in SECTIONS}

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
-from flexquant.checkpoint.model_class import ModelClass, Shapes, find_model_class
+from flexquant.checkpoint.model_class import ModelClass, find_model_class
 from flexquant.checkpoint.model_config import count_layers, written_or_default
 from flexquant.checkpoint.module_names import (
     EMBEDDINGS,
@@ -55,10 +55,8 @@ class MergePlan:
         E.g. ``model.norm`` and ``model.layers.0.mlp.experts``. A tower of a vision model counts as a whole.
         """
         shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
-        towers = _find_towers(self.sources)
-        holders = {
-            name: towers.get(name) or _holder(name) for source in self.sources for name in source.tensors
-        }
+        towers, names = _find_towers(self.sources), _read_names(self.sources)
+        holders = {name: towers.get(name) or _holder(name) for name in names}
         partly = {holder for name, holder in holders.items() if name not in shared}
         modules = {holder for holder in holders.values() if holder is not None} - partly
         if not self.own_heads:
@@ -82,8 +80,6 @@ def plan_merge(
     merged model can have only once, if one lacks a parameter of its class, and if a shape does not fit the
     model or the quantisation scheme.
     """
-    from flexquant.merge.kv.dequantize import WeightReader  # torch, which verifying does without
-
     if not sources:
         raise FlexQuantError("nothing to merge: name at least one variant as NAME=FOLDER")
     names = [s.name for s in sources]
@@ -96,15 +92,13 @@ def plan_merge(
         _check_same_model(first, other)
     sources = [first, *(with_names(source, first.tensors.keys()) for source in sources[1:])]
     num_layers = count_layers(first.config)
-    models = [find_model_class(s.config, str(s.folder / "config.json")) for s in sources]
+    model = _class_of(first)
     shapes = [logical_shapes(s.tensors) for s in sources]
     is_tied = bool(written_or_default(first.config, "tie_word_embeddings"))
-    for source, shape, model in zip(sources, shapes, models, strict=True):
+    for source, shape in zip(sources, shapes, strict=True):
         _check_layers(source, num_layers)
-        _check_same_shapes(first, shapes[0], source, shape, models[0], is_tied=is_tied)
-        WeightReader(source).check_linears()
-        if model is not None:
-            model.check(shape, f"'{source.name}' ({source.folder})")
+        _check_same_shapes(first, shapes[0], source, shape, model, is_tied=is_tied)
+        check_parameters(source)
     sidecars = plan_sidecars(sources, tokenizer_from, generation_from)
     shared = _find_shared(sources)
     if len(sources) > 1:
@@ -115,6 +109,22 @@ def plan_merge(
         groups[source.name] = {f"{source.name}.{name}": source.tensors[name] for name in own}
     own_heads = frozenset(s.name for s in sources if not is_tied or _has_own_head(s))
     return MergePlan(tuple(sources), num_layers, {g: t for g, t in groups.items() if t}, sidecars, own_heads)
+
+
+def check_parameters(source: Source) -> None:
+    """Raise FlexQuantError, naming the tensor, unless a source's tensors fit its class and its schemes.
+
+    Only headers are read.
+    """
+    from flexquant.merge.kv.dequantize import WeightReader  # torch, which verifying does without
+
+    WeightReader(source).check_linears()
+    if (model := _class_of(source)) is not None:
+        model.check(logical_shapes(source.tensors), f"'{source.name}' ({source.folder})")
+
+
+def _class_of(source: Source) -> ModelClass | None:
+    return find_model_class(source.config, str(source.folder / "config.json"))
 
 
 def _has_own_head(source: Source) -> bool:
@@ -203,9 +213,15 @@ def _find_towers(sources: Sequence[Source]) -> dict[str, str]:
     """Return, by tensor, the vision model's module that holds it; empty for a text model."""
     if sources[0].architecture not in VISION_ARCHITECTURES:
         return {}
-    names = {name for source in sources for name in source.tensors}
+    names = _read_names(sources)
     roots = decoder_roots(names)
     return {name: found for name in sorted(names) if (found := tower(name, roots))}
+
+
+def _read_names(sources: Sequence[Source]) -> set[str]:
+    """Return the names of the tensors that the sources' class reads."""
+    names, model = {name for source in sources for name in source.tensors}, _class_of(sources[0])
+    return names if model is None else {name for name in names if not model.drops(name)}
 
 
 def _check_towers(sources: Sequence[Source], shared: Collection[str]) -> None:

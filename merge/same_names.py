@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from flexquant.checkpoint.model_class import ModelClass, find_model_class
-from flexquant.checkpoint.schemes import LinearSchemes, names_its_weight
+from flexquant.checkpoint.model_class import find_model_class
+from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 
@@ -23,13 +23,13 @@ def with_names(source: Source, names: Collection[str]) -> Source:
     The modules that its ``quantization_config`` names are renamed with them. Raises FlexQuantError if a
     pattern there then fits other modules.
     """
-    own, theirs = source.tensors.keys() - names, names - source.tensors.keys()
-    model = find_model_class(source.config, str(source.folder / "config.json")) if own and theirs else None
+    own, theirs = ({name.rpartition(".")[0] for name in of} for of in (source.tensors, names))
+    other = own - theirs
+    model = find_model_class(source.config, str(source.folder / "config.json")) if other else None
     if model is None:
         return source
-    by_class = {_class_name(model, name): name for name in theirs}
-    renamed = {name: by_class.get(_class_name(model, name), name) for name in own}
-    modules = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in renamed.items()}
+    by_class = {model.name_of(f"{module}.weight"): module for module in theirs - own}
+    modules = {old: by_class.get(model.name_of(f"{old}.weight"), old) for old in other}
     section = dict(source.quantization_config)
     section["ignore"] = [modules.get(name, name) for name in section.get("ignore") or ()]
     section["config_groups"] = {
@@ -45,13 +45,8 @@ def with_names(source: Source, names: Collection[str]) -> Source:
                 f"the other variant names it; list the modules in {source.folder / 'config.json'} by their "
                 "names"
             )
-    tensors = {renamed.get(name, name): ref for name, ref in source.tensors.items()}
+    tensors = {}
+    for name, ref in source.tensors.items():
+        module, dot, parameter = name.rpartition(".")
+        tensors[f"{modules.get(module, module)}{dot}{parameter}"] = ref
     return replace(source, tensors=tensors, quantization_config=section)
-
-
-def _class_name(model: ModelClass, tensor: str) -> str:
-    """Return the class's name for a tensor; what quantising adds to a module is named as its weight is."""
-    module, _, own = tensor.rpartition(".")
-    if not names_its_weight(tensor):
-        return model.name_of(tensor)
-    return f"{model.name_of(f'{module}.weight').removesuffix('.weight')}.{own}"

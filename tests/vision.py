@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PretrainedConfig
 
 from tests.architectures.models import small_config
@@ -269,6 +270,27 @@ def make_vision_checkpoint(
     tokenizer.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(kind.processor))
     return folder
+
+
+TOWERS = {f"{tower}.": f"model.{tower}." for tower in ("vision_tower", "multi_modal_projector")}
+HEAD = {"language_model.lm_head.": "lm_head."}
+RENAMED = {
+    "mistral3": {"language_model.model.": "model.language_model."} | HEAD | TOWERS,
+    "gemma3": {"language_model.model.": "model.language_model."} | HEAD | TOWERS,
+    "qwen2_5_vl": {"visual.": "model.visual.", "model.": "model.language_model."},
+}
+"""Kind -> beginnings of names as one release of transformers writes them -> as another does."""
+
+
+def write_as_another_release(folder: Path, kind: str) -> dict[str, str]:
+    """Rename a checkpoint's tensors as the other of two releases names them; return old name -> new."""
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    both = {new: old for old, new in RENAMED[kind].items()} | RENAMED[kind]
+    begins = {name: next((prefix for prefix in both if name.startswith(prefix)), "") for name in state}
+    names = {name: both.get(prefix, "") + name.removeprefix(prefix) for name, prefix in begins.items()}
+    save_file({names[name]: tensor for name, tensor in state.items()}, file, metadata={"format": "pt"})
+    return names
 
 
 def picture(seed: int) -> Image.Image:

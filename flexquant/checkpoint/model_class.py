@@ -69,8 +69,8 @@ class ModelClass:
         self._model._adjust_missing_and_unexpected_keys(found)
         for name, stored, expected in sorted(found.mismatched_keys):
             raise FlexQuantError(
-                f"{place}: '{name}' has shape {list(stored)}, but the model that its config.json describes has "
-                f"{list(expected)} there; fetch or quantise it again"
+                f"{place}: '{name}' has shape {list(stored)}, but the model that its config.json describes "
+                f"has {list(expected)} there; fetch or quantise it again"
             )
         ties = self._model.all_tied_weights_keys
         missing = sorted(name for name in found.missing_keys if ties.get(name, name) in found.missing_keys)

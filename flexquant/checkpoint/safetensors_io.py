@@ -177,8 +177,8 @@ def read_finite(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memo
     for chunk in read_chunks(ref, chunk_bytes):
         if width is not None and bool((np.bitwise_and(np.frombuffer(chunk, width), bits) == bits).any()):
             raise FlexQuantError(
-                f"tensor '{ref.name}' in {ref.file} holds NaN or infinite numbers; fetch or quantise the model "
-                "again"
+                f"tensor '{ref.name}' in {ref.file} holds NaN or infinite numbers; fetch or quantise the "
+                "model again"
             )
         yield chunk
 

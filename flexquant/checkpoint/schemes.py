@@ -52,11 +52,6 @@ def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...
     return shapes
 
 
-def names_its_weight(tensor: str) -> bool:
-    """Whether a tensor is a module's packed weight, or a parameter that quantising adds to the module."""
-    return tensor.endswith(f".weight{PACKED_SUFFIX}") or QUANTISATION_PARAMETER.search(tensor) is not None
-
-
 def unpacked_shape(name: str, packed: TensorRef, stored: TensorRef | None) -> tuple[int, ...]:
     """Return the shape of the parameter ``name``, which ``packed`` holds; ``stored`` holds the shape.
 

@@ -57,7 +57,9 @@ class Pair:
         difference = self.basis.difference
         if self.basis.related:
             weights = (self.variant, self.reference)
-            difference = pool.submit(logits_difference, *weights, self._skeleton, self.basis.rotation).result()
+            difference = pool.submit(
+                logits_difference, *weights, self._skeleton, self.basis.rotation
+            ).result()
         return f"{difference}, so they are not copies of one model" if difference else ""
 
     def compare_bases(self, pool: Executor) -> None:

@@ -24,7 +24,15 @@ from flexquant.merge import merge_checkpoints
 from tests.checkpoints import StateDict
 from tests.integration.conftest import Served, generate
 from tests.integration.test_architectures import LAYERED, OPTIONS, SAMPLING
-from tests.vision import KINDS, Kind, make_vision_checkpoint, picture, prompts, same_text
+from tests.vision import (
+    KINDS,
+    Kind,
+    make_vision_checkpoint,
+    picture,
+    prompts,
+    same_text,
+    write_as_another_release,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -86,6 +94,38 @@ def test_a_constant_policy_equals_stock_vllm_compiled(made: Made) -> None:
     (stock,) = generate(made.path / "w4a16", None, prompts(made.kind), sampling=SAMPLING, **options)
     (found,) = generate(made.path / "merged", ["w4a16"], prompts(made.kind), sampling=SAMPLING, **options)
     assert found.answers == stock.answers
+
+
+@WITH_TORCHVISION
+@pytest.mark.parametrize("tied", ["nowhere", "not in the text", "said at the top"])
+@pytest.mark.parametrize("name", ["mistral3", "gemma3"])
+def test_a_head_is_served_at_every_path_whatever_the_config_says(
+    tied: str, name: str, tmp_path: Path
+) -> None:
+    """The variants' tensors have the names of two releases of transformers."""
+    kind = KINDS[name]
+
+    def own_head(state: StateDict) -> StateDict:
+        (embedding,) = (tensor for key, tensor in state.items() if key.endswith("embed_tokens.weight"))
+        return state | {"language_model.lm_head.weight": embedding.flip(0).contiguous()}
+
+    sources = {v: make_vision_checkpoint(tmp_path / v, v, kind, transform=own_head) for v in VARIANTS}
+    write_as_another_release(sources["w4a16"], name)
+    for folder in sources.values():
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("tie_word_embeddings", None)
+        config["text_config"].pop("tie_word_embeddings", None)
+        if tied == "not in the text":
+            config["text_config"]["tie_word_embeddings"] = False
+        elif tied == "said at the top":
+            config["tie_word_embeddings"] = True
+        (folder / "config.json").write_text(json.dumps(config))
+    merge_checkpoints(sources, tmp_path / "merged")
+    asked = ["a prompt without an image", "another one"]
+    found = generate(tmp_path / "merged", VARIANTS, asked, sampling=SAMPLING, **OPTIONS)
+    for variant, answers in zip(VARIANTS, found, strict=True):
+        (stock,) = generate(sources[variant], None, asked, sampling=SAMPLING, **OPTIONS)
+        assert answers.answers == stock.answers
 
 
 def test_variants_and_images_matter(served: dict[str, Served]) -> None:

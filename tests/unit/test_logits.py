@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The final norm and the lm_head have to make the same logits in all variants, whatever is folded into which."""
+"""The final norm and the lm_head have to make the same logits in all variants, whatever is folded."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Find parameters, and parts of fused ones, that no tensor of the checkpoint was loaded into.
 
-vLLM makes parameters of uninitialised memory and loads Q, K and V, say, into parts of one. So a few numbers of
-every row are marked before loading, with NaN or an integer, and what still has its marks afterwards was never
-written.
+vLLM makes parameters of uninitialised memory and loads Q, K and V, say, into parts of one. So a few numbers
+of every row are marked before loading, with NaN or an integer, and what still has its marks afterwards was
+never written.
 """
 
 from __future__ import annotations

@@ -60,8 +60,6 @@ if TYPE_CHECKING:
     from flexquant.policy.routes import RouteTable
 
 
-
-
 def variant_vllm_config(
     vllm_config: VllmConfig, variant: StoredVariant, base_architecture: str
 ) -> VllmConfig:

@@ -92,9 +92,9 @@ class VariantLoader:
             name, _, parameter = missing[0].partition(".")
             raise FlexQuantError(
                 f"variant '{name}' of the merged checkpoint lacks tensors for {len(missing)} parameters, the "
-                f"first for '{parameter}' or a part of it; check it with 'flexquant verify', or merge again. If "
-                "it is whole, this vLLM's model has weights that the checkpoint was published without, and is "
-                "not served"
+                f"first for '{parameter}' or a part of it; check it with 'flexquant verify', or merge again. "
+                "If it is whole, this vLLM's model has weights that the checkpoint was published without, "
+                "and is not served"
             )
         return {f"{name}.{parameter}" for name in loaded for parameter in loaded[name]}
 

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What all sources lack, and what only one has: a class's parameters, and tensors that it does not read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexquant.checkpoint.folder import read_tensors
+from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.errors import FlexQuantError
+from flexquant.merge import convert_checkpoint, merge_checkpoints, split_checkpoint, verify_checkpoint
+from tests.checkpoints import StateDict, make_checkpoint
+from tests.states import make_variants
+from tests.vision import KINDS, RENAMED, make_vision_checkpoint, write_as_another_release
+
+SCHEMES = ("w8a8", "w4a16")
+Sources = dict[str, Path]
+
+
+def pair(folder: Path, architecture: str = "qwen2", **config) -> Sources:
+    return {s: make_checkpoint(folder / s, architecture, s, **config) for s in SCHEMES}
+
+
+def edit(folder: Path, change: Callable[[StateDict], StateDict]) -> Path:
+    """Change the tensors in a checkpoint's only file."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    return folder
+
+
+def without(folder: Path, pattern: str) -> Path:
+    def change(state: StateDict) -> StateDict:
+        kept = {name: tensor for name, tensor in state.items() if not re.search(pattern, name)}
+        assert len(kept) < len(state)
+        return kept
+
+    return edit(folder, change)
+
+
+def assert_refused(sources: Sources, tmp_path: Path, named: str) -> None:
+    with pytest.raises(FlexQuantError, match=named):
+        merge_checkpoints(sources, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        (r"layers\.1\.self_attn\.q_proj\.bias", r"model\.layers\.1\.self_attn\.q_proj\.bias"),
+        (r"layers\.0\.mlp\.down_proj\.", r"model\.layers\.0\.mlp\.down_proj\.weight"),
+        (r"layers\.1\.input_layernorm", r"model\.layers\.1\.input_layernorm\.weight"),
+        (r"^model\.norm", r"model\.norm\.weight"),
+        (r"^lm_head", r"lm_head\.weight"),
+        (r"embed_tokens", r"model\.embed_tokens\.weight"),
+    ],
+)
+@pytest.mark.parametrize("variants", [1, 2])
+def test_what_the_class_needs_is_named_even_if_all_sources_lack_it(tmp_path, pattern, named, variants):
+    sources = {s: without(folder, pattern) for s, folder in list(pair(tmp_path).items())[:variants]}
+    assert_refused(sources, tmp_path, f"lacks 1 of the parameters of a Qwen2ForCausalLM, '{named}'")
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight", "norm.weight"])
+def test_a_layer_with_a_state_needs_all_that_it_is_computed_with(tmp_path, name):
+    folder = make_variants(tmp_path, "qwen3_next")
+    sources = {s: without(folder / s, rf"layers\.0\.linear_attn\.{re.escape(name)}$") for s in SCHEMES}
+    assert_refused(sources, tmp_path, f"'model.layers.0.linear_attn.{name}'")
+
+
+@pytest.mark.parametrize("name", ["mamba.D", "mamba.conv1d.bias"])
+def test_a_state_space_needs_all_that_it_is_computed_with(tmp_path, name):
+    folder = make_variants(tmp_path, "falcon_h1")
+    sources = {s: without(folder / s, rf"layers\.1\.{re.escape(name)}$") for s in SCHEMES}
+    assert_refused(sources, tmp_path, f"'model.layers.1.{name}'")
+
+
+@pytest.mark.parametrize("matrix", ["w1", "w2", r"w[123]"])
+def test_one_expert_is_missed_among_many(tmp_path, matrix):
+    pattern = rf"layers\.1\..*experts\.2\.{matrix}\."
+    sources = {s: without(folder, pattern) for s, folder in pair(tmp_path, "mixtral").items()}
+    assert_refused(sources, tmp_path, r"model\.layers\.1\.mlp\.experts\.")
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl"])
+def test_a_tower_needs_its_tensors(tmp_path, kind):
+    pattern = r"(vision_tower|visual)\..*\b1\..*norm.*\.weight$"
+    sources = {s: without(make_vision_checkpoint(tmp_path / s, s, KINDS[kind]), pattern) for s in SCHEMES}
+    assert_refused(sources, tmp_path, r"lacks \d of the parameters of a .*norm")
+
+
+def test_conversion_needs_them_too(tmp_path):
+    folder = without(
+        make_checkpoint(tmp_path / "model", "qwen2", None), r"layers\.1\.self_attn\.k_proj\.bias"
+    )
+    with pytest.raises(FlexQuantError, match=r"'model\.layers\.1\.self_attn\.k_proj\.bias'"):
+        convert_checkpoint(folder, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lm_head.weight", torch.nan),
+        ("model.norm.weight", torch.inf),
+        ("model.embed_tokens.weight", -torch.inf),
+        ("model.layers.1.self_attn.q_proj.bias", torch.nan),
+        ("model.layers.0.mlp.up_proj.weight_scale", torch.nan),
+        ("model.layers.1.mlp.down_proj.weight_scale", torch.inf),
+    ],
+)
+@pytest.mark.parametrize("variants", [1, 2])
+def test_a_number_that_is_not_finite_is_refused_wherever_it_is(tmp_path, name, value, variants):
+    def put(state: StateDict) -> StateDict:
+        state[name].view(-1)[-1] = value
+        return state
+
+    sources = {s: edit(folder, put) for s, folder in list(pair(tmp_path).items())[:variants]}
+    assert_refused(sources, tmp_path, f"{name.removesuffix('.weight_scale')}.* NaN or infinite")
+
+
+def test_a_zero_point_is_a_number_too(tmp_path):
+    def asymmetric(state: StateDict) -> StateDict:
+        scale = state["model.layers.0.mlp.up_proj.weight_scale"]
+        zeros = torch.zeros_like(scale)
+        zeros[-1] = torch.nan
+        return state | {"model.layers.0.mlp.up_proj.weight_zero_point": zeros}
+
+    folder = edit(make_checkpoint(tmp_path / "w4a16", "qwen2", "w4a16"), asymmetric)
+    assert_refused({"w4a16": folder}, tmp_path, "up_proj.weight_zero_point' .* NaN or infinite")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32])
+def test_every_dtype_has_its_nan(tmp_path, dtype):
+    def put(state: StateDict) -> StateDict:
+        weight = state["model.layers.0.mlp.up_proj.weight"].float()
+        weight[0, 0] = torch.nan
+        return state | {"model.layers.0.mlp.up_proj.weight": weight.to(dtype)}
+
+    scheme = "fp8" if dtype is torch.float8_e4m3fn else None
+    folder = edit(make_checkpoint(tmp_path / "one", "qwen2", scheme), put)
+    assert_refused({"one": folder}, tmp_path, "up_proj.* NaN or infinite")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.cos_cached",
+        "model.layers.0.self_attn.rotary_emb.sin_cached",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.0.rotary_pos_emb.inv_freq",
+    ],
+)
+def test_frequencies_that_one_source_stores_are_left_out(tmp_path, name):
+    sources = pair(tmp_path)
+    edit(sources["w8a8"], lambda state: state | {name: torch.ones(16)})
+    merge_checkpoints(sources, tmp_path / "merged")
+    assert not any("rotary" in key for key in read_tensors(tmp_path / "merged"))
+
+
+def test_a_draft_head_that_one_source_has_stays_with_it(tmp_path):
+    sources = {s: make_vision_checkpoint(tmp_path / s, s, KINDS["qwen3_5"]) for s in SCHEMES}
+    edit(sources["w8a8"], lambda state: state | {"mtp.fc.weight": torch.ones(8, 16)})
+    merge_checkpoints(sources, tmp_path / "merged")
+    keys = {key for key in read_tensors(tmp_path / "merged") if "mtp" in key}
+    assert keys == {"w8a8.mtp.fc.weight"}
+    verify_checkpoint(tmp_path / "merged", sources)
+
+
+def test_a_parameter_that_one_source_has_and_the_class_has_not_is_refused(tmp_path):
+    sources = pair(tmp_path)
+    edit(sources["w8a8"], lambda state: state | {"model.layers.0.self_attn.q_norm.weight": torch.ones(32)})
+    assert_refused(sources, tmp_path, "'w8a8' has parameter .*q_norm.weight' and 'w4a16' does not")
+
+
+@pytest.mark.parametrize("listed", ["by pattern", "by name"])
+@pytest.mark.parametrize("kind", RENAMED)
+def test_names_of_two_releases_are_those_of_one_class(tmp_path, kind, listed):
+    sources = {s: make_vision_checkpoint(tmp_path / s, s, KINDS[kind]) for s in SCHEMES}
+    written = set(read_tensors(sources["w8a8"]))
+    names = write_as_another_release(sources["w4a16"], kind)
+    if listed == "by name":
+        config = json.loads((sources["w4a16"] / "config.json").read_text())
+        left = {n for n in names if n.endswith(".weight") and f"{n}_packed" not in names}
+        config["quantization_config"]["ignore"] = sorted(names[n].removesuffix(".weight") for n in left)
+        (sources["w4a16"] / "config.json").write_text(json.dumps(config))
+    merge_checkpoints(sources, tmp_path / "merged")
+    verify_checkpoint(tmp_path / "merged", sources)
+    keys = read_tensors(tmp_path / "merged")
+    assert {key.partition(".")[2] for key in keys if key.startswith("shared.")} <= written
+    merged, _ = read_merged_config(tmp_path / "merged")
+    assert any(module.endswith("norm") for module in merged.shared_modules)
+    split_checkpoint(tmp_path / "merged", "w4a16", tmp_path / "again")
+    assert len(read_tensors(tmp_path / "again")) == len(names)
