@@ -183,6 +183,16 @@ def read_finite(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memo
         yield chunk
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no NaN and no infinite number; integers have none."""
+    if not tensor.is_floating_point():
+        return True
+    if tensor.itemsize == 1:
+        tensor = tensor.float()
+    # The sum is faster to check; it is finite unless a number is not, or the numbers are huge.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
 def total_bytes(tensors: Mapping[str, TensorRef]) -> int:
     return sum(ref.nbytes for ref in tensors.values())
 

@@ -17,7 +17,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from flexquant.checkpoint.module_names import LAYER
-from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
+from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor
 from flexquant.checkpoint.schemes import PACKED_SUFFIX, LinearSchemes, shape_problem, unpacked_shape
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
@@ -168,7 +168,7 @@ class StoredLinear:
         self._args = reader.weight_args(module)
         reader.check_shapes(module, self._args)
         self._scale = load_tensor(reader.source.tensors[f"{module}.weight_scale"]).float()
-        if not bool(self._scale.isfinite().all()):
+        if not is_finite(self._scale):
             raise self._not_finite()
         self._zero_point = None if self._args.type == "float" else self._load_zero_point()
 
@@ -222,8 +222,7 @@ class StoredLinear:
         return per_group.repeat_interleave(width, dim=1)[:, : self.shape[1]]
 
     def _finite(self, weight: torch.Tensor) -> torch.Tensor:
-        # The sum is faster to check; it is finite unless a weight is not, or the weights are huge.
-        if not bool(weight.sum().isfinite()) and not bool(weight.isfinite().all()):
+        if not is_finite(weight):
             raise self._not_finite()
         return weight
 

@@ -12,7 +12,7 @@ import torch
 
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, decoder_layer, decoder_roots
-from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
+from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor
 from flexquant.checkpoint.schemes import QUANTISATION_PARAMETER
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
@@ -227,7 +227,7 @@ class VariantWeights:
 
     def _load_finite(self, ref: TensorRef) -> torch.Tensor:
         tensor = load_tensor(ref).float()
-        if not bool(tensor.isfinite().all()):
+        if not is_finite(tensor):
             raise FlexQuantError(
                 f"tensor '{ref.name}' of variant '{self.source.name}' holds NaN or infinite numbers; "
                 "quantise it again"

@@ -14,6 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
@@ -251,14 +252,46 @@ def test_three_variants_and_layered_plans_of_all(tmp_path):
 
 
 @pytest.mark.oldest
-def test_a_missing_tensor_is_named(tiny_merged, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "parameter"),
+    [
+        ("w8a8.model.layers.1.mlp.down_proj.weight_scale", "'w8a8'.* 'model.layers.1.mlp.down_proj"),
+        (
+            "w8a8.model.layers.1.self_attn.k_proj.weight",
+            "'w8a8'.* 'model.layers.1.self_attn.qkv_proj.weight'",
+        ),
+        ("w4a16.model.layers.0.mlp.up_proj.weight_packed", "'w4a16'.* 'model.layers.0.mlp.gate_up_proj"),
+        ("shared.model.layers.0.self_attn.q_proj.bias", "'w8a8'.* 'model.layers.0.self_attn.qkv_proj.bias'"),
+        ("shared.model.layers.1.input_layernorm.weight", "'w8a8'.* 'model.layers.1.input_layernorm.weight'"),
+        ("shared.model.norm.weight", "'w8a8'.* 'model.norm.weight'"),
+        ("shared.lm_head.weight", "'w8a8'.* 'lm_head.weight'"),
+    ],
+)
+def test_a_missing_tensor_is_named(key, parameter, with_biases, tmp_path):
     folder = tmp_path / "broken"
-    shutil.copytree(tiny_merged() / "merged", folder)
-    keep_tensors(folder, lambda key: key != "w8a8.model.layers.2.mlp.down_proj.weight_scale")
-    with (
-        pytest.raises(FlexQuantError, match=r"'w8a8'.* 'model.layers.2.mlp.down_proj.weight_scale'"),
-        engine(folder, "w8a8", **SMALL),
-    ):
+    shutil.copytree(with_biases, folder)
+    assert key in read_tensors(folder)
+    keep_tensors(folder, lambda other: other != key)
+    with pytest.raises(FlexQuantError, match=parameter), engine(folder, "phase", **SMALL):
+        pass
+
+
+@pytest.fixture(scope="module")
+def with_biases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("biases")
+    sources = {s: make_checkpoint(folder / s, "qwen2", s) for s in ("w8a8", "w4a16")}
+    merge_checkpoints(sources, folder / "merged")
+    return folder / "merged"
+
+
+def test_a_number_that_is_not_finite_is_not_served(with_biases, tmp_path):
+    folder = tmp_path / "broken"
+    shutil.copytree(with_biases, folder)
+    (file,) = {ref.file for key, ref in read_tensors(folder).items() if key.endswith("o_proj.weight_packed")}
+    tensors = load_file(file)
+    tensors["w4a16.model.layers.1.self_attn.o_proj.weight_scale"][3, 0] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(FlexQuantError, match="o_proj.weight_scale' holds NaN"), engine(folder, **SMALL):
         pass
 
 

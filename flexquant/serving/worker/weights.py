@@ -12,6 +12,7 @@ import torch
 
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
 from flexquant.checkpoint.module_names import HEAD, is_in
+from flexquant.checkpoint.safetensors_io import is_finite
 from flexquant.errors import FlexQuantError
 from flexquant.serving.worker.adapters import check_unsmoothed
 from flexquant.serving.worker.unwritten import mark, unwritten
@@ -25,6 +26,15 @@ NamedTensor = tuple[str, torch.Tensor]
 
 RUN = 64
 """Tensors that are passed on at once; several variants can need them, and not all fit into memory."""
+
+
+def finite(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor; raise :class:`FlexQuantError` if a number in it is NaN or infinite."""
+    if not is_finite(tensor):
+        raise FlexQuantError(
+            f"tensor '{key}' holds NaN or infinite numbers; quantise the model again, and merge again"
+        )
+    return tensor
 
 
 class VariantLoader:
@@ -70,7 +80,8 @@ class VariantLoader:
         :data:`RUN` tensors. vLLM's loaders keep no state between calls: each tensor of a fused parameter,
         such as Q, K and V, is put into its part by itself.
 
-        Raises :class:`FlexQuantError` if a tensor is missing, and for smoothed variants that must not be.
+        Raises :class:`FlexQuantError` if a tensor is missing or not finite, and for smoothed variants that
+        must not be.
         """
         parameters = {
             f"{name}.{parameter}": tensor
@@ -126,7 +137,7 @@ class VariantLoader:
     def _runs(self, weights: Iterable[NamedTensor]) -> Iterator[tuple[str, list[NamedTensor]]]:
         """Yield each prefix with consecutive tensors, at most :data:`RUN`, whose keys lack the prefix."""
         for prefix, group in groupby(weights, key=lambda item: self._split(item[0])[0]):
-            tensors = ((self._split(key)[1], tensor) for key, tensor in group)
+            tensors = ((self._split(key)[1], finite(key, tensor)) for key, tensor in group)
             while run := list(islice(tensors, RUN)):
                 yield prefix, run
 
