@@ -51,8 +51,8 @@ PREDICTING = (
         "part-of-a-kv-head",
         "More devices than there are KV heads each hold a part of one.",
         "flexquant/planning/model_shape.py",
-        'max(1, (config.get("num_key_value_heads") or heads) / tensor_parallel_size)',
-        '(config.get("num_key_value_heads") or heads) / tensor_parallel_size',
+        "copies = max(1, tensor_parallel_size // kv_heads)",
+        "copies = 1",
         ("tests/unit/test_model_shape.py::test_a_device_holds_one_kv_head_at_least",),
     ),
     Fault(
