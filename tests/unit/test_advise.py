@@ -37,6 +37,7 @@ from flexquant.planning.linears import MARLIN_TILES
 from flexquant.planning.model_shape import ModelShape, read_model_shape
 from flexquant.planning.planned_model import PlannedModel
 from tests.checkpoints import make_checkpoint
+from tests.prediction import planned
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -71,11 +72,6 @@ MIXTURE = {
     "vocab_size": 1024,
 }
 TRAFFIC = Batches(1024, 256, (1, 8, 32))
-
-
-def planned(folder: Path, config: dict[str, Any]) -> PlannedModel:
-    (folder / "config.json").write_text(json.dumps(config))
-    return PlannedModel.read(str(folder))
 
 
 def tried(

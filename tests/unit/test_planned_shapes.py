@@ -14,7 +14,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.planning.linears import Linear
 from flexquant.planning.model_shape import ModelShape, read_model_shape
-from flexquant.planning.planned_model import PlannedModel
+from tests.prediction import planned
 from tests.states import make_variants
 
 SMALL = {
@@ -72,11 +72,6 @@ HYBRIDS: dict[str, tuple[dict[str, Any], int, int]] = {
         64,
     ),
 }
-
-
-def planned(folder: Path, config: dict[str, Any]) -> PlannedModel:
-    (folder / "config.json").write_text(json.dumps(config))
-    return PlannedModel.read(str(folder))
 
 
 def shape(folder: Path, config: dict[str, Any], devices: int = 1) -> ModelShape:
