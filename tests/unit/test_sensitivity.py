@@ -55,7 +55,7 @@ def test_the_interval_is_that_of_the_mean() -> None:
 
 
 def test_an_interval_by_hand() -> None:
-    """Of three rows drawn from 0, 0 and 3 all are 0 in 8 of 27 draws, and all are 3 in one, or 3.7 %."""
+    """Three rows drawn from 0, 0 and 3 are all 0 in 8 of 27 draws, and all 3 in one, which is 3.7 %."""
     assert estimate([0.0, 0.0, 3.0]) == Estimate(1.0, 0.0, 3.0)
 
 
