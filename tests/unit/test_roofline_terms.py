@@ -142,7 +142,7 @@ def test_one_copy_of_a_dense_model() -> None:
 def test_a_mixture_of_experts(devices: int) -> None:
     """Three tokens of 2 experts each use 6 (1 - (4 / 6)^3) = 38 / 9, which Marlin runs.
 
-    Each rank has the router. Where the inputs are shared, half of the scales' bytes are counted on each of two ranks.
+    Each rank has the router. Of a linear whose inputs are shared, a rank counts half of the scales' bytes.
     """
     shape = model("mixture").shape(("w4a16", "w8a8"), devices, {})
     used, inner = 38 / 9, 192 // devices
