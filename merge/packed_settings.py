@@ -15,9 +15,9 @@ from compressed_tensors.entrypoints.convert import AutoAWQConverter
 from torch.nn.functional import pad
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.packed_settings import AWQ, GPTQ, complete_settings
 from flexquant.errors import FlexQuantError
 
-AWQ, GPTQ = "awq", "gptq"
 AUTO_ROUND = ("auto-round", "intel/auto-round")
 PACKED_METHODS = (AWQ, GPTQ, *AUTO_ROUND)
 WITH_OFFSET, WITHOUT_OFFSET = "gptq", "gptq_v2"
@@ -153,7 +153,8 @@ def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
             f"{folder} has the extra_config {extra!r}, expected an object of settings by layer, with numbers "
             "of bits; get the checkpoint again"
         )
-    symmetric = _switch(folder, section, "sym", default=True)
+    found = complete_settings(section, str(folder))
+    symmetric = found["sym"]
     unserved = method == GPTQ and not symmetric
     if (
         method is None
@@ -168,7 +169,7 @@ def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
             "llm_compressor, as integers, with one setting for all layers"
         )
     # AutoRound's releases differ in the offset; vLLM ignores the zero points of its symmetric linears.
-    return PackedFormat(method, *_bits_and_size(folder, section, method), symmetric, offsets=(0, 1))
+    return PackedFormat(method, *_bits_and_size(folder, found, method), symmetric, offsets=(0, 1))
 
 
 def _read_awq(folder: Path, section: JsonObject) -> PackedFormat:
@@ -177,9 +178,8 @@ def _read_awq(folder: Path, section: JsonObject) -> PackedFormat:
         raise FlexQuantError(
             f"{folder} is in AWQ's format {version!r}; take an AWQ checkpoint in the GEMM format"
         )
-    return PackedFormat(
-        AWQ, *_bits_and_size(folder, section, AWQ), not _switch(folder, section, "zero_point", default=True)
-    )
+    found = complete_settings(section, str(folder), AWQ)
+    return PackedFormat(AWQ, *_bits_and_size(folder, found, AWQ), not found["zero_point"])
 
 
 def _read_gptq(folder: Path, section: JsonObject) -> PackedFormat:
@@ -190,33 +190,21 @@ def _read_gptq(folder: Path, section: JsonObject) -> PackedFormat:
             "read: take the checkpoint that it was packed from"
         )
     offset = 1 if form == WITH_OFFSET else 0
-    symmetric = _switch(folder, section, "sym", default=True)
-    reordered = _switch(folder, section, "desc_act", default=False)
-    bits, size = _bits_and_size(folder, section, GPTQ)
-    return PackedFormat(GPTQ, bits, size, symmetric, (offset,), reordered and size > 0)
+    found = complete_settings(section, str(folder))
+    bits, size = _bits_and_size(folder, found, GPTQ)
+    return PackedFormat(GPTQ, bits, size, found["sym"], (offset,), found["desc_act"] and size > 0)
 
 
-def _switch(folder: Path, section: JsonObject, key: str, *, default: bool) -> bool:
-    value = section.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise FlexQuantError(
-            f"{folder} has {key} {value!r}, expected true or false, in its quantization_config; correct it, "
-            "or get the checkpoint again"
-        )
-    return default if value is None else value
-
-
-def _bits_and_size(folder: Path, section: JsonObject, method: str) -> tuple[int, int]:
-    """Return the bits of a weight and the inputs of a group, which AutoAWQ writes under two names."""
-    bits = section.get("bits", section.get("w_bit", 4))
-    size = section.get("group_size", section.get("q_group_size", 128))
+def _bits_and_size(folder: Path, settings: JsonObject, method: str) -> tuple[int, int]:
+    """Return the bits of a weight and the inputs of a group."""
+    bits, size = settings["bits"], settings["group_size"]
     allowed = (4,) if method == AWQ else (4, 8)
-    if type(bits) is not int or bits not in allowed:
+    if bits not in allowed:
         listed = " and ".join(map(str, allowed))
-        raise FlexQuantError(f"{folder} has {bits!r} bits a weight; of {method} only {listed} are read")
-    if type(size) is not int or not (size > 0 or (size == -1 and method == GPTQ)):
+        raise FlexQuantError(f"{folder} has {bits} bits a weight; of {method} only {listed} are read")
+    if not (size > 0 or (size == -1 and method == GPTQ)):
         raise FlexQuantError(
-            f"{folder} has the group_size {size!r} in its quantization_config, expected a number of inputs "
+            f"{folder} has the group_size {size} in its quantization_config, expected a number of inputs "
             "or, for GPTQ, -1: correct it, or get the checkpoint again"
         )
     return bits, size

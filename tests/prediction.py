@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A device file of round numbers, the GEMM of published tables, and `flexquant predict` in this process."""
+"""Devices, GEMMs and models whose costs are predicted, and `flexquant predict` in this process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from flexquant import cli
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.planning.device import Device, load_device
 from flexquant.planning.linears import Linear
 from flexquant.planning.model_shape import read_model_shape
+from flexquant.planning.planned_model import PlannedModel
 from flexquant.planning.predicting import CONTEXT, roofline_pass_times
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.rules import load_policy
@@ -48,6 +50,12 @@ def predict_pass_times(
     loaded = load_device(device) if isinstance(device, str) else device
     derived = load_policy("w4a8").derived if w4a8 else {}
     return roofline_pass_times(read_model_shape(folder, derived=derived), loaded, context)
+
+
+def planned(folder: Path, config: JsonObject) -> PlannedModel:
+    """Return what is read of a model with this ``config.json``, which is written into ``folder``."""
+    (folder / "config.json").write_text(json.dumps(config))
+    return PlannedModel.read(str(folder))
 
 
 def run_predict(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, dict[str, Any]]:

@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from flexquant.documents.tables import table_lines
 from flexquant.documents.yaml_document import from_yaml
@@ -27,6 +29,12 @@ HELP = (
 )
 
 
+Finite = Annotated[
+    float | None, AfterValidator(lambda value: value if value is not None and math.isfinite(value) else None)
+]
+"""A number, or None in place of one that is not finite."""
+
+
 class Loss(BaseModel):
     """What a variant lost on one kind of text; errors are standard errors over the documents.
 
@@ -34,13 +42,13 @@ class Loss(BaseModel):
     """
 
     documents: int
-    kl: float | None
+    kl: Finite
     """Mean KL divergence to the 16-bit model, in nats a token."""
-    kl_error: float | None
-    perplexity: float | None
+    kl_error: Finite
+    perplexity: Finite
     """Share by which the perplexity is above the 16-bit model's."""
-    perplexity_error: float | None
-    same_top: float | None
+    perplexity_error: Finite
+    same_top: Finite
     """Share of the tokens after which both find the same token likeliest."""
 
     def exceeds(self, bound: float) -> bool:

@@ -21,6 +21,7 @@ from flexquant.checkpoint.merged_config import (
     served_architecture,
 )
 from flexquant.checkpoint.model_config import JsonObject, count_layers
+from flexquant.checkpoint.packed_settings import AWQ, GPTQ, complete_settings
 from flexquant.documents.named_files import read_named
 from flexquant.errors import FlexQuantError
 
@@ -40,9 +41,9 @@ def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
         config = with_section(config, quantization_section(folder, config))
     except FlexQuantError as e:
         raise FlexQuantError(f"{e}; give the folder that 'flexquant merge' wrote") from e
+    if has_int4(config, str(folder)):
+        config = as_merged(config, str(folder))
     try:
-        if has_int4(config):
-            config = as_merged(config, str(folder))
         section = config.get("quantization_config")
         merged = MergedConfig.from_json(section if isinstance(section, dict) else {})
         count_layers(config)
@@ -62,9 +63,12 @@ def with_section(config: JsonObject, section: JsonObject | None) -> JsonObject:
     return config if section is None else {**config, "quantization_config": section}
 
 
-def has_int4(config: JsonObject) -> bool:
-    """Whether a published checkpoint's ``config.json`` tells of INT4 weights with 16-bit activations."""
-    groups = [group for group in _groups(_section(config)).values() if isinstance(group, dict)]
+def has_int4(config: JsonObject, model: str) -> bool:
+    """Whether a published checkpoint's ``config.json`` tells of INT4 weights with 16-bit activations.
+
+    Raises FlexQuantError, which begins with ``model``, for settings of AWQ or GPTQ that are not understood.
+    """
+    groups = [g for g in _complete(_section(config), model)["config_groups"].values() if isinstance(g, dict)]
     weights = [group.get("weights") for group in groups if not group.get("input_activations")]
     integers = [w for w in weights if isinstance(w, dict) and w.get("type", "int") == "int"]
     return any(w.get("num_bits") == 4 for w in integers)
@@ -74,7 +78,7 @@ def is_published_int4(folder: Path | str) -> bool:
     """Whether a folder holds a published checkpoint of INT4 weights; not so if its config is unreadable."""
     try:
         config = read_json(Path(folder) / CONFIG_FILE)
-        return has_int4(with_section(config, quantization_section(Path(folder), config)))
+        return has_int4(with_section(config, quantization_section(Path(folder), config)), str(folder))
     except FlexQuantError:
         return False
 
@@ -82,7 +86,7 @@ def is_published_int4(folder: Path | str) -> bool:
 def why_not_served(config: JsonObject, model: str) -> str | None:
     """Return why FlexQuant does not serve the published checkpoint ``model``; None if it does."""
     section = _section(config)
-    if section.get("quant_method") == QUANT_METHOD or has_int4(config):
+    if section.get("quant_method") == QUANT_METHOD or has_int4(config, model):
         return None
     found = f"is quantised by {section['quant_method']}" if section.get("quant_method") else "is in 16 bit"
     return (
@@ -108,7 +112,7 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
         )
     merged = MergedConfig(
         base_architecture=architecture,
-        variants={VARIANT: StoredVariant("", {**section, "config_groups": _groups(section)})},
+        variants={VARIANT: StoredVariant("", _complete(section, model))},
         policy=yaml.safe_load(read_named(POLICY, "flexquant.policies", "policy")[0]),
     )
     return {
@@ -126,22 +130,21 @@ def _section(config: JsonObject) -> dict[str, Any]:
     return {}
 
 
-def _groups(section: dict[str, Any]) -> JsonObject:
-    """Return compressed-tensors' ``config_groups``, made up for AWQ and GPTQ."""
+def _complete(section: JsonObject, place: str) -> JsonObject:
+    """Return a section with compressed-tensors' ``config_groups``, made up for AWQ and GPTQ."""
     method = section.get("quant_method")
-    if method == "awq":
-        symmetric, size = not section.get("zero_point", True), section.get("q_group_size")
-    elif method == "gptq":
-        symmetric, size = section.get("sym", True), None
-    else:
+    if method not in (AWQ, GPTQ):
         groups = section.get("config_groups")
-        return groups if isinstance(groups, dict) else {}
+        return {**section, "config_groups": groups if isinstance(groups, dict) else {}}
+    found = complete_settings(section, place, method)
+    in_groups = found["group_size"] > 0
     weights = {
-        "num_bits": section.get("bits", section.get("w_bit")),
+        "num_bits": found["bits"],
         "type": "int",
-        "symmetric": symmetric,
-        "strategy": "group",
-        "group_size": section.get("group_size", size),
-        "actorder": "group" if section.get("desc_act") else None,
+        "symmetric": not found["zero_point"] if method == AWQ else found["sym"],
+        "strategy": "group" if in_groups else "channel",
+        "group_size": found["group_size"] if in_groups else None,
+        "actorder": "group" if in_groups and found.get("desc_act") else None,
     }
-    return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {**found, "config_groups": groups}

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +20,9 @@ from flexquant.evaluation.inputs import Settings
 if TYPE_CHECKING:
     from flexquant.layers.sensitivity import Study
 
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
-PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
+PERCENT = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*%")
+COUNT = re.compile(r"\d{1,15}")
 DEFAULTS = Settings(batch_sizes=(16,), samples=32, prompt_tokens=128, tokens=32)
 
 
@@ -47,7 +49,7 @@ def parse_size(text: str) -> int:
 
 def parse_count(text: str) -> int:
     """Return a whole number of at least 1 (an argparse type)."""
-    if not text.isdecimal() or int(text) < 1:
+    if not COUNT.fullmatch(text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return int(text)
 
@@ -73,11 +75,22 @@ def parse_percent(text: str) -> float:
     return float(match[1]) / 100
 
 
-def parse_share(text: str) -> float:
-    """Return the number above 0 and up to 1 (an argparse type)."""
+def parse_number(text: str) -> float:
+    """Return the finite number (an argparse type)."""
     try:
         value = float(text)
     except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number such as 0.1")
+    return value
+
+
+def parse_share(text: str) -> float:
+    """Return the number above 0 and up to 1 (an argparse type)."""
+    try:
+        value = parse_number(text)
+    except argparse.ArgumentTypeError:
         value = 0.0
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a share above 0 and up to 1, such as 0.9")
@@ -89,7 +102,7 @@ TYPES: Mapping[str, Callable[[str], object]] = {
     "NAMES": parse_names,
     "LIST": parse_counts,
     "SIZE": parse_size,
-    "X": float,
+    "X": parse_number,
     "X%": parse_percent,
 }
 """Metavar -> type of an option; any other metavar stands for a text."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.measured_loss import MAX_LOSS, loss_lines
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_options
+from flexquant.cli._arguments import add_options, parse_number
 from flexquant.cli._stages import Stages
 from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes
 
@@ -67,7 +67,7 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
         "--verbose": "also show the progress bars, logs and warnings of llmcompressor",
     }
     number = {"type": int}
-    bound = {"type": float, "default": 100 * MAX_LOSS}
+    bound = {"type": parse_number, "default": 100 * MAX_LOSS}
     add_options(parser.add_argument, options, samples=number, length=number, seed=number, max_loss=bound)
     parser.set_defaults(recipe=DEFAULT_RECIPE)
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import DEFAULTS, add_effort, add_options, progress_bar, tell
+from flexquant.cli._arguments import DEFAULTS, add_effort, add_options, parse_number, progress_bar, tell
 from flexquant.errors import UsageError
 from flexquant.tuning.objectives import OBJECTIVES
 
@@ -89,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--quick": "few sizes and rounds, for a first look",
     }
     add_options(
-        parser.add_argument, choice, text=path, quality=path, sensitivity=path, seconds={"type": float}
+        parser.add_argument, choice, text=path, quality=path, sensitivity=path, seconds={"type": parse_number}
     )
     parser.set_defaults(request_tokens=2048, seconds=60.0)
     add_effort(parser.add_argument, "every size")
@@ -205,16 +205,15 @@ def _fit(args: argparse.Namespace, merged: MergedConfig, num_layers: int, varian
     from flexquant.layers.fitting import Fit
     from flexquant.layers.plan_losses import PlanLosses
     from flexquant.layers.sensitivity import policy_that_loads
-    from flexquant.tuning.candidates import FROM_INT4, SOURCE
+    from flexquant.tuning.candidates import FROM_INT4, SOURCE, eight_bit
 
-    losses = None
-    if args.sensitivity is not None:
+    losses, high = None, eight_bit(variants, merged)
+    if args.sensitivity is not None and high is not None:
         sizes = {file.name: file.stat().st_size for file in args.folder.glob("*.safetensors")}
-        high = next(iter(variants))
         losses = PlanLosses(args.sensitivity, high, (FROM_INT4, SOURCE), num_layers, sizes)
     loaded = count_bytes(args.folder, policy_that_loads(variants), args.tensor_parallel_size)
     memory = args.memory if args.kv_tokens is None else loaded.most_beside(args.kv_tokens)
-    return Fit.of(variants, memory, loaded, num_layers, losses, mixable=merged.mixable_groups)
+    return Fit.of(variants, memory, loaded, num_layers, losses, high=high, mixable=merged.mixable_groups)
 
 
 def _study(args: argparse.Namespace, variants: dict[str, Policy]) -> Study:

@@ -68,15 +68,16 @@ class Fit:
         num_layers: int,
         losses: PlanLosses | None = None,
         *,
+        high: str | None,
         mixable: Sequence[Collection[str]],
     ) -> Fit:
         """Find the most layers that fit; raise FlexQuantError if not even one copy does.
 
         ``variants`` are those of :func:`flexquant.tuning.candidates.find_variants`, SOURCE and FROM_INT4
-        among them. ``mixable`` are groups of variants whose layers one plan can mix.
+        among them, and ``high`` the one that :func:`flexquant.tuning.candidates.eight_bit` finds. ``mixable``
+        are groups of variants whose layers one plan can mix.
         """
         stored = [v for v, policy in variants.items() if not policy.derived and v != SOURCE]
-        high = stored[0] if stored else None
         one = Choice("one copy", (all_in(FROM_INT4, num_layers), all_in(SOURCE, num_layers)), 0)
         _check_one_copy(loaded, one, memory)
         order: Sequence[int] = range(num_layers)

@@ -10,6 +10,7 @@ from statistics import geometric_mean
 
 from flexquant.errors import FlexQuantError
 from flexquant.planning.device import GIB, Device
+from flexquant.planning.linears import INT4
 from flexquant.planning.model_shape import ModelShape
 from flexquant.planning.pass_cost import PassCost
 from flexquant.planning.planned_model import PlannedModel
@@ -114,7 +115,7 @@ def try_ways(
     for way in ways(device):
         shape = model.shape(way.schemes, tensor_parallel_size, way.policy.derived)
         tokens, loads = None, {}
-        problem = _problem(way, shape, device)
+        problem = _problem(way, shape, device, model.group_size)
         if not problem:
             try:
                 tokens = kv_cache_tokens(shape, device, longest, utilization)
@@ -126,19 +127,18 @@ def try_ways(
     return outcomes
 
 
-def _problem(way: Way, shape: ModelShape, device: Device) -> str:
-    needed = {
-        scheme_on(device, linear, linear.scheme) for linears in shape.linears.values() for linear in linears
-    }
+def _problem(way: Way, shape: ModelShape, device: Device, group_size: int) -> str:
+    every = [linear for linears in shape.linears.values() for linear in linears]
+    needed = {scheme_on(device, linear, linear.scheme) for linear in every}
     if "fp8" in needed and "fp8" not in device.kernels:
         return "the device has no FP8 arithmetic"
     if "w8a8" in needed and "w8a8" not in device.kernels:
         return "vLLM has no INT8 kernel for the device"
-    if way.name == ONE_COPY and device.is_gpu:
-        computed = [linear for linears in shape.linears.values() for linear in linears if linear.source_bytes]
-        for linear in computed:
-            if not linear.fills_marlin:
-                return f"{linear.inputs} inputs and {linear.outputs} outputs do not fill Marlin's tiles"
+    for linear in every:
+        if linear.scheme in INT4 and linear.inputs % group_size:
+            return f"groups of {group_size} do not divide the {linear.inputs} inputs of a device"
+        if linear.source_bytes and device.is_gpu and not linear.fills_marlin:
+            return f"{linear.inputs} inputs and {linear.outputs} outputs do not fill Marlin's tiles"
     return ""
 
 

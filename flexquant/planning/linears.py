@@ -22,7 +22,20 @@ from flexquant.policy.rules import Derivation
 INT4 = ("w4a16", MARLIN)
 MARLIN_TILES = ((64, 128), (128, 64))
 """Outputs and inputs of which the INT4 linears of one copy need multiples on a GPU."""
-EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+ROW_PARALLEL = frozenset(
+    ("o_proj", "out_proj", "wo", "dense", "fc_out", "c_proj", "down_proj", "fc2", "w2", "dense_4h_to_h")
+    + ("output_linear", "x_proj", "linear_right")
+)
+"""Last parts of the names of linears whose inputs vLLM splits among ranks; of others, the outputs."""
+REPLICATED = frozenset(
+    ("gate", "router", "shared_expert_gate", "fc1_latent_proj", "fc2_latent_proj", "g_a_proj", "q_a_proj")
+    + ("kv_a_proj_with_mqa", "per_layer_input_gate", "per_layer_projection", "prediction_coefs")
+    + ("correction_coefs",)
+)
+"""Last parts of the names of linears that every rank has whole."""
+QKV = frozenset(("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv"))
+"""Last parts of the names of linears of queries, keys and values; no rank has less than a KV head of them."""
+EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
 SCHEMES = {("int", 8, "int", 8): "w8a8", ("float", 8, "float", 8): "fp8", ("int", 4, "int", 8): "w4a8"}
 """(Type and bits of the weights, type and bits of the activations) -> scheme."""
 
@@ -54,11 +67,27 @@ class Linear:
             self.outputs % outputs == 0 and self.inputs % inputs == 0 for outputs, inputs in MARLIN_TILES
         )
 
-    def share(self, devices: int) -> Linear:
-        """Return one device's part under tensor parallelism, as if the outputs were always split."""
-        return replace(
-            self, outputs=max(1, self.outputs // devices), weight_bytes=self.weight_bytes / devices
-        )
+    def with_outputs(self, outputs: int) -> Linear:
+        return replace(self, outputs=outputs, weight_bytes=self.weight_bytes * outputs / self.outputs)
+
+    def share(self, name: str, devices: int) -> Linear:
+        """Return one device's part, as vLLM splits the linear ``name`` under tensor parallelism.
+
+        Raises FlexQuantError for a size that the devices cannot share evenly.
+        """
+        leaf = name.rpartition(".")[2]
+        if leaf in REPLICATED:
+            return self
+        by_inputs = leaf in ROW_PARALLEL
+        size = self.inputs if by_inputs else self.outputs
+        if size % devices:
+            raise FlexQuantError(
+                f"the {size} {'inputs' if by_inputs else 'outputs'} of '{name}' cannot be shared evenly by "
+                f"{devices} devices; give a --tensor-parallel-size that divides them"
+            )
+        if not by_inputs:
+            return self.with_outputs(size // devices)
+        return replace(self, inputs=size // devices, weight_bytes=self.weight_bytes / devices)
 
     def derived(self, derivation: Derivation) -> Linear:
         """Return the linear that a derivation makes of this one; it is the same unless this one is W4A16."""
@@ -93,8 +122,8 @@ class LinearReader:
             if parameter.startswith(("weight", "qweight", "qzeros", "scales")):
                 self._weights[module].append(ref.nbytes)
 
-    def decoder_linears(self, active_experts: int) -> Counter[Linear]:
-        """Return how often each linear occurs in the decoder layers."""
+    def decoder_linears(self) -> dict[str, Linear]:
+        """Return the linears of the decoder layers by name, as vLLM fuses them; equal experts are one."""
         modules = [m for m in self._weights if decoder_layer(m) and len(self._shape(m)) == 2]
         if not modules:
             raise FlexQuantError(
@@ -112,13 +141,8 @@ class LinearReader:
                 )
             calls[name] = linear
         experts = Counter(EXPERT.sub("", name) for name in calls)
-        distinct = {EXPERT.sub("", name): (name, linear) for name, linear in calls.items()}
-        return Counter(
-            replace(linear, experts=experts[stem], active_experts=min(active_experts, experts[stem]))
-            if EXPERT.search(name)
-            else linear
-            for stem, (name, linear) in distinct.items()
-        )
+        distinct = {EXPERT.sub("", name): linear for name, linear in calls.items()}
+        return {name: replace(linear, experts=experts[name]) for name, linear in distinct.items()}
 
     def head(self, vocabulary: int, hidden: int) -> Linear:
         """Return lm_head; a tied one reads the embedding, in 16 bits."""

@@ -9,10 +9,10 @@ config tells of is ignored.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json
 from flexquant.checkpoint.hub import find_model
@@ -21,8 +21,11 @@ from flexquant.checkpoint.model_config import JsonObject, count_layers, reads_mo
 from flexquant.checkpoint.module_names import decoder_layer, fused_name
 from flexquant.errors import FlexQuantError
 from flexquant.planning.linears import Linear, plain_linear
-from flexquant.planning.model_shape import ModelShape, active_experts, device_share
+from flexquant.planning.model_shape import ModelShape, device_share
 from flexquant.policy.rules import Derivation
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 GROUP_SIZES = (128, 64, 32)
 """Group sizes of INT4 weights; the first that divides all linears' inputs is taken, as in the recipes."""
@@ -35,8 +38,8 @@ class PlannedModel:
 
     source: str
     """The model's name in messages."""
-    config: JsonObject
-    """The language model's part of ``config.json``, with transformers' defaults for what it leaves out."""
+    config: PretrainedConfig
+    """The language model's, with transformers' defaults for what ``config.json`` leaves out."""
     linears: Mapping[str, Linear]
     """Name, as vLLM fuses it -> linear of a decoder layer, in 16 bits."""
     kept: frozenset[str]
@@ -61,15 +64,14 @@ class PlannedModel:
         rest, kept = 0, set()
         for name, shape in parameters.items():
             module = name.removesuffix(".weight")
-            if not decoder_layer(name) or not (len(shape) == 2 or name in quantised):
+            is_matrix = len(shape) == 2 and name.endswith(".weight")
+            if not decoder_layer(name) or not (is_matrix or name in quantised):
                 rest += 2 * prod(shape)
                 continue
             call = fused_name(module)
             linear = plain_linear(*shape[-2:])
             if len(shape) == 3:
-                linear = replace(
-                    linear, experts=shape[0], active_experts=min(active_experts(config), shape[0])
-                )
+                linear = replace(linear, experts=shape[0])
             if call in linears:
                 linear = replace(linear, outputs=linear.outputs + linears[call].outputs)
             linears[call] = linear
@@ -104,13 +106,12 @@ class PlannedModel:
         """
         shared = self.rest_bytes
         own: dict[str, float] = {}
-        counts: dict[str, Counter[Linear]] = {}
+        linears: dict[str, dict[str, Linear]] = {}
         for scheme in schemes:
-            linears = {name: self._in_scheme(name, scheme) for name in self.linears}
-            counts[scheme] = Counter(linears.values())
-            own[scheme] = sum(linear.experts * linear.weight_bytes for linear in linears.values())
+            linears[scheme] = {name: self._in_scheme(name, scheme) for name in self.linears}
+            own[scheme] = sum(x.experts * x.weight_bytes for x in linears[scheme].values())
         return device_share(
-            self.config, counts, self.head, own, shared, tensor_parallel_size, derived, self.source
+            self.config, linears, self.head, own, shared, tensor_parallel_size, derived, self.source
         )
 
     def _in_scheme(self, name: str, scheme: str) -> Linear:
@@ -119,20 +120,24 @@ class PlannedModel:
         if name in self.kept:
             return replace(linear, weight_bytes=2 * weights)
         if scheme == "w4a16":
-            nbytes = weights / 2 + 2 * weights / self._group_size
+            nbytes = weights / 2 + 2 * weights / self.group_size
         else:
             nbytes = weights + 2 * linear.outputs
         return replace(linear, scheme=scheme, weight_bytes=nbytes)
 
     @property
-    def _group_size(self) -> int:
+    def group_size(self) -> int:
+        """Inputs of a group of INT4 weights, as the recipes choose it."""
         inputs = {linear.inputs for name, linear in self.linears.items() if name not in self.kept}
         fitting = (size for size in GROUP_SIZES if all(number % size == 0 for number in inputs))
         return next(fitting, GROUP_SIZES[-1])
 
 
-def _build(config: JsonObject, source: str) -> tuple[JsonObject, dict[str, tuple[int, ...]], set[str]]:
-    """Return the whole config, the shape of every parameter by name, and which of them a recipe quantises."""
+def _build(config: JsonObject, source: str) -> tuple[PretrainedConfig, dict[str, tuple[int, ...]], set[str]]:
+    """Return the whole config, the shape of every parameter by name, and which of them a recipe quantises.
+
+    A linear's shape ends with its outputs and inputs, as most models hold it.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -150,10 +155,12 @@ def _build(config: JsonObject, source: str) -> tuple[JsonObject, dict[str, tuple
             "language model of a type that it knows"
         ) from e
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    turned = tuple(f"{n}." for n, module in model.named_modules() if getattr(module, "is_transposed", False))
     linears = {
         f"{name}.weight"
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and decoder_layer(name)
     }
     experts = {name for name, shape in shapes.items() if ".experts." in name and len(shape) == 3}
-    return whole.to_dict(), shapes, linears | experts
+    shapes |= {n: (shapes[n][0], *shapes[n][:0:-1]) for n in experts if n.startswith(turned)}
+    return whole, shapes, linears | experts

@@ -9,7 +9,6 @@ they are in memory. KL divergences count all tokens beyond the likeliest as one,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -138,18 +137,17 @@ def _compare(found: torch.Tensor, row: list[int], was: RowAnswers) -> tuple[floa
 
 def _loss(documents: Sequence[tuple[float, float, float]]) -> Loss:
     values = torch.tensor(documents, dtype=torch.float64)
-    kl, more, same = values.mean(0).tolist()
-    kl_error, more_error, _ = (values.var(0, correction=0) / (len(documents) - 1)).sqrt().tolist()
-    growth = math.exp(more) if math.isfinite(more) else math.nan
+    means, errors = values.mean(0), (values.var(0, correction=0) / (len(documents) - 1)).sqrt()
+    growth = means[1].exp()
     return Loss(
         documents=len(documents),
-        kl=_rounded(kl),
-        kl_error=_rounded(kl_error),
+        kl=_rounded(means[0]),
+        kl_error=_rounded(errors[0]),
         perplexity=_rounded(growth - 1),
-        perplexity_error=_rounded(growth * more_error),
-        same_top=_rounded(same),
+        perplexity_error=_rounded(growth * errors[1]),
+        same_top=_rounded(means[2]),
     )
 
 
-def _rounded(value: float) -> float | None:
-    return round(value, DIGITS) if math.isfinite(value) else None
+def _rounded(value: torch.Tensor) -> float:
+    return round(float(value), DIGITS)

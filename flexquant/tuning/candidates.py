@@ -53,6 +53,15 @@ def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str
     return dict(sorted(found.items(), key=lambda item: _precision(*item, merged), reverse=True))
 
 
+def eight_bit(variants: Mapping[str, Policy], merged: MergedConfig) -> str | None:
+    """Return, of what :func:`find_variants` found, the stored variant in 8 bit; None if there is none.
+
+    Of several it is the one whose activations have the fewest bits.
+    """
+    stored = [name for name, policy in variants.items() if not policy.derived]
+    return next((v for v in stored[::-1] if _precision(v, variants[v], merged)[0] == 8), None)
+
+
 def leave_out_lossy(
     policies: Mapping[str, Policy], quality: Path, most: float
 ) -> tuple[dict[str, Policy], dict[str, float]]:

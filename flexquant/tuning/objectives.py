@@ -20,7 +20,7 @@ WORTH_LOADING = 0.05
 """Objective balanced: a variant is loaded if some size would be slower by this share without it."""
 UNMET = 10.0
 """Cost of missing a bound; it exceeds the cost of any precision."""
-DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
+DURATION = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*(ms|s)")
 PHASE_OF = {"ttft": "prefill", "tpot": "decode"}
 
 

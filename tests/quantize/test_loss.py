@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 from flexquant import cli
 from flexquant.checkpoint.measured_loss import Loss, loss_lines, read_losses
 from flexquant.documents.corpus import read_corpus
-from flexquant.quantization.loss import measure_loss, measuring_rows, read_reference, reference_of
+from flexquant.quantization.loss import _loss, measure_loss, measuring_rows, read_reference, reference_of
 from flexquant.quantization.source_model import read_source
 from tests.checkpoints import StateDict, make_checkpoint
 from tests.quantize.quantizing import FEW, RTN, W4A16, quantize, recipe
@@ -117,6 +117,23 @@ def test_what_is_not_finite_is_too_much() -> None:
     lost = Loss(documents=1, kl=None, kl_error=None, perplexity=None, perplexity_error=None, same_top=0.5)
     *_, said = loss_lines({"w4a16": {"code": lost}})
     assert said.startswith("w4a16 LOSES TOO MUCH") and "code (not finite, KL not finite)" in said
+
+
+def test_errors_are_standard_errors_over_the_documents() -> None:
+    """Three documents lie 0.1 and 0.2 apart: deviations of 0.1 and 0.2, divided by the square root of 3."""
+    found = _loss([(0.1, 0.4, 1.0), (0.3, 0.0, 0.25), (0.2, 0.2, 0.25)])
+    assert (found.documents, found.kl, found.same_top) == (3, 0.2, 0.5)
+    assert found.kl_error == pytest.approx(0.1 / 3**0.5, abs=5e-5)
+    assert found.perplexity == pytest.approx(1.221403 - 1, abs=5e-5)
+    assert found.perplexity_error == pytest.approx(1.221403 * 0.2 / 3**0.5, abs=5e-5)
+    alone = _loss([(0.1, 0.4, 1.0)])
+    assert (alone.kl, alone.kl_error, alone.perplexity_error) == (0.1, None, None)
+
+
+def test_a_loss_beyond_any_number_is_not_finite() -> None:
+    found = _loss([(1e3, 1e3, 0.0), (2e3, 2e3, 0.0)])
+    assert (found.kl, found.perplexity, found.perplexity_error) == (1500.0, None, None)
+    assert found.exceeds(1e6)
 
 
 def test_a_restarted_run_keeps_what_was_measured(model: Path, tmp_path: Path) -> None:

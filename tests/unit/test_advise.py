@@ -37,6 +37,7 @@ from flexquant.planning.linears import MARLIN_TILES
 from flexquant.planning.model_shape import ModelShape, read_model_shape
 from flexquant.planning.planned_model import PlannedModel
 from tests.checkpoints import make_checkpoint
+from tests.prediction import planned
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -73,11 +74,6 @@ MIXTURE = {
 TRAFFIC = Batches(1024, 256, (1, 8, 32))
 
 
-def planned(folder: Path, config: dict[str, Any]) -> PlannedModel:
-    (folder / "config.json").write_text(json.dumps(config))
-    return PlannedModel.read(str(folder))
-
-
 def tried(
     folder: Path, config: dict[str, Any], device: str, devices: int = 1, traffic: Batches = TRAFFIC
 ) -> dict[str, Outcome]:
@@ -91,7 +87,7 @@ def tried(
 def without_bytes(model: ModelShape) -> dict[str, Counter[Any]]:
     """Return the linears of each variant; compressed-tensors stores 8 bytes a number of a weight's shape."""
     return {
-        name: Counter({replace(linear, weight_bytes=0): count for linear, count in linears.items()})
+        name: Counter(replace(linear, weight_bytes=0) for linear in Counter(linears).elements())
         for name, linears in model.linears.items()
     }
 
@@ -200,6 +196,23 @@ def test_linears_that_do_not_fill_marlin_have_no_one_copy_on_a_gpu(tmp_path: Pat
     assert "do not fill Marlin's tiles" in tried(tmp_path, SMOLLM2, "l20")[ONE_COPY].problem
     assert tried(tmp_path, SMOLLM2, "cpu-2-core")[ONE_COPY].loads
     assert tried(tmp_path, LLAMA_8B, "l20")[ONE_COPY].loads
+
+
+def test_the_limits_of_int4_are_those_of_a_ranks_shapes(tmp_path: Path) -> None:
+    """8 ranks share the 11008 = 8 x 1376 inputs of Llama-2-7B's down_proj: no whole groups of 128."""
+    llama2 = {"model_type": "llama"}
+    shared = tried(tmp_path, llama2, "l20", 8)
+    for name in ("stock W4A16", ONE_COPY, TWO_COPIES):
+        assert shared[name].problem == "groups of 128 do not divide the 1376 inputs of a device"
+    assert shared["stock W8A8"].loads and shared["stock FP8"].loads
+    assert tried(tmp_path, llama2, "l20", 2)[ONE_COPY].loads, "5504 = 43 x 128"
+    # All fill tiles of 64 x 128 or 128 x 64, but 3136 = 49 x 64 outputs with half of 3200 = 50 x 64 inputs.
+    wide = {**SMOLLM2, "model_type": "qwen3", "hidden_size": 3136, "intermediate_size": 3200}
+    wide |= {"num_attention_heads": 52, "num_key_value_heads": 52, "head_dim": 64, "num_hidden_layers": 2}
+    assert tried(tmp_path, wide, "l20")[ONE_COPY].loads
+    halved = tried(tmp_path, wide, "l20", 2)
+    assert halved[ONE_COPY].problem == "1600 inputs and 3136 outputs do not fill Marlin's tiles"
+    assert halved["stock W4A16"].loads
 
 
 def test_experts_of_one_copy_take_the_time_of_int4(tmp_path: Path) -> None:
@@ -352,4 +365,4 @@ def test_a_model_that_cannot_be_predicted_is_refused(
     planned(tmp_path, LLAMA_8B)
     argv = ["advise", str(tmp_path), "--device", "l20", "--tensor-parallel-size", "3"]
     assert cli.main(argv) == 1
-    assert "32 attention heads, which 3 devices cannot share" in capsys.readouterr().err
+    assert "32 attention heads and 8 KV heads, which 3 devices cannot share" in capsys.readouterr().err

@@ -109,6 +109,12 @@ def test_summary_without_reference_has_perplexity_only():
     assert quality.mean_kl is quality.top1_agreement is quality.log_perplexity_difference is None
 
 
+def test_a_standard_error_is_over_the_rows():
+    """Means of 1.5, 5 and 1 lie -1, 2.5 and -1.5 from theirs, whose squares are 9.5 in all."""
+    found = standard_error(np.array([[1.0, 2.0], [3.0, 7.0], [0.0, 2.0]]))
+    assert found == pytest.approx(math.sqrt(9.5 / 2 / 3), rel=1e-12)
+
+
 def test_one_row_has_no_standard_error():
     assert standard_error(np.array([[1.0, 2.0]])) is None
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,16 @@ def loaded(**others: int) -> LoadedBytes:
 
 
 def variants(*names: str) -> dict[str, Policy]:
-    return find_policies(names or ("w8a8", "w4a16", FROM_INT4), ["w8a8", "w4a16"])
+    return find_policies(names or ("w8a8", "w4a16", FROM_INT4), ["bf16", "w8a8", "w4a16"])
 
 
 def fit(mib: float, losses: PlanLosses | None = None, mixable: Any = MIXABLE) -> Fit:
-    return Fit.of(variants(), int(mib * MIB), loaded(), LAYERS, losses, mixable=mixable)
+    return Fit.of(variants(), int(mib * MIB), loaded(), LAYERS, losses, high="w8a8", mixable=mixable)
 
 
-def plan_of(found: Fit) -> list[str]:
-    """Return the candidates that are no variant."""
-    return [name for name in found.candidates if name not in variants()]
+def plan_of(found: Fit, *others: str) -> list[str]:
+    """Return the candidates that are no variant, but for ``others``."""
+    return [name for name in found.candidates if name not in {*variants(), *others}]
 
 
 def test_tokens_of_the_cache_leave_a_memory() -> None:
@@ -102,11 +103,35 @@ def test_less_than_one_copy_is_refused_with_what_it_takes() -> None:
 
 
 def test_a_checkpoint_of_one_variant_has_one_copy() -> None:
-    found = Fit.of(variants("w4a16", FROM_INT4), 100 * MIB, loaded(), LAYERS, mixable=[("w4a16",)])
+    found = Fit.of(variants("w4a16", FROM_INT4), 100 * MIB, loaded(), LAYERS, high=None, mixable=[("w4a16",)])
     assert "One copy is all that is possible" in found.remark
     assert found.together == [["w4a16", FROM_INT4], ["w4a16"]]
     with pytest.raises(FlexQuantError, match="one copy takes"):
-        Fit.of(variants("w4a16", FROM_INT4), MIB, loaded(), LAYERS, mixable=[("w4a16",)])
+        Fit.of(variants("w4a16", FROM_INT4), MIB, loaded(), LAYERS, high=None, mixable=[("w4a16",)])
+
+
+def test_layers_have_8_bit_of_their_own_beside_a_variant_in_16() -> None:
+    """The 16-bit variant is more precise, and no layer of it is mixed with INT8 from INT4."""
+    found = Fit.of(
+        variants("bf16", "w8a8", "w4a16", FROM_INT4),
+        (ONE_COPY + 16) * MIB,
+        loaded(bf16=16),
+        LAYERS,
+        high="w8a8",
+        mixable=[("bf16", "w8a8", "w4a16")],
+    )
+    assert plan_of(found, "bf16") == [f"w8a8+{FROM_INT4}[2-3]"]
+    assert found.remark.startswith("2 of 4 layers (0-1) fit with w8a8 of their own")
+    assert {"bf16, w4a16", "bf16 alone"} <= {choice.name for choice in found.choices}
+
+
+def test_memory_that_is_no_whole_number_of_mib_is_rounded_up() -> None:
+    exact = loaded()
+    more = replace(exact, by_layer={**exact.by_layer, FROM_INT4: {None: 3 * MIB + 1}})
+    with pytest.raises(FlexQuantError, match="give --memory 30MiB or more") as e:
+        Fit.of(variants(), ONE_COPY * MIB, more, LAYERS, high="w8a8", mixable=MIXABLE)
+    assert "and 3.0 MiB to compute" in str(e.value)
+    assert Fit.of(variants(), ONE_COPY * MIB + 1, more, LAYERS, high="w8a8", mixable=MIXABLE).memory
 
 
 def test_layers_that_no_plan_can_mix_are_all_twice_or_none() -> None:
@@ -209,7 +234,12 @@ def test_what_is_chosen_is_what_the_policy_loads() -> None:
 
 def test_other_variants_are_compared_too() -> None:
     found = Fit.of(
-        variants("w8a8", "w4a16", FROM_INT4, "w4a8"), 42 * MIB, loaded(w4a8=4), LAYERS, mixable=MIXABLE
+        variants("w8a8", "w4a16", FROM_INT4, "w4a8"),
+        42 * MIB,
+        loaded(w4a8=4),
+        LAYERS,
+        high="w8a8",
+        mixable=MIXABLE,
     )
     assert ["w4a16", "w4a8"] in found.together
     assert rows(found, "w4a8")["w4a8, w4a16, 0"][-1] == "chosen"

@@ -56,7 +56,11 @@ def rewrite(folder: Path, change: Callable[[State], object]) -> None:
         ("gptq", {"sym": "false"}, "sym 'false', expected true or false"),
         ("gptq", {"desc_act": "no"}, "desc_act 'no', expected true or false"),
         ("awq", {"zero_point": 1}, "zero_point 1, expected true or false"),
-        ("gptq", {"bits": "4"}, "'4' bits a weight"),
+        ("gptq", {"bits": "four"}, "bits 'four', expected a whole number"),
+        ("gptq", {"bits": True}, "bits True, expected a whole number"),
+        ("gptq", {"bits": 3}, "has 3 bits a weight; of gptq only 4 and 8 are read"),
+        ("awq", {"group_size": [64]}, r"group_size \[64\], expected a whole number"),
+        ("awq", {"group_size": -1}, "has the group_size -1 .* expected a number of inputs or, for GPTQ, -1"),
     ],
 )
 def test_settings_of_other_types_are_refused(method, settings, named, w4a16, tmp_path):

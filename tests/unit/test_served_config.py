@@ -8,10 +8,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.checkpoint.served_config import is_published_int4, read_merged_config, read_model_config
+from flexquant.errors import FlexQuantError
+from flexquant.merge.packed_settings import read_settings
 from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.foreign import write_foreign
@@ -70,3 +74,62 @@ def test_settings_in_a_file_of_their_own_are_read(method: str, w4a16: Path, tmp_
     assert parsed == [expected_parse] * 2
     asked = {name for kind, name, _ in hub.requests if kind == "GET"}
     assert not [name for name in asked if name.endswith(".safetensors")]
+
+
+AWQ, GPTQ = {"quant_method": "awq"}, {"quant_method": "gptq"}
+IN_128 = {"num_bits": 4, "strategy": "group", "group_size": 128, "actorder": None}
+CHANNEL = {**IN_128, "strategy": "channel", "group_size": None}
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (AWQ, {**IN_128, "symmetric": False}),
+    (AWQ | {"w_bit": "4", "q_group_size": 64, "zero_point": False}, {**IN_128, "group_size": 64}),
+    (AWQ | {"bits": 4, "group_size": 32, "zero_point": None}, {"group_size": 32, "symmetric": False}),
+    (GPTQ, {**IN_128, "symmetric": True}),
+    (GPTQ | {"bits": "4", "group_size": -1, "sym": False}, {**CHANNEL, "symmetric": False}),
+    (GPTQ | {"group_size": -1, "desc_act": True}, CHANNEL),
+    (GPTQ | {"group_size": None, "desc_act": True}, {**IN_128, "actorder": "group"}),
+]
+
+
+@pytest.mark.parametrize(("section", "expected"), SETTINGS)
+def test_settings_are_read_alike_by_all(
+    section: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """All are serving, compressed-tensors' own reader, merging, and vLLM, which knows no defaults."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    config = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "quantization_config": section}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    merged, _ = read_merged_config(tmp_path)
+    served = merged.variants["w4a16"].quantization_config
+    weights = served["config_groups"]["group_0"]["weights"]
+    assert weights | expected == weights
+    parsed = LinearSchemes(served, "here").of("model.layers.0.mlp.up_proj")
+    assert parsed is not None and parsed.weights is not None
+    form = read_settings(tmp_path, section).base
+    for bits, size, symmetric in (
+        (parsed.weights.num_bits, parsed.weights.group_size or -1, parsed.weights.symmetric),
+        (form.bits, form.group_size, form.symmetric),
+    ):
+        assert (bits, size) == (weights["num_bits"], weights["group_size"] or -1)
+        assert symmetric == weights["symmetric"]
+    if section["quant_method"] == "gptq" and (weights["actorder"] or not symmetric):
+        return  # vLLM serves neither
+    in_vllm = get_quantization_config(section["quant_method"]).from_config(served)
+    assert (in_vllm.group_size, in_vllm.pack_factor) == (weights["group_size"] or -1, 8)
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        (GPTQ | {"bits": "four"}, "bits 'four', expected a whole number"),
+        (AWQ | {"zero_point": "no"}, "zero_point 'no', expected true or false"),
+    ],
+)
+def test_settings_that_are_not_understood_are_named_once(
+    section: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    config = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "quantization_config": section}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FlexQuantError, match=f"^{tmp_path} has {problem}, in its quantization_config"):
+        read_merged_config(tmp_path)
+    assert not is_published_int4(tmp_path)

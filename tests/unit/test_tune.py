@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.merged_config import StoredVariant
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.measuring.comparison import Effort
@@ -19,7 +20,7 @@ from flexquant.merge import merge_checkpoints
 from flexquant.policy.choose import find_policies
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy, parse_policy
-from flexquant.tuning.candidates import FROM_INT4, find_variants, leave_out_lossy
+from flexquant.tuning.candidates import FROM_INT4, eight_bit, find_variants, leave_out_lossy
 from flexquant.tuning.deciding import (
     TooNoisyError,
     check_decidable,
@@ -511,6 +512,26 @@ def merged(merged_folder):
 def test_the_most_precise_variant_comes_first(merged):
     assert list(find_variants(merged, None)) == ["w8a8", "w4a16"]
     assert list(find_variants(merged, ["w4a8", "w4a16", "w8a8"])) == ["w8a8", "w4a16", "w4a8"]
+
+
+def test_the_8_bit_variant_is_neither_that_in_16_bit_nor_one_that_only_stores_8(merged):
+    """Activations of 8 bits are what makes it fast."""
+    stored = dict(merged.variants)
+    section = stored["w8a8"].quantization_config
+    groups = {
+        "bf16": {},
+        "w8a16": {"g": {**section["config_groups"]["group_0"], "input_activations": None}},
+        "w4a16": stored["w4a16"].quantization_config["config_groups"],
+        "w8a8": section["config_groups"],
+    }
+    every = {v: StoredVariant("", section | {"config_groups": own}) for v, own in groups.items()}
+    for names, expected in (
+        (["bf16", "w8a16", "w8a8", "w4a16", FROM_INT4], "w8a8"),
+        (["bf16", "w8a16", "w4a16", FROM_INT4], "w8a16"),
+        (["bf16", "w4a16", FROM_INT4], None),
+    ):
+        some = replace(merged, variants={name: own for name, own in every.items() if name in names})
+        assert eight_bit(find_variants(some, names), some) == expected
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from flexquant.serving.cpu import trial
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel, TorchCPUW4A8LinearKernel
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.cpu.vendors import AMXW4A8LinearKernel, CPUW4A16LinearKernel
+from flexquant.serving.worker.one_copy import layer_problem
 from flexquant.serving.worker.w4a8 import MarlinW4A8LinearKernel, find_kernel
 from tests.checkpoints import make_checkpoint
 
@@ -61,6 +62,10 @@ INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 
 
+REORDERED = ("group", "GROUP", "dynamic", "Dynamic", True)
+"""What compressed-tensors reads as groups in the order of the inputs' activations."""
+
+
 def derive(*weights: dict[str, Any], negative_scales: bool = False) -> None:
     groups = {f"group_{i}": {"targets": ["Linear"], "weights": w} for i, w in enumerate(weights)}
     source = StoredVariant("w4a16.", {"config_groups": groups}, negative_scales=negative_scales)
@@ -74,13 +79,28 @@ def derive(*weights: dict[str, Any], negative_scales: bool = False) -> None:
         ([INT4, {**INT4, "symmetric": False}], "not symmetric INT4"),
         ([INT4, INT8], "not symmetric INT4"),
         ([{**INT4, "strategy": "channel", "group_size": None}], "one scale a channel"),
-        ([{**INT4, "actorder": "group"}], "ordered by activation"),
+        *(([{**INT4, "actorder": order}], "ordered by activation") for order in REORDERED),
+        ([{**INT4, "actorder": "columns"}], "have an order that is not known .actorder 'columns'"),
         ([FP8], "no symmetric INT4 weights"),
     ],
 )
 def test_weights_without_w4a8_are_refused_with_the_policy(weights: Any, problem: str) -> None:
     with pytest.raises(FlexQuantError, match=f"p.yaml:3.* derives 'fast' from 'w4a16', .*{problem}"):
         derive(*weights)
+
+
+@pytest.mark.parametrize("order", REORDERED)
+def test_groups_in_the_order_of_activations_have_no_one_copy(order: object) -> None:
+    source = StoredVariant("w4a16.", {"config_groups": {"group_0": {"weights": {**INT4, "actorder": order}}}})
+    computed = Derivation("w4a16", "int8", "p.yaml:3: derive.fast", weights="int8")
+    with pytest.raises(FlexQuantError, match="derives 'fast' from 'w4a16', whose groups are ordered by act"):
+        check_derivable("fast", computed, source)
+
+
+@pytest.mark.parametrize("order", ["static", "STATIC", "weight", "Weight", False, None])
+def test_an_order_of_quantising_alone_is_none(order: object) -> None:
+    derive({**INT4, "actorder": order})
+    assert layer_problem({"actorder": order}) is None
 
 
 def test_symmetric_int4_in_groups_is_taken_beside_other_schemes() -> None:

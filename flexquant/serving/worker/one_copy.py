@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Protocol
 
 import torch
+from compressed_tensors.quantization import ActivationOrdering, QuantizationArgs
 from torch import nn
 from vllm.platforms import current_platform
 
@@ -36,9 +37,16 @@ def layer_problem(weights: JsonObject) -> str | None:
 
     ``weights``: of a group of the checkpoint's ``quantization_config``.
     """
-    if weights.get("actorder") in ("group", "dynamic"):
-        return "whose groups are ordered by activation (actorder 'group')"
-    return None
+    given = weights.get("actorder")
+    try:
+        order = QuantizationArgs.validate_actorder(given)
+    except ValueError:
+        return f"whose groups have an order that is not known (actorder {given!r})"
+    return (
+        "whose groups are ordered by activation (actorder 'group')"
+        if order == ActivationOrdering.GROUP
+        else None
+    )
 
 
 def check_device(what: str) -> None:

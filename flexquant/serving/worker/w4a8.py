@@ -25,6 +25,7 @@ from flexquant.serving.vllm_api import (
     MarlinLinearKernel,
     get__quant_fp8_method,
 )
+from flexquant.serving.worker.one_copy import layer_problem
 from flexquant.serving.worker.state_layers import is_state_layer_or_its_convolution
 
 if TYPE_CHECKING:
@@ -107,10 +108,8 @@ def group_problem(weights: JsonObject, activations: str) -> str | None:
     """
     if weights.get("num_bits") != 4 or not weights.get("symmetric", True):
         return "some of whose weights are not symmetric INT4"
-    if weights.get("actorder") in ("group", "dynamic"):
-        return (
-            "whose groups are ordered by activation (actorder 'group'), which 8-bit activations do not allow"
-        )
+    if problem := layer_problem(weights):
+        return f"{problem}, which 8-bit activations do not allow"
     if activations == "int8" and (weights.get("group_size") or -1) == -1:
         return f"whose {ONE_SCALE}"
     return None

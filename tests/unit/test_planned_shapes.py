@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""KV cache and experts of models of many kinds, from a config.json as each of them writes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from flexquant.planning.linears import Linear
+from flexquant.planning.model_shape import ModelShape, read_model_shape
+from tests.prediction import planned
+from tests.states import make_variants
+
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
+HYBRIDS: dict[str, tuple[dict[str, Any], int, int]] = {
+    # (config, layers with attention, their head size)
+    "every fourth of 48 layers": (
+        {"model_type": "qwen3_next", "num_hidden_layers": 48, "head_dim": 64},
+        12,
+        64,
+    ),
+    "another interval": (
+        {"model_type": "qwen3_next", "num_hidden_layers": 6, "full_attention_interval": 3, "head_dim": 64},
+        2,
+        64,
+    ),
+    "a list by layer": (
+        {
+            "model_type": "granitemoehybrid",
+            "layer_types": ["mamba", "mamba", "attention"],
+            "num_hidden_layers": 3,
+            "num_local_experts": 0,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+        },
+        1,
+        32,
+    ),
+    "indices": ({"model_type": "bamba", "num_hidden_layers": 3, "attn_layer_indices": [1]}, 1, 32),
+    "period and offset": ({"model_type": "jamba", "num_hidden_layers": 8, "num_experts": 2}, 1, 32),
+    "a pattern of letters": (
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M*-M*-", "head_dim": 32},
+        2,
+        32,
+    ),
+    "short convolutions": (
+        {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+        1,
+        32,
+    ),
+    "both in each layer": ({"model_type": "falcon_h1", "num_hidden_layers": 3, "head_dim": 32}, 3, 32),
+    "windows count": (
+        {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 6,
+            "head_dim": 64,
+            "sliding_window": 64,
+        },
+        6,
+        64,
+    ),
+}
+
+
+def shape(folder: Path, config: dict[str, Any], devices: int = 1) -> ModelShape:
+    return planned(folder, config).shape(("w4a16",), devices, {})
+
+
+@pytest.mark.parametrize(("config", "layers", "head"), HYBRIDS.values(), ids=HYBRIDS)
+def test_layers_with_attention_alone_have_a_kv_cache(
+    config: dict[str, Any], layers: int, head: int, tmp_path: Path
+) -> None:
+    """Two KV heads, for keys and for values, of two bytes a number; 8 query heads."""
+    one = shape(tmp_path, SMALL | config)
+    assert one.kv_bytes_per_token == layers * 2 * 2 * head * 2
+    assert one.attention_flops == layers * 8 * head * 4
+    two, four = shape(tmp_path, SMALL | config, 2), shape(tmp_path, SMALL | config, 4)
+    assert two.kv_bytes_per_token == four.kv_bytes_per_token == layers * 2 * 1 * head * 2
+    assert four.attention_flops == layers * 2 * head * 4
+
+
+def test_a_merged_hybrid_has_the_cache_of_its_attention(tmp_path: Path) -> None:
+    made = make_variants(tmp_path, "qwen3_next")
+    merge_checkpoints({name: made / name for name in ("w8a8", "w4a16")}, tmp_path / "merged")
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    kinds = config["layer_types"]
+    assert 0 < kinds.count("full_attention") < len(kinds)
+    kv_heads, head = config["num_key_value_heads"], config["head_dim"]
+    found = read_model_shape(tmp_path / "merged").kv_bytes_per_token
+    assert found == kinds.count("full_attention") * 2 * kv_heads * head * 2
+
+
+@pytest.mark.parametrize("config", [{"model_type": "mamba"}, {"model_type": "falcon_mamba"}])
+def test_a_model_without_attention_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    model = planned(tmp_path, {**config, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320})
+    with pytest.raises(FlexQuantError, match="has no attention, and passes of such a model cannot be"):
+        model.shape(("w4a16",), 1, {})
+
+
+MIXTURES: dict[str, tuple[dict[str, Any], int]] = {
+    "by its own name": ({"model_type": "qwen3_moe", "num_experts_per_tok": 3, "num_experts": 8}, 3),
+    "the class's default": ({"model_type": "mixtral"}, 2),
+    "ernie": ({"model_type": "ernie4_5_moe", "moe_k": 6, "moe_num_experts": 8}, 6),
+    "hunyuan": ({"model_type": "hunyuan_v1_moe", "moe_topk": 3, "num_experts": 8, "pad_token_id": 0}, 3),
+    "hunyuan by layer": (
+        {"model_type": "hunyuan_v1_moe", "moe_topk": [3, 3], "num_experts": 8, "pad_token_id": 0},
+        3,
+    ),
+    "aria": ({"model_type": "aria_text", "moe_topk": 3, "moe_num_experts": 8}, 3),
+    "no more than there are": ({"model_type": "qwen3_moe", "num_experts_per_tok": 9, "num_experts": 8}, 8),
+}
+MOE = {**SMALL, "num_hidden_layers": 2, "head_dim": 32, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(("config", "active"), MIXTURES.values(), ids=MIXTURES)
+def test_the_experts_of_a_token_are_those_that_the_class_reads(
+    config: dict[str, Any], active: int, tmp_path: Path
+) -> None:
+    found = {linear.active_experts for linear in shape(tmp_path, MOE | config).linears["w4a16"]}
+    assert found == {1, active}, "linears beside the experts, and experts"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "hunyuan_v1_moe", "moe_topk": [3, 4], "num_experts": 8, "pad_token_id": 0},
+        {"model_type": "qwen3_moe", "num_experts_per_tok": 0, "num_experts": 8},
+    ],
+)
+def test_a_number_of_experts_that_is_not_known_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(FlexQuantError, match="has experts, and num_experts_per_tok .* does not say how many"):
+        shape(tmp_path, MOE | config)
+
+
+def test_experts_that_are_held_turned_have_the_sizes_of_others(tmp_path: Path) -> None:
+    """gpt-oss holds [inputs, outputs]; gate and up have 2 x 96 outputs, 8 = 4 x 2 devices share them."""
+    config = {
+        **SMALL,
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 1,
+        "head_dim": 32,
+        "num_local_experts": 4,
+    }
+    config |= {"intermediate_size": 96, "num_experts_per_tok": 2}
+    half = shape(tmp_path, config, 2).linears["w4a16"]
+    experts = {(x.outputs, x.inputs, x.experts, x.active_experts) for x in half if x.experts > 1}
+    assert experts == {(96, 256, 4, 2), (256, 48, 4, 2)}
+    assert Linear(4, 256, 2 * 4 * 256, "bf16") in half, "the router is whole"
+
+
+def test_ranks_beyond_the_kv_heads_hold_one_twice(tmp_path: Path) -> None:
+    """8 devices: of 8 query heads one, of 2 KV heads one each; of 32 x 256 weights a head."""
+    config = {**SMALL, "model_type": "qwen3", "num_hidden_layers": 1, "head_dim": 32}
+    for devices, heads in ((1, 8 + 2 + 2), (2, 4 + 1 + 1), (8, 1 + 1 + 1)):
+        found = planned(tmp_path, config).shape(("w8a8",), devices, {}).linears["w8a8"]
+        assert Linear(heads * 32, 256, heads * 32 * (256 + 2), "w8a8") in found
