@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from flexquant.checkpoint.built_model import written_or_default
 from flexquant.checkpoint.known_models import Shapes, decoder_shapes
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
-from flexquant.checkpoint.model_config import count_layers, written_or_default
+from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER, decoder_roots, tower
 from flexquant.checkpoint.recorded_hashes import match_each
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
