@@ -92,8 +92,8 @@ class FlexQuantConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         raise FlexQuantError(
-            f"vLLM builds layer '{prefix}' by another class than FlexQuant's, which alone knows the variants; "
-            "leave 'architectures' out of --hf-overrides, and --model-impl as it is"
+            f"vLLM builds layer '{prefix}' by another class than FlexQuant's, which alone knows the "
+            "variants; leave 'architectures' out of --hf-overrides"
         )
 
 

@@ -210,11 +210,11 @@ def test_the_first_pipeline_parallel_rank_holds_its_layers(merged):
             (["--load-format", name], f"load format '{name}', which does not read safetensors by their names")
             for name in sorted({*get_args(LoadFormats), "gguf", "bitsandbytes"} - set(LOAD_FORMATS))
         ],
+        (["--hf-overrides", '{"architectures": ["LlamaForCausalLM"]}'], "leave 'architectures' out of --hf"),
         (
-            ["--hf-overrides", '{"architectures": ["LlamaForCausalLM"]}'],
-            "leave 'architectures' out of --hf-ov",
+            ["--hf-overrides", '{"quantization_config": null}'],
+            "not a merged checkpoint: quant_method is None",
         ),
-        (["--model-impl", "transformers"], "--model-impl as it is"),
     ],
 )
 def test_what_would_be_refused(arguments, said, merged):
