@@ -28,6 +28,8 @@ NOT_BUILT_BY = (
     "quantization_config",
 )
 """Keys, at any depth, by which transformers would load or run something, and that of the quantisation."""
+FLOAT = "__float__"
+"""Key of the object that transformers 5 writes for a number that JSON lacks."""
 _offline = RLock()
 
 
@@ -79,7 +81,9 @@ def nothing_fetched() -> Iterator[None]:
 
 
 def _inert(value: Any) -> Any:
-    """Return a part of a ``config.json`` without the keys in NOT_BUILT_BY."""
+    """Return a part of a ``config.json`` without the keys in NOT_BUILT_BY, and with infinities as numbers."""
+    if isinstance(value, dict) and value.keys() == {FLOAT}:
+        return float(value[FLOAT])
     if isinstance(value, dict):
         return {key: _inert(part) for key, part in value.items() if key not in NOT_BUILT_BY}
     return [_inert(part) for part in value] if isinstance(value, list) else value
