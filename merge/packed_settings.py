@@ -208,8 +208,8 @@ def _switch(folder: Path, section: JsonObject, key: str, *, default: bool) -> bo
 
 def _bits_and_size(folder: Path, section: JsonObject, method: str) -> tuple[int, int]:
     """Return the bits of a weight and the inputs of a group, which AutoAWQ writes under two names."""
-    bits = _number(section.get("bits", section.get("w_bit", 4)))
-    size = _number(section.get("group_size", section.get("q_group_size", 128)))
+    bits = section.get("bits", section.get("w_bit", 4))
+    size = section.get("group_size", section.get("q_group_size", 128))
     allowed = (4,) if method == AWQ else (4, 8)
     if type(bits) is not int or bits not in allowed:
         listed = " and ".join(map(str, allowed))
@@ -220,8 +220,3 @@ def _bits_and_size(folder: Path, section: JsonObject, method: str) -> tuple[int,
             "or, for GPTQ, -1: correct it, or get the checkpoint again"
         )
     return bits, size
-
-
-def _number(value: object) -> object:
-    """Return the whole number in a text, such as a tool's command line left; any other value as it is."""
-    return int(value) if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,9}", value) else value

@@ -98,12 +98,6 @@ def device_share(
     windows are counted as full attention. Raises FlexQuantError for latent attention, attention heads that
     ``tensor_parallel_size`` does not divide, and a derivation without INT4 weights.
     """
-    if not config.get("num_attention_heads"):
-        raise FlexQuantError(
-            f"{source} ('{config.get('model_type')}') has no attention, and only the passes of models with "
-            "attention are worked out, in whose other layers a state may take its place; measure this one as "
-            "vLLM serves it"
-        )
     hidden, heads = (_integer(config, key, source) for key in ("hidden_size", "num_attention_heads"))
     if heads % tensor_parallel_size:
         raise FlexQuantError(

@@ -245,7 +245,7 @@ AWQ = {"quant_method": "awq"}
         ({}, widen, rf"{UP}.qweight is I64"),
         ({**AWQ, "group_size": -1}, None, "group_size"),
         ({"group_size": "all"}, None, "group_size"),
-        ({"bits": "four"}, None, "'four' bits"),
+        ({"bits": "four"}, None, "'four'"),
         ({"dynamic": {"+:.*o_proj": {"desc_act": True}}}, without_g_idx, "o_proj .*desc_act"),
     ],
 )

@@ -67,7 +67,6 @@ def without_an_offset(folder: Path) -> None:
 PUBLISHED = {
     "gptq": ("gptq", {}, None),
     "awq": ("awq", {"version": "GEMM", "modules_to_not_convert": ["gate"]}, None),
-    "numbers as texts": ("gptq", {"bits": "4", "group_size": "64"}, None),
     "gptq v2": ("gptq", {"checkpoint_format": "gptq_v2"}, None),
     "gptq with layers left out": ("gptq", {"dynamic": {"-:.*lm_head": {}}}, None),
     "AutoGPTQ's settings file": ("gptq", {}, edits.settings_in("quantize_config.json")),
