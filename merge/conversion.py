@@ -43,7 +43,7 @@ def convert_checkpoint(
         raise FlexQuantError(f"{folder} {found}; merge it as it is")
     check_parameters(source)
     prepare_output(output, [folder], overwrite=overwrite)
-    files = {name: confined_file(folder, name) for name in find_files(folder, COPIED)}
+    files = find_files(folder, COPIED)
     config = {key: value for key, value in source.config.items() if key not in SECTIONS}
     config[SECTIONS[0]] = source.quantization_config
     write_plain_checkpoint(output, source.tensors, config, files, overwrite=overwrite, progress=progress)

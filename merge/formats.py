@@ -28,7 +28,7 @@ from flexquant.merge.block_fp8_format import (
     from_block_fp8,
     is_auto_round_fp8,
 )
-from flexquant.merge.packed_formats import from_packed_format
+from flexquant.merge.packed_formats import PACKED_PARTS, from_packed_format
 from flexquant.merge.packed_settings import PACKED_METHODS
 from flexquant.merge.quark_format import QUARK, from_quark
 
@@ -69,6 +69,11 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
         raise FlexQuantError(
             f"{folder} has quant_method {method!r}; compressed-tensors, {', '.join(PACKED_METHODS)}, "
             f"{BLOCK_FP8} and {QUARK} are read: quantise the model again, e.g. by 'flexquant quantize'"
+        )
+    if stray := [name for name in tensors if name.endswith(PACKED_PARTS)]:
+        raise FlexQuantError(
+            f"{folder} has {stray[0]}, a part of an AWQ or GPTQ linear, without the weights or the settings "
+            "of one; get the checkpoint again, or take the tensor out"
         )
     if dtype is not None:
         tensors, config = cast_tensors(tensors, dtype), with_dtype(config, dtype)

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flexquant.checkpoint.built_model import written_or_default
 from flexquant.checkpoint.folder import confined_file, read_json
-from flexquant.checkpoint.model_config import JsonObject, text_config, written_or_default
+from flexquant.checkpoint.model_config import JsonObject, text_config
 from flexquant.checkpoint.sidecars import GENERATION_CONFIG
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError

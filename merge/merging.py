@@ -18,7 +18,7 @@ from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import (
     DEFAULT_SHARD_SIZE,
     Progress,
-    copy_file,
+    copy_files,
     needed_bytes,
     plan_shards,
     write_json,
@@ -97,8 +97,7 @@ def _describe(
     plan: MergePlan, merged: MergedConfig, stage: Path, digests: Mapping[str, str], dtype: str | None
 ) -> CheckpointReport:
     """Write the files beside the shards; ``digests`` maps merged keys to the SHA-256 of their tensors."""
-    for name, path in plan.sidecars.files.items():
-        copy_file(path, stage / name)
+    copy_files(plan.sidecars.files, stage)
     write_json(stage / "config.json", _merged_config(plan.sidecars.complete(plan.sources[0].config), merged))
     provenance = make_provenance(plan.sources, digests, stage, ["config.json", *plan.sidecars.files], dtype)
     write_json(stage / PROVENANCE_FILE, provenance)

@@ -31,6 +31,8 @@ from flexquant.merge.packed_settings import GPTQ, PackedFormat, read_settings
 EMBEDDINGS = ("embed_tokens", "wte", "wpe")
 EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
 FLOATS = ("F16", "BF16", "F32")
+PACKED_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
+"""Ends of the names of a linear's tensors."""
 Tensors = dict[str, TensorRef]
 Form = TypeVar("Form")
 """What the settings of a format say of a linear."""
@@ -101,8 +103,8 @@ def matrices_in_16_bit(tensors: Mapping[str, TensorRef]) -> set[str]:
 
 def _is_part(name: str, tensors: Mapping[str, TensorRef]) -> bool:
     """Whether a tensor is one that `_linear` converts."""
-    module, _, part = name.rpartition(".")
-    return part in ("qweight", "qzeros", "scales", "g_idx") and f"{module}.qweight" in tensors
+    module = name.rpartition(".")[0]
+    return name.endswith(PACKED_PARTS) and f"{module}.qweight" in tensors
 
 
 def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -> Tensors:

@@ -13,7 +13,7 @@ from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.checkpoint.writer import (
     DEFAULT_SHARD_SIZE,
     Progress,
-    copy_file,
+    copy_files,
     needed_bytes,
     plan_shards,
     write_json,
@@ -40,7 +40,6 @@ def write_plain_checkpoint(
     shards = plan_shards([tensors], max_shard_size)
     check_free_space(output, needed_bytes(shards, files.values()))
     with staged_folder(output, overwrite=overwrite) as stage:
-        for name, path in files.items():
-            copy_file(path, stage / name)
+        copy_files(files, stage)
         check(write_shards(stage, shards, progress))
         write_json(stage / "config.json", config)

@@ -70,10 +70,9 @@ def plan_sidecars(
     if path := settings_file(generation.folder):
         files[GENERATION_CONFIG] = path
     for source in sources:
-        for name in find_files(source.folder, NOTICES):
-            files.setdefault(name, confined_file(source.folder, name))
-        for name in find_files(source.folder, (RECIPE,)):
-            files[recipe_name(source.name)] = confined_file(source.folder, name)
+        files = find_files(source.folder, NOTICES) | files
+        for path in find_files(source.folder, (RECIPE,)).values():
+            files[recipe_name(source.name)] = path
     return SidecarPlan(files, tokenizer, generation)
 
 

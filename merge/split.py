@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from flexquant.checkpoint.folder import confined_file
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import prepare_output
@@ -65,8 +64,5 @@ def split_checkpoint(
 
 def _plan_files(checkpoint: MergedCheckpoint, variant: str) -> dict[str, Path]:
     """Return the files to copy: name in the plain checkpoint -> path."""
-    names = find_files(checkpoint.folder, COPIED)
-    origin = {name: name for name in names}
-    if (checkpoint.folder / recipe_name(variant)).exists():
-        origin[RECIPE] = recipe_name(variant)
-    return {name: confined_file(checkpoint.folder, stored) for name, stored in origin.items()}
+    files = find_files(checkpoint.folder, (*COPIED, own := recipe_name(variant)))
+    return {RECIPE if name == own else name: path for name, path in files.items()}

@@ -96,6 +96,17 @@ def quantization_section(folder: Path, config: JsonObject) -> JsonObject | None:
     return stored_section(config, str(folder / "config.json"), read)
 
 
+def read_16_bit_config(folder: Path) -> JsonObject:
+    """Return the ``config.json`` of a model in 16 bit; raise FlexQuantError if it is missing or quantised."""
+    check_folder(folder)
+    config = read_json(confined_file(folder, "config.json"))
+    section = quantization_section(folder, config)
+    if section is not None:
+        method = section.get("quant_method")
+        raise FlexQuantError(f"{folder} is quantised already ({method}); start from the 16-bit model")
+    return config
+
+
 def wrong_key(error: ValidationError) -> str:
     """Describe the first problem of a JSON object: ``a wrong 'variants.w8a8.prefix' (Field required)``."""
     first = error.errors()[0]

@@ -7,10 +7,10 @@ Only the functions import transformers, not this module.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.built_model import build_config
 from flexquant.checkpoint.model_config import JsonObject, text_config
 from flexquant.errors import FlexQuantError, explained
 
@@ -23,8 +23,6 @@ MAX_NUMBER = 1 << 24
 
 NOT_BUILT = (ValueError, TypeError, KeyError, AttributeError, ImportError)
 """Exceptions that transformers raises if it knows a model, but cannot build it here."""
-HOW_IT_RUNS = ("_attn_implementation", "_experts_implementation", "attn_implementation", "auto_map")
-"""Keys of a config, at any depth, by which transformers would look for code; they are not given to it."""
 
 
 def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
@@ -32,27 +30,17 @@ def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
 
     Raises FlexQuantError, which begins with ``place``, for a config that transformers refuses.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
-    written = without_keys(config, ("quantization_config", *HOW_IT_RUNS))
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         return None
     try:
-        known: PretrainedConfig = AutoConfig.for_model(**written)
+        known = build_config(config)
         known.get_text_config().to_dict()
     except Exception as e:  # a config class of transformers can raise anything
         raise refused(config, place, e) from e
     return known
-
-
-def without_keys(config: JsonObject, keys: Collection[str]) -> JsonObject:
-    """Return a config without these keys, at any depth."""
-    return {
-        key: without_keys(value, keys) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key not in keys
-    }
 
 
 def check_heads(config: JsonObject, place: str) -> None:

@@ -125,8 +125,9 @@ class MergedConfig:
         }
 
     @classmethod
-    def from_json(cls, section: JsonObject) -> MergedConfig:
-        """Read the section; raise :class:`FlexQuantError` for a foreign, newer or incomplete one."""
+    def from_json(cls, section: JsonObject | None) -> MergedConfig:
+        """Read the section; raise :class:`FlexQuantError` for none, a foreign, newer or incomplete one."""
+        section = section or {}
         if section.get("quant_method") != QUANT_METHOD:
             raise FlexQuantError(
                 f"not a merged checkpoint: quant_method is {section.get('quant_method')!r}, expected "

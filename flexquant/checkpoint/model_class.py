@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.known_models import NOT_BUILT, known_config, refused
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
@@ -121,7 +122,7 @@ def _find(written: str, place: str) -> ModelClass | None:
     if known is None or not _is_class_for(architecture, known):
         return None
     try:
-        with torch.device("meta"), no_init_weights():
+        with torch.device("meta"), no_init_weights(), nothing_fetched():
             model: PreTrainedModel = architecture._from_config(known, attn_implementation="eager")
     except NOT_BUILT:
         raise

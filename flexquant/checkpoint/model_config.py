@@ -25,8 +25,9 @@ EXTENDED_ROPES = ("llama3", "yarn", "longrope")
 """Kinds of RoPE whose parameters hold the length that the model was trained with."""
 SECTIONS = ("quantization_config", "compression_config")
 """Keys of ``config.json`` for the quantisation; the second is llm-compressor's before 2025."""
-SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
-"""Files in which AutoGPTQ and AutoAWQ wrote what ``config.json`` lacks."""
+MODELOPT_FILE = "hf_quant_config.json"
+SETTINGS_FILES = ("quantize_config.json", "quant_config.json", MODELOPT_FILE)
+"""Files in which AutoGPTQ, AutoAWQ and ModelOpt wrote what ``config.json`` lacks."""
 
 
 def stored_section(
@@ -45,7 +46,8 @@ def stored_section(
             raise FlexQuantError(f"{place} has {key} {found!r}, expected an object; get the checkpoint again")
     for file in SETTINGS_FILES:
         if isinstance(section := read(file), dict):
-            return {"quant_method": "awq" if "zero_point" in section else "gptq"} | section
+            own = "modelopt" if file == MODELOPT_FILE else "awq" if "zero_point" in section else "gptq"
+            return {"quant_method": own} | section
     return None
 
 
@@ -58,21 +60,6 @@ def text_config(config: JsonObject) -> JsonObject:
 def reads_more_than_text(config: JsonObject) -> bool:
     """Whether a model also reads images, video or sound."""
     return any(config.get(f"{what}_config") for what in ("vision", "audio"))
-
-
-def written_or_default(config: JsonObject, key: str) -> object:
-    """Return the value of ``key`` in a config or, if it has none, transformers' default for the model.
-
-    The default is None if transformers does not know the model or refuses its config.
-    """
-    if key in config:
-        return config[key]
-    from transformers import AutoConfig
-
-    try:
-        return getattr(AutoConfig.for_model(**config), key, None)
-    except Exception:  # a config class of transformers can raise anything
-        return None
 
 
 def count_layers(config: JsonObject) -> int:

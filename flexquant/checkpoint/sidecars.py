@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from flexquant.checkpoint.folder import confined_file
+
 GENERATION_CONFIG = "generation_config.json"
 RECIPE = "recipe.yaml"
 CARD = "README.md"
@@ -32,10 +34,14 @@ COPIED = (*TOKENIZER, *PROCESSOR, *CODE, *NOTICES, GENERATION_CONFIG)
 """Patterns of the files that a new checkpoint takes unchanged from the one that it is made from."""
 
 
-def find_files(folder: Path, patterns: Sequence[str]) -> list[str]:
-    """Return the sorted names, relative to the folder, of the files that match."""
-    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return sorted(path.relative_to(folder).as_posix() for path in found)
+def find_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
+    """Return the files that match, sorted: name relative to the folder -> path.
+
+    Raises FlexQuantError as :func:`confined_file` does: what matches may be read, copied and published.
+    """
+    found = {path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}
+    names = sorted(path.relative_to(folder).as_posix() for path in found)
+    return {name: confined_file(folder, name) for name in names}
 
 
 def recipe_name(variant: str) -> str:

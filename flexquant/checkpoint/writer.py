@@ -138,10 +138,11 @@ def needed_bytes(shards: Sequence[Shard], files: Iterable[Path]) -> int:
     return sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in files) + documents
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copy a file's content, following links; make the target's folder if need be."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
+def copy_files(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy the content of confined files, by their names in ``folder``; make its folders if need be."""
+    for name, path in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
 
 
 def write_json(path: Path, content: object) -> None:

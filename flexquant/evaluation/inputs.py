@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.built_model import build_config
+from flexquant.checkpoint.folder import read_16_bit_config
+from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.known_models import load_tokenizer
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.model_config import count_layers, text_config
+from flexquant.checkpoint.merged_config import CONFIG_FILE
+from flexquant.checkpoint.model_config import SETTINGS_FILES, count_layers, text_config
 from flexquant.documents.texts import draw_rows, read_documents
 from flexquant.errors import FlexQuantError, UsageError, explained
 
@@ -102,17 +106,9 @@ class Subject:
 
         KL divergence is meaningless between different vocabularies.
         """
-        from transformers import AutoConfig
-
-        with explained(
-            f"the reference {model} cannot be read", "give the folder or Hugging Face id of the 16-bit model"
-        ):
-            config = AutoConfig.from_pretrained(str(model))
-        if getattr(config, "quantization_config", None):
-            raise FlexQuantError(
-                f"the reference {model} is itself quantised; give the 16-bit model that the variants were "
-                "made from"
-            )
+        problem = f"the reference {model} cannot be read"
+        with explained(problem, "give the folder or Hugging Face id of the 16-bit model", (Exception,)):
+            config = build_config(read_16_bit_config(find_model(model, (CONFIG_FILE, *SETTINGS_FILES))))
         vocab_size = config.get_text_config().vocab_size
         if vocab_size != self.vocab_size:
             raise FlexQuantError(

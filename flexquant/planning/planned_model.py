@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.built_model import build_config, build_model
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json
 from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.merged_config import CONFIG_FILE
@@ -139,14 +140,13 @@ def _build(config: JsonObject, source: str) -> tuple[PretrainedConfig, dict[str,
     A linear's shape ends with its outputs and inputs, as most models hold it.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    written = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
-        whole = AutoConfig.for_model(**written)
+        whole = build_config(config)
         count_layers(whole.to_dict())
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(whole)
+            model = build_model(AutoModelForCausalLM, whole)
     except FlexQuantError as e:
         raise FlexQuantError(f"{source}: {e}") from e
     except Exception as e:  # a class of transformers can raise anything

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.built_model import build_model
 from flexquant.checkpoint.module_names import EXPERTS, LAYER, fused_name
 from flexquant.errors import FlexQuantError
 
@@ -71,7 +72,7 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return build_model(AutoModelForCausalLM, config)
     except ValueError as e:
         raise FlexQuantError(f"'{config.model_type}' is not a language model that transformers knows") from e
 

@@ -46,14 +46,14 @@ def quantize_in_memory(
 ) -> QuantizedModel:
     """Return the model of ``variant``, calibrated on ``rows`` of token ids (None: without calibration)."""
     tensors = [torch.tensor(row) for row in rows or ()]
-    model = load_model(source.folder, source.dtype)
+    model = load_model(source)
     modifiers, _ = build_modifiers(variant, tensors, sum(map(len, tensors)))
     run_modifiers(model, tokenizer, modifiers, tensors, seed, show)
     findings, strengths, spared = _findings(modifiers)
     findings["distillation"] = None
     if (distillation := variant.recipe.scale_distillation) is not None:
         with explained_memory(f"training the scales of '{variant.recipe.name}'", "remove scale_distillation"):
-            teacher = load_model(source.folder, source.dtype)
+            teacher = load_model(source)
             by_epoch = distill_scales(model, teacher, tensors, distillation.epochs, seed, show)
             del teacher
         findings["distillation"] = {"kl_by_epoch": by_epoch}

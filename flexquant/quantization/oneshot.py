@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from compressed_tensors.utils import patch_attr
@@ -28,8 +29,9 @@ from transformers import (
 )
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 
+from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.sidecars import COPIED, GENERATION_CONFIG, find_files
-from flexquant.checkpoint.writer import Progress, copy_file
+from flexquant.checkpoint.writer import Progress, copy_files
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import decoder_layers
 from flexquant.quantization.source_model import SourceModel
@@ -39,14 +41,13 @@ FEWER_TOKENS = "lower --samples or --length"
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model in ``dtype`` on a GPU, or in float32 on a CPU, which multiplies 16-bit floats slowly.
+def load_model(source: SourceModel) -> PreTrainedModel:
+    """Return the model in its dtype on a GPU, or in float32 on a CPU, which multiplies 16-bit floats slowly.
 
     Its experts are separate linears, see :func:`separate_experts`, and are saved under the names in published
     checkpoints.
     """
-    load_dtype = dtype if torch.cuda.is_available() else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype)
+    model = _load(source)
     if get_non_linearized_moes(model):
         loading: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
         linearize_moe(model)
@@ -56,12 +57,15 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 def load_whole(source: SourceModel) -> PreTrainedModel:
     """Return the model to compute with as it is: on GPUs, in 16 bit, or in float32 on a CPU."""
-    on_gpu = torch.cuda.is_available()
-    return AutoModelForCausalLM.from_pretrained(
-        source.folder,
-        dtype=source.dtype if on_gpu else torch.float32,
-        device_map="auto" if on_gpu else None,
-    )
+    return _load(source, device_map="auto" if torch.cuda.is_available() else None)
+
+
+def _load(source: SourceModel, **options: Any) -> PreTrainedModel:
+    dtype = source.dtype if torch.cuda.is_available() else torch.float32
+    with nothing_fetched():
+        return AutoModelForCausalLM.from_pretrained(
+            source.folder, config=source.config, dtype=dtype, trust_remote_code=False, **options
+        )
 
 
 def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransform]:
@@ -167,8 +171,7 @@ def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder:
     if settings is not None:
         settings.to_json_file(folder / GENERATION_CONFIG)
     active_session().reset()  # else it holds the model until the next one is loaded
-    for name in find_files(source, COPIED):
-        copy_file(source / name, folder / name)
+    copy_files(find_files(source, COPIED), folder)
 
 
 @contextmanager

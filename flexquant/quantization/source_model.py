@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.folder import check_folder, read_json, read_tensors
+from flexquant.checkpoint.built_model import build_config
+from flexquant.checkpoint.folder import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    read_16_bit_config,
+    read_tensors,
+)
 from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.provenance import folder_label
@@ -25,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 WEIGHT_DTYPES = ("F16", "BF16", "F32")
+ADAPTER = "adapter_config.json"
+"""File of a LoRA adapter, which transformers would load too where peft is installed."""
 
 
 @dataclass(frozen=True)
@@ -59,25 +67,27 @@ def read_source(folder: Path) -> SourceModel:
     refuses, a weight that is not float16, bfloat16 or float32, or holds NaN or infinity (the message names
     the tensor), and a model that reads more than text.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    with explained(f"cannot read the configuration of {folder}", "name a folder in Hugging Face's format"):
-        config = AutoConfig.from_pretrained(folder)
-    settings_file = GENERATION_CONFIG if (folder / GENERATION_CONFIG).is_file() else "config.json"
+    files, tensors = find_files(folder, COPIED), read_tensors(folder)
+    _check_names(folder, tensors)
+    written = read_16_bit_config(folder)
+    problem = f"cannot read the configuration of {folder}"
+    with explained(problem, "name a folder in Hugging Face's format", (Exception,)):
+        config = build_config(written)
+    settings_file = GENERATION_CONFIG if GENERATION_CONFIG in files else "config.json"
     with explained(f"cannot read the generation settings of {folder}", f"correct {settings_file}"):
         GenerationConfig.from_pretrained(folder, config_file_name=settings_file)
-    written = read_json(folder / "config.json")
     if reads_more_than_text(written):
         raise FlexQuantError(
             f"{folder} is a model that reads more than text ('{config.model_type}'), and recipes are for "
             "text models; quantise its language model with llm-compressor itself, and merge the variants "
             "(flexquant/quantization/README.md, 'Vision models')"
         )
-    config_sha256 = digest_of(written)
-    files = {name: hash_file(folder / name) for name in find_files(folder, COPIED)}
-    parameters = sum(math.prod(ref.shape) for ref in read_tensors(folder).values())
-    weights = check_weights(folder)
-    return SourceModel(folder, folder_label(folder), config, parameters, weights, config_sha256, files)
+    hashes = {name: hash_file(path) for name, path in files.items()}
+    parameters = sum(math.prod(ref.shape) for ref in tensors.values())
+    weights = check_weights(tensors)
+    return SourceModel(folder, folder_label(folder), config, parameters, weights, digest_of(written), hashes)
 
 
 def find_folder(model: str | Path, progress: Callable[[str], None] = lambda message: None) -> Path:
@@ -87,18 +97,29 @@ def find_folder(model: str | Path, progress: Callable[[str], None] = lambda mess
     """
     progress(f"looking for {model}")
     folder = find_model(model)
-    check_folder(folder)
-    if not (folder / "config.json").is_file():
-        raise FlexQuantError(f"{folder} has no config.json; name a model folder in Hugging Face's format")
-    if "quantization_config" in read_json(folder / "config.json"):
-        raise FlexQuantError(f"{folder} is quantised already; start from the 16-bit model")
+    read_16_bit_config(folder)
+    if (folder / ADAPTER).exists():
+        raise FlexQuantError(
+            f"{folder} holds an adapter ({ADAPTER}); merge it into the weights with peft, and quantise the "
+            "result"
+        )
     return folder
 
 
-def check_weights(folder: Path) -> str:
+def _check_names(folder: Path, tensors: Mapping[str, TensorRef]) -> None:
+    """Raise FlexQuantError if transformers would load other files of the folder than ``tensors`` are in."""
+    read = {ref.file.name for ref in tensors.values()}
+    if (folder / SINGLE_FILE).exists() == (folder / INDEX_FILE).exists() and read != {SINGLE_FILE}:
+        raise FlexQuantError(
+            f"{folder} has its tensors in {', '.join(sorted(read))}, but transformers loads {SINGLE_FILE} "
+            f"or, without that, what {INDEX_FILE} lists; keep the files of one"
+        )
+
+
+def check_weights(tensors: Mapping[str, TensorRef]) -> str:
     """Return the SHA-256 over all tensors; raise FlexQuantError for a weight that cannot be quantised."""
     digest = hashlib.sha256()
-    for name, ref in sorted(read_tensors(folder).items()):
+    for name, ref in sorted(tensors.items()):
         is_weight = name.endswith((".weight", ".bias"))
         if is_weight and ref.dtype not in WEIGHT_DTYPES:
             raise FlexQuantError(

@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3")
 DRAFTS_FROM_TARGET = ("eagle", "eagle3")
 """Methods whose draft models can take embedding and lm_head from the model that they draft for."""
+LOAD_FORMATS = (
+    "auto",
+    "hf",
+    "safetensors",
+    "fastsafetensors",
+    "instanttensor",
+    "runai_streamer",
+    "dummy",
+)
+"""Load formats that hand a model the tensors of safetensors files by name, or need none."""
 
 
 def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -44,6 +54,11 @@ def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
         )
     if model.runner_type != "generate":
         yield f"the '{model.runner_type}' runner (use --runner generate)"
+    if (load_format := vllm_config.load_config.load_format) not in LOAD_FORMATS:
+        yield (
+            f"load format '{load_format}', which does not read safetensors by their names (drop "
+            f"--load-format, or use {', '.join(LOAD_FORMATS)})"
+        )
     if model.enable_prompt_embeds and not has_one_embedding(merged, routes):
         yield "prompt embeddings for variants with different embeddings (drop --enable-prompt-embeds)"
 

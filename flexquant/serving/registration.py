@@ -30,6 +30,7 @@ from flexquant.checkpoint.merged_config import (
     served_architecture,
 )
 from flexquant.checkpoint.model_config import JsonObject, reads_more_than_text
+from flexquant.errors import FlexQuantError
 from flexquant.serving.vllm_api import (
     MODELS_CONFIG_MAP,
     QUANTIZATION_METHODS,
@@ -90,8 +91,9 @@ class FlexQuantConfig(QuantizationConfig):
         return any(is_in_blocks(variant.quantization_config) for variant in self.merged.variants.values())
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        raise RuntimeError(
-            f"layer '{prefix}' was built with the merged config, not a variant's; this is a FlexQuant bug"
+        raise FlexQuantError(
+            f"vLLM builds layer '{prefix}' by another class than FlexQuant's, which alone knows the "
+            "variants; leave 'architectures' out of --hf-overrides"
         )
 
 
@@ -183,7 +185,6 @@ def verify_if_asked(vllm_config: VllmConfig) -> None:
     """
     from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
     from flexquant.checkpoint.recorded_hashes import check_recorded_files, check_recorded_tensors
-    from flexquant.errors import FlexQuantError
     from flexquant.serving.options import ServingOptions
 
     if not ServingOptions.from_vllm(vllm_config).verify:

@@ -22,11 +22,12 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import no_init_weights
 
+from flexquant.checkpoint.built_model import build_config, build_model
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.merge.kv.written_cache import Enough, Written, is_state
 
@@ -51,12 +52,11 @@ class Skeleton:
         """Build the model of a ``config.json``; raise whatever transformers raises where it cannot."""
         self.stands_in = stands_in
         """Whether it is another model than the sources', whose norms may use their weights differently."""
-        written = {key: value for key, value in config.items() if key != "quantization_config"}
-        self._config: PretrainedConfig = AutoConfig.for_model(**written).get_text_config()
+        self._config: PretrainedConfig = build_config(config).get_text_config()
         self._config._is_quantized = True  # Jamba calls dt_proj then, instead of reading its weight
         with _parameters_on_meta(), no_init_weights():
-            self._model: PreTrainedModel = AutoModel.from_config(
-                self._config, dtype=torch.float32, attn_implementation="eager"
+            self._model: PreTrainedModel = build_model(
+                AutoModel, self._config, dtype=torch.float32, attn_implementation="eager"
             )
         self._model.eval()
         self._thread = local()

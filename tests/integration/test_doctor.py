@@ -10,17 +10,19 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from vllm.model_executor.model_loader import LoadFormats
 from vllm.platforms import current_platform
 
 from flexquant.doctor.examining import examine
 from flexquant.doctor.findings import Finding
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.refusals import LOAD_FORMATS
 from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 from tests.checkpoints import EXPERTS, make_checkpoint
 from tests.integration.conftest import answers, engine
@@ -204,11 +206,25 @@ def test_the_first_pipeline_parallel_rank_holds_its_layers(merged):
         (["--additional-config", '{"flexquant": {"policy": "fastest"}}'], "unknown policy 'fastest'"),
         (["--pipeline-parallel-size", "8"], "none of the model's 4 decoder layers"),
         (["--port", "1", "--fast"], "--port"),
+        *[
+            (["--load-format", name], f"load format '{name}', which does not read safetensors by their names")
+            for name in sorted({*get_args(LoadFormats), "gguf", "bitsandbytes"} - set(LOAD_FORMATS))
+        ],
+        (["--hf-overrides", '{"architectures": ["LlamaForCausalLM"]}'], "leave 'architectures' out of --hf"),
+        (
+            ["--hf-overrides", '{"quantization_config": null}'],
+            "not a merged checkpoint: quant_method is None",
+        ),
     ],
 )
 def test_what_would_be_refused(arguments, said, merged):
     (refused,) = findings(merged, *arguments)["refused"]
     assert refused.level == "problem" and said in refused.text
+
+
+@pytest.mark.parametrize("name", LOAD_FORMATS)
+def test_load_formats_that_read_tensors_by_name_are_taken(name, merged):
+    assert "refused" not in findings(merged, "--load-format", name)
 
 
 def test_experts_are_no_attention_layers(tiny_merged):

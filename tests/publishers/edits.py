@@ -137,12 +137,15 @@ def packed_for_marlin(state: dict[str, torch.Tensor]) -> None:
         state[f"{key.removesuffix('qweight')}B"] = state.pop(key)
 
 
-def block_fp8(folder: Path, scale_fmt: str | None = None) -> None:
-    """Quantise a 16-bit checkpoint to FP8 in blocks of 32 x 32; ``scale_fmt`` ue8m0: by powers of two."""
+def block_fp8(folder: Path, scale_fmt: str | None = None, columns: int = 32) -> None:
+    """Quantise a 16-bit checkpoint to FP8 in blocks of 32 x ``columns``.
+
+    ``scale_fmt`` ue8m0: by powers of two.
+    """
 
     def quantise(state: dict[str, torch.Tensor]) -> None:
         for key in [key for key in state if key.endswith("_proj.weight")]:
-            blocks = state[key].float().unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
+            blocks = state[key].float().unflatten(0, (-1, 32)).unflatten(2, (-1, columns))
             scale = blocks.abs().amax((1, 3)) / 448
             if scale_fmt == "ue8m0":
                 scale = scale.log2().ceil().exp2()
@@ -154,7 +157,7 @@ def block_fp8(folder: Path, scale_fmt: str | None = None) -> None:
         quantization_config={
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
-            "weight_block_size": [32, 32],
+            "weight_block_size": [32, columns],
             **({"scale_fmt": scale_fmt} if scale_fmt else {}),
         }
     )(folder)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from flexquant.checkpoint.folder import SINGLE_FILE
 from flexquant.errors import FlexQuantError
 from tests import programs
 from tests.checkpoints import StateDict, make_checkpoint
+from tests.publishers import edits
 from tests.quantize.quantizing import RTN, W4A16, quantize, recipe
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -32,7 +35,7 @@ def test_errors(model: Path, variants: Path, tmp_path: Path, monkeypatch: pytest
     )
     refused("no variant is chosen; the recipe has w8a8", model, output, "default", variants=[])
     refused("no such folder", tmp_path / "missing", output)
-    refused("has no config.json", tmp_path, output)
+    refused("has no file 'config.json'", tmp_path, output)
     refused("is quantised already", variants / "w8a8", output)
     refused("w8a8 exists; .*--overwrite", model, variants)
     refused("overlaps the input", model, model)
@@ -131,3 +134,49 @@ def test_arguments_that_llmcompressor_refuses_are_explained(model: Path, tmp_pat
     arguments = {**RTN["QuantizationModifier"], "weight_observer": "no_such_observer"}
     with pytest.raises(FlexQuantError, match="no_such_observer"):
         quantize(model, tmp_path / "variants", recipe(w8a8={"QuantizationModifier": arguments}))
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "tokenizer.json", "vocab.txt", "modeling_own.py", "config.json"])
+def test_what_a_link_out_of_the_folder_leads_to_is_not_copied(tmp_path: Path, name: str) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    secret = (model / name).rename(tmp_path / "secret") if (model / name).exists() else tmp_path / "secret"
+    secret.touch()
+    (model / name).symlink_to("../secret")
+    with pytest.raises(FlexQuantError, match=f"'{name}' leads outside the checkpoint folder"):
+        quantize(model, tmp_path / "variants", recipe(w8a8=RTN))
+    assert not (tmp_path / "variants").exists()
+
+
+@pytest.mark.parametrize(
+    ("edit", "method"),
+    [
+        (edits.file("quantize_config.json", '{"bits": 4, "group_size": 64}'), "gptq"),
+        (edits.file("quant_config.json", '{"w_bit": 4, "zero_point": true}'), "awq"),
+        (edits.file("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}'), "modelopt"),
+        (edits.config(compression_config={"quant_method": "compressed-tensors"}), "compressed-tensors"),
+    ],
+)
+def test_a_quantised_model_is_refused_wherever_it_says_so(tmp_path: Path, edit: Any, method: str) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    edit(model)
+    with pytest.raises(FlexQuantError, match=rf"model is quantised already \({method}\); start from the 16"):
+        quantize(model, tmp_path / "variants", recipe(w8a8=RTN))
+    assert not (tmp_path / "variants").exists()
+
+
+def test_tensors_in_files_that_transformers_does_not_load_are_refused(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, num_shards=2)
+    other = make_checkpoint(tmp_path / "other", scheme=None, num_layers=1, seed=1)
+    shutil.copy(other / SINGLE_FILE, model)
+    with pytest.raises(FlexQuantError, match=r"model-00001-of-00002.*, but transformers loads model\."):
+        quantize(model, tmp_path / "variants", recipe(w8a8=RTN))
+    (other / SINGLE_FILE).rename(other / "weights.safetensors")
+    with pytest.raises(FlexQuantError, match=r"its tensors in weights\.safetensors, but transformers loads"):
+        quantize(other, tmp_path / "variants", recipe(w8a8=RTN))
+
+
+def test_an_adapter_is_refused(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "org/name"}')
+    with pytest.raises(FlexQuantError, match=r"holds an adapter \(adapter_config.json\); merge it"):
+        quantize(model, tmp_path / "variants", recipe(w8a8=RTN))

@@ -17,6 +17,7 @@ from flexquant.quantization.oneshot import load_model, run_modifiers
 from flexquant.quantization.recipe import load_recipe
 from flexquant.quantization.resolve import resolve_variant
 from flexquant.quantization.smoothing import smoothing_scales
+from flexquant.quantization.source_model import read_source
 from tests.architectures.models import random_model, small_config
 from tests.checkpoints import StateDict, byte_tokenizer, make_checkpoint
 from tests.quantize.folders import report
@@ -111,7 +112,7 @@ def test_a_fixed_strength_is_the_one_that_scales(tmp_path: Path) -> None:
 def test_a_smoothed_model_computes_the_same(kind: str, tmp_path: Path) -> None:
     """The norms of each architecture feed nothing but the linears into which their scales move."""
     random_model(small_config(kind, num_hidden_layers=4)).save_pretrained(tmp_path)
-    model = load_model(tmp_path, torch.float32)
+    model = load_model(read_source(tmp_path))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and "norm" in name:
             parameter.data[::16] += 4

@@ -249,7 +249,7 @@ def test_an_interrupted_run_leaves_nothing(
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flexquant.quantization.oneshot.copy_file", interrupt)
+    monkeypatch.setattr("flexquant.quantization.oneshot.copy_files", interrupt)
     with pytest.raises(KeyboardInterrupt):
         quantize(model, tmp_path / "variants", recipe(w8a8=RTN))
     assert list((tmp_path / "variants").iterdir()) == []

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints
+from flexquant.merge.formats import open_source
 from tests.checkpoints import make_checkpoint
 from tests.foreign import (
     assert_equal,
@@ -25,6 +26,7 @@ from tests.foreign import (
     unpacked,
     write_foreign,
 )
+from tests.publishers import edits
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +99,40 @@ def rewrite(foreign: Path, change: Callable[[dict[str, torch.Tensor]], None]) ->
     save_file(state, file, metadata={"format": "pt"})
 
 
+@pytest.mark.parametrize(("scheme", "found"), [(None, "not quantised"), ("w8a8", "tensors already")])
+def test_what_a_merge_reads_as_it_is_needs_no_conversion(scheme: Any, found: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "made", scheme=scheme, num_layers=1)
+    with pytest.raises(FlexQuantError, match=f"{found}; merge it as it is"):
+        convert_checkpoint(folder, tmp_path / "converted")
+
+
 def test_without_g_idx_inputs_are_in_order(w4a16: Path, tmp_path: Path) -> None:
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq")
     rewrite(foreign, without_g_idx)
     convert_checkpoint(foreign, tmp_path / "converted")
     assert_equal(tensors_of(tmp_path / "converted"), tensors_of(w4a16))
+
+
+def test_one_group_of_all_inputs_has_one_order(w4a16: Path, tmp_path: Path) -> None:
+    foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", group_size=-1, desc_act=True)
+    for inputs in (128, 256):
+        pattern = ".*down_proj" if inputs == 256 else "(?!.*down_proj)"
+        edits.requantised(pattern, group_size=inputs)(foreign)
+    for change in (lambda state: None, without_g_idx):
+        rewrite(foreign, change)
+        source = open_source("w4a16", foreign)
+        (group,) = source.quantization_config["config_groups"].values()
+        assert group["weights"]["strategy"] == "channel"
+        assert source.tensors["model.layers.0.mlp.down_proj.weight_scale"].shape == (128, 1)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_groups_of_an_unstated_size_have_128_inputs(method: str, tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "made", scheme="w4a16", group_size=128)
+    foreign = write_foreign(made, tmp_path / "foreign", method)
+    edits.edit_json("config.json", lambda content: content["quantization_config"].pop("group_size"))(foreign)
+    (group,) = open_source("w4a16", foreign).quantization_config["config_groups"].values()
+    assert group["weights"]["group_size"] == 128
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
@@ -198,7 +229,7 @@ AWQ = {"quant_method": "awq"}
         ({"desc_act": True}, reorder, r"layers\.1\.self_attn\.o_proj .*desc_act"),
         ({}, shift_a_zero, r"layers\.0\.self_attn\.k_proj has zero points"),
         ({"quant_method": "squeezellm"}, None, "squeezellm"),
-        ({"quant_method": "compressed-tensors"}, None, "already"),
+        ({"quant_method": "compressed-tensors"}, None, "a part of an AWQ or GPTQ linear"),
         ({**AWQ, "version": "gemv"}, None, "GEMM"),
         ({"lm_head": True}, quantise_the_head, "lm_head quantised"),
         (AWQ, quantise_the_head, "lm_head quantised"),
@@ -213,7 +244,9 @@ AWQ = {"quant_method": "awq"}
         ({}, cut(f"{UP}.g_idx"), rf"{UP}.g_idx is I32 \[127\]"),
         ({}, widen, rf"{UP}.qweight is I64"),
         ({**AWQ, "group_size": -1}, None, "group_size"),
-        ({"group_size": "64"}, None, "group_size"),
+        ({"group_size": "all"}, None, "group_size"),
+        ({"bits": "four"}, None, "'four'"),
+        ({"dynamic": {"+:.*o_proj": {"desc_act": True}}}, without_g_idx, "o_proj .*desc_act"),
     ],
 )
 def test_what_cannot_be_converted_leaves_nothing(

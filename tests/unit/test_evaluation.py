@@ -401,7 +401,7 @@ def test_refused_text_says_how_many_tokens_there_are(folder, tmp_path):
 
 def test_refused_references(folder, tmp_path):
     refused(folder, "the reference .* cannot be read", reference=tmp_path / "none")
-    refused(folder, "is itself quantised", reference=folder / "w8a8")
+    refused(folder, "the reference .* quantised already .compressed-tensors.", reference=folder / "w8a8")
     refused(
         folder,
         "a vocabulary of 384 tokens, but .* one of 320",

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from flexquant.checkpoint.folder import read_tensors
+from flexquant.checkpoint.source import FREQUENCIES
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.merge.formats import open_source
+from flexquant.merge.packed_formats import PACKED_PARTS
 from tests.checkpoints import make_checkpoint
 from tests.foreign import assert_equal, config_of, tensors_of, write_foreign
 from tests.publishers import edits
@@ -111,7 +114,10 @@ def prefill_by(variant: str, folder: Path) -> str:
 
 def test_block_fp8_keeps_every_byte(tmp_path: Path) -> None:
     fp8 = make_checkpoint(tmp_path / "fp8", scheme=None)
-    edits.block_fp8(fp8)
+    edits.block_fp8(fp8, columns=64)
+    (group,) = open_source("fp8", fp8).quantization_config["config_groups"].values()
+    assert group["weights"]["block_structure"] == [32, 64]
+    assert group["input_activations"]["group_size"] == 64
     sources = {"fp8": fp8, "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16")}
     merge_checkpoints(sources, tmp_path / "merged", policy=prefill_by("fp8", tmp_path))
     verify_checkpoint(tmp_path / "merged", sources)
@@ -241,11 +247,64 @@ def test_what_vllm_skips_is_left_out(w4a16: Path, tmp_path: Path) -> None:
         merge_checkpoints(sources, tmp_path / "again")
 
 
+@pytest.mark.parametrize("name", FREQUENCIES)
+def test_frequencies_are_left_out(name: str, w4a16: Path, tmp_path: Path) -> None:
+    w8a8 = make_checkpoint(tmp_path / "w8a8")
+    edits.tensors(lambda state: state.update({f"model.layers.0.self_attn.{name}": torch.ones(8)}))(w8a8)
+    merge_checkpoints({"w8a8": w8a8, "w4a16": w4a16}, tmp_path / "merged")
+    assert not [key for key in tensors_of(tmp_path / "merged") if key.endswith(name)]
+
+
+@pytest.mark.parametrize("part", PACKED_PARTS)
+@pytest.mark.parametrize("scheme", [None, "w8a8"])
+def test_a_part_of_no_packed_linear_is_named(scheme: str | None, part: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "dense", scheme=scheme, num_layers=1)
+    name = f"model.layers.0.self_attn.q_proj{part}"
+    edits.tensors(lambda state: state.update({name: torch.zeros(128, dtype=torch.int32)}))(folder)
+    with pytest.raises(FlexQuantError, match=f"dense has {name}, a part of an AWQ or GPTQ linear"):
+        open_source("dense", folder)
+
+
+def test_a_checkpoint_of_modelopt_is_called_one(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "fp8", scheme=None, num_layers=1)
+    edits.file("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}')(folder)
+    with pytest.raises(FlexQuantError, match="quant_method 'modelopt'; .* quantise the model again"):
+        open_source("fp8", folder)
+
+
+def test_norms_in_32_bit_are_one_variants(w4a16: Path, tmp_path: Path) -> None:
+    """vLLM casts them when it loads them, so their numbers decide."""
+    w8a8 = make_checkpoint(tmp_path / "w8a8")
+    edits.tensors(lambda s: s.update({k: t.float() for k, t in s.items() if "norm" in k}))(w8a8)
+    sources = {"w8a8": w8a8, "w4a16": w4a16}
+    merge_checkpoints(sources, tmp_path / "merged")
+    verify_checkpoint(tmp_path / "merged", sources)
+    dtypes = {k: t.dtype for k, t in tensors_of(tmp_path / "merged").items() if "model.norm" in k}
+    assert dtypes == {"w8a8.model.norm.weight": torch.float32, "w4a16.model.norm.weight": torch.bfloat16}
+
+
 def test_llm_compressors_section_of_2024_is_read(w4a16: Path, tmp_path: Path) -> None:
     old = make_checkpoint(tmp_path / "old", scheme="w4a16")
     edits.edit_json("config.json", lambda c: c.update(compression_config=c.pop("quantization_config")))(old)
     merge_checkpoints({"w8a8": make_checkpoint(tmp_path / "w8a8"), "w4a16": old}, tmp_path / "merged")
     assert "compression_config" not in config_of(tmp_path / "merged")
+
+
+def test_files_beside_the_models_are_not_read(w4a16: Path, tmp_path: Path) -> None:
+    """A file that no index lists, and Mistral's copy of the model: vLLM reads neither."""
+    other = make_checkpoint(tmp_path / "other", scheme=None, seed=1)
+    indexed, expected = make_checkpoint(tmp_path / "indexed", num_shards=2), tensors_of(w4a16)
+    read = tensors_of(indexed)
+    for name in ("model.safetensors", "extra.safetensors", "consolidated.safetensors"):
+        shutil.copy(other / "model.safetensors", indexed / name)
+    assert_equal(tensors_of(indexed), read)
+    for name in ("gptq_model-4bit.safetensors", "model.safetensors"):
+        single = write_foreign(w4a16, tmp_path / name, "gptq")
+        edits.renamed(name)(single)
+        shutil.copy(other / "model.safetensors", single / "consolidated.safetensors")
+        merge_checkpoints({"w4a16": single}, tmp_path / f"{name}.merged")
+        split_checkpoint(tmp_path / f"{name}.merged", "w4a16", tmp_path / f"{name}.split")
+        assert_equal(tensors_of(tmp_path / f"{name}.split"), expected)
 
 
 def test_shards_without_an_index_have_to_be_complete(tmp_path: Path) -> None:

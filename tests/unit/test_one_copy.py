@@ -4,6 +4,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +18,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 
 from flexquant.serving.cpu import one_copy, trial
 from flexquant.serving.cpu.choosing import possible_kernels
+from tests import programs
 
 pytest.importorskip("vllm")
 
@@ -78,3 +85,23 @@ def test_the_int8_weights_are_the_nearest(
     # Ties fall either way, by the last bit of a scale.
     assert (found.t() - weight / expected_scale).abs().max() < 0.5 + 1e-4
     assert found.abs().amax(0).eq(127).all()
+
+
+LOADED = "from flexquant.serving.cpu.one_copy import has_operators; print(has_operators())"
+
+
+def test_the_loops_are_compiled_after_a_process_was_killed_while_it_compiled(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text('#!/bin/sh\ncase "$*" in *-c\\ *) sleep 60;; *) exec c++ "$@";; esac\n')
+    slow.chmod(0o755)
+    command = [sys.executable, "-c", LOADED]
+    environment = {**os.environ, "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    killed = subprocess.Popen(command, env={**environment, "CXX": str(slow)}, start_new_session=True)
+    while not list(tmp_path.rglob("build.ninja")):
+        assert killed.poll() is None
+        time.sleep(0.1)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    for own in ({}, {"CXX": "false"}):  # the second process loads what the first has compiled
+        done = programs.run(command, timeout=90, environment=environment | own)
+        assert done.stdout.splitlines()[-1] == "True"

@@ -105,7 +105,14 @@ def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path: Path) -> None:
     from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 
     quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=BY_LAYER)
-    edits.section(layer_quant_config=layer_settings(quark) | {"*lm_head": {"weight": None}})(quark)
+    edits.section(
+        layer_quant_config={
+            **layer_settings(quark),
+            "*lm_head": {"weight": None},
+            "o_proj": {"weight": None},
+            "model.layers.1.self_attn.o_proj.weight": layer_settings(quark)["*layers.1.mlp.*"],
+        }
+    )(quark)
     theirs = QuarkConfig.from_config(config_of(quark)["quantization_config"])
     ours: Any = CompressedTensorsConfig.from_config(open_source("w8a8", quark).quantization_config)
     theirs.packed_modules_mapping = ours.packed_modules_mapping = FUSED
@@ -120,7 +127,8 @@ def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path: Path) -> None:
             found[prefix] = (f"per_{read.strategy}", read.is_static_input_scheme, read.input_symmetric)
             stock = (scheme.qscheme, scheme.is_static_input_scheme, scheme.input_symmetric)
             assert found[prefix] == stock, prefix
-    assert found[DOWN] == found["model.layers.0.self_attn.o_proj"] == ("per_channel", False, True)
+    channel = [DOWN, "model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"]
+    assert {found[name] for name in channel} == {("per_channel", False, True)}
     assert found["model.layers.0.mlp.down_proj"] == ("per_tensor", True, False)
     assert len(set(found.values())) == 3
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from flexquant.checkpoint.built_model import written_or_default
 from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.checkpoint.model_config import written_or_default
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,15 +195,20 @@ def has_operators() -> bool:
         cpu_model(),
         torch.backends.cpu.get_cpu_capability(),
     ]
-    folder = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "one_copy" / digest_of(built_for)[:16]
+    name = f"{digest_of(built_for)[:16]}.so"
+    library = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "one_copy" / name
     path = os.environ.get("PATH", "")
     # PyTorch looks on the path for ninja, which vLLM brings, also where the environment is not activated.
     os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        load(
-            "one_copy", [str(SOURCE)], extra_cflags=FLAGS, build_directory=str(folder), is_python_module=False
-        )
+        if library.exists():
+            torch.ops.load_library(library)
+            return True
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # A folder of this process's own: PyTorch's lock in it would outlive a process that is killed.
+        with tempfile.TemporaryDirectory(dir=library.parent) as build:
+            load("one_copy", [str(SOURCE)], extra_cflags=FLAGS, build_directory=build, is_python_module=False)
+            os.replace(next(Path(build).glob("*.so")), library)
     except (OSError, RuntimeError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         logger.warning(

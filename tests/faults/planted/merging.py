@@ -174,8 +174,8 @@ MERGING = (
     Fault(
         "tied-by-default-not-known",
         "A config that leaves out what its class is by default counts as one that denies it.",
-        "flexquant/checkpoint/model_config.py",
-        "return getattr(AutoConfig.for_model(**config), key, None)",
+        "flexquant/checkpoint/built_model.py",
+        "return getattr(build_config(config), key, None)",
         "return None",
         ("tests/unit/test_tied_heads.py::test_a_config_without_the_key_is_tied_where_its_class_says_so",),
     ),
