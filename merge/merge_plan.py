@@ -25,9 +25,9 @@ from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.schemes import logical_shapes
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
-from flexquant.merge.same_model import model_differences
+from flexquant.merge.same_model import cache_scheme, model_differences
 from flexquant.merge.same_names import with_names
-from flexquant.merge.sidecar_plan import SidecarPlan, plan_sidecars
+from flexquant.merge.sidecar_plan import SidecarPlan, choice, plan_sidecars
 
 LM_HEAD = "lm_head"
 EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
@@ -71,7 +71,11 @@ class MergePlan:
 
 
 def plan_merge(
-    sources: Sequence[Source], *, tokenizer_from: str | None = None, generation_from: str | None = None
+    sources: Sequence[Source],
+    *,
+    tokenizer_from: str | None = None,
+    generation_from: str | None = None,
+    processor_from: str | None = None,
 ) -> MergePlan:
     """Compare the sources and return the plan; read headers, small files, and tensors that may be equal.
 
@@ -100,7 +104,7 @@ def plan_merge(
         _check_layers(source, num_layers)
         _check_same_shapes(first, shapes[0], source, shape, model, is_tied=is_tied)
         check_parameters(source)
-    sidecars = plan_sidecars(sources, tokenizer_from, generation_from)
+    sidecars = plan_sidecars(sources, tokenizer_from, generation_from, processor_from)
     shared = _find_shared(sources)
     if len(sources) > 1:
         _check_towers(sources, shared)
@@ -143,7 +147,7 @@ def _check_same_model(a: Source, b: Source) -> None:
         )
     differences = model_differences(a.config, b.config)
     if differences:
-        advice = "if a key means nothing to this model, remove it from the config.json that has it"
+        advice = f"if they are variants of one model, {choice(a, b, '--config-from')}"
         if all(key.rpartition(".")[2] == "dtype" for key, *_ in differences):
             advice = "if they are, choose one with --dtype bfloat16 or --dtype float16"
         listed = "; ".join(f"{key}: {x!r} against {y!r}" for key, x, y in differences[:5])
@@ -151,7 +155,7 @@ def _check_same_model(a: Source, b: Source) -> None:
             f"the base configs of '{a.name}' and '{b.name}' differ ({listed}); only variants of one model "
             f"can be merged: {advice}"
         )
-    schemes = [s.quantization_config.get("kv_cache_scheme") for s in (a, b)]
+    schemes = [cache_scheme(source) for source in (a, b)]
     if schemes[0] != schemes[1]:
         raise FlexQuantError(
             f"'{a.name}' has kv_cache_scheme {schemes[0]!r} and '{b.name}' {schemes[1]!r}, but the variants "

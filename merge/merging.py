@@ -28,6 +28,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge.card import make_card
 from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import MergePlan, plan_merge
+from flexquant.merge.same_model import with_config_of
 from flexquant.policy.choose import choose_policy
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
@@ -41,8 +42,10 @@ def merge_checkpoints(
     output: str | Path,
     *,
     policy: str | None = None,
+    config_from: str | None = None,
     tokenizer_from: str | None = None,
     generation_from: str | None = None,
+    processor_from: str | None = None,
     dtype: str | None = None,
     overwrite: bool = False,
     allow_incompatible_kv: bool = False,
@@ -53,8 +56,9 @@ def merge_checkpoints(
     """Merge checkpoints of one model, in any format of :mod:`flexquant.merge.formats`, into ``output``.
 
     ``sources`` are (variant name, folder or Hugging Face id). ``policy`` is the default policy to store, a
-    built-in name or a file. ``tokenizer_from`` and ``generation_from`` name the variant whose tokenizer or
-    generation settings the merged model gets; None: they must not differ. ``dtype``, ``bfloat16`` or
+    built-in name or a file. ``config_from``, ``tokenizer_from``, ``generation_from`` and
+    ``processor_from`` name the variant whose config, tokenizer, generation settings or processor the merged
+    model gets; None: they must not differ. ``dtype``, ``bfloat16`` or
     ``float16``, casts what is in 16 bit; None: all have one dtype. Other threads write shards while the
     weights are compared: ``kv_progress`` is called with the layers compared, afterwards ``progress`` with the
     bytes written. ``output`` appears only when it is complete; if the comparison refuses the variants, the
@@ -68,7 +72,14 @@ def merge_checkpoints(
     pairs = [(name, find_model(folder)) for name, folder in named]
     prepare_output(output, [folder for _, folder in pairs], overwrite=overwrite)
     opened = [open_source(name, folder, dtype) for name, folder in pairs]
-    plan = plan_merge(opened, tokenizer_from=tokenizer_from, generation_from=generation_from)
+    if config_from is not None:
+        opened = with_config_of(config_from, opened)
+    plan = plan_merge(
+        opened,
+        tokenizer_from=tokenizer_from,
+        generation_from=generation_from,
+        processor_from=processor_from,
+    )
     shards = plan_shards(list(plan.groups.values()), max_shard_size)
     check_free_space(output, needed_bytes(shards, plan.sidecars.files.values()))
     with staged_folder(output, overwrite=overwrite) as stage, writing_shards(stage, shards) as finish:

@@ -4,9 +4,36 @@
 
 from __future__ import annotations
 
-from flexquant.checkpoint.known_models import known_config
-from flexquant.checkpoint.model_config import ABSENT, JsonObject, config_differences
+import json
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.known_models import known_config
+from flexquant.checkpoint.model_config import (
+    ABSENT,
+    JsonObject,
+    config_differences,
+    count_layers,
+    text_config,
+)
+from flexquant.checkpoint.source import Source
+from flexquant.errors import FlexQuantError, explained
+from flexquant.merge.sidecar_plan import named
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+READ_KEYS = Path(__file__).with_name("read_keys.json")
+"""What vLLM reads of configs (``tests/read_keys.py`` writes it)."""
+WRITER = "transformers_version"
+TIED = "tie_word_embeddings"
+PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
+"""Keys of which config classes make their ``layer_types``."""
+Keys = dict[str, set[object]]
+"""Key -> what its readers take for an absent one, where that is a constant."""
 Difference = tuple[str, object, object]
 """Dotted key, value in the first, value in the second."""
 
@@ -39,6 +66,7 @@ NOT_READ = {
         "embd_pdrop",
         "gradient_checkpointing",
         "hidden_dropout",
+        "initializer_range",
         "output_router_logits",
         "resid_pdrop",
         "router_aux_loss_coef",
@@ -47,6 +75,7 @@ NOT_READ = {
         "classifier_dropout",
         "finetuning_task",
         "id2label",
+        "is_decoder",
         "label2id",
         "num_labels",
         "problem_type",
@@ -77,22 +106,100 @@ IGNORED = frozenset(key for keys in NOT_READ.values() for key in keys)
 def model_differences(a: JsonObject, b: JsonObject) -> list[Difference]:
     """Return every difference that a server would notice; empty for two configs of one model.
 
-    Releases of transformers differ in which default values they write. If one config lacks a key, the other's
-    value, null included, is therefore compared with transformers' default. Raises FlexQuantError for a config
-    that transformers refuses.
+    They are compared as transformers' class has resolved them: defaults, old names, old forms. Of the keys
+    that it does not have, those count that vLLM's class reads. Configs of a model that transformers does not
+    know are compared as they are. Raises FlexQuantError for a config that transformers refuses.
     """
-    found = list(config_differences(a, b, IGNORED))
-    if found and all(x is ABSENT or y is ABSENT for _, x, y in found):
-        found = list(config_differences(_with_defaults(a), _with_defaults(b), IGNORED))
-    shown = [(key, _or_null(x), _or_null(y)) for key, x, y in found]
+    x, y = known_config(a, "config.json"), known_config(b, "config.json")
+    if x is None or y is None:
+        return _differences(a, b)
+    read = _keys_read(a["architectures"][0])
+    found = _differences(_resolved(x, read), _resolved(y, read))
+    return [difference for difference in found if difference[0] != TIED or _stated_tie(a) != _stated_tie(b)]
+
+
+def with_config_of(name: str, sources: Sequence[Source]) -> list[Source]:
+    """Return the sources, all with the config of the one by this name, but for the quantisation.
+
+    Raises FlexQuantError if there is none, and for an architecture or number of layers that is not the same.
+    """
+    chosen = named(sources, name, "--config-from")
+    shape, *others = [
+        f"a {one.architecture} of {count_layers(one.config)} layers" for one in (chosen, *sources)
+    ]
+    for source, other in zip(sources, others, strict=True):
+        if other != shape:
+            raise FlexQuantError(
+                f"'{source.name}' is {other} and '{name}' {shape}, so --config-from {name} cannot give them "
+                "one config; only variants of one model can be merged"
+            )
+    return [replace(source, config=chosen.config | {WRITER: source.config.get(WRITER)}) for source in sources]
+
+
+def cache_scheme(source: Source) -> JsonObject | None:
+    """Return what serving reads of how a checkpoint quantises the KV cache; None for one that does not.
+
+    Raises FlexQuantError for a scheme that compressed-tensors refuses.
+    """
+    from compressed_tensors.quantization import QuantizationArgs
+
+    scheme = source.quantization_config.get("kv_cache_scheme")
+    if scheme is None:
+        return None
+    with explained(f"the kv_cache_scheme in {source.folder} cannot be read", "get the checkpoint again"):
+        read = QuantizationArgs.model_validate(scheme)
+    return read.model_dump(mode="json", exclude={"observer", "observer_kwargs"})
+
+
+def _differences(a: JsonObject, b: JsonObject) -> list[Difference]:
+    found = config_differences(a, b, IGNORED)
+    shown = [(key, None if x is ABSENT else x, None if y is ABSENT else y) for key, x, y in found]
     return [(key, x, y) for key, x, y in shown if x is not None or y is not None]
 
 
-def _or_null(value: object) -> object:
-    return None if value is ABSENT else value
+def _stated_tie(config: JsonObject) -> object:
+    """Return the tie of head and embedding that a config states at its top or for the language model."""
+    return config.get(TIED, text_config(config).get(TIED))
 
 
-def _with_defaults(config: JsonObject) -> JsonObject:
-    """Return the config with transformers' defaults filled in; unchanged if it does not know the model."""
-    known = known_config(config, "config.json")
-    return config if known is None else known.to_dict()
+@cache
+def _keys_read(architecture: str) -> Keys | None:
+    """Return what vLLM's class reads; None for a class that is not served."""
+    table = json.loads(READ_KEYS.read_text(encoding="utf-8"))
+    if architecture not in table["architectures"]:
+        return None
+    of_files = [table["files"][name] for name in table["architectures"][architecture]]
+    keys: Keys = {}
+    for part in (table["of all"], *of_files):
+        for key, defaults in part.items():
+            keys.setdefault(key, set()).update(defaults)
+    return keys
+
+
+def _resolved(config: PretrainedConfig, read: Keys | None) -> JsonObject:
+    """Return what counts of a config, under the names of its class; ``read``: see :func:`_keys_read`."""
+    from transformers import PretrainedConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    declared = {field.name for field in fields(config)}
+    text = config.get_text_config()
+    values = {
+        key: value for key, defaults in (read or {}).items() if len(defaults) == 1 for value in defaults
+    }
+    values |= {k: v for k, v in config.to_dict().items() if read is None or k in read or k in declared}
+    if "layer_types" in declared:
+        values = {key: value for key, value in values.items() if key not in PATTERNS}
+    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if isinstance(heads, int) and isinstance(width, int) and not values.get("kv_lora_rank"):
+        values["head_dim"] = values.get("head_dim") or width // heads
+    if values.get("model_max_length") == values.get("max_position_embeddings"):
+        values["model_max_length"] = None
+    values["dtype"] = values["dtype"] or text.to_dict()["dtype"]
+    for name, part in vars(config).items():
+        if isinstance(part, PretrainedConfig):  # its dtype and tie are overruled
+            nested = {key: v for key, v in _resolved(part, read).items() if key not in ("dtype", TIED)}
+            nested["architectures"] = part.architectures or [
+                MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(part.model_type)
+            ]
+            values[name] = nested
+    return values

@@ -78,7 +78,7 @@ def tokenizer_difference(a: Source, b: Source) -> str | None:
     for what, behaviour in _behaviours(first, second):
         x, y = behaviour(first), behaviour(second)
         if x != y:
-            return f"{what}, {_first_difference(x, y)}"
+            return f"{what}, {first_difference(x, y)}"
     return None
 
 
@@ -155,10 +155,11 @@ def _rendered(tokenizer: Tokenizer, number: int) -> object:
         return str(e)
 
 
-def _first_difference(x: object, y: object) -> str:
+def first_difference(x: object, y: object) -> str:
+    """Return the first key of nested mappings by which two values differ, and its values, cut to SHOWN."""
     if isinstance(x, Mapping) and isinstance(y, Mapping):
         key = min((key for key in {*x, *y} if x.get(key) != y.get(key)), key=str)
-        return f"{key!r}: {_first_difference(x.get(key), y.get(key))}"
+        return f"{key!r}: {first_difference(x.get(key), y.get(key))}"
     return f"{_short(x)} against {_short(y)}"
 
 

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexquant.checkpoint.folder import confined_file, read_json
+from flexquant.checkpoint.known_models import known_config
 from flexquant.checkpoint.model_config import JsonObject, reads_more_than_text
 from flexquant.checkpoint.sidecars import (
     GENERATION_CONFIG,
@@ -22,9 +23,12 @@ from flexquant.checkpoint.sidecars import (
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError, explained
 from flexquant.merge.generation import SETTINGS, generation_settings, settings_file
+from flexquant.merge.same_processor import processor_difference, processor_parts
 from flexquant.merge.same_tokenizer import has_chat_template, has_same_file, tokenizer_difference
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+AUTO_MAP = "auto_map"
+"""Key of a config that names the classes to load, in files beside it or of transformers."""
 TOKENIZER_CLASS = "tokenizer_class"
 """Key of a config that names the tokenizer's class where the tokenizer's own config does not."""
 
@@ -42,31 +46,44 @@ class SidecarPlan:
         """Return a source's config with the keys that belong to the chosen tokenizer and settings."""
         belonging = [(TOKENIZER_CLASS, self.tokenizer), *((key, self.generation) for key in SETTINGS)]
         chosen = {key: source.config[key] for key, source in belonging if key in source.config}
-        return {key: value for key, value in config.items() if key not in dict(belonging)} | chosen
+        kept = {key: value for key, value in config.items() if key not in dict(belonging)} | chosen
+        return kept if _remote_code(kept) else {key: v for key, v in kept.items() if key != AUTO_MAP}
 
 
 def plan_sidecars(
-    sources: Sequence[Source], tokenizer_from: str | None = None, generation_from: str | None = None
+    sources: Sequence[Source],
+    tokenizer_from: str | None = None,
+    generation_from: str | None = None,
+    processor_from: str | None = None,
 ) -> SidecarPlan:
     """Return the files to copy; compare what the sources have, unless a choice names a source.
 
     All files of the tokenizer, its code included, come from one source, the first that has a chat template if
-    any does. Raises FlexQuantError, naming the difference and the choices, if tokenizers, generation
-    settings, remote code or (for a model that reads images) processors differ, and for a choice that names no
-    source.
+    any does; those of a processor come from any, or from its choice alone. Raises FlexQuantError, naming the
+    difference and the choices, if tokenizers, generation settings, remote code or (for a model that reads
+    images) processors differ, and for a choice that names no source.
     """
-    tokenizer = _choose_tokenizer(sources, tokenizer_from)
+    with_template = next(filter(has_chat_template, sources), sources[0])
+    tokenizer = _choose(sources, with_template, "tokenizer", tokenizer_from, tokenizer_difference)
     generation = _choose_generation(sources, generation_from)
-    identical = {name for source in sources for name in _code_files(source.folder, source.config)}
+    identical = {
+        name for source in sources for name in _code_files(source.folder, _remote_code(source.config))
+    }
     code = set(_code_files(tokenizer.folder, _tokenizer_config(tokenizer)))
     if tokenizer_from is None:
         identical |= code
-    if reads_more_than_text(sources[0].config):
-        identical |= {name for source in sources for name in find_files(source.folder, PROCESSOR)}
     for name in sorted(identical):
         _check_identical(name, sources)
-    names = {*identical, *code, *find_files(tokenizer.folder, (*TOKENIZER, *PROCESSOR))}
-    files = {name: confined_file(tokenizer.folder, name) for name in sorted(names)}
+    files = {
+        name: confined_file(tokenizer.folder, name)
+        for name in sorted({*identical, *code, *find_files(tokenizer.folder, TOKENIZER)})
+    }
+    if processor_from or reads_more_than_text(sources[0].config):
+        processor = _choose(sources, sources[0], "processor", processor_from, processor_difference)
+    with_processor = sorted(sources, key=lambda source: -len(processor_parts(source)))
+    for source in [processor] if processor_from else with_processor:
+        for name in find_files(source.folder, PROCESSOR):
+            files.setdefault(name, confined_file(source.folder, name))
     if path := settings_file(generation.folder):
         files[GENERATION_CONFIG] = path
     for source in sources:
@@ -76,16 +93,21 @@ def plan_sidecars(
     return SidecarPlan(files, tokenizer, generation)
 
 
-def _choose_tokenizer(sources: Sequence[Source], name: str | None) -> Source:
+def _choose(
+    sources: Sequence[Source],
+    first: Source,
+    part: str,
+    name: str | None,
+    difference: Callable[[Source, Source], str | None],
+) -> Source:
+    """Return the source by this name or, if all do the same, ``first``."""
     if name is not None:
-        return _named(sources, name, "--tokenizer-from")
-    first = next(filter(has_chat_template, sources), sources[0])
+        return named(sources, name, f"--{part}-from")
     for other in [source for source in sources if source is not first]:
-        if difference := tokenizer_difference(first, other):
+        if found := difference(first, other):
             raise FlexQuantError(
-                f"the tokenizers of '{first.name}' and '{other.name}' differ: {difference}. One model has "
-                f"one; if these are variants of one model, choose with --tokenizer-from {first.name} or "
-                f"--tokenizer-from {other.name}"
+                f"the {part}s of '{first.name}' and '{other.name}' differ: {found}. One model has one; "
+                f"if these are variants of one model, {choice(first, other, f'--{part}-from')}"
             )
     return first
 
@@ -93,7 +115,7 @@ def _choose_tokenizer(sources: Sequence[Source], name: str | None) -> Source:
 def _choose_generation(sources: Sequence[Source], name: str | None) -> Source:
     """Return the source that the settings come from: the first with a file, as all have the same effect."""
     if name is not None:
-        return _named(sources, name, "--generation-from")
+        return named(sources, name, "--generation-from")
     first, *others = sources
     settings = generation_settings(first)
     for other in others:
@@ -103,12 +125,18 @@ def _choose_generation(sources: Sequence[Source], name: str | None) -> Source:
                 raise FlexQuantError(
                     f"the generation settings of '{first.name}' and '{other.name}' differ in {key}: "
                     f"{settings.get(key)} against {theirs.get(key)}. One checkpoint has one set of defaults: "
-                    f"choose with --generation-from {first.name} or --generation-from {other.name}"
+                    f"{choice(first, other, '--generation-from')}"
                 )
     return next((source for source in sources if settings_file(source.folder)), first)
 
 
-def _named(sources: Sequence[Source], name: str, option: str) -> Source:
+def choice(a: Source, b: Source, option: str) -> str:
+    """Return the advice to choose one of two sources."""
+    return f"choose with {option} {a.name} or {option} {b.name}"
+
+
+def named(sources: Sequence[Source], name: str, option: str) -> Source:
+    """Return the source by this name; raise FlexQuantError if ``option`` names none."""
     for source in sources:
         if source.name == name:
             return source
@@ -121,9 +149,14 @@ def _tokenizer_config(source: Source) -> JsonObject:
     return read_json(confined_file(source.folder, TOKENIZER_CONFIG)) if present else {}
 
 
+def _remote_code(config: JsonObject) -> JsonObject:
+    """Return a model's config if it needs code in its folder, as transformers has no class for it."""
+    return config if AUTO_MAP in config and known_config(config, "config.json") is None else {}
+
+
 def _code_files(folder: Path, config: JsonObject) -> Iterator[str]:
-    """Yield the names of the Python files that a config's ``auto_map`` loads, with what they import."""
-    classes = _mapped_classes(config.get("auto_map"))
+    """Yield the names of the Python files that a config's AUTO_MAP loads, with what they import."""
+    classes = _mapped_classes(config.get(AUTO_MAP))
     for module in sorted({name.partition(".")[0] for name in classes if "--" not in name}):
         from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -147,5 +180,5 @@ def _check_identical(name: str, sources: Sequence[Source]) -> None:
         if not has_same_file(name, first, other):
             raise FlexQuantError(
                 f"{name} is not the same in '{first.name}' ({first.folder}) and '{other.name}' "
-                f"({other.folder}); variants of one model need the same code and processor files"
+                f"({other.folder}); variants of one model need the same code"
             )

@@ -30,7 +30,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="policy to store as the default, a built-in name or a YAML file (default: none; serving then "
         "uses its built-in default)",
     )
-    for what, part in (("tokenizer", "tokenizer and chat template"), ("generation", "generation settings")):
+    for what, part in (
+        ("config", "config"),
+        ("tokenizer", "tokenizer and chat template"),
+        ("generation", "generation settings"),
+        ("processor", "processor of images"),
+    ):
         parser.add_argument(
             f"--{what}-from",
             metavar="NAME",
@@ -57,8 +62,10 @@ def run(args: argparse.Namespace) -> JsonObject:
             folders,
             args.output,
             policy=args.policy,
+            config_from=args.config_from,
             tokenizer_from=args.tokenizer_from,
             generation_from=args.generation_from,
+            processor_from=args.processor_from,
             dtype=args.dtype,
             overwrite=args.overwrite,
             allow_incompatible_kv=args.allow_incompatible_kv,

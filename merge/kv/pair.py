@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 
+import torch
+
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.safetensors_io import same_bytes
+from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.head_comparison import logits_difference
@@ -102,8 +104,9 @@ def scale_difference(variant: Source, reference: Source) -> str:
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
             return f"only '{(variant if name in a else reference).name}' has the cache scale '{name}'"
-        if not same_bytes(a[name], b[name]):
-            return f"the cache scale '{name}' differs, and a quantised KV cache needs the same scales"
+        x, y = (load_tensor(of[name]).flatten().double() for of in (a, b))
+        if not torch.equal(x, y):  # NaN equals nothing
+            return f"the cache scale '{name}' differs or is no number; a quantised KV cache needs the same"
     return ""
 
 
