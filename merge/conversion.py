@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.folder import check_folder, confined_file, quantization_section, read_json
 from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import prepare_output
 from flexquant.checkpoint.sidecars import COPIED, find_files
@@ -40,6 +41,7 @@ def convert_checkpoint(
     if dtype is None and (stored is None or stored == source.quantization_config):
         found = "is not quantised" if stored is None else "is in the format of compressed-tensors already"
         raise FlexQuantError(f"{folder} {found}; merge it as it is")
+    check_loadable(source.quantization_config, source.tensors, str(folder))
     prepare_output(output, [folder], overwrite=overwrite)
     files = {name: confined_file(folder, name) for name in find_files(folder, COPIED)}
     config = {key: value for key, value in source.config.items() if key not in SECTIONS}

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexquant.checkpoint.known_models import Shapes, decoder_shapes
+from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
 from flexquant.checkpoint.model_config import count_layers, written_or_default
 from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER, decoder_roots, tower
@@ -213,10 +214,8 @@ def check_shapes(sources: Sequence[Source], shapes: Shapes) -> None:
 
     ``shapes`` are the unquantised parameters' shapes, which all sources share. Only headers are read.
     """
-    from flexquant.merge.kv.dequantize import WeightReader  # torch, which verifying does without
-
     for source in sources:
-        WeightReader(source).check_linears()
+        check_loadable(source.quantization_config, source.tensors, source.owner)
     first = sources[0]
     expected = decoder_shapes(first.config, str(first.folder / "config.json"))
     for root in decoder_roots(shapes):

@@ -23,6 +23,7 @@ TOP = re.compile(r"^(?:model\.)?[^.]+(?=\.)")
 """Matches the outermost module below the model in a tensor's name."""
 ATTENTION = re.compile(r"\.(self_attn|mixer\.k_proj)\.")
 """Matches in the name of a tensor of an attention layer."""
+EMBEDDINGS = ("embed_tokens", "wte", "wpe")
 HEAD = re.compile(r"(^|\.)lm_head\.")
 FUSED = {
     "q_proj": "qkv_proj",
@@ -34,6 +35,8 @@ FUSED = {
     "in_proj_z": "in_proj_qkvz",
     "in_proj_b": "in_proj_ba",
     "in_proj_a": "in_proj_ba",
+    "q_a_proj": "fused_qkv_a_proj",
+    "kv_a_proj_with_mqa": "fused_qkv_a_proj",
 }
 """Last part of a linear's name -> the linear that vLLM fuses it into; fused linears need one scheme."""
 
@@ -81,3 +84,9 @@ def fused_name(linear: str) -> str:
     """Return the name of the linear that vLLM fuses ``linear`` into: ``...qkv_proj`` for q, k and v."""
     parent, dot, leaf = linear.rpartition(".")
     return f"{parent}{dot}{FUSED.get(leaf, leaf)}"
+
+
+def layer_of(linear: str) -> str:
+    """Return the name of the layer that vLLM makes of a linear and others: its experts, or what it fuses."""
+    experts = EXPERTS.match(linear)
+    return experts[0] if experts else fused_name(linear)
