@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from flexquant.checkpoint.loadable import COMPRESSED_TENSORS
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.errors import FlexQuantError
@@ -107,7 +108,7 @@ def from_block_fp8(
         "format": "float-quantized",
     }
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": COMPRESSED_TENSORS,
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},

@@ -8,6 +8,8 @@ so nothing is written before the merged checkpoint.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from flexquant.checkpoint.cast import cast_tensors, with_dtype
@@ -19,7 +21,9 @@ from flexquant.checkpoint.folder import (
     read_tensors,
 )
 from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.loadable import COMPRESSED_TENSORS
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.block_fp8_format import (
@@ -33,13 +37,17 @@ from flexquant.merge.packed_settings import PACKED_METHODS
 from flexquant.merge.quark_format import QUARK, from_quark
 
 IN_16_BIT: JsonObject = {
-    "quant_method": "compressed-tensors",
+    "quant_method": COMPRESSED_TENSORS,
     "format": "dense",
     "quantization_status": "compressed",
     "config_groups": {},
     "ignore": [],
 }
 """The ``quantization_config`` of a variant that is not quantised."""
+
+
+CACHE_SCALE = re.compile(r"\.([kv])_proj\.output_(scale|zero_point)$")
+"""Matches the older names of the cache's scales."""
 
 
 def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Source:
@@ -65,7 +73,9 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
         section, tensors = from_block_fp8(folder, section, tensors)
     elif method == QUARK:
         section, tensors = from_quark(folder, section, tensors)
-    elif method != "compressed-tensors":
+    elif method == COMPRESSED_TENSORS:
+        section, tensors = without_relics(section, tensors)
+    else:
         raise FlexQuantError(
             f"{folder} has quant_method {method!r}; compressed-tensors, {', '.join(PACKED_METHODS)}, "
             f"{BLOCK_FP8} and {QUARK} are read: quantise the model again, e.g. by 'flexquant quantize'"
@@ -78,3 +88,17 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     if dtype is not None:
         tensors, config = cast_tensors(tensors, dtype), with_dtype(config, dtype)
     return Source.make(name, folder, config, section, tensors)
+
+
+def without_relics(
+    section: JsonObject, tensors: Mapping[str, TensorRef]
+) -> tuple[JsonObject, dict[str, TensorRef]]:
+    """Return settings and tensors of compressed-tensors as its last releases write them.
+
+    A dense ``sparsity_config`` says nothing, and is dropped. The KV cache's scales get their names of today.
+    """
+    if (section.get("sparsity_config") or {}).get("format", "dense") == "dense":
+        section = {key: value for key, value in section.items() if key != "sparsity_config"}
+    if not section.get("kv_cache_scheme"):
+        return section, dict(tensors)
+    return section, {CACHE_SCALE.sub(r".\1_\2", name): ref for name, ref in tensors.items()}

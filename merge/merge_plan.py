@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexquant.checkpoint.built_model import written_or_default
+from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
 from flexquant.checkpoint.model_class import ModelClass, find_model_class
 from flexquant.checkpoint.model_config import count_layers
@@ -121,9 +122,7 @@ def check_parameters(source: Source) -> None:
 
     Only headers are read.
     """
-    from flexquant.merge.kv.dequantize import WeightReader  # torch, which verifying does without
-
-    WeightReader(source).check_linears()
+    check_loadable(source.quantization_config, source.tensors, source.owner)
     if (model := _class_of(source)) is not None:
         model.check(logical_shapes(source.tensors), f"'{source.name}' ({source.folder})")
 

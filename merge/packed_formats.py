@@ -22,13 +22,13 @@ from typing import TypeVar
 
 import torch
 
+from flexquant.checkpoint.loadable import COMPRESSED_TENSORS
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.module_names import EXPERTS, fused_name
+from flexquant.checkpoint.module_names import EMBEDDINGS
 from flexquant.checkpoint.safetensors_io import TensorRef, computed, load_tensor
 from flexquant.errors import FlexQuantError
 from flexquant.merge.packed_settings import GPTQ, PackedFormat, read_settings
 
-EMBEDDINGS = ("embed_tokens", "wte", "wpe")
 EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
 FLOATS = ("F16", "BF16", "F32")
 PACKED_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
@@ -43,8 +43,8 @@ def from_packed_format(
 ) -> tuple[JsonObject, Tensors]:
     """Return the ``quantization_config`` and the tensors as compressed-tensors has them.
 
-    Quantised values do not change. Raises FlexQuantError for settings that compressed-tensors cannot hold, a
-    quantised lm_head or embedding, and tensors whose dtype, shape or content does not fit the settings.
+    Quantised values do not change. Raises FlexQuantError for settings that compressed-tensors cannot hold,
+    and for tensors whose dtype, shape or content does not fit the settings.
     """
     settings = read_settings(folder, section)
     method = settings.base.method
@@ -56,13 +56,7 @@ def from_packed_format(
         )
     found = {name: ref for name, ref in tensors.items() if not _is_part(name, tensors)}
     forms = {name: settings.of(name) for name in linears}
-    check_fused(folder, forms, "'dynamic'")
     for name, form in forms.items():
-        if name.endswith(("lm_head", *EMBEDDINGS)):
-            raise FlexQuantError(
-                f"{folder} has its {name} quantised, which stays in 16 bit in a merged checkpoint; take a "
-                f"{method} checkpoint that leaves it out"
-            )
         for part in ("weight", "weight_packed"):
             if f"{name}.{part}" in tensors:
                 raise FlexQuantError(
@@ -71,22 +65,6 @@ def from_packed_format(
                 )
         found |= _linear(name, form, tensors)
     return section_by_layer(forms, _scheme, "pack-quantized", matrices_in_16_bit(tensors)), found
-
-
-def check_fused(folder: Path, forms: Mapping[str, object], keys: str) -> None:
-    """Raise FlexQuantError unless linears that vLLM makes one of have one format: its parts, or experts.
-
-    ``keys`` names the settings by layer.
-    """
-    first: dict[str, str] = {}
-    for name, form in forms.items():
-        experts = EXPERTS.match(name)
-        other = first.setdefault(experts[0] if experts else fused_name(name), name)
-        if forms[other] != form:
-            raise FlexQuantError(
-                f"{folder} has {other} and {name} in other forms ({keys} in its quantization_config), and "
-                "vLLM makes one layer of both; quantise them alike"
-            )
 
 
 def matrices_in_16_bit(tensors: Mapping[str, TensorRef]) -> set[str]:
@@ -222,7 +200,7 @@ def section_by_layer(
         for number, (form, names) in enumerate(linears.items())
     }
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": COMPRESSED_TENSORS,
         "format": file_format,
         "quantization_status": "compressed",
         "config_groups": groups,

@@ -18,7 +18,7 @@ from pathlib import Path
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
 from flexquant.errors import FlexQuantError
-from flexquant.merge.packed_formats import check_fused, matrices_in_16_bit, section_by_layer
+from flexquant.merge.packed_formats import matrices_in_16_bit, section_by_layer
 
 QUARK = "quark"
 FOR_ALL, BY_LAYER = "global_quant_config", "layer_quant_config"
@@ -78,7 +78,6 @@ def from_quark(
         )
     settings = _settings_by_linear(folder, section, sorted(quantised))
     ignored = matrices_in_16_bit(tensors) - quantised
-    check_fused(folder, settings | dict.fromkeys(sorted(ignored)), f"{BY_LAYER!r} and 'exclude'")
     linears: dict[str, dict[str, TensorRef]] = {module: {} for module in quantised}
     found: dict[str, TensorRef] = {}
     for name, ref in tensors.items():

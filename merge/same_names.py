@@ -36,17 +36,17 @@ def with_names(source: Source, names: Collection[str]) -> Source:
         key: {**group, "targets": [modules.get(name, name) for name in group["targets"]]}
         for key, group in section["config_groups"].items()
     }
-    owner = f"variant '{source.name}'"
-    before, after = (LinearSchemes(of, owner) for of in (source.quantization_config, section))
-    for old, new in modules.items():
-        if before.of(old) != after.of(new):
-            raise FlexQuantError(
-                f"the quantization_config of {owner} fits '{old}' by a pattern that does not fit '{new}', as "
-                f"the other variant names it; list the modules in {source.folder / 'config.json'} by their "
-                "names"
-            )
     tensors = {}
     for name, ref in source.tensors.items():
         module, dot, parameter = name.rpartition(".")
         tensors[f"{modules.get(module, module)}{dot}{parameter}"] = ref
+    before = LinearSchemes(source.quantization_config, source.owner, source.tensors)
+    after = LinearSchemes(section, source.owner, tensors)
+    for old, new in modules.items():
+        if before.of(old) != after.of(new):
+            raise FlexQuantError(
+                f"the quantization_config of {source.owner} fits '{old}' by a pattern that does not fit "
+                f"'{new}', as the other variant names it; list the modules in "
+                f"{source.folder / 'config.json'} by their names"
+            )
     return replace(source, tensors=tensors, quantization_config=section)

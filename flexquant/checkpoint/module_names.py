@@ -25,8 +25,8 @@ ATTENTION = re.compile(r"\.(self_attn|mixer\.k_proj)\.")
 """Matches in the name of a tensor of an attention layer."""
 HEAD = re.compile(r"(^|\.)lm_head(\.|$)")
 """Matches in the name of the lm_head, or of a tensor in it, wherever the model has it."""
-EMBEDDINGS = ("embed_tokens", "embeddings")
-"""Last parts of the names that token embeddings have."""
+EMBEDDINGS = ("embed_tokens", "embeddings", "wte", "wpe")
+"""Last parts of the names that embeddings of tokens and positions have."""
 FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -37,6 +37,8 @@ FUSED = {
     "in_proj_z": "in_proj_qkvz",
     "in_proj_b": "in_proj_ba",
     "in_proj_a": "in_proj_ba",
+    "q_a_proj": "fused_qkv_a_proj",
+    "kv_a_proj_with_mqa": "fused_qkv_a_proj",
 }
 """Last part of a linear's name -> the linear that vLLM fuses it into; fused linears need one scheme."""
 
@@ -84,3 +86,9 @@ def fused_name(linear: str) -> str:
     """Return the name of the linear that vLLM fuses ``linear`` into: ``...qkv_proj`` for q, k and v."""
     parent, dot, leaf = linear.rpartition(".")
     return f"{parent}{dot}{FUSED.get(leaf, leaf)}"
+
+
+def layer_of(linear: str) -> str:
+    """Return the name of the layer that vLLM makes of a linear and others: its experts, or what it fuses."""
+    experts = EXPERTS.match(linear)
+    return experts[0] if experts else fused_name(linear)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.module_names import EMBEDDINGS, EXPERTS, FUSED, layer_of
 from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
 from flexquant.errors import FlexQuantError
 
@@ -29,7 +30,18 @@ QUANTISATION_PARAMETER = re.compile(
     r"\.((weight|input|output|q|k|v|attn|prob)_(scale|zero_point|global_scale|g_idx|shape)"
     r"|qzeros|scales|g_idx)$"
 )
+READABLE_FORMATS = frozenset(
+    {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
+)
+READABLE_STRATEGIES = frozenset({"tensor", "channel", "group", "block"})
+INTEGER_BITS = (2, 4, 8)  # releases of compressed-tensors differ in how they pack other widths
+FLOAT_BITS = (8,)
+FLOAT_DTYPES = {"BF16": 7, "F16": 10, "F32": 23}  # stored bits of mantissa
 TensorShape = tuple[int, ...]
+LINEAR, HEAD = "Linear", "ParallelLMHead"
+CLASSES = {"lm_head": HEAD} | dict.fromkeys(EMBEDDINGS, "VocabParallelEmbedding")
+"""Last part of a module's name -> vLLM's class, where it is not one of its linear layers."""
+ORDER = {part: number for number, part in enumerate(FUSED)}
 
 
 def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...]]:
@@ -83,34 +95,108 @@ def _read_integers(ref: TensorRef, count: int) -> tuple[int, ...]:
 
 
 class LinearSchemes:
-    """The schemes of a checkpoint's Linears, by module name."""
+    """The schemes by which vLLM loads a checkpoint's linears, by module name.
 
-    def __init__(self, section: JsonObject, owner: str) -> None:
-        """Read ``section``, a ``quantization_config``.
+    vLLM looks for a layer's own name, then for the names of all linears that it is made of, then for its
+    class.
+    """
+
+    def __init__(self, section: JsonObject, owner: str, tensors: Iterable[str]) -> None:
+        """Read ``section``, a ``quantization_config``, for a checkpoint with tensors of these names.
 
         Raises FlexQuantError, which begins with ``owner``, for a section that compressed-tensors refuses.
         """
-        import torch
-
+        self._owner = owner
         self._config = _parse(section, owner)
-        self._groups = [g for g in self._config.config_groups.values() if not isinstance(g, list)]
-        self._linear = torch.nn.Linear(1, 1, device="meta")  # stands for any module of the class
+        self._schemes = {
+            target: group
+            for group in self._config.config_groups.values()
+            if not isinstance(group, list) and not is_of_attention(group.targets)
+            for target in group.targets
+        }
+        self._targets, self._ignored = Patterns(self._schemes), Patterns(self._config.ignore or ())
+        self._parts: dict[str, list[str]] = {}
+        for module in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
+            self._parts.setdefault(layer_of(module), []).append(module)
+        for parts in self._parts.values():
+            parts.sort(key=lambda part: ORDER.get(part.rpartition(".")[2], 0))
+
+    def format_of(self, scheme: QuantizationScheme) -> str:
+        """Return the storage format of a scheme's weights."""
+        return str(getattr(scheme.format, "value", scheme.format) or self._config.format)
 
     @property
-    def format(self) -> str:
-        """Storage format of weights whose scheme does not state one."""
-        return self._config.format
+    def layers(self) -> Mapping[str, Sequence[str]]:
+        """Name of a layer in vLLM -> the modules that it is made of."""
+        return self._parts
 
     def of(self, module: str) -> QuantizationScheme | None:
-        """Return the scheme of a Linear; None if it is left in 16 bits."""
-        from compressed_tensors.utils.match import is_match, match_name
+        """Return the scheme of the layer that vLLM makes of a linear; None if it is left in 16 bits.
 
-        if is_match(module, self._linear, self._config.ignore or ()):
+        Raises FlexQuantError if only some of the linears that vLLM makes one layer of are left out.
+        """
+        layer = layer_of(module)
+        parts = self._parts.get(layer, ())
+        if len(parts) < 2 or EXPERTS.match(module):
+            return self.by_itself(module)
+        ignored = {part: self._ignored.first(part) is not None for part in parts}
+        if self._ignored.first(layer) or all(ignored.values()):
             return None
-        for group in self._groups:  # a name is more specific than a class
-            if any(match_name(module, target) for target in group.targets):
-                return group
-        return next((g for g in self._groups if is_match(module, self._linear, g.targets)), None)
+        if any(ignored.values()):
+            found = [next(part for part in parts if ignored[part] is is_left) for is_left in (False, True)]
+            raise unlike(self._owner, *found)
+        named = [self._targets.first(part) for part in parts]
+        return self._scheme(layer, self._targets.first(layer) or (named[0] if all(named) else None))
+
+    def by_itself(self, module: str) -> QuantizationScheme | None:
+        """Return the scheme that a linear would have if vLLM did not make one layer of it and others."""
+        if self._ignored.first(module):
+            return None
+        return self._scheme(module, self._targets.first(module))
+
+    def _scheme(self, name: str, target: str | None) -> QuantizationScheme | None:
+        if target is None:
+            kind = "RoutedExperts" if EXPERTS.match(name) else CLASSES.get(name.rpartition(".")[2], LINEAR)
+            target = self._of_class(kind)
+        return None if target is None else self._schemes[target]
+
+    def _of_class(self, kind: str) -> str | None:
+        """Return the first target that is a part of the name of vLLM's class."""
+        found = next((target for target in self._schemes if is_in_class(target, kind)), None)
+        return LINEAR if found is None and kind == "RoutedExperts" and LINEAR in self._schemes else found
+
+
+def unlike(owner: str, one: str, other: str) -> FlexQuantError:
+    """Return the error for two linears of one layer that are quantised in different ways."""
+    return FlexQuantError(
+        f"{owner} has {one} and {other} quantised in different ways, and vLLM makes one layer of both; "
+        "quantise both alike, or neither"
+    )
+
+
+def is_of_attention(targets: Sequence[str]) -> bool:
+    """Whether a group quantises attention alone, which vLLM passes over: a cache has its own settings."""
+    return len(targets) == 1 and targets[0].endswith("Attention")
+
+
+def is_in_class(target: str, name: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), name) is not None
+    return target.lower() in name.lower()
+
+
+class Patterns:
+    """Names and, after ``re:``, regular expressions, of which the first that fits a module counts."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._order = {pattern: number for number, pattern in enumerate(dict.fromkeys(patterns))}
+        self._expressions = [pattern for pattern in self._order if pattern.startswith("re:")]
+
+    def first(self, name: str) -> str | None:
+        """Return the first pattern that fits a name."""
+        fitting = (p for p in self._expressions if re.match(p.removeprefix("re:"), name))
+        found = [*islice(fitting, 1), *([name] if name in self._order else [])]
+        return min(found, key=self._order.__getitem__, default=None)
 
 
 def _parse(section: JsonObject, owner: str) -> QuantizationConfig:
@@ -132,6 +218,12 @@ def _parse(section: JsonObject, owner: str) -> QuantizationConfig:
             f"{owner} has a quantization_config that is not understood ({problem}); quantise the model again "
             "with a supported release of llmcompressor"
         ) from e
+
+
+def is_readable(args: QuantizationArgs, form: str) -> bool:
+    """Whether weights stored in a format are INT or FP8 of a kind whose parameters' shapes are known."""
+    bits = INTEGER_BITS if args.type == "int" else FLOAT_BITS
+    return form in READABLE_FORMATS and args.strategy in READABLE_STRATEGIES and args.num_bits in bits
 
 
 def shape_problem(
@@ -158,6 +250,8 @@ def shape_problem(
         return f"has a weight of shape {list(weight.shape)}, expected {list(expected)}"
     if args.strategy == "block" and min(args.block_structure) < 1:
         return f"has blocks of {list(args.block_structure)}, expected numbers from 1"
+    if args.strategy == "group" and columns % args.group_size:
+        return f"has groups of {args.group_size} inputs, which do not divide its {columns}"
     of_scale = _scale_shapes(args, rows, columns)
     scale, zero_point, bias = (part(name) for name in ("weight_scale", "weight_zero_point", "bias"))
     if scale is None:
@@ -178,12 +272,11 @@ def shape_problem(
 
 def _scale_shapes(args: QuantizationArgs, rows: int, columns: int) -> list[TensorShape]:
     if args.strategy == "tensor":
-        return [(1,), (1, 1), ()]
+        return [(1,), ()]
     if args.strategy == "block":
         height, width = args.block_structure
         return [(math.ceil(rows / height), math.ceil(columns / width))]
-    groups = math.ceil(columns / args.group_size) if args.strategy == "group" else 1
-    return [(rows, groups), *([(rows,)] if groups == 1 else [])]
+    return [(rows, columns // args.group_size if args.strategy == "group" else 1)]
 
 
 def _zero_point_shapes(

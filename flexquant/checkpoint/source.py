@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.folder import check_folder, confined_file, read_json, read_tensors
 from flexquant.checkpoint.known_models import check_heads
+from flexquant.checkpoint.loadable import COMPRESSED_TENSORS
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_class import find_model_class
 from flexquant.checkpoint.model_config import JsonObject
@@ -37,6 +38,11 @@ class Source:
     """Original key -> reference into the checkpoint's own shards."""
 
     @property
+    def owner(self) -> str:
+        """What messages call it."""
+        return f"variant '{self.name}'"
+
+    @property
     def architecture(self) -> str:
         return self.config["architectures"][0]
 
@@ -51,7 +57,7 @@ class Source:
         config_file = confined_file(folder, "config.json")
         config = read_json(config_file)
         section = config.get("quantization_config")
-        if not isinstance(section, dict) or section.get("quant_method") != "compressed-tensors":
+        if not isinstance(section, dict) or section.get("quant_method") != COMPRESSED_TENSORS:
             raise FlexQuantError(
                 f"{config_file} does not describe a compressed-tensors checkpoint, such as llmcompressor or "
                 "'flexquant quantize' write"

@@ -12,11 +12,11 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.loadable import check_loadable
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import QUANT_METHOD
-from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.doctor.findings import Finding
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.machine import describe_machine, describe_versions
@@ -38,8 +38,11 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     yield Finding("ok", "machine", f"{device}; {said}", {"machine": machine, "versions": versions})
     try:
-        merged, _ = read_merged_config(Path(folder))
+        checkpoint = MergedCheckpoint.open(folder, published=True)
+        merged = checkpoint.merged
         yield Finding("ok", "checkpoint", f"{merged.base_architecture} as {', '.join(merged.variants)}")
+        for name, variant in merged.variants.items():
+            check_loadable(variant.quantization_config, checkpoint.variant_tensors(name), f"variant '{name}'")
         yield from _examine_with_vllm(folder, arguments)
     except Exception as e:  # anything that stops vllm serve is a finding
         sentence = " ".join(str(e).split()) or type(e).__name__

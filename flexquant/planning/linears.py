@@ -114,7 +114,7 @@ class LinearReader:
         self, tensors: Mapping[str, TensorRef], quantization_config: JsonObject, source: str
     ) -> None:
         self._source = source
-        self._schemes = LinearSchemes(quantization_config, source)
+        self._schemes = LinearSchemes(quantization_config, source, tensors)
         self._shapes = logical_shapes(tensors)
         self._weights: dict[str, list[int]] = defaultdict(list)
         for key, ref in tensors.items():

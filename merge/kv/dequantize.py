@@ -14,23 +14,22 @@ from dataclasses import dataclass
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs
 
-from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor
-from flexquant.checkpoint.schemes import PACKED_SUFFIX, LinearSchemes, shape_problem, unpacked_shape
+from flexquant.checkpoint.schemes import (
+    FLOAT_DTYPES,
+    PACKED_SUFFIX,
+    LinearSchemes,
+    is_readable,
+    shape_problem,
+    unpacked_shape,
+)
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.sampling import row_numbers
 from flexquant.merge.kv.scaled_rows import ScaledRows
 
-READABLE_FORMATS = frozenset(
-    {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
-)
-READABLE_STRATEGIES = frozenset({"tensor", "channel", "group", "block"})
-INTEGER_BITS = (2, 4, 8)  # releases of compressed-tensors differ in how they pack other widths
-FLOAT_BITS = (8,)
-FLOAT_DTYPES = {"BF16": 7, "F16": 10, "F32": 23}  # stored bits of mantissa
 E4M3_MANTISSA, E4M3_MIN_EXPONENT = 3, -6
 FLOAT32_EXPONENT = 0x7F800000
 
@@ -55,7 +54,7 @@ class WeightReader:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._memory = _Memory()
-        self.schemes = LinearSchemes(source.quantization_config, f"variant '{source.name}'")
+        self.schemes = LinearSchemes(source.quantization_config, source.owner, source.tensors)
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return (out_features, in_features)."""
@@ -65,21 +64,6 @@ class WeightReader:
             shape = unpacked_shape(f"{module}.weight", stored, self.ref(module, "weight_shape"))
         out_features, in_features = shape
         return out_features, in_features
-
-    def check_linears(self) -> None:
-        """Raise FlexQuantError, naming the module, for a parameter that does not fit its Linear's scheme.
-
-        Only headers are read. Linears with an unsupported scheme are skipped, those of decoder layers
-        that are stored quantised and have no scheme are refused.
-        """
-        for key, ref in self.source.tensors.items():
-            module, _, parameter = key.rpartition(".")
-            if parameter in ("weight", "weight_packed") and not _is_float(ref):
-                scheme = self.schemes.of(module)
-                if scheme is None and LAYER.search(key):
-                    self.weight_args(module)  # raises
-                if scheme is not None and self._is_readable(scheme):
-                    self.check_shapes(module, scheme.weights)
 
     def check_shapes(self, module: str, args: QuantizationArgs) -> None:
         """Raise FlexQuantError unless a Linear's parameters have the shapes that its scheme asks for."""
@@ -96,25 +80,14 @@ class WeightReader:
             dtype = self.stored(module).dtype
             raise self.error(module, f"is stored as {dtype}, but no config group quantises it")
         args = scheme.weights
-        if not self._is_readable(scheme):
+        form = self.schemes.format_of(scheme)
+        if not is_readable(args, form):
             raise self.error(
                 module,
-                f"has the scheme {self._format(scheme)} ({args.num_bits}-bit {args.type}, {args.strategy}), "
+                f"has the scheme {form} ({args.num_bits}-bit {args.type}, {args.strategy}), "
                 "which cannot be compared; use INT4, INT8 or FP8 weights",
             )
         return args
-
-    def _format(self, scheme: QuantizationScheme) -> str:
-        return str(getattr(scheme.format, "value", scheme.format) or self.schemes.format)
-
-    def _is_readable(self, scheme: QuantizationScheme) -> bool:
-        args = scheme.weights
-        return (
-            args is not None
-            and self._format(scheme) in READABLE_FORMATS
-            and args.strategy in READABLE_STRATEGIES
-            and args.num_bits in (INTEGER_BITS if args.type == "int" else FLOAT_BITS)
-        )
 
     def open(self, module: str) -> StoredLinear:
         """Read the scales and zero points of a Linear; raise FlexQuantError as ``read`` does."""
@@ -152,7 +125,7 @@ class WeightReader:
         return self.source.tensors.get(f"{module}.{parameter}")
 
     def error(self, module: str, problem: str) -> FlexQuantError:
-        return FlexQuantError(f"layer '{module}' of variant '{self.source.name}' {problem}")
+        return FlexQuantError(f"layer '{module}' of {self.source.owner} {problem}")
 
 
 class StoredLinear:

@@ -213,9 +213,12 @@ def split(model: PreTrainedModel) -> tuple[StateDict, set[str], list[str]]:
     quantised, left_out = set(), []
     for key, tensor in state.items():
         name = key.removesuffix(".weight")
-        if tensor.ndim != 2 or in_layer(name) not in linears or EXPERT.search(name):
+        known = in_layer(name) in linears
+        if tensor.ndim != 2 or EXPERT.search(name) or not (known or LAYER.search(name)):
             continue
-        if not LAYER.search(name):
+        if not known:
+            left_out.append(name)
+        elif not LAYER.search(name):
             left_out.append(f"re:.*{re.escape(name.rpartition('model.')[2])}$")
         elif IN_16_BIT.search(name) or tensor.shape[1] % 64 or tensor.shape[0] % 32:
             left_out.append(name)

@@ -187,11 +187,13 @@ def auto_round_fp8(folder: Path) -> None:
     config(quantization_config=AUTO_ROUND_FP8)(folder)
 
 
-def requantised(pattern: str, *, bits: int = 4, group_size: int = 64) -> Edit:
-    """Quantise the linears of a small Llama's GPTQ checkpoint that a pattern matches in another way."""
+def requantised(
+    pattern: str, *, bits: int = 4, group_size: int = 64, architecture: str = "llama", num_layers: int = 2
+) -> Edit:
+    """Quantise the linears of a small model's GPTQ checkpoint that a pattern matches in another way."""
 
     def quantise(state: dict[str, torch.Tensor]) -> None:
-        original, _ = random_state_dict(base_config())
+        original, _ = random_state_dict(base_config(architecture, num_layers))
         middle = 1 << (bits - 1)
         for module in [key.removesuffix(".qweight") for key in state if key.endswith(".qweight")]:
             if re.match(pattern, module):

@@ -41,7 +41,7 @@ def test_experts_are_quantised_under_their_published_names(architecture, models,
         router = f"model.layers.0.{ROUTER[architecture]}"
         assert tensors[f"{router}.weight"].dtype == "BF16"
         section = json.loads((tmp_path / variant / "config.json").read_text())["quantization_config"]
-        assert LinearSchemes(section, variant).of(router) is None
+        assert LinearSchemes(section, variant, []).of(router) is None
     merge_checkpoints({name: tmp_path / name for name in ("w8a8", "w4a16")}, tmp_path / "merged")
     assert not any("experts" in name for name in read_merged_config(tmp_path / "merged")[0].shared_modules)
 

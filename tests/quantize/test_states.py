@@ -44,7 +44,7 @@ def test_variants_that_share_a_state_are_built_and_merged(built: Path) -> None:
         for left in ("in_proj_ba.weight", "conv1d.weight", "A_log", "dt_bias", "norm.weight"):
             assert tensors[f"{STATE}.{left}"].dtype == "BF16"
         section = json.loads((variants[name] / "config.json").read_text())["quantization_config"]
-        schemes = LinearSchemes(section, name)
+        schemes = LinearSchemes(section, name, [])
         assert schemes.of(f"{STATE}.in_proj_ba") is None and schemes.of(f"{STATE}.in_proj_qkvz") is not None
         assert schemes.of("model.layers.0.mlp.shared_expert_gate") is None
 

@@ -158,7 +158,7 @@ def test_weight_only_schemes(device: Device, bits: int, scheme: str) -> None:
 
 
 def test_w4a8_is_not_derived_from_8_bit_weights(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path / "w8a16", scheme="w8a8")
+    checkpoint = make_checkpoint(tmp_path / "w8a16", scheme="fp8")
     config = json.loads((checkpoint / "config.json").read_text())
     for group in config["quantization_config"]["config_groups"].values():
         del group["input_activations"]

@@ -4,17 +4,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-import torch
 
 from tests.publishers.outcomes import MERGED, NOT_SERVED, PAGE, SERVED_APART, outcome_of, page, row
 from tests.publishers.shapes import SHAPES, Shape
+from tests.stock import one_rank, refusal_of_stock
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -34,35 +32,9 @@ def test_the_page_counts_its_rows() -> None:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Prepare this process, of a single rank, for models of vLLM."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    settings = patch.dict(os.environ)  # a configuration of vLLM sets variables
-    with settings, pytest.MonkeyPatch.context() as patches, set_current_vllm_config(VllmConfig()):
-        patches.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's runner for CPUs does
-        file = tmp_path_factory.mktemp("ranks") / "rendezvous"
-        parallel_state.init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
-        parallel_state.ensure_model_parallel_initialized(1, 1)
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_rank(tmp_path_factory.mktemp("ranks")):
         yield
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
-
-
-def refusal_of_stock(folder: Path) -> str | None:
-    """Return what vLLM says when it loads a checkpoint without FlexQuant; None if it loads it."""
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model
-
-    try:
-        config = EngineArgs(str(folder), max_model_len=256, enforce_eager=True).create_engine_config()
-        with set_current_vllm_config(config):
-            get_model(vllm_config=config)
-    except (AssertionError, KeyError, RuntimeError, ValueError) as e:
-        return f"{type(e).__name__}: {e}"
-    return None
 
 
 STOCK_SAYS = dict(
@@ -83,7 +55,7 @@ STOCK_SAYS = dict(
 REFUSED = [*STOCK_SAYS, *(name for names in SERVED_APART.values() for name in names)]
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("name", REFUSED)
 def test_stock_vllm_loads_what_the_page_says(name: str, tmp_path: Path) -> None:
     (shape,) = (shape for shape in SHAPES if shape.name == name)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from safetensors.torch import load_file
 
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint
@@ -113,31 +112,23 @@ def test_vllm_reads_the_same_scheme_of_every_layer(w4a16: Path, tmp_path: Path) 
 
 def test_experts_have_settings_of_their_own(tmp_path: Path) -> None:
     made = make_checkpoint(tmp_path / "compressed", "qwen2_moe", "w4a16", num_layers=1, group_size=32)
-    dynamic = {r"+:.*\.(q|k|v|o)_proj": {"bits": 8}}
+    attention, model = r".*\.(q|k|v|o)_proj", {"architecture": "qwen2_moe", "num_layers": 1, "group_size": 32}
+    dynamic = {f"+:{attention}": {"bits": 8}}
     foreign = write_foreign(made, tmp_path / "gptq", "gptq", dynamic=dynamic)
-    state = load_file(foreign / "model.safetensors")
-    attention = [
-        key.removesuffix(".qweight") for key in state if "_attn." in key and key.endswith(".qweight")
-    ]
-
-    def more_bits(state: dict[str, torch.Tensor]) -> None:
-        for module in attention:
-            scales = state[f"{module}.scales"].T
-            outputs, inputs = scales.shape[0], scales.shape[1] * 32
-            tensors = gptq_tensors(
-                torch.full((outputs, inputs), 7), torch.full(scales.shape, 128), scales, bits=8
-            )
-            state |= {f"{module}.{part}": tensor for part, tensor in tensors.items()}
-
-    edits.tensors(more_bits)(foreign)
+    edits.requantised(attention, bits=8, **model)(foreign)
     convert_checkpoint(foreign, tmp_path / "converted")
     read = weights_of(tmp_path / "converted")
-    assert {name for name, w in read.items() if w["num_bits"] == 8} == set(attention)
+    assert len([name for name, w in read.items() if w["num_bits"] == 8 and "_attn." in name]) == 4
+    assert {w["num_bits"] for name, w in read.items() if "_attn." not in name} == {4}
     assert len([name for name in read if ".experts." in name]) == 4 * 3
 
-    edits.section(dynamic={r".*experts\.2\.": {"group_size": 64}})(foreign)
-    with pytest.raises(FlexQuantError, match=r"experts\.\d\.\w+_proj and .*experts\.\d\.\w+_proj.*'dynamic'"):
-        open_source("w4a16", foreign)
+    one = r".*experts\.2\."
+    edits.section(dynamic={**dynamic, f"+:{one}": {"bits": 8}})(foreign)
+    edits.requantised(one, bits=8, **model)(foreign)
+    with pytest.raises(
+        FlexQuantError, match=r"experts\.\d\.\w+_proj and .*experts\.\d\.\w+_proj quantised in"
+    ):
+        convert_checkpoint(foreign, tmp_path / "again")
 
 
 @pytest.mark.parametrize(
@@ -153,11 +144,8 @@ def test_experts_have_settings_of_their_own(tmp_path: Path) -> None:
         ({"+:(": {"bits": 8}}, r"'\+:\('.*'dynamic'"),
         ({"+:a{4294967296}": {"bits": 8}}, "4294967296.*'dynamic'"),
         (["+:.*down"], "'dynamic'"),
-        ({"+:.*v_proj": {"bits": 8}}, r"(q|k|v)_proj and .*(q|k|v)_proj in other forms \('dynamic'"),
-        (
-            {"+:.*up_proj": {"group_size": 32}},
-            r"(gate|up)_proj and .*(gate|up)_proj in other forms \('dynamic'",
-        ),
+        ({"+:.*v_proj": {"bits": 8}}, r"(q|k|v)_proj and .*(q|k|v)_proj quantised in different ways"),
+        ({"+:.*up_proj": {"bits": 8}}, r"(gate|up)_proj and .*(gate|up)_proj quantised in different ways"),
         (
             {"+:.*down_proj": {"group_size": 32}},
             r"down_proj\.scales is BF16 \[4, 128\] instead of .*\[8, 128\]",
@@ -171,5 +159,8 @@ def test_settings_that_do_not_fit_are_refused(
     if message is None:  # the inputs are in order, and what is left out has no settings
         assert open_source("w4a16", foreign)
         return
+    if "and" in message:
+        edits.requantised(next(iter(dynamic)).removeprefix("+:"), bits=8)(foreign)
     with pytest.raises(FlexQuantError, match=message):
-        open_source("w4a16", foreign)
+        convert_checkpoint(foreign, tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()

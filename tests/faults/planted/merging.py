@@ -82,14 +82,6 @@ MERGING = (
         ("tests/unit/test_conversion.py::test_what_cannot_be_converted_leaves_nothing",),
     ),
     Fault(
-        "quantised-head-converted",
-        "A quantised lm_head is converted, and the config says that it is not quantised.",
-        "merge/packed_formats.py",
-        'if name.endswith(("lm_head", *EMBEDDINGS)):',
-        "if False:",
-        ("tests/unit/test_conversion.py::test_what_cannot_be_converted_leaves_nothing",),
-    ),
-    Fault(
         "converted-shapes-not-compared",
         "Scales and zero points of another shape than the weights' are converted.",
         "merge/packed_formats.py",

@@ -124,8 +124,8 @@ READING = (
     Fault(
         "parts-of-a-fused-linear-differ",
         "Linears that vLLM makes one of may be merged with other bits.",
-        "merge/packed_formats.py",
-        "if forms[other] != form:",
+        "flexquant/checkpoint/loadable.py",
+        "if alike[module] != alike[modules[0]]:",
         "if False:",
         ("tests/unit/test_settings_by_layer.py::test_settings_that_do_not_fit_are_refused",),
     ),
@@ -162,11 +162,11 @@ READING = (
         ("tests/unit/test_quark_format.py::test_vllm_reads_the_same_scheme_of_every_layer",),
     ),
     Fault(
-        "quarks-parts-of-a-fused-linear-differ",
-        "Linears that vLLM makes one of may be merged with other settings of Quark's, or in part in 16 bit.",
-        "merge/quark_format.py",
-        "    check_fused(folder, settings | ",
-        "    check_fused(folder, {} and settings | ",
+        "parts-of-a-fused-linear-left-out",
+        "Linears that vLLM makes one of may be left in 16 bit in part.",
+        "flexquant/checkpoint/schemes.py",
+        "if any(ignored.values()):",
+        "if False:",
         ("tests/unit/test_quark_format.py::test_parts_of_what_vllm_fuses_need_one_setting",),
     ),
     Fault(

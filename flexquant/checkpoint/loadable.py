@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Say whether vLLM loads a checkpoint of compressed-tensors, without vLLM: from its settings and headers.
+
+What depends on a device, such as kernels for a scheme, is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.module_names import EXPERTS, FUSED, decoder_layer
+from flexquant.checkpoint.safetensors_io import TensorRef
+from flexquant.checkpoint.schemes import (
+    CLASSES,
+    FLOAT_DTYPES,
+    PACKED_SUFFIX,
+    QUANTISATION_PARAMETER,
+    LinearSchemes,
+    is_of_attention,
+    is_readable,
+    shape_problem,
+    unlike,
+    unpacked_shape,
+)
+from flexquant.errors import FlexQuantError
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+COMPRESSED_TENSORS = "compressed-tensors"
+PACKED = "pack-quantized"
+WITH_ACTIVATIONS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
+"""Formats in which vLLM looks for a scheme that quantises activations."""
+ALWAYS_QUANTISED = {*FUSED, "o_proj", "down_proj", "w1", "w2", "w3"}
+"""Last parts of the names of linears that vLLM builds in the scheme that the settings give them."""
+ROUTERS = ("gate", "router", "shared_expert_gate")
+CACHE_SCALE = re.compile(r"[qkv]_(scale|zero_point)")
+"""Matches the names of an attention layer's scales, which vLLM finds beside K and V too."""
+
+
+def check_loadable(section: JsonObject, tensors: Mapping[str, TensorRef], owner: str) -> None:
+    """Raise FlexQuantError, naming the module, unless vLLM loads ``tensors`` by these settings.
+
+    ``section`` is a ``quantization_config``; nothing is said of another format than compressed-tensors.
+    ``owner`` names the checkpoint in messages. Only headers are read.
+    """
+    if section.get("quant_method") != COMPRESSED_TENSORS:
+        return
+    schemes = LinearSchemes(section, owner, tensors)
+    _check_section(section, owner)
+    parameters: dict[str, dict[str, TensorRef]] = {}
+    for name, ref in tensors.items():
+        module, _, parameter = name.rpartition(".")
+        parameters.setdefault(module, {})[parameter] = ref
+    if schemes.by_itself("lm_head") and "lm_head" not in parameters:
+        raise FlexQuantError(f"{owner} quantises lm_head, which is tied to the embedding; add it to 'ignore'")
+    for _, modules in sorted(schemes.layers.items()):
+        alike: dict[str, JsonObject | None] = {}
+        for module in modules:
+            scheme, linear = schemes.of(module), _Linear(module, parameters[module])
+            own = schemes.by_itself(module) if linear.is_quantised else None
+            alike[module] = _compared(own, schemes, is_expert=bool(EXPERTS.match(module)))
+            if alike[module] != alike[modules[0]]:
+                raise unlike(owner, modules[0], module)
+            if problem := linear.problem(scheme, schemes):
+                raise FlexQuantError(f"layer '{module}' of {owner} {problem}")
+
+
+def _compared(
+    scheme: QuantizationScheme | None, schemes: LinearSchemes, *, is_expert: bool
+) -> JsonObject | None:
+    """Return what must be equal in the schemes of linears of one layer; vLLM compares all of experts'."""
+    if scheme is None:
+        return None
+    found: JsonObject = scheme.model_dump(exclude={"targets"}) | {"format": schemes.format_of(scheme)}
+    for args in found.values():
+        if isinstance(args, dict) and not is_expert:
+            args.update(observer=None, observer_kwargs=None)
+    return found
+
+
+def _check_section(section: JsonObject, owner: str) -> None:
+    """Raise FlexQuantError for settings at which vLLM stops, whether a module has them or not."""
+    sparsity = section.get("sparsity_config") or {}
+    if sparsity.get("targets") or sparsity.get("format", "dense") != "dense":
+        raise FlexQuantError(
+            f"{owner} has sparsity_config with format {sparsity.get('format')!r} in its quantization_config, "
+            "and vLLM no longer loads sparse weights; take a checkpoint that is not sparse (a merge drops "
+            "the format 'dense', which means nothing)"
+        )
+    for name, group in section.get("config_groups", {}).items():
+        problem = "" if is_of_attention(group["targets"]) else _group_problem(group, section)
+        if problem:
+            raise FlexQuantError(
+                f"{owner} has config group '{name}' {problem}, which vLLM does not load; quantise the model "
+                "again"
+            )
+    cache = section.get("kv_cache_scheme")
+    if cache is not None:
+        read = {key: cache.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
+        if read not in ({**FP8_CACHE, "strategy": strategy} for strategy in ("tensor", "attn_head")):
+            raise FlexQuantError(
+                f"{owner} has kv_cache_scheme {read} in its quantization_config, and vLLM loads {FP8_CACHE} "
+                "with the strategy 'tensor' or 'attn_head'; quantise the model again"
+            )
+
+
+FP8_CACHE = {"type": "float", "num_bits": 8, "symmetric": True}
+
+
+def _group_problem(group: JsonObject, section: JsonObject) -> str:
+    weights, form = group.get("weights"), group.get("format") or section.get("format")
+    if not weights:
+        return "without weights"
+    if form in WITH_ACTIVATIONS and not group.get("input_activations"):
+        return "" if weights.get("type") == "float" else f"of INT weights alone in the format {form!r}"
+    return ""
+
+
+class _Linear:
+    """A module with the parameters that a checkpoint has of it, by the last part of their names."""
+
+    def __init__(self, module: str, parameters: Mapping[str, TensorRef]) -> None:
+        self.module, self.parameters = module, parameters
+        self.leaf = module.rpartition(".")[2]
+        self.weight = parameters.get("weight_packed") or parameters.get("weight")
+        self.is_quantised = self.weight is not None and (
+            self.weight.dtype not in FLOAT_DTYPES or self.weight.name.endswith(PACKED_SUFFIX)
+        )
+
+    def problem(self, scheme: QuantizationScheme | None, schemes: LinearSchemes) -> str:
+        """Return why vLLM does not load the module by the scheme of its layer; empty if it does."""
+        if not self.is_quantised:
+            must_be = self.leaf in ALWAYS_QUANTISED and decoder_layer(self.module) or self.leaf in CLASSES
+            if scheme is None or self.weight is None:
+                return self._unknown(set())
+            return "is in 16 bit, though a config group quantises it; add it to 'ignore'" if must_be else ""
+        assert self.weight is not None
+        if self.leaf in CLASSES or self.leaf in ROUTERS:
+            return "is quantised, and stays in 16 bit when merged; take a checkpoint that leaves it out"
+        if scheme is None or scheme.weights is None:
+            return f"is stored as {self.weight.dtype}, but no config group quantises it; quantise it again"
+        if len(self.weight.shape) != 2 or not all(self.weight.shape):
+            return f"has a weight of shape {list(self.weight.shape)}, expected a matrix; quantise it again"
+        form = schemes.format_of(scheme)
+        if is_readable(scheme.weights, form) and (problem := self._shapes(scheme.weights, self.weight)):
+            return f"{problem}; quantise it again"
+        if not is_served(scheme, form, is_expert=bool(EXPERTS.match(self.module))):
+            return f"has a scheme that vLLM does not load: {_described(scheme, form)}; quantise it again"
+        return self._unknown(_parameters(scheme)) if is_readable(scheme.weights, form) else ""
+
+    def _shapes(self, args: QuantizationArgs, weight: TensorRef) -> str:
+        shape = weight.shape
+        if weight.name.endswith(PACKED_SUFFIX):
+            shape = unpacked_shape(f"{self.module}.weight", weight, self.parameters.get("weight_shape"))
+        return shape_problem(args, (shape[0], shape[1]), weight, self.parameters.get)
+
+    def _unknown(self, expected: set[str]) -> str:
+        """Return which parameter vLLM has no place for, or has none of."""
+        for name in self.parameters:
+            known = name in expected or CACHE_SCALE.fullmatch(name)
+            if QUANTISATION_PARAMETER.search(f".{name}") and not known:
+                return f"has {name}, which vLLM has no place for in this scheme; quantise it again"
+        missing = sorted(expected - self.parameters.keys() - {"weight_shape"})
+        return f"has no {missing[0]}; quantise it again" if missing else ""
+
+
+def _parameters(scheme: QuantizationScheme) -> set[str]:
+    """Return the parameters, but for weight and bias, of a linear in INT or FP8."""
+    weights, inputs, outputs = scheme.weights, scheme.input_activations, scheme.output_activations
+    assert weights is not None
+    found = {"weight_scale", "weight_shape"}
+    found |= set() if weights.symmetric else {"weight_zero_point"}
+    if inputs is not None and not inputs.dynamic:
+        found |= {"input_scale"} if inputs.symmetric else {"input_scale", "input_zero_point"}
+    return found | ({"output_scale"} if outputs is not None else set())
+
+
+def _described(scheme: QuantizationScheme, form: str) -> str:
+    def one(args: QuantizationArgs | None) -> str:
+        if args is None:
+            return "16 bit"
+        kinds = ["" if args.symmetric else "asymmetric ", "dynamic " if args.dynamic else ""]
+        size = f" {args.group_size}" if args.group_size else ""
+        return f"{''.join(kinds)}{args.num_bits}-bit {args.type} by {args.strategy}{size}"
+
+    outputs = f", outputs {one(scheme.output_activations)}" if scheme.output_activations else ""
+    return f"weights {one(scheme.weights)}, inputs {one(scheme.input_activations)}{outputs}, as {form}"
+
+
+def is_served(scheme: QuantizationScheme, form: str | None, *, is_expert: bool) -> bool:
+    """Whether vLLM has a class for the scheme of a linear or of experts, stored in the format ``form``."""
+    w, a, out = scheme.weights, scheme.input_activations, scheme.output_activations
+    if w is None or w.dynamic:
+        return False
+    if _is_nvfp4(w):
+        return a is None or _is_nvfp4(a)
+    if w.type == "float" and w.strategy == "group":
+        return w.symmetric and w.group_size == 32 and (w.num_bits == 4 or str(w.scale_dtype) == "torch.uint8")
+    has_activations = is_expert or form in WITH_ACTIVATIONS
+    by_token = a is not None and a.strategy == "token" and bool(a.dynamic)
+    if w.type == "float":
+        sound = has_activations and w.symmetric and w.strategy in ("tensor", "channel", "block")
+        if a is None or a.type == "int":
+            return sound and not is_expert
+        return sound and (
+            bool(a.dynamic) or (a.symmetric and a.strategy == "tensor" and w.strategy != "block")
+        )
+    by_row = w.strategy in ("channel", "group")
+    if a is None:
+        return by_row and form == PACKED and 2 <= w.num_bits <= 8
+    if a.type == "float":  # one device has kernels for these weights
+        return w.num_bits == 4 and w.strategy == "group" and w.symmetric and a.num_bits == 8 and by_token
+    if by_token and has_activations and w.symmetric and a.num_bits == 8:
+        if w.num_bits == 8 and w.strategy in ("channel", "tensor"):
+            return w.strategy == "channel" or not is_expert
+        if w.num_bits == 4 and by_row:
+            return True
+    if is_expert:
+        return False
+    static = not a.dynamic and a.strategy == "tensor" and a.num_bits == 8
+    if static and out is not None and by_row:
+        whole = out.type == "int" and out.strategy == "tensor" and out.num_bits == 8 and not out.dynamic
+        return whole and form in (PACKED, "int-quantized")
+    if static and has_activations:
+        return w.num_bits == 8 and w.symmetric and w.strategy in ("channel", "tensor")
+    grouped = bool(a.dynamic) and a.strategy in ("token", "group") and a.symmetric
+    return by_row and form == PACKED and grouped and a.num_bits in (4, 8)
+
+
+def _is_nvfp4(args: QuantizationArgs) -> bool:
+    is_float = args.type == "float" and args.num_bits == 4 and args.symmetric
+    return is_float and args.strategy == "tensor_group" and args.group_size == 16

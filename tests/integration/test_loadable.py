@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What a merge accepts, vLLM's own loader loads, and what a merge refuses, it does not load."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexquant.doctor.examining import examine
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints, split_checkpoint
+from tests.publishers import edits
+from tests.sections import ROUTERS, Section, random_section
+from tests.stock import one_rank, refusal_of_stock
+
+pytestmark = pytest.mark.engine
+
+LINEAR = ("Linear",)
+EIGHT, FOUR = (LINEAR, "w8a8"), (LINEAR, "w4a16")
+UP = "model.layers.0.mlp.up_proj"
+MIXTURE = {
+    "ignore": ("lm_head", ROUTERS),
+    "architecture": "qwen2_moe",
+    "stored": {r"\.gate$|expert_gate$": None},
+}
+LATENT = {"ignore": ("lm_head", "re:.*kv_b_proj"), "architecture": "deepseek_v2"}
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+UNTIED = {"tie_word_embeddings": False}
+TIED = {"tie_word_embeddings": True}
+
+
+def of_cache(name: str, shape: tuple[int, ...] = (1,)) -> dict[str, tuple[int, ...]]:
+    """Return a scale for K and one for V of both layers; ``name`` has ``k`` in the place of either."""
+    return {
+        f"model.layers.{n}.self_attn.{name.replace('k', part, 2)}": shape for n in (0, 1) for part in "kv"
+    }
+
+
+def mixture(*groups: tuple[Sequence[str], str], left_out: str = ROUTERS, **options: Any) -> Section:
+    return Section(groups, **MIXTURE | {"ignore": ("lm_head", ROUTERS, left_out)} | options)
+
+
+SECTIONS = {
+    "INT8": Section([EIGHT]),
+    "INT4": Section([FOUR]),
+    "INT4 with zero points": Section([(LINEAR, "w4a16 with zero points")]),
+    "INT4 by channel": Section([(LINEAR, "w4a16 by channel")]),
+    "FP8": Section([(LINEAR, "fp8")]),
+    "INT8 by tensor": Section([(LINEAR, "w8a8 by tensor")]),
+    "INT8, static activations": Section([(LINEAR, "w8a8 static")]),
+    "INT8, static activations with zero points": Section([(LINEAR, "w8a8 static with zero points")]),
+    "INT8 without activations": Section([(LINEAR, "w8 alone, not packed")]),
+    "INT8 with zero points": Section([(LINEAR, "w8a8 with zero points")]),
+    "INT8 by tensor, packed": Section([(LINEAR, "w8a16 by tensor")]),
+    "INT4 that is not packed": Section([(LINEAR, "w4a16, not packed")]),
+    "groups that do not divide the inputs": Section([(LINEAR, "w4a16 in 48")]),
+    "a part of qkv left out by name": Section([FOUR], ["lm_head", "model.layers.0.self_attn.q_proj"]),
+    "a part of qkv left out by expression": Section([FOUR], ["lm_head", "re:.*q_proj"]),
+    "a part of gate_up left out": Section([FOUR], ["lm_head", "re:.*gate_proj"]),
+    "all of qkv left out": Section([FOUR], ["lm_head", "re:.*[qkv]_proj"]),
+    "qkv left out by vLLM's name": Section([FOUR], ["lm_head", "re:.*qkv_proj"], stored={"[qkv]_proj": None}),
+    "an expression that fits vLLM's name and one part": Section([FOUR], ["lm_head", "re:.*q.*_proj"]),
+    "layers left out": Section([FOUR], ["lm_head", "re:.*layers\\.0\\."]),
+    "left out by class": Section([FOUR], ["lm_head", "Linear"]),
+    "left out, and stored quantised": Section([FOUR], ["lm_head", "re:.*o_proj"], stored={"o_proj": "w4a16"}),
+    "not left out, and stored in 16 bit": Section([FOUR], stored={"o_proj": None}),
+    "no target": Section([(["re:.*nothing"], "w4a16")]),
+    "no group": Section([]),
+    "8 bit for a part of gate_up": Section([(["re:.*gate_proj"], "w8a8"), FOUR]),
+    "8 bit for a part of qkv": Section([(["re:.*q_proj"], "w8a8"), FOUR]),
+    "8 bit for a part of qkv, after the class": Section([FOUR, (["re:.*q_proj"], "w8a8")]),
+    "8 bit for down_proj": Section([(["re:.*down_proj"], "w8a8"), FOUR]),
+    "8 bit for a layer": Section([(["re:.*layers\\.1\\."], "w8a8"), FOUR]),
+    "8 bit for qkv by full names": Section(
+        [([f"model.layers.{n}.self_attn.{x}_proj" for n in (0, 1) for x in "qkv"], "w8a8"), FOUR]
+    ),
+    "8 bit for qkv by vLLM's name": Section(
+        [(["re:.*qkv_proj"], "w8a8"), FOUR], stored={"[qkv]_proj": "w8a8"}
+    ),
+    "two groups with one scheme for parts of qkv": Section([(["re:.*q_proj"], "w4a16"), FOUR]),
+    "other groups for a part of gate_up": Section([(["re:.*up_proj"], "w4a16 in 32"), FOUR]),
+    "zero points for a part of qkv": Section([(["re:.*v_proj"], "w4a16 with zero points"), FOUR]),
+    "static activations for a part of qkv": Section([(["re:.*k_proj"], "w8a8 static"), EIGHT]),
+    "INT8 by tensor for a part of qkv": Section([(["re:.*k_proj"], "w8a8 by tensor"), EIGHT]),
+    "a target twice": Section([FOUR, EIGHT]),
+    "a target of compressed-tensors and one in small letters": Section([(["linear"], "w8a8")]),
+    "attention's group": Section([(["Qwen2Attention"], "w8a8"), FOUR]),
+    "a tensor for activations too much": Section([EIGHT], added={f"{UP}.input_scale": (1,)}),
+    "a tensor for activations too little": Section(
+        [(LINEAR, "w8a8 static")], without=r"layers\.0\.mlp\.down_proj\.input_scale"
+    ),
+    "a zero point too much": Section([EIGHT], added={f"{UP}.weight_zero_point": (256, 1)}),
+    "a scale too little": Section([EIGHT], without=r"layers\.0\.mlp\.down_proj\.weight_scale"),
+    "an order of inputs": Section([FOUR], added={f"{UP}.weight_g_idx": (128,)}),
+    "scales of another shape": Section(
+        [EIGHT],
+        without=r"layers\.0\.mlp\.down_proj\.weight_scale",
+        added={"model.layers.0.mlp.down_proj.weight_scale": (128,)},
+    ),
+    "one scale of another shape": Section(
+        [(LINEAR, "w8a8 by tensor")],
+        without=r"layers\.0\.mlp\.up_proj\.weight_scale",
+        added={f"{UP}.weight_scale": (1, 1)},
+    ),
+    "one scale without a shape": Section(
+        [(LINEAR, "w8a8 by tensor")],
+        without=r"layers\.0\.mlp\.up_proj\.weight_scale",
+        added={f"{UP}.weight_scale": ()},
+    ),
+    "a head in INT8": Section([EIGHT], [], stored={"lm_head": "w8a8"}, model=UNTIED),
+    "a head in INT8 that is ignored": Section([EIGHT], stored={"lm_head": "w8a8"}, model=UNTIED),
+    "a head in INT4 by its name": Section([(["Linear", "lm_head"], "w4a16")], [], model=UNTIED),
+    "a head in 16 bit, and its name a target": Section(
+        [(["Linear", "lm_head"], "w4a16")], [], stored={"lm_head": None}, model=UNTIED
+    ),
+    "a head in 16 bit that nothing leaves out": Section([FOUR], [], stored={"lm_head": None}, model=UNTIED),
+    "a tied head that nothing leaves out": Section([FOUR], [], model=TIED),
+    "a tied head, its name a target": Section([(["Linear", "re:.*lm_head"], "w4a16")], [], model=TIED),
+    "an embedding in INT4": Section([(["Linear", "re:.*embed_tokens"], "w4a16")], model=UNTIED),
+    "no head at all": Section([EIGHT], model=UNTIED, without="lm_head"),
+    "sparse by a format": Section([EIGHT], keys={"sparsity_config": {"format": "sparse-24-bitmask"}}),
+    "sparse with targets": Section(
+        [EIGHT], keys={"sparsity_config": {"format": "sparse-24-bitmask", "targets": ["Linear"]}}
+    ),
+    "dense": Section([EIGHT], keys={"sparsity_config": {"format": "dense", "targets": ["Linear"]}}),
+    "dense without targets": Section([EIGHT], keys={"sparsity_config": {"format": "dense"}}),
+    "no sparsity": Section([EIGHT], keys={"sparsity_config": None}),
+    "a cache in FP8": Section([EIGHT], keys={"kv_cache_scheme": CACHE}, added=of_cache("k_scale")),
+    "a cache's scales beside K and V": Section(
+        [EIGHT], keys={"kv_cache_scheme": CACHE}, added=of_cache("k_proj.k_scale")
+    ),
+    "a cache's scales by an old name": Section(
+        [EIGHT], keys={"kv_cache_scheme": CACHE}, added=of_cache("k_proj.output_scale")
+    ),
+    "a cache's scales by an old name, without settings": Section(
+        [EIGHT], added=of_cache("k_proj.output_scale")
+    ),
+    "a cache in INT8": Section([EIGHT], keys={"kv_cache_scheme": CACHE | {"type": "int"}}),
+    "a cache with zero points": Section([EIGHT], keys={"kv_cache_scheme": CACHE | {"symmetric": False}}),
+    "a cache by channel": Section([EIGHT], keys={"kv_cache_scheme": CACHE | {"strategy": "channel"}}),
+    "experts in INT8": mixture(EIGHT),
+    "experts in INT4": mixture(FOUR),
+    "experts in 16 bit": mixture(EIGHT, left_out="re:.*experts\\."),
+    "one expert in 16 bit": mixture(EIGHT, left_out="re:.*experts\\.2\\."),
+    "the first expert in 16 bit": mixture(EIGHT, left_out="re:.*experts\\.0\\."),
+    "one expert's down_proj in 16 bit": mixture(EIGHT, left_out="re:.*experts\\.3\\.down_proj"),
+    "experts by name, all else by class": mixture((["re:.*experts\\."], "w8a8"), FOUR),
+    "one expert in INT4": mixture((["re:.*experts\\.1\\."], "w4a16"), EIGHT),
+    "experts' down_proj in INT4": mixture((["re:.*experts\\..*down_proj"], "w4a16"), EIGHT),
+    "experts with static activations": mixture((["re:.*experts\\."], "w8a8 static"), EIGHT),
+    "experts by tensor": mixture((["re:.*experts\\."], "w8a8 by tensor"), EIGHT),
+    "shared experts in INT4": mixture((["re:.*shared_expert\\."], "w4a16"), EIGHT),
+    "a part of shared experts in INT4": mixture((["re:.*shared_expert.up_proj"], "w4a16"), EIGHT),
+    "routers that nothing leaves out": mixture(EIGHT, ignore=("lm_head",)),
+    "routers in INT8": mixture(EIGHT, ignore=("lm_head",), stored={}),
+    "Mixtral": mixture(EIGHT, architecture="mixtral"),
+    "Mixtral, w1 in INT4": mixture((["re:.*w1$"], "w4a16"), EIGHT, architecture="mixtral"),
+    "latent attention": Section([EIGHT], **LATENT),
+    "latent attention, a part of its input in INT4": Section([(["re:.*q_a_proj"], "w4a16"), EIGHT], **LATENT),
+    "latent attention, a part of its input left out": Section(
+        [EIGHT], **LATENT | {"ignore": ("lm_head", "re:.*kv_b_proj", "re:.*kv_a_proj_with_mqa")}
+    ),
+}
+RANDOM = {f"random {seed}": random_section(seed) for seed in range(60)}
+IN_16_BIT = "an lm_head or embedding stays in 16 bit: what compares the variants reads it so"
+AS_ANOTHER = "vLLM reads a part of qkv as it reads the others, which leaves it without scale or zero point"
+LIMITS = {
+    "a head in INT4 by its name": IN_16_BIT,
+    "an embedding in INT4": IN_16_BIT,
+    "zero points for a part of qkv": AS_ANOTHER,
+    "random 42": AS_ANOTHER,
+    "sparse by a format": "a sparse checkpoint has other tensors than the test's",
+}
+"""Sections that are refused though vLLM loads them."""
+DEVICE = ("Failed to find a kernel", "WNA16 MoE backend", "FP8 MoE backend", "static_scaled_fp8_quant()")
+"""What vLLM says where this CPU has no kernel for a scheme that it has."""
+
+
+def refusal_of_merge(source: Path, output: Path) -> str | None:
+    try:
+        merge_checkpoints({"only": source}, output)
+    except FlexQuantError as e:
+        assert not output.exists()
+        return str(e)
+    return None
+
+
+def verdicts(folder: Path, section: Section) -> tuple[str | None, str | None]:
+    """Return why a merge refuses a section's checkpoint, and why vLLM does not load what is stored of it."""
+    stored = section.write(folder / "source")
+    refusal = refusal_of_merge(stored, folder / "merged")
+    if refusal is None:
+        stored = folder / "stored"
+        split_checkpoint(folder / "merged", "only", stored)
+    return refusal, refusal_of_stock(stored)
+
+
+def test_a_merge_takes_what_vllm_loads(tmp_path: Path) -> None:
+    outcomes, apart = Counter[str](), {}
+    with one_rank(tmp_path):
+        for name, section in (SECTIONS | RANDOM).items():
+            (folder := tmp_path / "checkpoints").mkdir()
+            refusal, of_vllm = verdicts(folder, section)
+            shutil.rmtree(folder)
+            if of_vllm and any(said in of_vllm for said in DEVICE):
+                outcomes["no kernel"] += 1
+            elif (refusal is None) is (of_vllm is None):
+                outcomes["taken" if refusal is None else "refused"] += 1
+            else:
+                apart[name] = f"merge: {refusal}; vLLM: {of_vllm}"
+    print(outcomes)
+    assert {name: said for name, said in apart.items() if name not in LIMITS} == {}
+    assert apart.keys() == LIMITS.keys()
+    assert outcomes["taken"] >= 40 and outcomes["refused"] >= 70 and outcomes["no kernel"] <= 15, outcomes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ignore": ["lm_head", "re:.*q_proj"]},
+        {"sparsity_config": {"format": "sparse-24-bitmask", "targets": ["Linear"]}},
+        {"kv_cache_scheme": CACHE | {"type": "int"}},
+        {"config_groups": {"group_0": {"targets": ["re:.*mlp"], "weights": {"num_bits": 8}}}},
+        {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}},
+    ],
+)
+def test_the_doctor_says_what_a_merge_says(settings: dict[str, Any], tmp_path: Path) -> None:
+    source = SECTIONS["INT8"].write(tmp_path / "source")
+    assert refusal_of_merge(source, tmp_path / "merged") is None
+    edits.section(**settings)(source)
+    edits.edit_json(
+        "config.json",
+        lambda c: c["quantization_config"]["variants"]["only"]["quantization_config"].update(settings),
+    )(tmp_path / "merged")
+    *_, last = examine(str(tmp_path / "merged"), [])
+    assert (last.level, last.text) == ("problem", refusal_of_merge(source, tmp_path / "again"))
