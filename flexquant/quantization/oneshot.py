@@ -61,11 +61,18 @@ def load_whole(source: SourceModel) -> PreTrainedModel:
 
 
 def _load(source: SourceModel, **options: Any) -> PreTrainedModel:
-    dtype = source.dtype if torch.cuda.is_available() else torch.float32
+    """Return the model; raise FlexQuantError for parameters that transformers would fill at random."""
+    options["dtype"] = source.dtype if torch.cuda.is_available() else torch.float32
     with nothing_fetched():
-        return AutoModelForCausalLM.from_pretrained(
-            source.folder, config=source.config, dtype=dtype, trust_remote_code=False, **options
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source.folder, config=source.config, trust_remote_code=False, output_loading_info=True, **options
         )
+    if missing := sorted(found["missing_keys"]):
+        raise FlexQuantError(
+            f"{source.folder} lacks {len(missing)} of the parameters of a {type(model).__name__}, the first "
+            f"'{missing[0]}'; fetch the model again"
+        )
+    return model
 
 
 def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransform]:

@@ -19,9 +19,10 @@ from flexquant.checkpoint.folder import (
     read_tensors,
 )
 from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.model_class import find_model_class
 from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.provenance import folder_label
-from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, DTYPES, TensorRef, read_chunks
+from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, DTYPES, TensorRef, read_finite
 from flexquant.checkpoint.sidecars import COPIED, GENERATION_CONFIG, find_files
 from flexquant.documents.digest import digest_of, hash_file
 from flexquant.errors import FlexQuantError, explained
@@ -64,8 +65,8 @@ def read_source(folder: Path) -> SourceModel:
     """Read all files of a model folder once, and describe the model.
 
     Raises FlexQuantError for a configuration that transformers does not know, generation settings that it
-    refuses, a weight that is not float16, bfloat16 or float32, or holds NaN or infinity (the message names
-    the tensor), and a model that reads more than text.
+    refuses, a weight that is missing, is not float16, bfloat16 or float32, or holds NaN or infinity (the
+    message names the tensor), and a model that reads more than text.
     """
     from transformers import GenerationConfig
 
@@ -84,6 +85,8 @@ def read_source(folder: Path) -> SourceModel:
             "text models; quantise its language model with llm-compressor itself, and merge the variants "
             "(flexquant/quantization/README.md, 'Vision models')"
         )
+    if (model := find_model_class(written, str(folder))) is not None:
+        model.check({name: ref.shape for name, ref in tensors.items()}, str(folder))
     hashes = {name: hash_file(path) for name, path in files.items()}
     parameters = sum(math.prod(ref.shape) for ref in tensors.values())
     weights = check_weights(tensors)
@@ -127,18 +130,6 @@ def check_weights(tensors: Mapping[str, TensorRef]) -> str:
                 "starts from float16, bfloat16 or float32 weights: use the model's 16-bit release"
             )
         digest.update(f"{name} {ref.dtype} {ref.shape}\n".encode())
-        _hash_finite(ref, digest, is_weight)
+        for chunk in read_finite(ref, 16 * CHUNK_BYTES):
+            digest.update(chunk)
     return digest.hexdigest()
-
-
-def _hash_finite(ref: TensorRef, digest: hashlib._Hash, is_weight: bool) -> None:
-    import torch
-
-    dtype = getattr(torch, DTYPES[ref.dtype][1] or "uint8")
-    for chunk in read_chunks(ref, 16 * CHUNK_BYTES):
-        digest.update(chunk)
-        if is_weight and not torch.isfinite(torch.frombuffer(chunk, dtype=dtype)).all():
-            raise FlexQuantError(
-                f"tensor '{ref.name}' in {ref.file} has NaN or infinite weights; fetch the model again, or "
-                "repair its training"
-            )

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +72,22 @@ def with_infinity(state: StateDict) -> StateDict:
     return state
 
 
+def without(*patterns: str) -> Callable[[StateDict], StateDict]:
+    return lambda state: {n: t for n, t in state.items() if not any(re.search(p, n) for p in patterns)}
+
+
 @pytest.mark.parametrize(
     ("transform", "expected"),
     [
         (to_int8, r"self_attn.q_proj.weight' in .*model.safetensors has dtype int8; .* float16, bfloat16 or"),
         (to_float64, r"self_attn.q_proj.weight' in .* has dtype float64"),
-        (with_nan, r"self_attn.q_proj.weight' in .* has NaN or infinite weights"),
-        (with_infinity, r"self_attn.q_proj.weight' in .* has NaN or infinite weights"),
+        (with_nan, r"self_attn.q_proj.weight' in .* holds NaN or infinite numbers"),
+        (with_infinity, r"self_attn.q_proj.weight' in .* holds NaN or infinite numbers"),
+        (without("down_proj"), r"lacks 1 of the parameters of .*'model\.layers\.0\.mlp\.down_proj\.weight'"),
+        (
+            without(r"model\.norm", "lm_head"),
+            "lacks 2 of the parameters of a LlamaForCausalLM, 'lm_head.weight'",
+        ),
     ],
 )
 def test_weights_that_cannot_be_quantised_are_named(tmp_path: Path, transform: Any, expected: str) -> None:
@@ -84,6 +95,14 @@ def test_weights_that_cannot_be_quantised_are_named(tmp_path: Path, transform: A
     with pytest.raises(FlexQuantError, match=expected):
         quantize(model, tmp_path / "variants")
     assert not (tmp_path / "variants").exists()
+
+
+def test_a_model_under_another_name_is_not_filled_at_random_either(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=without("down_proj"))
+    edits.config(architectures=["OfNobodyForCausalLM"])(model)
+    with pytest.raises(FlexQuantError, match=r"lacks 1 of the parameters of .*down_proj\.weight'"):
+        quantize(model, tmp_path / "variants", recipe(w8a8=RTN))
+    assert not list((tmp_path / "variants").glob("*/*.safetensors"))
 
 
 def test_generation_settings_that_cannot_be_read_are_refused_first(tmp_path: Path) -> None:
