@@ -124,7 +124,7 @@ def check_parameters(source: Source) -> None:
     """
     check_loadable(source.quantization_config, source.tensors, source.owner)
     if (model := _class_of(source)) is not None:
-        model.check(logical_shapes(source.tensors), f"'{source.name}' ({source.folder})")
+        model.check(logical_shapes(source.tensors), f"{source.owner} ({source.folder})")
 
 
 def _class_of(source: Source) -> ModelClass | None:

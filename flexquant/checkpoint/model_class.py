@@ -52,7 +52,7 @@ class ModelClass:
         return any(re.search(pattern, self.name_of(tensor)) for pattern in patterns)
 
     def check(self, shapes: Shapes, place: str) -> None:
-        """Raise FlexQuantError, which begins with ``place``, unless ``shapes`` are those of the class.
+        """Raise FlexQuantError, which names ``place``, unless ``shapes`` are those of the class.
 
         ``shapes`` are those of a checkpoint's parameters, without quantisation, by name. What the class ties
         to another parameter, and what it does not need, may be absent.
@@ -68,13 +68,15 @@ class ModelClass:
         with _quiet():
             found, _ = convert_and_load_state_dict_in_model(self._model, tensors, loading)
         self._model._adjust_missing_and_unexpected_keys(found)
-        for name, stored, expected in sorted(found.mismatched_keys):
-            raise FlexQuantError(
-                f"{place}: '{name}' has shape {list(stored)}, but the model that its config.json describes "
-                f"has {list(expected)} there; fetch or quantise it again"
-            )
+        mismatched = {name: stored for name, stored, _ in found.mismatched_keys}
         ties = self._model.all_tied_weights_keys
-        missing = sorted(name for name in found.missing_keys if ties.get(name, name) in found.missing_keys)
+        for name, expected in self.shapes.items():
+            if name in mismatched:
+                raise FlexQuantError(
+                    f"'{name}' has shape {list(mismatched[name])} in {place}, but the model that its "
+                    f"config.json describes has {list(expected)} there; fetch or quantise it again"
+                )
+        missing = [name for name in self.shapes if {name, ties.get(name, name)} <= found.missing_keys]
         if missing:
             raise FlexQuantError(
                 f"{place} lacks {len(missing)} of the parameters of a {type(self._model).__name__}, "

@@ -128,12 +128,16 @@ def test_a_number_that_is_not_finite_is_refused_wherever_it_is(tmp_path, name, v
 
 def test_a_zero_point_is_a_number_too(tmp_path):
     def asymmetric(state: StateDict) -> StateDict:
-        scale = state["model.layers.0.mlp.up_proj.weight_scale"]
-        zeros = torch.zeros_like(scale)
-        zeros[-1] = torch.nan
-        return state | {"model.layers.0.mlp.up_proj.weight_zero_point": zeros}
+        scales = {name: tensor for name, tensor in state.items() if name.endswith("weight_scale")}
+        zeros = {name.replace("scale", "zero_point"): torch.zeros_like(scales[name]) for name in scales}
+        zeros["model.layers.0.mlp.up_proj.weight_zero_point"][-1] = torch.nan
+        return state | zeros
 
     folder = edit(make_checkpoint(tmp_path / "w4a16", "qwen2", "w4a16"), asymmetric)
+    config = json.loads((folder / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["weights"]["symmetric"] = False
+    (folder / "config.json").write_text(json.dumps(config))
     assert_refused({"w4a16": folder}, tmp_path, "up_proj.weight_zero_point' .* NaN or infinite")
 
 
