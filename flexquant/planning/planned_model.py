@@ -65,7 +65,7 @@ class PlannedModel:
         for name, shape in parameters.items():
             module = name.removesuffix(".weight")
             is_matrix = len(shape) == 2 and name.endswith(".weight")
-            if not decoder_layer(name) or not (is_matrix or name in quantised):
+            if not decoder_layer(name) or not (is_matrix or name in quantised and len(shape) > 1):
                 rest += 2 * prod(shape)
                 continue
             call = fused_name(module)
@@ -144,7 +144,8 @@ def _build(config: JsonObject, source: str) -> tuple[PretrainedConfig, dict[str,
     written = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
         whole = AutoConfig.for_model(**written)
-        count_layers(whole.to_dict())
+        text = whole.get_text_config()
+        count_layers({"num_hidden_layers": getattr(text, "num_hidden_layers", None)})
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(whole)
     except FlexQuantError as e:
@@ -163,4 +164,4 @@ def _build(config: JsonObject, source: str) -> tuple[PretrainedConfig, dict[str,
     }
     experts = {name for name, shape in shapes.items() if ".experts." in name and len(shape) == 3}
     shapes |= {n: (shapes[n][0], *shapes[n][:0:-1]) for n in experts if n.startswith(turned)}
-    return whole, shapes, linears | experts
+    return text, shapes, linears | experts

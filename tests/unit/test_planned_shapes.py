@@ -91,6 +91,15 @@ def test_layers_with_attention_alone_have_a_kv_cache(
     assert four.attention_flops == layers * 2 * head * 4
 
 
+def test_layers_may_have_heads_of_their_own_or_read_the_cache_of_others(tmp_path: Path) -> None:
+    """Gemma 4 has five layers with windows to one without, of larger heads; the last two store nothing."""
+    config = {**SMALL, "model_type": "gemma4_text", "num_hidden_layers": 8, "head_dim": 32}
+    config |= {"global_head_dim": 96, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 320}
+    found = shape(tmp_path, config)
+    assert found.kv_bytes_per_token == (5 * 32 + 96) * 2 * 2 * 2
+    assert found.attention_flops == (5 * 32 + 96 + 32 + 96) * 8 * 4
+
+
 def test_a_merged_hybrid_has_the_cache_of_its_attention(tmp_path: Path) -> None:
     made = make_variants(tmp_path, "qwen3_next")
     merge_checkpoints({name: made / name for name in ("w8a8", "w4a16")}, tmp_path / "merged")
