@@ -77,18 +77,19 @@ class PlannedModel:
             linears[call] = linear
             if name not in quantised:
                 kept.add(call)
-        if not linears:
+        if not linears.keys() - kept:
             raise FlexQuantError(
                 f"{model} has no linears in decoder layers, which the cost model is about; give a causal "
                 "language model"
             )
-        head = parameters.get("lm_head.weight") or next(iter(parameters.values()))
+        matrices = (shape for shape in parameters.values() if len(shape) == 2)
+        head = parameters.get("lm_head.weight") or next(matrices)
         return cls(
             model,
             config,
             linears,
             frozenset(kept),
-            plain_linear(*head[:2]),
+            plain_linear(*head),
             rest,
             reads_more_than_text(whole),
         )

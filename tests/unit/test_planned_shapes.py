@@ -118,6 +118,24 @@ def test_a_model_without_attention_is_refused(config: dict[str, Any], tmp_path: 
         model.shape(("w4a16",), 1, {})
 
 
+def test_a_model_without_linears_that_a_recipe_quantises_is_refused(tmp_path: Path) -> None:
+    """GPT-2 holds its weights turned, in a class of its own, and names its sizes otherwise."""
+    with pytest.raises(FlexQuantError, match="has no linears in decoder layers"):
+        planned(tmp_path, {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 320})
+
+
+def test_sizes_have_the_names_that_the_class_gives_them(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gptj",
+        "n_layer": 2,
+        "n_embd": 64,
+        "n_head": 4,
+        "rotary_dim": 8,
+        "vocab_size": 320,
+    }
+    assert shape(tmp_path, config).kv_bytes_per_token == 2 * 2 * 64 * 2
+
+
 MIXTURES: dict[str, tuple[dict[str, Any], int]] = {
     "by its own name": ({"model_type": "qwen3_moe", "num_experts_per_tok": 3, "num_experts": 8}, 3),
     "the class's default": ({"model_type": "mixtral"}, 2),
