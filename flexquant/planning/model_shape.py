@@ -15,17 +15,22 @@ from flexquant.checkpoint.contents import report_checkpoint
 from flexquant.checkpoint.known_models import known_config
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import count_layers, text_config
+from flexquant.checkpoint.module_names import layer_number
 from flexquant.errors import FlexQuantError
+from flexquant.planning.config_numbers import (
+    active_experts,
+    has_sliding_window,
+    heads_by_layer,
+    integer,
+    layers_with_cache,
+    layers_without_own,
+)
 from flexquant.planning.device import MARLIN
 from flexquant.planning.linears import INT4, QKV, Linear, LinearReader
 from flexquant.policy.rules import Derivation
 
 KV_BYTES = 2
 """Bytes of one number in the KV cache: 16 bits, vLLM's default."""
-WITHOUT_CACHE = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "mlp", "moe")
-"""Kinds of layers, as configs of transformers name them, that keep no KV cache."""
-ACTIVE_EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
-"""Names of the number of experts that a token goes through; most config classes map theirs to the first."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def read_model_shape(
     }
     known = known_config(checkpoint.config, str(folder))
     config = SimpleNamespace(**text_config(checkpoint.config)) if known is None else known.get_text_config()
-    hidden, vocabulary = (_integer(config, key, folder) for key in ("hidden_size", "vocab_size"))
+    hidden, vocabulary = (integer(config, key, folder) for key in ("hidden_size", "vocab_size"))
     report = report_checkpoint(checkpoint.merged, count_layers(checkpoint.config), checkpoint.tensors)
     linears = {name: reader.decoder_linears() for name, reader in readers.items()}
     head = next(iter(readers.values())).head(vocabulary, hidden)
@@ -105,42 +110,38 @@ def device_share(
     ``config`` has transformers' attributes of a text model. ``linears`` are by variant and name, as vLLM
     fuses them. Bytes are divided evenly. ``derived`` are variants that a policy derives from these.
     ``source`` names the model in messages. Sliding windows are counted as full attention, and states of
-    layers without attention as nothing.
+    layers without attention as nothing. A KV cache that several layers share is counted once.
 
     Raises FlexQuantError for a model without attention or with latent attention, for heads and linears that
     ``tensor_parallel_size`` devices cannot share, for experts if the config does not say how many a token
     goes through, and for a derivation without INT4 weights.
     """
-    num_layers = _integer(config, "num_hidden_layers", source)
-    with_attention = _attention_layers(config, num_layers)
-    if not with_attention or getattr(config, "kv_lora_rank", None):
+    num_layers = integer(config, "num_hidden_layers", source)
+    with_cache = layers_with_cache(config, num_layers)
+    if not with_cache or getattr(config, "kv_lora_rank", None):
         raise FlexQuantError(
-            f"{source} has {'multi-head latent' if with_attention else 'no'} attention, and passes of such a "
+            f"{source} has {'multi-head latent' if with_cache else 'no'} attention, and passes of such a "
             "model cannot be predicted; measure them with 'flexquant tune'"
         )
-    hidden, heads = (_integer(config, key, source) for key in ("hidden_size", "num_attention_heads"))
-    kv_heads = _integer(config, "num_key_value_heads", source, heads)
-    head_dim = _integer(config, "head_dim", source, hidden // heads)
-    few, many = sorted((kv_heads, tensor_parallel_size))
-    if heads % tensor_parallel_size or many % few:
-        raise FlexQuantError(
-            f"{source} has {heads} attention heads and {kv_heads} KV heads, which {tensor_parallel_size} "
-            "devices cannot share evenly; give a --tensor-parallel-size that divides them"
-        )
-    copies = max(1, tensor_parallel_size // kv_heads)
-    repeated = (copies - 1) * 2 * kv_heads * head_dim
+    heads = heads_by_layer(config, num_layers, source)
+    for one in heads:
+        one.check_shared(tensor_parallel_size, source)
 
     def part(name: str, linear: Linear) -> Linear:
         if linear.experts > 1:
-            linear = replace(linear, active_experts=min(_active_experts(config, source), linear.experts))
+            linear = replace(linear, active_experts=min(active_experts(config, source), linear.experts))
         if name.endswith(tuple(QKV)):
-            linear = linear.with_outputs(linear.outputs + repeated)
+            own = heads[(layer_number(name) or 0) % num_layers]
+            linear = linear.with_outputs(linear.outputs + own.repeated(tensor_parallel_size))
         return linear.share(name, tensor_parallel_size)
 
+    stored = with_cache[: len(with_cache) - layers_without_own(config)]
+    numbers = sum(2 * heads[n].kv * heads[n].size + heads[n].repeated(tensor_parallel_size) for n in stored)
+    queries = sum(heads[n].queries * heads[n].size for n in with_cache)
     model = ModelShape(
         num_layers,
-        with_attention * 2 * kv_heads * copies * head_dim * KV_BYTES / tensor_parallel_size,
-        with_attention * 4 * heads * head_dim / tensor_parallel_size,
+        numbers * KV_BYTES / tensor_parallel_size,
+        queries * 4 / tensor_parallel_size,
         {
             variant: Counter(part(name, linear) for name, linear in by_name.items())
             for variant, by_name in linears.items()
@@ -149,7 +150,7 @@ def device_share(
         {name: nbytes / tensor_parallel_size for name, nbytes in own_bytes.items()},
         shared_bytes / tensor_parallel_size,
         tensor_parallel_size,
-        _has_sliding_window(config),
+        has_sliding_window(config),
     )
     for name, derivation in derived.items():
         model = _with_derived(model, name, derivation, source)
@@ -179,50 +180,3 @@ def _with_derived(model: ModelShape, name: str, derivation: Derivation, source: 
     own, sources = {**model.own_bytes, **own}, {**model.sources, **sources}
     of_variants = {**model.linears, derivation.source: stored, name: linears}
     return replace(model, linears=of_variants, own_bytes=own, sources=sources)
-
-
-def _attention_layers(config: object, num_layers: int) -> int:
-    """Return the number of layers that keep a KV cache."""
-    kinds = _kinds(config)
-    return sum(kind not in WITHOUT_CACHE for kind in kinds) if kinds else num_layers
-
-
-def _has_sliding_window(config: object) -> bool:
-    """Return as transformers does: by ``layer_types``, else by ``sliding_window`` unless it is off."""
-    if kinds := _kinds(config):
-        return "sliding_attention" in kinds
-    return (
-        bool(getattr(config, "sliding_window", 0)) and getattr(config, "use_sliding_window", 1) is not False
-    )
-
-
-def _kinds(config: object) -> list[object]:
-    """Return the kind of each layer; empty for a model whose layers are all alike."""
-    stated = (getattr(config, key, None) for key in ("layers_block_type", "layer_types"))
-    return next((kinds for kinds in stated if isinstance(kinds, list)), [])
-
-
-def _active_experts(config: object, source: str | Path) -> int:
-    """Return the experts that each token goes through; some models state them by layer, all alike."""
-    found = (getattr(config, key, None) for key in ACTIVE_EXPERTS)
-    stated = next((number for number in found if number is not None), None)
-    each = stated if isinstance(stated, list) else [stated]
-    if not each or any(type(number) is not int or number < 1 or number != each[0] for number in each):
-        raise FlexQuantError(
-            f"{source} has experts, and {' or '.join(ACTIVE_EXPERTS)} {stated!r} does not say how many of "
-            "them every token goes through, so passes cannot be predicted; measure them with 'flexquant tune'"
-        )
-    number: int = each[0]
-    return number
-
-
-def _integer(config: object, key: str, source: str | Path, default: int | None = None) -> int:
-    """Return a number of a config; ``default`` for None, if it is given."""
-    value = getattr(config, key, None)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise FlexQuantError(
-            f"{Path(source) / 'config.json'} has {key} {value!r}, expected a whole number from 1; correct "
-            "it, or fetch it again"
-        )
-    return value

@@ -66,7 +66,7 @@ class PlannedModel:
         for name, shape in parameters.items():
             module = name.removesuffix(".weight")
             is_matrix = len(shape) == 2 and name.endswith(".weight")
-            if not decoder_layer(name) or not (is_matrix or name in quantised):
+            if not decoder_layer(name) or not (is_matrix or name in quantised and len(shape) > 1):
                 rest += 2 * prod(shape)
                 continue
             call = fused_name(module)
@@ -78,18 +78,19 @@ class PlannedModel:
             linears[call] = linear
             if name not in quantised:
                 kept.add(call)
-        if not linears:
+        if not linears.keys() - kept:
             raise FlexQuantError(
                 f"{model} has no linears in decoder layers, which the cost model is about; give a causal "
                 "language model"
             )
-        head = parameters.get("lm_head.weight") or next(iter(parameters.values()))
+        matrices = (shape for shape in parameters.values() if len(shape) == 2)
+        head = parameters.get("lm_head.weight") or next(matrices)
         return cls(
             model,
             config,
             linears,
             frozenset(kept),
-            plain_linear(*head[:2]),
+            plain_linear(*head),
             rest,
             reads_more_than_text(whole),
         )
@@ -144,7 +145,8 @@ def _build(config: JsonObject, source: str) -> tuple[PretrainedConfig, dict[str,
 
     try:
         whole = build_config(config)
-        count_layers(whole.to_dict())
+        text = whole.get_text_config()
+        count_layers({"num_hidden_layers": getattr(text, "num_hidden_layers", None)})
         with torch.device("meta"):
             model = build_model(AutoModelForCausalLM, whole)
     except FlexQuantError as e:
@@ -163,4 +165,4 @@ def _build(config: JsonObject, source: str) -> tuple[PretrainedConfig, dict[str,
     }
     experts = {name for name, shape in shapes.items() if ".experts." in name and len(shape) == 3}
     shapes |= {n: (shapes[n][0], *shapes[n][:0:-1]) for n in experts if n.startswith(turned)}
-    return whole, shapes, linears | experts
+    return text, shapes, linears | experts

@@ -120,6 +120,17 @@ def test_settings_in_a_file_of_their_own_are_served(published: dict[str, Path], 
     assert distance(served.answers[0], stock.answers[0]) < 0.01
 
 
+def test_settings_that_are_left_out_have_defaults(tmp_path: Path) -> None:
+    """vLLM by itself has none: groups are of 128, symmetric, and their inputs are in order."""
+    int4 = make_checkpoint(tmp_path / "int4", "qwen2", "w4a16", group_size=128)
+    bare = write_foreign(int4, tmp_path / "bare", "gptq")
+    config = json.loads((bare / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": "4"}
+    (bare / "config.json").write_text(json.dumps(config))
+    served, whole = (generate(folder, ["w4a16"], PROMPTS, sampling=SAMPLING)[0] for folder in (bare, int4))
+    assert distance(served.answers[0], whole.answers[0]) < 0.01
+
+
 def test_in_int8_it_answers_as_a_checkpoint_of_the_same_int8_weights(int4: Path, tmp_path: Path) -> None:
     (served,) = generate(int4, [IN_INT8], PROMPTS, sampling=SAMPLING)
     (expected,) = generate(in_int8(int4, tmp_path / "w8a8"), None, PROMPTS, sampling=SAMPLING)

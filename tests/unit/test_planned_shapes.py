@@ -91,6 +91,15 @@ def test_layers_with_attention_alone_have_a_kv_cache(
     assert four.attention_flops == layers * 2 * head * 4
 
 
+def test_layers_may_have_heads_of_their_own_or_read_the_cache_of_others(tmp_path: Path) -> None:
+    """Gemma 4 has five layers with windows to one without, of larger heads; the last two store nothing."""
+    config = {**SMALL, "model_type": "gemma4_text", "num_hidden_layers": 8, "head_dim": 32}
+    config |= {"global_head_dim": 96, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 320}
+    found = shape(tmp_path, config)
+    assert found.kv_bytes_per_token == (5 * 32 + 96) * 2 * 2 * 2
+    assert found.attention_flops == (5 * 32 + 96 + 32 + 96) * 8 * 4
+
+
 def test_a_merged_hybrid_has_the_cache_of_its_attention(tmp_path: Path) -> None:
     made = make_variants(tmp_path, "qwen3_next")
     merge_checkpoints({name: made / name for name in ("w8a8", "w4a16")}, tmp_path / "merged")
@@ -107,6 +116,24 @@ def test_a_model_without_attention_is_refused(config: dict[str, Any], tmp_path: 
     model = planned(tmp_path, {**config, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320})
     with pytest.raises(FlexQuantError, match="has no attention, and passes of such a model cannot be"):
         model.shape(("w4a16",), 1, {})
+
+
+def test_a_model_without_linears_that_a_recipe_quantises_is_refused(tmp_path: Path) -> None:
+    """GPT-2 holds its weights turned, in a class of its own, and names its sizes otherwise."""
+    with pytest.raises(FlexQuantError, match="has no linears in decoder layers"):
+        planned(tmp_path, {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 320})
+
+
+def test_sizes_have_the_names_that_the_class_gives_them(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gptj",
+        "n_layer": 2,
+        "n_embd": 64,
+        "n_head": 4,
+        "rotary_dim": 8,
+        "vocab_size": 320,
+    }
+    assert shape(tmp_path, config).kv_bytes_per_token == 2 * 2 * 64 * 2
 
 
 MIXTURES: dict[str, tuple[dict[str, Any], int]] = {

@@ -50,9 +50,9 @@ PREDICTING = (
     Fault(
         "part-of-a-kv-head",
         "More devices than there are KV heads each hold a part of one.",
-        "flexquant/planning/model_shape.py",
-        "copies = max(1, tensor_parallel_size // kv_heads)",
-        "copies = 1",
+        "flexquant/planning/config_numbers.py",
+        "(max(1, devices // self.kv) - 1)",
+        "0",
         ("tests/unit/test_model_shape.py::test_a_device_holds_one_kv_head_at_least",),
     ),
     Fault(
