@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Run commands on checkpoints whose files name what the libraries would load, fetch or run.
 
-``python -m tests.what_configs_name FOLDER COMMAND ...`` prints a JSON object: command -> key -> status, what the
-command said, and what was loaded or asked for. FOLDER/COMMAND/a and b are the checkpoints that the command takes.
-The process has a package ``kernels``, which writes down whether it is asked, and no network.
+``python -m tests.what_configs_name FOLDER COMMAND ...`` prints a JSON object: command -> key -> status, what
+the command printed or its last error, and what was loaded or asked for. FOLDER/COMMAND/a and b
+are what it takes. The process has a package ``kernels``, which writes down whether it is asked, and no network.
 """
 
 from __future__ import annotations
@@ -153,10 +153,13 @@ def _main(folder: Path, touched: Path, commands: Sequence[str]) -> None:
         made = [Path(shutil.copytree(folder / command / name, tried / name)) for name in ("a", "b")]
         for change, one in itertools.product(changes, made):
             change(one)
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+            contextlib.redirect_stderr(io.StringIO()) as errors,
+        ):
             status = main([part.format(*made, tried / "out") for part in COMMANDS[command]])
-        result[command][key] = [status, said.getvalue(), touched.read_text()]
+        said = errors.getvalue().splitlines()[-1] if status else printed.getvalue()
+        result[command][key] = [status, said, touched.read_text()]
         shutil.rmtree(tried)
     print(json.dumps(result))
 

@@ -19,8 +19,7 @@ def test_what_is_named_is_not_touched(tmp_path: Path) -> None:
     made = make_checkpoint(tmp_path / "made", scheme=None, num_layers=1)
     for name in "ab":
         shutil.copytree(made, tmp_path / "quantize" / name)
-    for key, (status, said, touched) in run_all(tmp_path, KERNELS_MIN_VERSION, ["quantize"])[
-        "quantize"
-    ].items():
+    found = run_all(tmp_path, KERNELS_MIN_VERSION, ["quantize"])["quantize"]
+    for key, (status, said, touched) in found.items():
         assert not touched, key
-        assert status == 0 or key in MAY_REFUSE and "flexquant quantize: error: " in said, (key, said)
+        assert status == 0 or (key in MAY_REFUSE and "flexquant quantize: error: " in said), (key, said)
