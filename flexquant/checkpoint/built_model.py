@@ -39,9 +39,14 @@ def build_config(config: JsonObject) -> PretrainedConfig:
 
     if (kind := config.get("model_type")) not in CONFIG_MAPPING:
         raise ValueError(f"transformers has no model_type {kind!r}")
-    with nothing_fetched():
-        built: PretrainedConfig = AutoConfig.for_model(**_inert(config))
-        return built
+    try:
+        with nothing_fetched():
+            built: PretrainedConfig = AutoConfig.for_model(**_inert(config))
+            return built
+    except OSError as e:
+        raise ValueError(
+            f"a model of type {kind!r} is made from another repository, which is not fetched"
+        ) from e
 
 
 def written_or_default(config: JsonObject, key: str) -> object:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.built_model import build_model
 from flexquant.checkpoint.module_names import EXPERTS, LAYER, fused_name
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, explained
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -70,11 +70,9 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    try:
-        with torch.device("meta"):
-            return build_model(AutoModelForCausalLM, config)
-    except ValueError as e:
-        raise FlexQuantError(f"'{config.model_type}' is not a language model that transformers knows") from e
+    problem = f"'{config.model_type}' is not a language model that transformers can build"
+    with explained(problem, "give a causal language model", (Exception,)), torch.device("meta"):
+        return build_model(AutoModelForCausalLM, config)
 
 
 def decoder_layers(names: Sequence[str]) -> list[str]:
