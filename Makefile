@@ -54,7 +54,7 @@ JOBS ?= $(if $(HAS_CUDA),0,2)
 TESTS := -m "not full"
 TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py data_parallel.py ray.py two_machines.py)
 # The models whose images transformers reads with torchvision.
-VISION := $(addsuffix /test_vision.py,tests/integration tests/gpu) -k "gemma3 or mistral3 or qwen"
+VISION := $(addprefix tests/,integration/test_vision.py integration/test_config_pairs.py gpu/test_vision.py) -k "gemma3 or mistral3 or qwen"
 FULL_PROGRAMS := $(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/linters/bin:$(CURDIR)/.venv/schemathesis/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/chromium/usr/bin:$(CURDIR)/.venv/chromium/usr/lib/chromium

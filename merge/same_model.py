@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,7 +112,7 @@ def model_differences(a: JsonObject, b: JsonObject) -> list[Difference]:
     x, y = known_config(a, "config.json"), known_config(b, "config.json")
     if x is None or y is None:
         return _differences(a, b)
-    read = _keys_read(a["architectures"][0])
+    read = keys_read(a)
     found = _differences(_resolved(x, read), _resolved(y, read))
     return [difference for difference in found if difference[0] != TIED or _stated_tie(a) != _stated_tie(b)]
 
@@ -162,14 +161,17 @@ def _stated_tie(config: JsonObject) -> object:
     return config.get(TIED, text_config(config).get(TIED))
 
 
-@cache
-def _keys_read(architecture: str) -> Keys | None:
-    """Return what vLLM's class reads; None for a class that is not served."""
+def keys_read(config: JsonObject) -> Keys | None:
+    """Return what vLLM's class and that of its language model read; None for a class that is not served."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    of_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text_config(config).get("model_type"))
     table = json.loads(READ_KEYS.read_text(encoding="utf-8"))
-    if architecture not in table["architectures"]:
+    files = table["architectures"].get(config["architectures"][0])
+    if files is None:
         return None
-    of_files = [table["files"][name] for name in table["architectures"][architecture]]
     keys: Keys = {}
+    of_files = [table["files"][name] for name in (*files, *table["architectures"].get(of_text, ()))]
     for part in (table["of all"], *of_files):
         for key, defaults in part.items():
             keys.setdefault(key, set()).update(defaults)
@@ -177,7 +179,7 @@ def _keys_read(architecture: str) -> Keys | None:
 
 
 def _resolved(config: PretrainedConfig, read: Keys | None) -> JsonObject:
-    """Return what counts of a config, under the names of its class; ``read``: see :func:`_keys_read`."""
+    """Return what counts of a config, under the names of its class; ``read``: see :func:`keys_read`."""
     from transformers import PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -24,6 +24,7 @@ from flexquant.merge.same_model import READ_KEYS
 
 VLLM = Path(vllm.__path__[0])
 MODELS = VLLM / "model_executor/models"
+STATES = VLLM / "model_executor/layers/mamba"
 OUTCOMES = Path(__file__).parent / "architectures/results.json"
 A_CONFIG = re.compile(r"(^|_)(config|cfg)$")
 """Matches the name of a config in a model's file, but for VLLMS."""
@@ -37,7 +38,7 @@ Keys = dict[str, list[object]]
 
 
 def keys_read(path: Path, name: re.Pattern[str] = A_CONFIG) -> Keys:
-    """Return the keys that a file reads of configs by such a name, and all that it could read by a variable."""
+    """Return the keys that a file reads of configs by such a name, and those it could read by a variable."""
     found: Keys = {}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and _is_config(node.value, name):
@@ -83,23 +84,35 @@ def merged(read: Iterable[Keys]) -> Keys:
 
 
 def files_of(architecture: str) -> list[Path]:
-    """Return the files with a model's code: its module, what that imports of other models, and their models."""
+    """Return the files of a model's code: its module, and the other models' that it imports or names."""
     module = ModelRegistry.models[architecture].module_name.rpartition(".")[2]
     if module == "transformers":
         return [*(MODELS / module).glob("*.py"), Path(inspect.getfile(getattr(transformers, architecture)))]
     found: list[Path] = []
     waiting = [MODELS / f"{module}.py"]
     while waiting:
-        if not (path := waiting.pop()).is_file() or path in found or path.stem in OF_ALL:
+        path = waiting.pop()
+        if path in found or path.parent == MODELS and path.stem in OF_ALL:
             continue
         found.append(path)
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.level or "models." in (node.module or "")):
-                names = [(node.module or "").rpartition(".")[2], *(alias.name for alias in node.names)]
-                waiting += [MODELS / f"{name}.py" for name in names]
+            if isinstance(node, ast.ImportFrom):
+                waiting += _imported(path, node)
             elif isinstance(node, ast.Constant) and node.value in ModelRegistry.models:
-                waiting += [MODELS / f"{ModelRegistry.models[node.value].module_name.rpartition('.')[2]}.py"]
+                waiting += files_of(str(node.value))
     return sorted(found)
+
+
+def _imported(path: Path, node: ast.ImportFrom) -> list[Path]:
+    """Return the files of models, and of layers that read configs, that a statement in a file imports."""
+    start = path.parents[node.level - 1] if node.level else VLLM.parent
+    module = start.joinpath(*(node.module or "").split("."))
+    files = [
+        module.with_suffix(".py"),
+        module / "__init__.py",
+        *(module / f"{a.name}.py" for a in node.names),
+    ]
+    return [file for file in files if file.is_file() and {MODELS, STATES} & set(file.parents)]
 
 
 def served() -> list[str]:
@@ -109,7 +122,7 @@ def served() -> list[str]:
 
 
 def table() -> dict[str, dict[str, object]]:
-    """Return what the installed vLLM reads: of every model, in each file, and which files an architecture has."""
+    """Return what the installed vLLM reads of every model and in each file, and the architectures' files."""
     elsewhere = [path for path in VLLM.rglob("*.py") if MODELS not in path.parents]
     parsing = [
         VLLM / "transformers_utils" / f"{name}.py" for name in ("config", "model_arch_config_convertor")
@@ -118,10 +131,15 @@ def table() -> dict[str, dict[str, object]]:
         keys_read(path, HF_CONFIG) for path in [*elsewhere, *(MODELS / f"{name}.py" for name in OF_ALL)]
     ]
     files = {architecture: files_of(architecture) for architecture in served()}
+    read = {path: keys for path in {*sum(files.values(), [])} if (keys := keys_read(path))}
+    names = {path: "/".join(path.with_suffix("").parts[-2:]) for path in sorted(read)}
     return {
         "of all": merged([*of_all, *map(keys_read, parsing)]),
-        "files": {path.stem: keys_read(path) for path in sorted({*sum(files.values(), [])})},
-        "architectures": {name: [path.stem for path in paths] for name, paths in files.items()},
+        "files": {name: read[path] for path, name in names.items()},
+        "architectures": {
+            architecture: [names[path] for path in paths if path in names]
+            for architecture, paths in files.items()
+        },
     }
 
 

@@ -19,6 +19,7 @@ from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoi
 from flexquant.merge.merge_plan import plan_merge
 from flexquant.merge.same_model import IGNORED
 from tests.checkpoints import make_checkpoint
+from tests.config_pairs import Config, as_transformers_4_wrote_it
 
 LLAMA3 = {
     "factor": 8.0,
@@ -27,24 +28,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 512,
     "rope_type": "llama3",
 }
-Config = dict[str, Any]
-
-
-def as_transformers_4_wrote_it(config: Config) -> Config:
-    """Spread RoPE over the config, call the dtype torch_dtype, and leave out what it left out."""
-    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
-    old |= {"torch_dtype": config["dtype"], "transformers_version": "4.57.1"}
-    rope = config["rope_parameters"]
-    if "sliding_attention" in rope:  # Gemma 3 as first published
-        old |= {"rope_theta": rope["full_attention"]["rope_theta"], "rope_scaling": None}
-        old |= {"rope_local_base_freq": rope["sliding_attention"]["rope_theta"]}
-        old |= {"sliding_window_pattern": old.pop("_sliding_window_pattern")}
-        for key in ("layer_types", "tie_word_embeddings", "use_bidirectional_attention"):
-            del old[key]
-        return old
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    plain = scaling == {"rope_type": "default"}
-    return {**old, "rope_theta": rope["rope_theta"], "rope_scaling": None if plain else scaling}
 
 
 def save_as_transformers_4(folder: Path) -> None:
