@@ -21,7 +21,7 @@ from flexquant.checkpoint.folder import (
     read_tensors,
 )
 from flexquant.checkpoint.hub import find_model
-from flexquant.checkpoint.loadable import COMPRESSED_TENSORS
+from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.checkpoint.source import Source
@@ -97,7 +97,7 @@ def without_relics(
 
     A dense ``sparsity_config`` says nothing, and is dropped. The KV cache's scales get their names of today.
     """
-    if (section.get("sparsity_config") or {}).get("format", "dense") == "dense":
+    if not is_sparse(section):
         section = {key: value for key, value in section.items() if key != "sparsity_config"}
     if not section.get("kv_cache_scheme"):
         return section, dict(tensors)

@@ -17,10 +17,10 @@ from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.checkpoint.schemes import (
     CLASSES,
     FLOAT_DTYPES,
+    IN_ANOTHER_ORDER,
     PACKED_SUFFIX,
     QUANTISATION_PARAMETER,
     LinearSchemes,
-    is_of_attention,
     is_readable,
     shape_problem,
     unlike,
@@ -38,6 +38,7 @@ WITH_ACTIVATIONS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp
 ALWAYS_QUANTISED = {*FUSED, "o_proj", "down_proj", "w1", "w2", "w3"}
 """Last parts of the names of linears that vLLM builds in the scheme that the settings give them."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
+FP8_CACHE = {"type": "float", "num_bits": 8, "symmetric": True}
 CACHE_SCALE = re.compile(r"[qkv]_(scale|zero_point)")
 """Matches the names of an attention layer's scales, which vLLM finds beside K and V too."""
 
@@ -51,13 +52,13 @@ def check_loadable(section: JsonObject, tensors: Mapping[str, TensorRef], owner:
     if section.get("quant_method") != COMPRESSED_TENSORS:
         return
     schemes = LinearSchemes(section, owner, tensors)
-    _check_section(section, owner)
+    _check_section(section, schemes, owner)
     parameters: dict[str, dict[str, TensorRef]] = {}
     for name, ref in tensors.items():
         module, _, parameter = name.rpartition(".")
         parameters.setdefault(module, {})[parameter] = ref
-    if schemes.by_itself("lm_head") and "lm_head" not in parameters:
-        raise FlexQuantError(f"{owner} quantises lm_head, which is tied to the embedding; add it to 'ignore'")
+    if schemes.by_itself("lm_head") and not any(module.endswith("lm_head") for module in parameters):
+        raise FlexQuantError(f"{owner} quantises lm_head, which no file holds; add it to 'ignore'")
     for _, modules in sorted(schemes.layers.items()):
         alike: dict[str, JsonObject | None] = {}
         for module in modules:
@@ -68,6 +69,13 @@ def check_loadable(section: JsonObject, tensors: Mapping[str, TensorRef], owner:
                 raise unlike(owner, modules[0], module)
             if problem := linear.problem(scheme, schemes):
                 raise FlexQuantError(f"layer '{module}' of {owner} {problem}")
+
+
+def is_sparse(section: JsonObject) -> bool:
+    """Whether a ``quantization_config`` says that zeros among the weights are left out."""
+    sparsity = section.get("sparsity_config")
+    is_dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
+    return bool(sparsity) and not is_dense
 
 
 def _compared(
@@ -83,22 +91,16 @@ def _compared(
     return found
 
 
-def _check_section(section: JsonObject, owner: str) -> None:
+def _check_section(section: JsonObject, schemes: LinearSchemes, owner: str) -> None:
     """Raise FlexQuantError for settings at which vLLM stops, whether a module has them or not."""
-    sparsity = section.get("sparsity_config") or {}
-    if sparsity.get("targets") or sparsity.get("format", "dense") != "dense":
+    if is_sparse(section) or (section.get("sparsity_config") or {}).get("targets"):
         raise FlexQuantError(
-            f"{owner} has sparsity_config with format {sparsity.get('format')!r} in its quantization_config, "
-            "and vLLM no longer loads sparse weights; take a checkpoint that is not sparse (a merge drops "
-            "the format 'dense', which means nothing)"
+            f"{owner} has sparsity_config {section['sparsity_config']!r}, and vLLM loads no sparse weights; "
+            "take a checkpoint without it (a merge drops the format 'dense')"
         )
-    for name, group in section.get("config_groups", {}).items():
-        problem = "" if is_of_attention(group["targets"]) else _group_problem(group, section)
-        if problem:
-            raise FlexQuantError(
-                f"{owner} has config group '{name}' {problem}, which vLLM does not load; quantise the model "
-                "again"
-            )
+    for name, group in schemes.groups.items():
+        if problem := _group_problem(group, schemes.format_of(group)):
+            raise FlexQuantError(f"config group '{name}' of {owner} {problem}; quantise the model again")
     cache = section.get("kv_cache_scheme")
     if cache is not None:
         read = {key: cache.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
@@ -109,15 +111,14 @@ def _check_section(section: JsonObject, owner: str) -> None:
             )
 
 
-FP8_CACHE = {"type": "float", "num_bits": 8, "symmetric": True}
-
-
-def _group_problem(group: JsonObject, section: JsonObject) -> str:
-    weights, form = group.get("weights"), group.get("format") or section.get("format")
-    if not weights:
-        return "without weights"
-    if form in WITH_ACTIVATIONS and not group.get("input_activations"):
-        return "" if weights.get("type") == "float" else f"of INT weights alone in the format {form!r}"
+def _group_problem(group: QuantizationScheme, form: str) -> str:
+    """Return at what vLLM stops when it reads a group, even if no linear is in it; empty for nothing."""
+    if group.weights is None:
+        return "says nothing of weights, which vLLM does not load"
+    if group.weights.actorder in ("group", "dynamic"):
+        return f"has {IN_ANOTHER_ORDER}"
+    if group.weights.type == "int" and group.input_activations is None and form in WITH_ACTIVATIONS:
+        return f"quantises INT weights alone in the format {form!r}, in which vLLM looks for activations too"
     return ""
 
 

@@ -66,7 +66,7 @@ class StoredVariant:
     prefix: StrictStr
     """Prefix of the variant's tensor keys, dot included."""
     quantization_config: JsonObject
-    """The source checkpoint's ``quantization_config``, verbatim (compressed-tensors)."""
+    """The source checkpoint's ``quantization_config`` (compressed-tensors)."""
     own_head: StrictBool | None = None
     """Whether its lm_head differs from its embedding; None: not recorded, by an older release."""
     negative_scales: StrictBool | None = None

@@ -38,8 +38,12 @@ INTEGER_BITS = (2, 4, 8)  # releases of compressed-tensors differ in how they pa
 FLOAT_BITS = (8,)
 FLOAT_DTYPES = {"BF16": 7, "F16": 10, "F32": 23}  # stored bits of mantissa
 TensorShape = tuple[int, ...]
-LINEAR, HEAD = "Linear", "ParallelLMHead"
-CLASSES = {"lm_head": HEAD} | dict.fromkeys(EMBEDDINGS, "VocabParallelEmbedding")
+IN_ANOTHER_ORDER = (
+    "its inputs in another order (actorder 'group', weight_g_idx), which vLLM does not undo (actorder "
+    "'static' keeps their order)"
+)
+LINEAR = "Linear"
+CLASSES = {"lm_head": "ParallelLMHead"} | dict.fromkeys(EMBEDDINGS, "VocabParallelEmbedding")
 """Last part of a module's name -> vLLM's class, where it is not one of its linear layers."""
 ORDER = {part: number for number, part in enumerate(FUSED)}
 
@@ -108,12 +112,13 @@ class LinearSchemes:
         """
         self._owner = owner
         self._config = _parse(section, owner)
-        self._schemes = {
-            target: group
-            for group in self._config.config_groups.values()
+        self.groups = {
+            name: group
+            for name, group in self._config.config_groups.items()
             if not isinstance(group, list) and not is_of_attention(group.targets)
-            for target in group.targets
         }
+        """The settings of linears by the name of their group."""
+        self._schemes = {target: group for group in self.groups.values() for target in group.targets}
         self._targets, self._ignored = Patterns(self._schemes), Patterns(self._config.ignore or ())
         self._parts: dict[str, list[str]] = {}
         for module in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
@@ -235,11 +240,8 @@ def shape_problem(
     ``weight`` the stored weight. ``part`` returns another parameter of the Linear by the last part of its
     name, e.g. ``weight_scale``.
     """
-    if args.actorder in ("group", "dynamic") or part("weight_g_idx") is not None:
-        return (
-            "was quantised with its inputs in another order (actorder 'group', weight_g_idx), which vLLM "
-            "does not undo (actorder 'static' keeps their order)"
-        )
+    if part("weight_g_idx") is not None:
+        return f"has {IN_ANOTHER_ORDER}"
     rows, columns = shape
     packed = weight.name.endswith(PACKED_SUFFIX)
     dtype = "I32" if packed else "I8" if args.type == "int" else "F8_E4M3"

@@ -123,7 +123,6 @@ SECTIONS = {
     "a tied head that nothing leaves out": Section([FOUR], [], model=TIED),
     "a tied head, its name a target": Section([(["Linear", "re:.*lm_head"], "w4a16")], [], model=TIED),
     "an embedding in INT4": Section([(["Linear", "re:.*embed_tokens"], "w4a16")], model=UNTIED),
-    "no head at all": Section([EIGHT], model=UNTIED, without="lm_head"),
     "sparse by a format": Section([EIGHT], keys={"sparsity_config": {"format": "sparse-24-bitmask"}}),
     "sparse with targets": Section(
         [EIGHT], keys={"sparsity_config": {"format": "sparse-24-bitmask", "targets": ["Linear"]}}
@@ -218,6 +217,11 @@ def test_a_merge_takes_what_vllm_loads(tmp_path: Path) -> None:
     assert {name: said for name, said in apart.items() if name not in LIMITS} == {}
     assert apart.keys() == LIMITS.keys()
     assert outcomes["taken"] >= 40 and outcomes["refused"] >= 70 and outcomes["no kernel"] <= 15, outcomes
+
+
+def test_a_model_without_the_head_that_it_needs_is_refused(tmp_path: Path) -> None:
+    source = Section([EIGHT], model=UNTIED, without="lm_head").write(tmp_path / "source")
+    assert "lm_head" in (refusal_of_merge(source, tmp_path / "merged") or "")
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ INPUTS = (
     Fault(
         "inputs-in-another-order",
         "What vLLM refuses when it starts is merged.",
-        "flexquant/checkpoint/schemes.py",
-        'if args.actorder in ("group", "dynamic") or part("weight_g_idx") is not None:',
-        'if part("weight_g_idx") is not None:',
+        "flexquant/checkpoint/loadable.py",
+        'if group.weights.actorder in ("group", "dynamic"):',
+        "if False:",
         (f"{LINEARS}test_inputs_in_another_order_are_refused_when_merging_since_vllm_does_not_undo_it",),
     ),
     Fault(
