@@ -16,7 +16,8 @@ Gradients tell which rows reach the cache. Cache scales and run-time rotations h
 (`pair`), and so do the projection that expands the latent cache of multi-head latent attention and
 tensors that no layer of transformers reads. Rotating the whole residual stream (QuaRot, SpinQuant's R1) keeps
 K and V but changes their matrices: the rotation is found from the embeddings (`residual_basis`) and undone,
-and layers are compared up to the cache only.
+and layers are compared up to the cache only. Behind the layers, the final norm and the lm_head together have
+to make the same logits (`head_comparison`).
 
 States. Linear attention (gated delta net, Kimi's), state spaces (Mamba) and short convolutions carry a state
 from token to token, and a variant reads what another wrote there. What a layer writes into transformers'
