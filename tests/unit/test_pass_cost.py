@@ -87,3 +87,6 @@ def test_a_pass_is_never_quicker_than_its_longest_chunk_alone() -> None:
 def test_times_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(FlexQuantError, match="64 tokens of context alone 64 ms .*; measure again"):
         PassCost(make_times(context=64, context_seconds=1e-3))
+    with pytest.raises(FlexQuantError, match="one sequence takes 10 ms, but its 15 tokens of context"):
+        PassCost(make_times(context=15, context_seconds=1e-3))
+    assert PassCost(make_times(context=9, context_seconds=1e-3)).times.context == 9
