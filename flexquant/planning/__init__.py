@@ -4,8 +4,8 @@
 
 Predicting needs neither the device nor vLLM. `roofline` has the cost model and its assumptions;
 ``devices/*.yaml`` have the figures of each device, with their sources. `device` reads them, `model_shape` the
-checkpoint and `linears` its linears, `predicting` computes times of passes, and `prediction_report` makes the
-report.
+checkpoint, `config_numbers` its config and `linears` its linears, `predicting` computes times of passes, and
+`prediction_report` makes the report.
 
 `planned_model` works out from a config.json what a model would be when quantised; `advising` replays loads on
 it for each way to serve it and chooses one, and `advice_report` says which and why.

@@ -33,11 +33,11 @@ HEAD = "layers twice (of 4) bits/weight memory KV tokens TTFT 64 TPOT 64"
 FILES = {"model.safetensors": 1}
 
 
-def loaded(**others: int) -> LoadedBytes:
+def loaded(layers: int = LAYERS, **others: int) -> LoadedBytes:
     """Return made-up bytes: 8 MiB a layer of W8A8 and 4 of W4A16; ``others`` are variants with theirs."""
     a_layer = {"w8a8": 8, "w4a16": 4, **others}
     by_layer: dict[str, dict[int | None, int]] = {
-        variant: dict.fromkeys(range(LAYERS), size * MIB) for variant, size in a_layer.items()
+        variant: dict.fromkeys(range(layers), size * MIB) for variant, size in a_layer.items()
     }
     rest: dict[str, dict[int | None, int]] = {FROM_INT4: {None: 3 * MIB}, "shared": {None: 10 * MIB}}
     return LoadedBytes(
@@ -118,7 +118,7 @@ def test_layers_have_8_bit_of_their_own_beside_a_variant_in_16() -> None:
         loaded(bf16=16),
         LAYERS,
         high="w8a8",
-        mixable=[("bf16", "w8a8", "w4a16")],
+        mixable=[("bf16",), ("w8a8", "w4a16")],
     )
     assert plan_of(found, "bf16") == [f"w8a8+{FROM_INT4}[2-3]"]
     assert found.remark.startswith("2 of 4 layers (0-1) fit with w8a8 of their own")
@@ -197,11 +197,17 @@ def test_a_file_that_says_nothing_of_these_layers_is_refused(
 def tuned(found: Fit, prefill: str, decode: str = "w4a16") -> TuningResult:
     """Return a result by which W8A8 takes 8 ms, INT8 from INT4 12, W4A16 20, and a plan of several 9."""
     ms = {"w8a8": 8, "w4a16": 20, FROM_INT4: 12, "w4a8": 5}
-    curves = {name: {64: Time(*[ms.get(name, 9) / 1e3] * 3)} for name in found.candidates}
+    of_decode, of_prefill = (
+        {
+            name: {n: Time(*[t * ms.get(name, 9) / 1e3] * 3) for n, t in sizes.items()}
+            for name in found.candidates
+        }
+        for sizes in ({64: 1, 256: 3}, {16: 0.3, 64: 1})
+    )
     decision = Decision(
         {"decode": (Range(1, None, decode, None),), "prefill": (Range(1, None, prefill, None),)}
     )
-    return TuningResult({}, decision, PassTimes(curves, curves, 16, 0.0, {}), [])
+    return TuningResult({}, decision, PassTimes(of_decode, of_prefill, 16, 0.0, {}), [])
 
 
 def rows(found: Fit, prefill: str) -> dict[str, list[str]]:
@@ -227,9 +233,22 @@ def test_the_table_tells_measured_times_from_interpolated_ones() -> None:
     }
 
 
+def test_numbers_of_the_table_end_below_each_other_and_names_begin_so() -> None:
+    found = fit(ONE_COPY + 16)
+    _, _, head, first, *_, last = found.report(tuned(found, plan_of(found)[0])).notes
+    assert head.endswith("  KV tokens  TTFT 64  TPOT 64")
+    assert first.endswith("         42        8        8  does not fit")
+    assert last.endswith("         74       20       20") and first.startswith("two copies: ")
+
+
 def test_what_is_chosen_is_what_the_policy_loads() -> None:
     assert rows(fit(ONE_COPY + 16), FROM_INT4)["one copy, 0"][-1] == "chosen"
     assert rows(fit(100), "w8a8")["two copies: w8a8, w4a16, 4"][-1] == "chosen"
+
+
+def test_the_table_has_steps_of_a_quarter_of_the_layers_rounded_down() -> None:
+    found = Fit.of(variants(), (10 + 6 * 4 + 3) * MIB, loaded(6), 6, high="w8a8", mixable=MIXABLE)
+    assert [choice.twice for choice in found.choices] == [6, 4, 3, 1, 0, 0, 0]
 
 
 def test_other_variants_are_compared_too() -> None:

@@ -47,6 +47,15 @@ def test_prefill_attention_counts_pairs_of_tokens() -> None:
     assert mixed == pytest.approx(curve[256] + 3000e-6 + 4e-8 * (255**2 - 256**2) / 2)
 
 
+def test_small_prompts_say_nothing_of_pairs_and_variants_count_alike() -> None:
+    """Sizes below a sixteenth of the largest are left out; one variant has 4e-8 a pair, the other 2e-8."""
+    sizes = (128, 256, 512, 1024, 2048)
+    first, second = ({n: 1e-3 + 1e-4 * n + half * n * n for n in sizes} for half in (2e-8, 1e-8))
+    small = {16: 0.7, 64: 0.3, 127: 0.9}
+    curves = {"w8a8": ({1: 0.01}, small | first), "w4a16": ({1: 0.01}, second)}
+    assert PassCost(make_times(curves, 1, 1e-6)).pair_seconds == pytest.approx(3e-8, rel=1e-6)
+
+
 def test_a_pair_of_tokens_costs_at_most_what_it_costs_in_decode() -> None:
     curve = {n: 2e-8 * n * n for n in (256, 512, 1024, 2048)}
     assert PassCost(make_times({"w8a8": ({1: 1.0}, curve)}, 1, 3e-8)).pair_seconds == pytest.approx(3e-8)
@@ -78,3 +87,6 @@ def test_a_pass_is_never_quicker_than_its_longest_chunk_alone() -> None:
 def test_times_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(FlexQuantError, match="64 tokens of context alone 64 ms .*; measure again"):
         PassCost(make_times(context=64, context_seconds=1e-3))
+    with pytest.raises(FlexQuantError, match="one sequence takes 10 ms, but its 15 tokens of context"):
+        PassCost(make_times(context=15, context_seconds=1e-3))
+    assert PassCost(make_times(context=9, context_seconds=1e-3)).times.context == 9

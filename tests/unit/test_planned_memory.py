@@ -10,7 +10,7 @@ import pytest
 
 from flexquant.errors import FlexQuantError
 from flexquant.planning.advising import Batches, find_way, try_ways
-from flexquant.planning.device import parse_device
+from flexquant.planning.device import Device, parse_device
 from flexquant.planning.predicting import kv_cache_tokens, roofline_pass_times
 from flexquant.planning.roofline import pass_cost
 from flexquant.policy.rules import load_policy
@@ -81,18 +81,22 @@ def test_times_of_passes_are_those_of_the_terms() -> None:
     assert found.origin == {"device": DEVICE.name, "description": "no two numbers alike"}
 
 
+def on_cpu() -> Device:
+    """Return the device without processors and tiles."""
+    lines = [
+        line for line in DEVICE_FILE.splitlines() if not line.startswith("processors") and "tiles" not in line
+    ]
+    file = "\n".join([*lines, "  w8a8: {tflops: 6, gb_per_s: 70}"])
+    return parse_device(file.encode(), "cpu.yaml", "cpu")
+
+
 def test_latencies_of_a_load() -> None:
     """Three requests of 1 + 201 tokens on a CPU take 201 passes that decode, with 0, 1 ... 200 in the cache.
 
     A pass of three lies between those of two and four in the logarithms of time and size, where sequences
     have 1 + 100 tokens in the cache.
     """
-    lines = [
-        line for line in DEVICE_FILE.splitlines() if not line.startswith("processors") and "tiles" not in line
-    ]
-    file = "\n".join([*lines, "  w8a8: {tflops: 6, gb_per_s: 70}"])
-    cpu = parse_device(file.encode(), "cpu.yaml", "cpu")
-    way = find_way(try_ways(model("dense"), cpu, Batches(1, 201, (3,)), 1, 0.85), "stock W4A16")
+    way = find_way(try_ways(model("dense"), on_cpu(), Batches(1, 201, (3,)), 1, 0.85), "stock W4A16")
     token = 3 * 2 * 2 * 48 * 2 / BF16[1]
 
     def seconds(size: int) -> float:
@@ -108,3 +112,15 @@ def test_latencies_of_a_load() -> None:
     weights = model("dense").shape(("w4a16",), 1, {}).resident_bytes
     assert way.weights_gib == weights / 2**30
     assert way.kv_cache_tokens == int((0.85 * 2 * 2**30 - 0.3 * 2**30 - weights) / (token * BF16[1]))
+
+
+def test_a_cache_has_to_hold_the_blocks_of_a_request() -> None:
+    """A CPU's blocks have 128 tokens, so a request of 202 needs 256; what is left may be a fraction."""
+    cpu, weights = on_cpu(), model("dense").shape(("w4a16",), 1, {}).resident_bytes
+    for missing, tokens in ((0, 256), (1, None)):
+        memory = weights + cpu.reserve_bytes + 256 * 3 * 2 * 2 * 48 * 2 + 0.5 - missing
+        outcomes = try_ways(
+            model("dense"), cpu.model_copy(update={"memory_bytes": memory}), Batches(1, 201, (1,)), 1, 1.0
+        )
+        way = find_way(outcomes, "stock W4A16")
+        assert (way.kv_cache_tokens, bool(way.loads)) == (tokens, tokens is not None)

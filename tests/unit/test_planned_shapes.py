@@ -159,6 +159,11 @@ def test_the_experts_of_a_token_are_those_that_the_class_reads(
     assert found == {1, active}, "linears beside the experts, and experts"
 
 
+def test_two_experts_are_experts(tmp_path: Path) -> None:
+    assert planned(tmp_path, MOE | {"model_type": "mixtral", "num_local_experts": 2}).has_experts
+    assert not planned(tmp_path, MOE | {"model_type": "qwen3"}).has_experts
+
+
 @pytest.mark.parametrize(
     "config",
     [
