@@ -3,8 +3,8 @@
 """Run commands on checkpoints whose files name what the libraries would load, fetch or run.
 
 ``python -m tests.what_configs_name FOLDER COMMAND ...`` prints a JSON object: command -> key -> status, what
-the command printed or its last error, and what was loaded or asked for. FOLDER/COMMAND/a and b
-are what it takes. The process has a package ``kernels``, which writes down whether it is asked, and no network.
+the command printed or its last error, and what was loaded or asked for. FOLDER/COMMAND/a and b are what it
+takes. The process has a package ``kernels``, which writes down whether it is asked, and no network.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ class Skeleton:
             )
         self._model.eval()
         self._thread = local()
-        self.layers: list[nn.Module] = list(self._model.get_submodule("layers"))
+        stack: Any = self._model.get_submodule("layers")
+        self.layers: list[nn.Module] = list(stack)
         inside = {id(module) for layer in self.layers for module in layer.modules()}
         for module in self._model.modules():
             if id(module) not in inside and isinstance(module, (nn.Linear, nn.Embedding)):

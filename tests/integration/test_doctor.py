@@ -22,7 +22,6 @@ from flexquant.doctor.examining import examine
 from flexquant.doctor.findings import Finding
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
-from flexquant.serving.refusals import LOAD_FORMATS
 from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 from tests.checkpoints import EXPERTS, make_checkpoint
 from tests.integration.conftest import answers, engine
@@ -40,6 +39,8 @@ LARGE = {
     "tie_word_embeddings": True,
 }
 """SmolLM2-135M's sizes, apart from the number of layers."""
+BY_NAME = ["auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy"]
+"""Load formats whose loaders give a model named tensors, or none."""
 FOUR_TWICE = """
 schema: flexquant.policy/v1
 derive:
@@ -208,7 +209,7 @@ def test_the_first_pipeline_parallel_rank_holds_its_layers(merged):
         (["--port", "1", "--fast"], "--port"),
         *[
             (["--load-format", name], f"load format '{name}', which does not read safetensors by their names")
-            for name in sorted({*get_args(LoadFormats), "gguf", "bitsandbytes"} - set(LOAD_FORMATS))
+            for name in sorted({*get_args(LoadFormats), "gguf", "bitsandbytes"} - set(BY_NAME))
         ],
         (["--hf-overrides", '{"architectures": ["LlamaForCausalLM"]}'], "leave 'architectures' out of --hf"),
         (
@@ -222,7 +223,7 @@ def test_what_would_be_refused(arguments, said, merged):
     assert refused.level == "problem" and said in refused.text
 
 
-@pytest.mark.parametrize("name", LOAD_FORMATS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_load_formats_that_read_tensors_by_name_are_taken(name, merged):
     assert "refused" not in findings(merged, "--load-format", name)
 

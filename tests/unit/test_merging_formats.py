@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from flexquant.checkpoint.folder import read_tensors
-from flexquant.checkpoint.source import FREQUENCIES
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.merge.formats import open_source
-from flexquant.merge.packed_formats import PACKED_PARTS
 from tests.checkpoints import make_checkpoint
 from tests.foreign import assert_equal, config_of, tensors_of, write_foreign
 from tests.publishers import edits
@@ -162,6 +160,10 @@ def test_auto_rounds_fp8_is_block_fp8(tmp_path: Path) -> None:
         edits.config(quantization_config=served | wrong)(tmp_path / "auto_round")
         with pytest.raises(FlexQuantError, match=f"AutoRound .*{next(iter(wrong))}.*FP8_BLOCK"):
             open_source("fp8", tmp_path / "auto_round")
+    for same in ({"data_type": "fp8"}, *({key: None} for key in served if key.startswith("act_"))):
+        written = {key: value for key, value in (served | same).items() if value is not None}
+        edits.config(quantization_config=written)(tmp_path / "auto_round")
+        assert open_source("fp8", tmp_path / "auto_round").tensors.keys() == expected.tensors.keys()
     for layer, allowed in (({"bits": 16}, True), ({"bits": 4}, False), (4, False)):
         extra = {"model.layers.0.mlp.up_proj": layer}
         edits.config(quantization_config=served | {"extra_config": extra})(tmp_path / "auto_round")
@@ -247,7 +249,7 @@ def test_what_vllm_skips_is_left_out(w4a16: Path, tmp_path: Path) -> None:
         merge_checkpoints(sources, tmp_path / "again")
 
 
-@pytest.mark.parametrize("name", FREQUENCIES)
+@pytest.mark.parametrize("name", ["rotary_emb.inv_freq", "rotary_pos_emb.inv_freq"])
 def test_frequencies_are_left_out(name: str, w4a16: Path, tmp_path: Path) -> None:
     w8a8 = make_checkpoint(tmp_path / "w8a8")
     edits.tensors(lambda state: state.update({f"model.layers.0.self_attn.{name}": torch.ones(8)}))(w8a8)
@@ -255,11 +257,11 @@ def test_frequencies_are_left_out(name: str, w4a16: Path, tmp_path: Path) -> Non
     assert not [key for key in tensors_of(tmp_path / "merged") if key.endswith(name)]
 
 
-@pytest.mark.parametrize("part", PACKED_PARTS)
+@pytest.mark.parametrize("part", ["qweight", "qzeros", "scales", "g_idx"])
 @pytest.mark.parametrize("scheme", [None, "w8a8"])
 def test_a_part_of_no_packed_linear_is_named(scheme: str | None, part: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "dense", scheme=scheme, num_layers=1)
-    name = f"model.layers.0.self_attn.q_proj{part}"
+    name = f"model.layers.0.self_attn.q_proj.{part}"
     edits.tensors(lambda state: state.update({name: torch.zeros(128, dtype=torch.int32)}))(folder)
     with pytest.raises(FlexQuantError, match=f"dense has {name}, a part of an AWQ or GPTQ linear"):
         open_source("dense", folder)

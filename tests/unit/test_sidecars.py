@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from vllm.model_executor.models.registry import ModelRegistry
 
-from flexquant.checkpoint.sidecars import TOKENIZER
+from flexquant.checkpoint.sidecars import COPIED, TOKENIZER, find_files
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests.checkpoints import make_checkpoint
@@ -50,3 +50,18 @@ def test_vocabularies_of_all_served_models_are_taken_along() -> None:
             if not any(fnmatch(name, pattern) for pattern in TOKENIZER):
                 left_behind.add(f"{name} of {kind}")
     assert seen > 40 and not left_behind
+
+
+def test_every_kind_of_file_beside_the_weights_is_found(tmp_path: Path) -> None:
+    kinds = {
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *("vocab.txt", "vocab.json", "merges.txt", "spiece.model", "qwen.tiktoken", "tekken.json"),
+        *("tokenizer.model.v3", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
+        *("processor_config.json", "preprocessor_config.json", "modeling_own.py", "generation_config.json"),
+        *("LICENSE.md", "NOTICE", "USE_POLICY.md"),
+    }
+    others = {"model.safetensors", "optimizer.pt", "config.json", "README.md", "original/tokenizer.json"}
+    for name in kinds | others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert find_files(tmp_path, COPIED) == {name: tmp_path / name for name in sorted(kinds)}
