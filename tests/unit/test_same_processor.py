@@ -78,6 +78,10 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
         "preprocessor_config",
         {"image_processor_type": "SiglipImageProcessor"},
     ),
+    "class, 'processor_class': 'Idefics3Processor' against": (
+        "processor_config",
+        {"processor_class": "Gemma3Processor"},
+    ),
     "processor, 'image_seq_len': 4 against 169": ("processor_config", {"image_seq_len": None}),
 }
 """What a message names -> file, and the edit of it."""
