@@ -101,16 +101,22 @@ def merge_checkpoints(
             policy=_default_policy(policy, names, plan.num_layers, kv.mixable),
             kv_compatibility=kv.to_json(),
         )
-        return _describe(plan, merged, stage, finish(progress), dtype)
+        return _describe(plan, merged, stage, finish(progress), dtype, config_from)
 
 
 def _describe(
-    plan: MergePlan, merged: MergedConfig, stage: Path, digests: Mapping[str, str], dtype: str | None
+    plan: MergePlan,
+    merged: MergedConfig,
+    stage: Path,
+    digests: Mapping[str, str],
+    dtype: str | None,
+    config_from: str | None,
 ) -> CheckpointReport:
     """Write the files beside the shards; ``digests`` maps merged keys to the SHA-256 of their tensors."""
     copy_files(plan.sidecars.files, stage)
     write_json(stage / "config.json", _merged_config(plan.sidecars.complete(plan.sources[0].config), merged))
-    provenance = make_provenance(plan.sources, digests, stage, ["config.json", *plan.sidecars.files], dtype)
+    files = ["config.json", *plan.sidecars.files]
+    provenance = make_provenance(plan.sources, digests, stage, files, dtype, config_from)
     write_json(stage / PROVENANCE_FILE, provenance)
     report = report_checkpoint(merged, plan.num_layers, plan.tensors)
     (stage / "README.md").write_text(

@@ -165,7 +165,7 @@ def keys_read(config: JsonObject) -> Keys | None:
     """Return what vLLM's class and that of its language model read; None for a class that is not served."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    of_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text_config(config).get("model_type"))
+    of_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text_config(config).get("model_type", ""))
     table = json.loads(READ_KEYS.read_text(encoding="utf-8"))
     files = table["architectures"].get(config["architectures"][0])
     if files is None:

@@ -20,6 +20,7 @@ from flexquant.checkpoint.source import Source
 from flexquant.errors import explained
 from flexquant.merge.same_tokenizer import first_difference, has_same_file
 
+CLASS = "processor_class"
 CONFIG = "processor_config.json"
 """The processor's own settings; transformers 5 nests those of its parts there."""
 PARTS = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
@@ -32,7 +33,8 @@ NOT_READ = {
         "input_data_format",
         "return_tensors",
     ),
-    "It names code, which is not run.": ("auto_map", "processor_class"),
+    "It names code, which is not run.": ("auto_map",),
+    "It is compared by itself.": (CLASS,),
     "It is compared with the tokenizer.": ("chat_template",),
 }
 """Reason -> settings that may differ."""
@@ -74,8 +76,9 @@ def _resolved(source: Source) -> dict[str, JsonObject]:
     """Return the settings of a processor and of its parts, with the defaults of transformers' classes."""
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-    usual = IMAGE_PROCESSOR_MAPPING_NAMES.get(source.config.get("model_type"), {}).get("torchvision", "")
+    usual = IMAGE_PROCESSOR_MAPPING_NAMES.get(source.config.get("model_type", ""), {}).get("torchvision", "")
     parts = processor_parts(source)
+    names = [{CLASS: name} for written in parts.values() if (name := written.get(CLASS))]
     own = parts.pop("processor", {})
     with explained(
         f"the processor in {source.folder} cannot be read",
@@ -83,7 +86,8 @@ def _resolved(source: Source) -> dict[str, JsonObject]:
         (Exception,),  # a class of transformers can raise anything
     ):
         settings = {part: _of_part(part, stated, usual) for part, stated in parts.items()}
-        return {"processor": _of_itself(own), **settings} if own else settings
+        settings |= {"processor": _of_itself(own)} if own else {}
+    return settings | {"class": name for name in names[:1]}
 
 
 def _of_part(part: str, settings: JsonObject, usual: str) -> JsonObject:
@@ -112,7 +116,7 @@ def _of_itself(settings: JsonObject) -> JsonObject:
     from transformers import ProcessorMixin
 
     stated = _stated(settings)
-    of_name = _class(str(settings.get("processor_class")), ProcessorMixin)
+    of_name = _class(str(settings.get(CLASS)), ProcessorMixin)
     taken = inspect.signature(of_name).parameters.values()
     defaults = {one.name: one.default for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD}
     return _stated({key: stated.get(key, v) for key, v in defaults.items()}) if defaults else stated
@@ -131,7 +135,7 @@ def _class(name: str, base: type) -> Any:
     """
     import transformers
 
-    found = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name, None)
+    found: Any = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name, None)
     with suppress(AttributeError, ImportError):  # past what stands there for one that needs torchvision
         found = getattr(import_module(found.__module__), found.__name__)
     if isinstance(found, type) and issubclass(found, base):

@@ -53,7 +53,8 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
     source = with_names(source, stored.keys())
     check_same_names(set(source.tensors), set(stored), str(source.folder), str(checkpoint.folder))
     merged_config = checkpoint.source_config(source.name)
-    differences = model_differences(source.config, merged_config)
+    of_all = checkpoint.provenance.config_from in (None, source.name)
+    differences = model_differences(source.config, merged_config) if of_all else []
     if source.quantization_config != merged_config["quantization_config"]:
         differences.append(("quantization_config", "...", "..."))
     if differences:

@@ -31,6 +31,8 @@ class Provenance(BaseModel):
     sources: dict[str, JsonObject] = {}
     dtype: str | None = None
     """The dtype that what is in 16 bit was cast to; None: nothing was cast."""
+    config_from: str | None = None
+    """The source whose config was chosen; None: all had the same."""
     files: dict[str, str] = {}
     """Name of a file -> its SHA-256 in hexadecimal."""
     tensors: dict[str, str] = {}
@@ -54,10 +56,12 @@ def make_provenance(
     folder: Path,
     files: Iterable[str],
     dtype: str | None,
+    config_from: str | None,
 ) -> JsonObject:
     """Return the provenance document; ``files`` in ``folder`` are hashed here.
 
-    ``dtype`` is the one that what is in 16 bit was cast to; None: nothing was.
+    ``dtype`` is the one that what is in 16 bit was cast to; None: nothing was. ``config_from`` is the source
+    whose config was chosen; None: all had the same.
     """
     return {
         "schema": SCHEMA,
@@ -75,6 +79,7 @@ def make_provenance(
             for s in sources
         },
         **({"dtype": dtype} if dtype else {}),
+        **({"config_from": config_from} if config_from else {}),
         "files": {name: hash_file(folder / name) for name in sorted(files)},
         "tensors": dict(tensor_digests),
     }

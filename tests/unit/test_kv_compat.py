@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -423,14 +424,25 @@ def test_other_weights_under_the_same_embedding_are_caught(tmp_path):
     assert "layer 0 self_attn.k_proj" in found.message
 
 
-def test_cache_scales_must_be_equal(tmp_path):
+@pytest.mark.parametrize(
+    ("scales", "refused"),
+    [
+        ((torch.tensor([0.5]), torch.tensor([0.25])), True),
+        ((torch.tensor([0.5]), torch.tensor(0.5)), False),
+        ((torch.tensor([0.5]), torch.tensor([0.5], dtype=torch.bfloat16)), False),
+        ((torch.tensor([math.nan]), torch.tensor([math.nan])), True),
+    ],
+    ids=["other", "without an axis", "in another dtype", "not a number"],
+)
+def test_cache_scales_must_have_equal_values(tmp_path, scales, refused):
     folders = [make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")]
-    for folder, scale in zip(folders, (0.5, 0.25), strict=True):
+    for folder, scale in zip(folders, scales, strict=True):
         file = folder / "model.safetensors"
-        scales = {f"{layer}self_attn.k_scale": torch.tensor([scale]) for layer in LAYERS}
-        save_file({**load_file(file), **scales}, file)
+        of_layers = {f"{layer}self_attn.k_scale": scale.clone() for layer in LAYERS}
+        save_file(load_file(file) | of_layers, file)
     found = check_kv_compatibility([Source.open(f"v{i}", f) for i, f in enumerate(folders)])
-    assert "the cache scale 'model.layers.0.self_attn.k_scale' differs" in found.message
+    assert found.compatible != refused
+    assert refused == ("the cache scale 'model.layers.0.self_attn.k_scale' differs" in found.message)
 
 
 def test_the_third_source_is_compared_too(tmp_path):

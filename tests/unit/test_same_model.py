@@ -14,12 +14,13 @@ from vllm.model_executor import models
 from vllm.model_executor.models.registry import ModelRegistry
 
 from flexquant.checkpoint.source import Source
+from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.merge.merge_plan import plan_merge
-from flexquant.merge.same_model import IGNORED
+from flexquant.merge.same_model import IGNORED, TIED, model_differences
 from tests.checkpoints import make_checkpoint
-from tests.config_pairs import Config, as_transformers_4_wrote_it
+from tests.config_pairs import Config, as_transformers_4_wrote_it, config_of
 
 LLAMA3 = {
     "factor": 8.0,
@@ -146,3 +147,71 @@ def test_no_served_model_of_vllm_reads_a_key_that_may_differ():
     }
     assert len(files) > 40
     assert readers <= LOOKED_AT
+
+
+def edit_config(folder: Path, **edit: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | edit))
+
+
+def test_a_choice_says_whose_config_a_model_gets(tmp_path):
+    sources = {s: make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")}
+    edit_config(sources["w4a16"], rope_parameters={"rope_type": "default", "rope_theta": 5e4})
+    message = "rope_theta: 10000.0 against 50000.0.*choose with --config-from w8a8 or --config-from w4a16"
+    with pytest.raises(FlexQuantError, match=message):
+        merge_checkpoints(sources, tmp_path / "merged")
+    arguments = [f"{name}={folder}" for name, folder in sources.items()]
+    merging = ["merge", *arguments, "--output", str(tmp_path / "merged"), "--config-from", "w4a16"]
+    assert main(merging) == 0
+    merged = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert merged["rope_parameters"]["rope_theta"] == 5e4
+    verify_checkpoint(tmp_path / "merged", sources)
+    with pytest.raises(FlexQuantError, match="--config-from names 'fp8', but the variants are w8a8, w4a16"):
+        merge_checkpoints(sources, tmp_path / "again", config_from="fp8")
+
+
+@pytest.mark.parametrize(
+    ("of_the_other", "refused"),
+    [
+        ({"num_layers": 3}, "'w4a16' is a LlamaForCausalLM of 3 layers and 'w8a8' a LlamaForCausalLM of 2"),
+        ({"architecture": "mistral"}, "'w4a16' is a MistralForCausalLM of 2 layers"),
+        ({"intermediate_size": 512}, r"mlp.down_proj.weight' has shape \[128, 256\] in 'w8a8'"),
+        ({"seed": 1}, "cannot share a KV cache"),
+    ],
+    ids=["layers", "architecture", "shapes", "weights"],
+)
+def test_no_choice_of_a_config_merges_two_models(tmp_path, of_the_other, refused):
+    sources = {
+        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
+        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", **of_the_other),
+    }
+    with pytest.raises(FlexQuantError, match=refused):
+        merge_checkpoints(sources, tmp_path / "merged", config_from="w8a8")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_names_of_code_count_for_nothing_where_transformers_has_the_model(tmp_path):
+    sources = {s: make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")}
+    edit_config(sources["w8a8"], auto_map={"AutoModelForCausalLM": "modeling.Mine"})  # without its file
+    merge_checkpoints(sources, tmp_path / "merged")
+    assert "auto_map" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+
+
+def test_a_model_that_transformers_does_not_know_has_its_keys_compared_as_they_are():
+    config = {"architectures": ["MineForCausalLM"], "model_type": "mine", "width": 1}
+    assert model_differences(config, config | {"use_cache": False, "depth": None}) == []
+    assert model_differences(config, config | {"width": 2, "use_mrope": False}) == [
+        ("use_mrope", None, False),
+        ("width", 1, 2),
+    ]
+
+
+def test_the_tie_may_be_stated_at_either_level():
+    """Without a tie at its top, Mistral 3 has one; the tensors tell whose head it is."""
+    config = config_of("mistral3")
+    text = {key: value for key, value in config["text_config"].items() if key != TIED}
+    top = config | {"text_config": text, TIED: False}
+    below = config | {"text_config": text | {TIED: False}}
+    del below[TIED]
+    assert model_differences(top, below) == []
+    assert model_differences(top, top | {TIED: True}) == [(TIED, False, True)]

@@ -17,6 +17,7 @@ from flexquant.checkpoint.source import Source
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
+from flexquant.merge.merge_plan import plan_merge
 from tests.checkpoints import make_checkpoint
 
 ABSENT = object()
@@ -231,6 +232,23 @@ def test_different_kv_cache_scheme(sources):
     section = json.loads(config.read_text())["quantization_config"]
     edit_json(config, quantization_config={**section, "kv_cache_scheme": {"num_bits": 8, "type": "float"}})
     fails(sources, "kv_cache_scheme None", "num_bits")
+
+
+def with_cache_scheme(folder: Path, **keys: object) -> None:
+    section = json.loads((folder / "config.json").read_text())["quantization_config"]
+    scheme = {"kv_cache_scheme": {"num_bits": 8, **keys}}
+    edit_json(folder / "config.json", quantization_config=section | scheme)
+
+
+def test_cache_schemes_are_compared_by_what_serving_reads(sources):
+    with_cache_scheme(sources["w8a8"], type="float")
+    defaults = {"strategy": "tensor", "symmetric": True, "dynamic": False, "group_size": None}
+    with_cache_scheme(sources["w4a16"], type="float", observer="minmax", actorder=None, **defaults)
+    plan_merge([Source.open(name, folder) for name, folder in sources.items()])
+    with_cache_scheme(sources["w4a16"], type="float", symmetric=False)
+    fails(sources, "kv_cache_scheme", "'symmetric': True", "'symmetric': False")
+    with_cache_scheme(sources["w4a16"], type="half")
+    fails(sources, "the kv_cache_scheme in", "w4a16 cannot be read")
 
 
 def test_different_tokenizers(sources):
