@@ -141,6 +141,7 @@ def test_sizes_have_the_names_that_the_class_gives_them(tmp_path: Path) -> None:
 
 MIXTURES: dict[str, tuple[dict[str, Any], int]] = {
     "by its own name": ({"model_type": "qwen3_moe", "num_experts_per_tok": 3, "num_experts": 8}, 3),
+    "one alone": ({"model_type": "qwen3_moe", "num_experts_per_tok": 1, "num_experts": 8}, 1),
     "the class's default": ({"model_type": "mixtral"}, 2),
     "ernie": ({"model_type": "ernie4_5_moe", "moe_k": 6, "moe_num_experts": 8}, 6),
     "hunyuan": ({"model_type": "hunyuan_v1_moe", "moe_topk": 3, "num_experts": 8, "pad_token_id": 0}, 3),
