@@ -224,6 +224,20 @@ def test_config_without_sizes_is_refused(merged: Path, tmp_path: Path) -> None:
         read_model_shape(tmp_path)
 
 
+def test_a_model_that_transformers_does_not_know_is_read_by_the_usual_names(
+    merged: Path, tmp_path: Path
+) -> None:
+    for file in merged.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((merged / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "of_its_own"}))
+    assert read_model_shape(tmp_path, 2) == read_model_shape(merged, 2)
+    absurd = {**config, "model_type": "of_its_own", "num_key_value_heads": True}
+    (tmp_path / "config.json").write_text(json.dumps(absurd))
+    with pytest.raises(FlexQuantError, match=r"/config\.json has num_key_value_heads True, expected a whole"):
+        read_model_shape(tmp_path)
+
+
 def test_latent_attention_is_refused(tmp_path: Path) -> None:
     variants = {name: make_checkpoint(tmp_path / name, "deepseek_v2", name) for name in ("w8a8", "w4a16")}
     merge_checkpoints(variants, tmp_path / "merged")

@@ -98,6 +98,9 @@ def test_layers_may_have_heads_of_their_own_or_read_the_cache_of_others(tmp_path
     found = shape(tmp_path, config)
     assert found.kv_bytes_per_token == (5 * 32 + 96) * 2 * 2 * 2
     assert found.attention_flops == (5 * 32 + 96 + 32 + 96) * 8 * 4
+    # Of 8 heads and 2 KV heads, each of 4 devices has two and one.
+    of_four = {linear.outputs for linear in shape(tmp_path, config, 4).linears["w4a16"]}
+    assert {(2 + 1 + 1) * 32, (2 + 1 + 1) * 96} <= of_four
 
 
 def test_a_merged_hybrid_has_the_cache_of_its_attention(tmp_path: Path) -> None:
@@ -138,6 +141,7 @@ def test_sizes_have_the_names_that_the_class_gives_them(tmp_path: Path) -> None:
 
 MIXTURES: dict[str, tuple[dict[str, Any], int]] = {
     "by its own name": ({"model_type": "qwen3_moe", "num_experts_per_tok": 3, "num_experts": 8}, 3),
+    "one alone": ({"model_type": "qwen3_moe", "num_experts_per_tok": 1, "num_experts": 8}, 1),
     "the class's default": ({"model_type": "mixtral"}, 2),
     "ernie": ({"model_type": "ernie4_5_moe", "moe_k": 6, "moe_num_experts": 8}, 6),
     "hunyuan": ({"model_type": "hunyuan_v1_moe", "moe_topk": 3, "num_experts": 8, "pad_token_id": 0}, 3),
@@ -160,7 +164,9 @@ def test_the_experts_of_a_token_are_those_that_the_class_reads(
 
 
 def test_two_experts_are_experts(tmp_path: Path) -> None:
-    assert planned(tmp_path, MOE | {"model_type": "mixtral", "num_local_experts": 2}).has_experts
+    two = planned(tmp_path, MOE | {"model_type": "mixtral", "num_local_experts": 2})
+    assert two.has_experts
+    assert {x.active_experts for x in two.shape(("w8a8",), 1, {}).linears["w8a8"] if x.experts == 2} == {2}
     assert not planned(tmp_path, MOE | {"model_type": "qwen3"}).has_experts
 
 
