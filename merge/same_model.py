@@ -147,7 +147,8 @@ def cache_scheme(source: Source) -> JsonObject | None:
         return None
     with explained(f"the kv_cache_scheme in {source.folder} cannot be read", "get the checkpoint again"):
         read = QuantizationArgs.model_validate(scheme)
-    return read.model_dump(mode="json", exclude={"observer", "observer_kwargs"})
+    unread = {"observer", "observer_kwargs", "zp_dtype"}
+    return read.model_dump(mode="json", exclude=unread, exclude_none=True)
 
 
 def _differences(a: JsonObject, b: JsonObject) -> list[Difference]:

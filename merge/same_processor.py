@@ -87,7 +87,7 @@ def _resolved(source: Source) -> dict[str, JsonObject]:
     ):
         settings = {part: _of_part(part, stated, usual) for part, stated in parts.items()}
         settings |= {"processor": _of_itself(own)} if own else {}
-    return settings | {"class": name for name in names[:1]}
+    return settings | ({"class": names[0]} if names else {})
 
 
 def _of_part(part: str, settings: JsonObject, usual: str) -> JsonObject:

@@ -7,10 +7,11 @@ Only the functions import transformers, not this module.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.built_model import build_config
+from flexquant.checkpoint.built_model import build_config, nothing_fetched
 from flexquant.checkpoint.model_config import JsonObject, text_config
 from flexquant.errors import FlexQuantError, explained
 
@@ -93,6 +94,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     problem = f"the tokenizer of {model} cannot be read"
+    fetching = nothing_fetched() if Path(model).is_dir() else nullcontext()
     # The tokenizers library raises plain Exceptions for a broken file.
-    with explained(problem, "put its files beside the weights", (Exception,)):
+    with fetching, explained(problem, "put its files beside the weights", (Exception,)):
         return AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)

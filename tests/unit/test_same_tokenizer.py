@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from vllm import SamplingParams
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.merge.generation import SAMPLING, generation_settings
 from tests.checkpoints import make_checkpoint
 from tests.publishers.edits import (
     Edit,
@@ -255,6 +258,20 @@ def test_generation_settings_of_equal_effect_are_merged(sources, tmp_path, first
     merge_checkpoints(sources, tmp_path / "merged")
     written = (tmp_path / "merged/generation_config.json").exists()
     assert written == any((source / "generation_config.json").exists() for source in sources.values())
+
+
+@pytest.mark.parametrize(("key", "values"), SAMPLING.items())
+def test_a_setting_counts_unless_vllm_samples_alike_without_it(sources, key, values):
+    def set_to(value: float | None) -> dict[str, object]:
+        settings(eos_token_id=501, **{key: value})(sources["w8a8"])
+        return generation_settings(Source.open("w8a8", sources["w8a8"]))
+
+    absent = set_to(None)
+    assert [set_to(value) for value in values] == [absent] * len(values)
+    assert all(
+        SamplingParams(**{key: max(value, 0)}) == SamplingParams() for value in values
+    )  # top_k -1 is 0
+    assert set_to(2) != absent
 
 
 def test_other_generation_settings_are_refused_and_can_be_chosen(sources, tmp_path):
