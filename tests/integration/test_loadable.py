@@ -236,7 +236,7 @@ def test_a_merge_takes_what_vllm_loads(tmp_path: Path) -> None:
 
 
 def test_schemes_are_those_that_vllm_has_a_class_for(tmp_path: Path) -> None:
-    """Of each type of weights with activations of the same type; also what this CPU has no kernel for.
+    """Weights and activations are of one type; what this CPU has no kernel for counts as served.
 
     Packed FP8 is left out: vLLM reads it as INT8.
     """
