@@ -84,8 +84,6 @@ class Section:
     keys: Settings = field(default_factory=dict)
     """More keys of the settings."""
     model: Settings = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Expression -> what takes its place in the names of tensors."""
     without: str = "^$"
     """Expression of tensors that are left out."""
     added: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -130,8 +128,6 @@ class Section:
             scheme = self.scheme_of(module) if name != module and tensor.ndim == 2 else None
             parts = {} if scheme is None else stored_in(scheme, tensor)
             tensors |= {f"{module}.{part}": t for part, t in parts.items()} or {name: tensor}
-        for pattern, to in self.renamed.items():
-            tensors = {re.sub(pattern, to, name): tensor for name, tensor in tensors.items()}
         tensors = {name: t for name, t in tensors.items() if not re.search(self.without, name)}
         tensors |= {name: torch.ones(tuple(shape)) for name, shape in self.added.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

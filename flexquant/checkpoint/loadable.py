@@ -204,13 +204,14 @@ def is_served(scheme: QuantizationScheme, form: str | None, *, is_expert: bool) 
         return w.symmetric and w.group_size == 32 and (w.num_bits == 4 or str(w.scale_dtype) == "torch.uint8")
     has_activations = is_expert or form in WITH_ACTIVATIONS
     by_token = a is not None and a.strategy == "token" and bool(a.dynamic)
+    static = a is not None and not a.dynamic
     if w.type == "float":
         sound = has_activations and w.symmetric and w.strategy in ("tensor", "channel", "block")
-        if a is None or a.type == "int":
-            return sound and not is_expert
-        return sound and (
-            bool(a.dynamic) or (a.symmetric and a.strategy == "tensor" and w.strategy != "block")
-        )
+        if not is_expert:
+            return sound and not (static and w.strategy == "block")
+        pair = (w.strategy, a.strategy) if a is not None and a.type == "float" else None
+        in_blocks = pair is not None and w.strategy == "block" and not static
+        return sound and (in_blocks or pair in (("tensor", "tensor"), ("channel", "token")))
     by_row = w.strategy in ("channel", "group")
     if a is None:
         return by_row and form == PACKED and 2 <= w.num_bits <= 8
@@ -223,10 +224,10 @@ def is_served(scheme: QuantizationScheme, form: str | None, *, is_expert: bool) 
             return True
     if is_expert:
         return False
-    static = not a.dynamic and a.strategy == "tensor" and a.num_bits == 8
+    static = static and a.strategy == "tensor" and a.num_bits == 8
     if static and out is not None and by_row:
         whole = out.type == "int" and out.strategy == "tensor" and out.num_bits == 8 and not out.dynamic
-        return whole and form in (PACKED, "int-quantized")
+        return whole and w.num_bits in (2, 4, 8) and form in (PACKED, "int-quantized")
     if static and has_activations:
         return w.num_bits == 8 and w.symmetric and w.strategy in ("channel", "tensor")
     grouped = bool(a.dynamic) and a.strategy in ("token", "group") and a.symmetric

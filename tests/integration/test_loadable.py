@@ -7,11 +7,14 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compressed_tensors.quantization import QuantizationScheme
 
+from flexquant.checkpoint.loadable import is_served
 from flexquant.doctor.examining import examine
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
@@ -177,8 +180,21 @@ LIMITS = {
     "sparse by a format": "a sparse checkpoint has other tensors than the test's",
 }
 """Sections that are refused though vLLM loads them."""
-DEVICE = ("Failed to find a kernel", "WNA16 MoE backend", "FP8 MoE backend", "static_scaled_fp8_quant()")
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
+DEVICE = (
+    "Failed to find a kernel",
+    "Forced NVFP4 kernel",
+    "WNA16 MoE backend",
+    "FP8 MoE backend",
+    "static_scaled_fp8_quant()",
+)
 """What vLLM says where this CPU has no kernel for a scheme that it has."""
+
+
+def arguments(kind: str, bits: int, strategy: str, **others: bool) -> dict[str, Any]:
+    """Return settings of numbers; a group's size stands behind ``strategy``."""
+    name, _, size = strategy.partition(" ")
+    return {"type": kind, "num_bits": bits, "strategy": name, "group_size": int(size or 0) or None, **others}
 
 
 def refusal_of_merge(source: Path, output: Path) -> str | None:
@@ -217,6 +233,47 @@ def test_a_merge_takes_what_vllm_loads(tmp_path: Path) -> None:
     assert {name: said for name, said in apart.items() if name not in LIMITS} == {}
     assert apart.keys() == LIMITS.keys()
     assert outcomes["taken"] >= 40 and outcomes["refused"] >= 70 and outcomes["no kernel"] <= 15, outcomes
+
+
+def test_schemes_are_those_that_vllm_has_a_class_for(tmp_path: Path) -> None:
+    """Weights and activations are of one type; what this CPU has no kernel for counts as served.
+
+    Packed FP8 is left out: vLLM reads it as INT8.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+
+    strategies = ("tensor", "channel", "token", "group 32", "group 128", "tensor_group 16")
+    config = EngineArgs(str(SECTIONS["INT8"].write(tmp_path / "any"))).create_engine_config()
+    served = Counter[bool]()
+    for kind, form, bits, strategy in product(("int", "float"), FORMATS, (3, 4, 8), strategies):
+        for symmetric, inputs in product((True, False), (None, *product((4, 8), strategies, (True, False)))):
+            weights = arguments(kind, bits, strategy, symmetric=symmetric or kind == "float")
+            group = {"targets": ["x"], "weights": weights, "input_activations": None}
+            if inputs is not None:
+                group["input_activations"] = arguments(kind, *inputs[:2], dynamic=inputs[2])
+            if kind == "float" and form == "pack-quantized":
+                continue
+            try:
+                scheme = QuantizationScheme(**group)
+            except (ValueError, NotImplementedError):  # compressed-tensors has no such scheme
+                continue
+            try:
+                with set_current_vllm_config(config):
+                    theirs = CompressedTensorsConfig.from_config(
+                        {"config_groups": {"any": group}, "format": form}
+                    )
+                    stock = theirs._get_scheme_from_parts(
+                        scheme.weights, scheme.input_activations, None, form, "x"
+                    )
+            except (AssertionError, AttributeError, NotImplementedError, ValueError) as e:
+                stock = any(said in str(e) for said in DEVICE)
+            assert is_served(scheme, form, is_expert=False) is bool(stock), (group, form)
+            served[bool(stock)] += 1
+    assert served[True] > 100 and served[False] > 1000, served
 
 
 def test_a_model_without_the_head_that_it_needs_is_refused(tmp_path: Path) -> None:
