@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.known_models import NOT_BUILT, known_config, refused
@@ -23,7 +23,7 @@ from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-    from transformers.core_model_loading import WeightRenaming, WeightTransform
+    from transformers.core_model_loading import WeightRenaming
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -84,7 +84,7 @@ class ModelClass:
             )
 
     @cached_property
-    def _conversions(self) -> list[WeightTransform]:
+    def _conversions(self) -> list[Any]:
         """How transformers renames and converts a checkpoint's tensors when it loads them."""
         from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -120,7 +120,7 @@ def _find(written: str, place: str) -> ModelClass | None:
 
     config = json.loads(written)
     known = known_config(config, place)
-    architecture = getattr(transformers, str(next(iter(config.get("architectures") or ()), "")), None)
+    architecture: Any = getattr(transformers, str(next(iter(config.get("architectures") or ()), "")), None)
     if known is None or not _is_class_for(architecture, known):
         return None
     try:

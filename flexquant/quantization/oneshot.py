@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,11 @@ def _load(source: SourceModel, **options: Any) -> PreTrainedModel:
     """Return the model; raise FlexQuantError for parameters that transformers would fill at random."""
     options["dtype"] = source.dtype if torch.cuda.is_available() else torch.float32
     with nothing_fetched():
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.folder, config=source.config, trust_remote_code=False, output_loading_info=True, **options
         )
+    model: PreTrainedModel = loaded[0]
+    found: Mapping[str, set[str]] = loaded[1]
     if missing := sorted(found["missing_keys"]):
         raise FlexQuantError(
             f"{source.folder} lacks {len(missing)} of the parameters of a {type(model).__name__}, the first "
