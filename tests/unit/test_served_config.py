@@ -103,7 +103,7 @@ def test_settings_are_read_alike_by_all(
     served = merged.variants["w4a16"].quantization_config
     weights = served["config_groups"]["group_0"]["weights"]
     assert weights | expected == weights
-    parsed = LinearSchemes(served, "here").of("model.layers.0.mlp.up_proj")
+    parsed = LinearSchemes(served, "here", ()).of("model.layers.0.mlp.up_proj")
     assert parsed is not None and parsed.weights is not None
     form = read_settings(tmp_path, section).base
     for bits, size, symmetric in (

@@ -38,6 +38,7 @@ class HeldToOnePrecision:
 
     def __init__(self, c: MPLinearLayerConfig, *names: str | None) -> None:
         super().__init__(dataclasses.replace(c, act_type=self.act_type), *names)  # type: ignore[call-arg]
+        torch.cpu._init_amx()  # Linux ends a process that uses AMX unasked; oneDNN asks at its first product
 
 
 class CPUW4A16LinearKernel(HeldToOnePrecision, CPUWNA16LinearKernel):
