@@ -16,6 +16,8 @@ from tests.cores import take_cores
 # Engines and servers of tests share cores: a thread that spins while it waits takes a core from others.
 # OpenMP reads this where torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# vLLM reads this where it is imported, and commands that tests run in this process ask for errors alone.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 STARTS = pytest.StashKey[Counter[str]]()
 """How many were started, keyed by kind: engines in this process, and programs."""

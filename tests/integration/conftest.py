@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 # Set before a test module imports vLLM, which reads these variables.
 in_process.prepare_environment()
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # With this, static checkpoints are W4A16 even where vLLM would make W4A8 of them, and merged ones run on the
 # same kernel: only test_cpu_precisions.py chooses kernels by their speed.
