@@ -65,6 +65,11 @@ def test_other_logits_are_those_of_another_model(tmp_path, edit, named):
     assert named in message and "not copies of one model" in message
 
 
+def test_a_bias_of_the_last_norm_has_to_be_equal(tmp_path):
+    message = compared(tmp_path, edit_tensor(r"^model\.norm\.bias", lambda b: b + 0.1), "stablelm").message
+    assert "norm, behind the layers, computes something else" in message
+
+
 @pytest.mark.parametrize("edited", ["norm", "embedding"])
 def test_a_tied_model_is_compared_by_its_embedding(tmp_path, edited):
     edit = edit_tensor(r"^model\.norm", lambda w: 2 * w) if edited == "norm" else (lambda state: None)

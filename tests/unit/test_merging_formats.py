@@ -164,7 +164,7 @@ def test_auto_rounds_fp8_is_block_fp8(tmp_path: Path) -> None:
         written = {key: value for key, value in (served | same).items() if value is not None}
         edits.config(quantization_config=written)(tmp_path / "auto_round")
         assert open_source("fp8", tmp_path / "auto_round").tensors.keys() == expected.tensors.keys()
-    for layer, allowed in (({"bits": 16}, True), ({"bits": 4}, False), (4, False)):
+    for layer, allowed in (({"bits": 16}, True), ({"bits": 4}, False), ({}, False), (4, False)):
         extra = {"model.layers.0.mlp.up_proj": layer}
         edits.config(quantization_config=served | {"extra_config": extra})(tmp_path / "auto_round")
         if allowed:
