@@ -16,7 +16,7 @@ SECOND_ROUND = (
         "merge/kv/head_comparison.py",
         "if excess(x, factors * expected) > 1:",
         "if rotation is not None and excess(x, factors * expected) > 1:",
-        (f"{UNIT}logits.py",),
+        (f"{UNIT}logits.py::test_a_bias_of_the_last_norm_has_to_be_equal",),
     ),
     Fault(
         "sixteen-bit-in-one-variant-alone",
@@ -24,7 +24,7 @@ SECOND_ROUND = (
         "merge/kv/layer_comparison.py",
         "quantised = any(\n",
         "quantised = all(\n",
-        (f"{UNIT}kv_compat.py", f"{UNIT}kv_states.py"),
+        (f"{UNIT}kv_compat.py::test_matrices_that_differ_by_more_than_noise_forbid_mixing",),
     ),
     Fault(
         "rows-of-all-heads-in-place-of-a-head",
@@ -74,7 +74,7 @@ SECOND_ROUND = (
         "merge/same_processor.py",
         '"max_pixels": "longest_edge"}',
         '"max_pixels": "shortest_edge"}',
-        (f"{UNIT}same_processor.py",),
+        (f"{UNIT}same_processor.py::test_both_releases_of_transformers_write_one_processor",),
     ),
     Fault(
         "fewest-parts-first",
@@ -98,7 +98,9 @@ SECOND_ROUND = (
         "merge/kv/expert_comparison.py",
         '"w2": "w3"}',
         '"w2": "w1"}',
-        (f"{UNIT}merging_experts.py", f"{UNIT}kv_compat.py"),
+        (
+            f"{UNIT}merging_experts.py::test_a_fold_between_an_experts_up_and_down_projections_is_the_same_model",
+        ),
     ),
     Fault(
         "observers-arguments-compared",
@@ -114,7 +116,7 @@ SECOND_ROUND = (
         "flexquant/checkpoint/model_class.py",
         "if {name, ties.get(name, name)} <= found.missing_keys]",
         "if name in found.missing_keys - ties.keys() - set(ties.values())]",
-        (f"{UNIT}absent.py::test_what_the_class_needs_is_named_even_if_all_sources_lack_it",),
+        (f"{UNIT}absent.py::test_what_is_tied_is_missed_with_what_it_is_tied_to",),
     ),
     Fault(
         "scales-of-queries-unknown",
@@ -122,7 +124,7 @@ SECOND_ROUND = (
         "flexquant/checkpoint/loadable.py",
         'r"[qkv]_(scale|zero_point)"',
         'r"[kv]_(scale|zero_point)"',
-        ("tests/integration/test_loadable.py",),
+        ("tests/integration/test_loadable.py::test_a_merge_takes_what_vllm_loads",),
     ),
     Fault(
         "last-pattern-counts",
@@ -130,7 +132,7 @@ SECOND_ROUND = (
         "flexquant/checkpoint/schemes.py",
         "return min(found, key=self._order.__getitem__, default=None)",
         "return max(found, key=self._order.__getitem__, default=None)",
-        ("tests/integration/test_loadable.py", f"{UNIT}dequantize.py"),
+        ("tests/integration/test_loadable.py::test_a_merge_takes_what_vllm_loads",),
     ),
     Fault(
         "part-of-a-row-forgotten",
@@ -138,7 +140,7 @@ SECOND_ROUND = (
         "flexquant/checkpoint/safetensors_io.py",
         "range(start // row_bytes, -(-stop // row_bytes))",
         "range(start // row_bytes, stop // row_bytes)",
-        (f"{UNIT}conversion.py", f"{UNIT}merge_memory.py"),
+        (f"{UNIT}conversion.py::test_what_is_converted_is_read_in_chunks_that_end_anywhere",),
     ),
     Fault(
         "dtype-not-stated",
@@ -146,7 +148,7 @@ SECOND_ROUND = (
         "flexquant/checkpoint/cast.py",
         "if key in config] or DTYPE_KEYS[:1]",
         "if key in config]",
-        (f"{UNIT}merging_formats.py", f"{UNIT}conversion.py"),
+        (f"{UNIT}merging_formats.py::test_a_config_states_the_dtype_of_the_cast",),
     ),
     Fault(
         "cache-of-the-hub-is-foreign",
@@ -178,7 +180,7 @@ SECOND_ROUND = (
         "flexquant/planning/linears.py",
         '"gate", "router", "shared_expert_gate", ',
         '"gate", "router", ',
-        (f"{UNIT}planned_shapes.py", f"{UNIT}roofline_terms.py", f"{UNIT}model_shape.py"),
+        (f"{UNIT}planned_shapes.py::test_layers_with_attention_alone_have_a_kv_cache",),
     ),
     Fault(
         "queries-of-shared-caches-left-out",
@@ -210,7 +212,7 @@ SECOND_ROUND = (
         "flexquant/planning/predicting.py",
         "sizes[scheme] += count * linear.experts * linear.inputs",
         "sizes[scheme] += count * linear.inputs",
-        (f"{UNIT}predict.py", f"{UNIT}model_shape.py"),
+        (f"{UNIT}predict.py::test_the_main_scheme_is_that_of_most_weights_of_all_experts",),
     ),
     Fault(
         "calls-in-passes-for-nothing",
@@ -218,7 +220,7 @@ SECOND_ROUND = (
         "flexquant/planning/device.py",
         'device.call_in_pass_seconds if "call_in_pass_seconds" in device.model_fields_set else call',
         "device.call_in_pass_seconds",
-        (f"{UNIT}devices.py",),
+        (f"{UNIT}devices.py::test_calls_in_a_pass_may_be_cheaper",),
     ),
     Fault(
         "makespan-from-zero",
@@ -226,7 +228,7 @@ SECOND_ROUND = (
         "flexquant/planning/simulation_report.py",
         "makespan = max(s.last_token for s in served) - start",
         "makespan = max(s.last_token for s in served)",
-        (f"{UNIT}simulate.py", f"{UNIT}scheduling.py"),
+        (f"{UNIT}scheduling.py::test_one_request",),
     ),
     Fault(
         "divergence-turned",
@@ -234,7 +236,7 @@ SECOND_ROUND = (
         "flexquant/quantization/loss.py",
         "(was.log_probabilities.exp() * (was.log_probabilities - _lumped(found, was.likeliest)))",
         "(_lumped(found, was.likeliest).exp() * (_lumped(found, was.likeliest) - was.log_probabilities))",
-        (f"{QUANTIZE}loss.py",),
+        (f"{QUANTIZE}loss.py::test_the_divergence_is_from_the_16_bit_model",),
         "quantize",
     ),
     Fault(
