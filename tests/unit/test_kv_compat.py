@@ -195,8 +195,10 @@ def test_rotation_of_the_cache_in_one_variant_is_caught(tmp_path):
     assert not found.compatible and "rotation of the KV cache is {} in 'v0' and {'R3'" in found.message
 
 
-def test_other_k_norm_is_caught(tmp_path):
-    edit = edit_tensor(r"layers\.1\.self_attn\.k_norm", lambda w: w * factors(HEAD_DIM, 0.9, 1.1))
+@pytest.mark.parametrize(("low", "high"), [(0.9, 1.1), (1.04, 1.04)])
+def test_other_k_norm_is_caught(tmp_path, low, high):
+    """Rounding to bfloat16 explains a share of 6 / 256."""
+    edit = edit_tensor(r"layers\.1\.self_attn\.k_norm", lambda w: w * factors(HEAD_DIM, low, high))
     assert "layer 1 self_attn.k_norm" in report(tmp_path, edit, "qwen3").message
 
 

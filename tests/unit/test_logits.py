@@ -72,6 +72,11 @@ def test_a_bias_of_the_last_norm_has_to_be_equal(tmp_path):
     assert "norm, behind the layers, computes something else" in message
 
 
+def test_a_bias_of_the_last_norm_may_be_rounded_to_another_dtype(tmp_path):
+    edit = edit_tensor(r"^model\.norm\.bias", lambda b: b * (1 + 2.0**-8))
+    assert compared(tmp_path, edit, "stablelm").compatible
+
+
 @pytest.mark.parametrize("edited", ["norm", "embedding"])
 def test_a_tied_model_is_compared_by_its_embedding(tmp_path, edited):
     edit = edit_tensor(r"^model\.norm", lambda w: 2 * w) if edited == "norm" else (lambda state: None)
