@@ -43,7 +43,10 @@ def with_names(source: Source, names: Collection[str]) -> Source:
     before = LinearSchemes(source.quantization_config, source.owner, source.tensors)
     after = LinearSchemes(section, source.owner, tensors)
     for old, new in modules.items():
-        if before.of(old) != after.of(new):
+        found = [
+            scheme and scheme.model_dump(exclude={"targets"}) for scheme in (before.of(old), after.of(new))
+        ]
+        if found[0] != found[1]:
             raise FlexQuantError(
                 f"the quantization_config of {source.owner} fits '{old}' by a pattern that does not fit "
                 f"'{new}', as the other variant names it; list the modules in "

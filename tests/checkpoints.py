@@ -64,6 +64,8 @@ LATENT = {
     ),
 }
 """Configurations with multi-head latent attention."""
+LAYER_NORMS = {"stablelm": ("stablelm", {})}
+"""Configurations whose norms have a bias."""
 LINEAR = re.compile(r"\.layers\..*(_proj|_proj_with_mqa|_proj_qkv|_proj_z|\.w[123])\.weight$")
 ROUTERS = "re:.*\\.(shared_expert_)?gate$"
 LATENT_UP = "re:.*kv_b_proj$"
@@ -71,7 +73,7 @@ EXPERTS = "re:.*\\.experts\\..*"
 
 
 def base_config(architecture: str = "llama", num_layers: int = 2, **overrides) -> PretrainedConfig:
-    model_type, extra = (ARCHITECTURES | MIXTURES | LATENT)[architecture]
+    model_type, extra = (ARCHITECTURES | MIXTURES | LATENT | LAYER_NORMS)[architecture]
     values = {
         "vocab_size": 320,
         "hidden_size": 128,

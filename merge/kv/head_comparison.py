@@ -14,7 +14,7 @@ import torch
 from flexquant.merge.kv.agreement import OUTPUT_NOISE_FACTOR, judge_matrices
 from flexquant.merge.kv.all_else import column_factors, excess
 from flexquant.merge.kv.layer_comparison import equal
-from flexquant.merge.kv.scaled_rows import sum_products
+from flexquant.merge.kv.scaled_rows import STORAGE_NOISE, sum_products
 from flexquant.merge.kv.skeleton import Skeleton
 from flexquant.merge.kv.variant_weights import VariantWeights
 
@@ -45,7 +45,8 @@ def logits_difference(
     if rotation is not None:
         x = x @ rotation.T
     factors = column_factors(x, expected)
-    if excess(x, factors * expected) > 1:
+    rounding = STORAGE_NOISE * reference.load_last().get("bias", torch.zeros(1)).abs()
+    if excess(x, factors * expected, rounding) > 1:
         return f"{skeleton.after_layers[0]}, behind the layers, computes something else"
     matrix, other = variant.matrix(variant.head_name), reference.matrix(reference.head_name)
     matrix = matrix if rotation is None else matrix.rotated(rotation)

@@ -17,6 +17,7 @@ from tests.faults.planted.quantising import QUANTISING
 from tests.faults.planted.reading import READING
 from tests.faults.planted.records import RECORDS
 from tests.faults.planted.searching import SEARCHING
+from tests.faults.planted.second_round import SECOND_ROUND
 from tests.faults.planted.serving import SERVING
 from tests.faults.planted.shared_states import SHARED_STATES
 from tests.faults.planted.states import IN_STATES
@@ -41,4 +42,5 @@ FAULTS: tuple[Fault, ...] = (
     *TUNING,
     *PREDICTING,
     *COMMANDS,
+    *SECOND_ROUND,
 )

@@ -79,6 +79,9 @@ SECTIONS = {
     "8 bit for a part of qkv": Section([(["re:.*q_proj"], "w8a8"), FOUR]),
     "8 bit for a part of qkv, after the class": Section([FOUR, (["re:.*q_proj"], "w8a8")]),
     "8 bit for down_proj": Section([(["re:.*down_proj"], "w8a8"), FOUR]),
+    "an expression, and a name that it fits": Section(
+        [(["re:.*down_proj"], "w8a8"), (["model.layers.0.mlp.down_proj"], "w4a16"), EIGHT]
+    ),
     "8 bit for a layer": Section([(["re:.*layers\\.1\\."], "w8a8"), FOUR]),
     "8 bit for qkv by full names": Section(
         [([f"model.layers.{n}.self_attn.{x}_proj" for n in (0, 1) for x in "qkv"], "w8a8"), FOUR]
@@ -134,6 +137,11 @@ SECTIONS = {
     "dense without targets": Section([EIGHT], keys={"sparsity_config": {"format": "dense"}}),
     "no sparsity": Section([EIGHT], keys={"sparsity_config": None}),
     "a cache in FP8": Section([EIGHT], keys={"kv_cache_scheme": CACHE}, added=of_cache("k_scale")),
+    "a cache in FP8, and queries": Section(
+        [EIGHT],
+        keys={"kv_cache_scheme": CACHE},
+        added=of_cache("k_scale") | {f"model.layers.{n}.self_attn.q_scale": (1,) for n in (0, 1)},
+    ),
     "a cache's scales beside K and V": Section(
         [EIGHT], keys={"kv_cache_scheme": CACHE}, added=of_cache("k_proj.k_scale")
     ),

@@ -13,19 +13,26 @@ import pytest
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
-from flexquant.policy.rules import load_policy
+from flexquant.policy.rules import parse_policy_text
 from flexquant.serving.worker.ranks import check_ranks_agree, on_all_ranks
+from tests.policies import LAYERED_DECODE, THRESHOLD, TRIGGERED, triggered
 
 CONFIG = {"variants": {"w8a8": {}, "w4a16": {}}}
-FIRST = ("phase", 64, CONFIG)
-"""What rank 0 has: policy, most tokens of a pass, and the section of config.json."""
+FIRST = (LAYERED_DECODE, 64, CONFIG)
+"""A rank's policy, most tokens of a pass, and section of config.json."""
+OTHER_ROUTES = "rank 1 has other routes than rank 0"
 CASES = {
-    "equal": (FIRST, ""),
-    "policy": (("w8a8", 64, CONFIG), "rank 1 has other routes than rank 0"),
-    "limits": (("phase", 128, CONFIG), "rank 1 has other routes than rank 0"),
-    "checkpoint": (("phase", 64, {}), "rank 1 has other quantization_config in config.json than rank 0"),
+    "equal": (FIRST, FIRST, ""),
+    "policy": (FIRST, (THRESHOLD, 64, CONFIG), OTHER_ROUTES),
+    "trigger": ((TRIGGERED, 64, CONFIG), (triggered(enter=2.5, leave=2), 64, CONFIG), OTHER_ROUTES),
+    "limits": (FIRST, (LAYERED_DECODE, 128, CONFIG), OTHER_ROUTES),
+    "checkpoint": (
+        FIRST,
+        (LAYERED_DECODE, 64, {}),
+        "rank 1 has other quantization_config in config.json than rank 0",
+    ),
 }
-"""Case -> what rank 1 has, and what both ranks say."""
+"""Case -> what rank 0 and what rank 1 has, and what both ranks say."""
 STEPS = {
     "taken": (None, ""),
     "refused": (FlexQuantError("not here"), "not here"),
@@ -74,10 +81,10 @@ def refusals(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
     """Return, by case, what the check says on one rank of two; empty if it says nothing."""
     meet(rank, meeting, tensor_parallel)
     said = {}
-    for name, (other, _) in CASES.items():
-        policy, max_tokens, config = other if rank else FIRST
-        variants = ["w8a8", "w4a16"]
-        routes = build_route_table(load_policy(policy), variants, num_layers=2, max_tokens=max_tokens)
+    for name, (*of_ranks, _) in CASES.items():
+        text, max_tokens, config = of_ranks[rank]
+        policy, variants = parse_policy_text(text.encode(), "policy", "policy"), ["w8a8", "w4a16"]
+        routes = build_route_table(policy, variants, num_layers=2, max_tokens=max_tokens)
         try:
             check_ranks_agree(routes, config)
             said[name] = ""
@@ -88,7 +95,7 @@ def refusals(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
 
 def test_all_ranks_refuse_what_one_has_otherwise(tmp_path: Path):
     said = on_both(refusals, tmp_path, 2)
-    for name, (_, expected) in CASES.items():
+    for name, (*_, expected) in CASES.items():
         assert said[name].startswith(expected) and bool(said[name]) == bool(expected), name
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from math import log
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 from flexquant import cli
 from flexquant.checkpoint.measured_loss import Loss, loss_lines, read_losses
 from flexquant.documents.corpus import read_corpus
-from flexquant.quantization.loss import _loss, measure_loss, measuring_rows, read_reference, reference_of
+from flexquant.quantization.loss import (
+    _answers,
+    _compare,
+    _loss,
+    measure_loss,
+    measuring_rows,
+    read_reference,
+    reference_of,
+)
 from flexquant.quantization.source_model import read_source
 from tests.checkpoints import StateDict, make_checkpoint
 from tests.quantize.quantizing import FEW, RTN, W4A16, quantize, recipe
@@ -117,6 +126,12 @@ def test_what_is_not_finite_is_too_much() -> None:
     lost = Loss(documents=1, kl=None, kl_error=None, perplexity=None, perplexity_error=None, same_top=0.5)
     *_, said = loss_lines({"w4a16": {"code": lost}})
     assert said.startswith("w4a16 LOSES TOO MUCH") and "code (not finite, KL not finite)" in said
+
+
+def test_the_divergence_is_from_the_16_bit_model() -> None:
+    was, found = torch.tensor([[0.6, 0.4]]).log(), torch.tensor([[0.9, 0.1]]).log()
+    expected = (0.6 * log(0.6 / 0.9) + 0.4 * log(0.4 / 0.1), log(0.6 / 0.9), 1.0)
+    assert _compare(found, [0, 0], _answers(was, [0, 0])) == pytest.approx(expected, abs=1e-5)
 
 
 def test_errors_are_standard_errors_over_the_documents() -> None:

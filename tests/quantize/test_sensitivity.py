@@ -70,5 +70,6 @@ def test_most_divergence_per_parameter_that_fits() -> None:
     divergences = {"small": 1.0, "large": 12.0, "medium": 2.0}
     assert spend_budget(divergences, sizes, 0.7) == {"large", "small"}
     assert spend_budget(divergences, sizes, 0.5) == {"small", "medium"}
+    assert spend_budget(divergences, sizes, 0.35) == {"small"}
     assert spend_budget(divergences, sizes, 0.05) == set()
     assert spend_budget({**divergences, "large": 0.0}, sizes, 0.99) == {"small", "medium"}

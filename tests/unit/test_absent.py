@@ -68,6 +68,11 @@ def test_what_the_class_needs_is_named_even_if_all_sources_lack_it(tmp_path, pat
     assert_refused(sources, tmp_path, f"lacks 1 of the parameters of a Qwen2ForCausalLM, '{named}'")
 
 
+def test_what_is_tied_is_missed_with_what_it_is_tied_to(tmp_path):
+    folder = without(make_checkpoint(tmp_path / "w8a8", tie_word_embeddings=True), "embed_tokens")
+    assert_refused({"w8a8": folder}, tmp_path, r"lacks 2 of .*'model\.embed_tokens\.weight'")
+
+
 @pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight", "norm.weight"])
 def test_a_layer_with_a_state_needs_all_that_it_is_computed_with(tmp_path, name):
     folder = make_variants(tmp_path, "qwen3_next")
@@ -193,7 +198,10 @@ def test_names_of_two_releases_are_those_of_one_class(tmp_path, kind, listed):
     if listed == "by name":
         config = json.loads((sources["w4a16"] / "config.json").read_text())
         left = {n for n in names if n.endswith(".weight") and f"{n}_packed" not in names}
-        config["quantization_config"]["ignore"] = sorted(names[n].removesuffix(".weight") for n in left)
+        section = config["quantization_config"]
+        section["ignore"] = sorted(names[n].removesuffix(".weight") for n in left)
+        packed = [new.removesuffix(".weight_packed") for new in names.values() if new.endswith("_packed")]
+        section["config_groups"]["group_0"]["targets"] = packed
         (sources["w4a16"] / "config.json").write_text(json.dumps(config))
     merge_checkpoints(sources, tmp_path / "merged")
     verify_checkpoint(tmp_path / "merged", sources)

@@ -195,8 +195,10 @@ def test_rotation_of_the_cache_in_one_variant_is_caught(tmp_path):
     assert not found.compatible and "rotation of the KV cache is {} in 'v0' and {'R3'" in found.message
 
 
-def test_other_k_norm_is_caught(tmp_path):
-    edit = edit_tensor(r"layers\.1\.self_attn\.k_norm", lambda w: w * factors(HEAD_DIM, 0.9, 1.1))
+@pytest.mark.parametrize(("low", "high"), [(0.9, 1.1), (1.04, 1.04)])
+def test_other_k_norm_is_caught(tmp_path, low, high):
+    """Rounding to bfloat16 explains a share of 6 / 256."""
+    edit = edit_tensor(r"layers\.1\.self_attn\.k_norm", lambda w: w * factors(HEAD_DIM, low, high))
     assert "layer 1 self_attn.k_norm" in report(tmp_path, edit, "qwen3").message
 
 
@@ -338,13 +340,17 @@ def test_rotated_residual_does_not_hide_rotated_heads(tmp_path):
     assert "layer 0 self_attn.k_proj" in report(tmp_path, both).message
 
 
-@pytest.mark.parametrize("name", [*WRITES, "self_attn.q_proj", "mlp.gate_proj"])
-def test_matrices_that_differ_by_more_than_noise_forbid_mixing(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "in_16_bit"),
+    [*((name, ()) for name in (*WRITES, "self_attn.q_proj", "mlp.gate_proj")), (WRITES[1], WRITES[1:])],
+)
+def test_matrices_that_differ_by_more_than_noise_forbid_mixing(tmp_path, name, in_16_bit):
     def some_rows_larger(weight: torch.Tensor) -> torch.Tensor:
         weight[::20] *= 1.5
         return weight
 
-    found = report(tmp_path, edit_tensor(rf"layers\.1\.{name}\.weight", some_rows_larger))
+    edit = edit_tensor(rf"layers\.1\.{name}\.weight", some_rows_larger)
+    found = report(tmp_path, edit, schemes=("w4a16", "w8a8"), ignore=[f"re:.*{n}" for n in in_16_bit])
     assert found.compatible and not found.layered_plans
     assert f"layer 1 {name}" in found.residual_messages[0] and found.message == ""
 

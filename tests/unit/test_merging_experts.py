@@ -15,12 +15,12 @@ from tests.checkpoints import EXPERTS, StateDict, make_checkpoint
 NORM = "post_attention_layernorm.weight"
 
 
-def sources(folder, change=None, *, ignore=(), **of_the_other):
+def sources(folder, change=None, *, kind="qwen3_moe", ignore=(), **of_the_other):
     """Return W8A8 of a mixture, and W4A16 of it or, with arguments, of another one."""
     return {
-        "w8a8": make_checkpoint(folder / "w8a8", "qwen3_moe", "w8a8", ignore=ignore),
+        "w8a8": make_checkpoint(folder / "w8a8", kind, "w8a8", ignore=ignore),
         "w4a16": make_checkpoint(
-            folder / "w4a16", "qwen3_moe", "w4a16", transform=change, ignore=ignore, **of_the_other
+            folder / "w4a16", kind, "w4a16", transform=change, ignore=ignore, **of_the_other
         ),
     }
 
@@ -39,6 +39,21 @@ def test_a_norm_folded_into_router_and_experts_is_the_same_model(tmp_path):
         }
 
     merge_checkpoints(sources(tmp_path, folded), tmp_path / "merged")
+    assert read_merged_config(tmp_path / "merged")[0].layered_plans
+
+
+@pytest.mark.parametrize(
+    ("kind", "up", "down"), [("qwen3_moe", "up_proj", "down_proj"), ("mixtral", "w3", "w2")]
+)
+def test_a_fold_between_an_experts_up_and_down_projections_is_the_same_model(tmp_path, kind, up, down):
+    def folded(state: StateDict) -> StateDict:
+        for name in [name for name in state if name.endswith(f"{up}.weight")]:
+            scale, other = torch.empty(len(state[name])).uniform_(0.85, 1.15), name.replace(up, down)
+            state[name] = (state[name] * scale[:, None]).bfloat16()
+            state[other] = (state[other] / scale).bfloat16()
+        return state
+
+    merge_checkpoints(sources(tmp_path, folded, kind=kind), tmp_path / "merged")
     assert read_merged_config(tmp_path / "merged")[0].layered_plans
 
 

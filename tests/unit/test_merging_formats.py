@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexquant.checkpoint.cast import with_dtype
 from flexquant.checkpoint.folder import read_tensors
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.merge.formats import open_source
@@ -164,7 +166,7 @@ def test_auto_rounds_fp8_is_block_fp8(tmp_path: Path) -> None:
         written = {key: value for key, value in (served | same).items() if value is not None}
         edits.config(quantization_config=written)(tmp_path / "auto_round")
         assert open_source("fp8", tmp_path / "auto_round").tensors.keys() == expected.tensors.keys()
-    for layer, allowed in (({"bits": 16}, True), ({"bits": 4}, False), (4, False)):
+    for layer, allowed in (({"bits": 16}, True), ({"bits": 4}, False), ({}, False), (4, False)):
         extra = {"model.layers.0.mlp.up_proj": layer}
         edits.config(quantization_config=served | {"extra_config": extra})(tmp_path / "auto_round")
         if allowed:
@@ -211,6 +213,20 @@ def test_two_dtypes_are_merged_if_one_is_named(w4a16: Path, tmp_path: Path) -> N
         assert merged["shared.model.norm.weight"].dtype is getattr(torch, dtype)
         assert merged["w4a16.model.layers.0.mlp.up_proj.weight_scale"].dtype is getattr(torch, dtype)
         assert config_of(tmp_path / dtype)["dtype"] == dtype
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {"dtype": "float16"}),
+        (
+            {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}},
+            {"torch_dtype": "float16", "text_config": {"dtype": "float16"}},
+        ),
+    ],
+)
+def test_a_config_states_the_dtype_of_the_cast(config: JsonObject, expected: JsonObject) -> None:
+    assert with_dtype(config, "float16") == expected
 
 
 def test_what_is_in_32_bit_is_cast_by_the_server(tmp_path: Path) -> None:

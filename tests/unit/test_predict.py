@@ -14,6 +14,7 @@ import pytest
 from flexquant import cli
 from flexquant.errors import FlexQuantError
 from flexquant.planning.device import Device, builtin_devices, load_device
+from flexquant.planning.linears import Linear, plain_linear
 from flexquant.planning.model_shape import read_model_shape
 from flexquant.planning.predicting import (
     MAX_SIZE,
@@ -22,6 +23,7 @@ from flexquant.planning.predicting import (
     fastest_by_size,
     hardware_table,
     kv_cache_tokens,
+    main_scheme,
     max_requests,
 )
 from flexquant.planning.prediction_report import (
@@ -244,6 +246,13 @@ def test_command_lists_devices(capsys: pytest.CaptureFixture[str], only_predict:
     text, result = run_predict(capsys, "--list-devices")
     assert [line.split()[0] for line in text.splitlines()] == builtin_devices()
     assert result["devices"]["a100"] == "NVIDIA A100 SXM, 80 GB"
+
+
+def test_the_main_scheme_is_that_of_most_weights_of_all_experts(merged: Path, device: Device) -> None:
+    experts = Linear(128, 128, 8192, "w4a16", experts=8, active_experts=2)
+    linears = {"w4a16": {plain_linear(256, 256): 1, experts: 1}}
+    model = dataclasses.replace(read_model_shape(merged), linears=linears)
+    assert main_scheme(model, "w4a16", device) == "w4a16"
 
 
 def test_errors_are_those_of_the_medians(merged: Path, device: Device) -> None:

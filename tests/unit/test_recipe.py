@@ -34,6 +34,9 @@ from tests.checkpoints import base_config
 
 W8A8 = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}
 W4A16 = {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": [128, 64, 32]}}
+MIXED = {
+    "GPTQModifier": {**W4A16["GPTQModifier"], "scheme": {"W8A8": ["re:.*down_proj$"], "W4A16": ["Linear"]}}
+}
 
 
 def parse(variants: Any, **more: Any) -> Recipe:
@@ -327,6 +330,7 @@ def test_linears_that_serve_as_one_are_one_unit() -> None:
     [
         (W8A8, None, {"ignore": ["lm_head", "a"], "scheme": "W8A8"}),
         (W4A16, "W8A8", {"ignore": ["lm_head"], "scheme": {"W4A16": ["Linear"], "W8A8": ["a"]}}),
+        (MIXED, "W8A8", {"scheme": {"W8A8": ["re:.*down_proj$", "a"], "W4A16": ["Linear"]}}),
     ],
 )
 def test_findings_become_fixed_choices(section: dict, scheme: str | None, expected: dict) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.serving.worker.weights import VariantLoader
+from tests.checkpoints import make_checkpoint
 from tests.tied_heads import EMBEDDING, HEAD, make_tied, without_key
 
 COPY, OTHER = "copy", "other"
@@ -103,3 +106,12 @@ def test_a_section_written_before_heads_were_told_apart_says_nothing_of_them(tmp
     section = json.loads((tmp_path / "merged" / "config.json").read_text())["quantization_config"]
     del section["variants"]["w8a8"]["own_head"]
     assert [v.own_head for v in MergedConfig.from_json(section).variants.values()] == [None, False]
+
+
+def test_a_shared_head_of_an_older_merge_is_loaded_for_all(tmp_path):
+    sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
+    merge_checkpoints(sources, tmp_path / "merged")
+    found, _ = read_merged_config(tmp_path / "merged")
+    merged = replace(found, variants={n: replace(v, own_head=None) for n, v in found.variants.items()})
+    loader = VariantLoader(dict.fromkeys(sources), merged, {}, dict.fromkeys(sources, {0, 1}))
+    assert merged.shared_modules[0] == HEAD and loader.wants(f"shared.{HEAD}.weight")
