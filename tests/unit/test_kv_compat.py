@@ -184,6 +184,20 @@ def test_uncompensated_norm_is_caught(tmp_path, low, high):
     assert "layer 0 self_attn.k_proj" in found.message
 
 
+def test_a_column_counts_however_small_its_inputs_are(tmp_path):
+    def quiet(state: StateDict) -> StateDict:
+        state[f"{LAYERS[1]}input_layernorm.weight"][::4] = 1e-4
+        return state
+
+    def edited(state: StateDict) -> StateDict:
+        quiet(state)[f"{LAYERS[1]}self_attn.k_proj.weight"][:, ::4] *= -1
+        return state
+
+    sources = [make_checkpoint(tmp_path / t.__name__, transform=t) for t in (quiet, edited)]
+    found = check_kv_compatibility([Source.open(folder.name, folder) for folder in sources])
+    assert "layer 1 self_attn.k_proj differs by more than quantisation noise" in found.message
+
+
 def test_rotation_of_the_cache_in_one_variant_is_caught(tmp_path):
     folders = [make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")]
     path = folders[1] / "config.json"

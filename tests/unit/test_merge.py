@@ -16,8 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint import output as staging
+from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig
-from flexquant.checkpoint.safetensors_io import read_header
+from flexquant.checkpoint.safetensors_io import read_header, total_bytes
 from flexquant.checkpoint.writer import plan_shards, write_shards
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
@@ -81,6 +82,12 @@ def test_config_and_files(sources, tmp_path):
     assert str(sources["w8a8"].parent).encode() not in b"".join(files.values())
     card = files["README.md"].decode()
     assert "`w8a8`" in card and "vllm serve" in card
+
+
+def test_a_file_may_be_as_large_as_the_largest(sources):
+    tensors = read_tensors(sources["w8a8"])
+    sizes = {size: len(plan_shards([tensors], total_bytes(tensors) + size)) for size in (0, -1)}
+    assert sizes == {0: 1, -1: 2}
 
 
 def test_shards_hold_one_group_each_and_the_index_is_sorted(sources, tmp_path):

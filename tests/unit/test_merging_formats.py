@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexquant.checkpoint.cast import with_dtype
 from flexquant.checkpoint.folder import read_tensors
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.merge.formats import open_source
@@ -213,20 +211,6 @@ def test_two_dtypes_are_merged_if_one_is_named(w4a16: Path, tmp_path: Path) -> N
         assert merged["shared.model.norm.weight"].dtype is getattr(torch, dtype)
         assert merged["w4a16.model.layers.0.mlp.up_proj.weight_scale"].dtype is getattr(torch, dtype)
         assert config_of(tmp_path / dtype)["dtype"] == dtype
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, {"dtype": "float16"}),
-        (
-            {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}},
-            {"torch_dtype": "float16", "text_config": {"dtype": "float16"}},
-        ),
-    ],
-)
-def test_a_config_states_the_dtype_of_the_cast(config: JsonObject, expected: JsonObject) -> None:
-    assert with_dtype(config, "float16") == expected
 
 
 def test_what_is_in_32_bit_is_cast_by_the_server(tmp_path: Path) -> None:

@@ -114,11 +114,16 @@ def test_latencies_of_a_load() -> None:
     assert way.kv_cache_tokens == int((0.85 * 2 * 2**30 - 0.3 * 2**30 - weights) / (token * BF16[1]))
 
 
+def test_answers_of_one_token_take_no_time_after_it() -> None:
+    load = find_way(try_ways(model("dense"), on_cpu(), Batches(4, 1, (2,)), 1, 0.85), "stock W4A16").loads[2]
+    assert load.tpot == 0 and load.request == load.ttft > 0
+
+
 def test_a_cache_has_to_hold_the_blocks_of_a_request() -> None:
     """A CPU's blocks have 128 tokens, so a request of 202 needs 256; what is left may be a fraction."""
     cpu, weights = on_cpu(), model("dense").shape(("w4a16",), 1, {}).resident_bytes
-    for missing, tokens in ((0, 256), (1, None)):
-        memory = weights + cpu.reserve_bytes + 256 * 3 * 2 * 2 * 48 * 2 + 0.5 - missing
+    for spare, tokens in ((0.5, 256), (0, 256), (-0.5, None)):
+        memory = weights + cpu.reserve_bytes + 256 * 3 * 2 * 2 * 48 * 2 + spare
         outcomes = try_ways(
             model("dense"), cpu.model_copy(update={"memory_bytes": memory}), Batches(1, 201, (1,)), 1, 1.0
         )

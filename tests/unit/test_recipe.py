@@ -124,6 +124,8 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
         (with_argument(actorder="group"), r"give one of static, weight, null"),
         (with_argument(block_size=0), r"block_size is 0; give a whole number of at least 1"),
         (with_argument(group_size=[]), r"group_size is \[\]; give a number of input features, or a list"),
+        (with_argument(group_size=[128, 0]), r"group_size is .128, 0.; give a number of input"),
+        (with_argument(observer={"input": "x"}, input_observer="x"), r"given beside weight_observer or"),
         (with_argument(observer="mse"), r"observer is \"mse\"; .*use weight_observer"),
         (with_argument(targets="Linear"), r"targets is \"Linear\"; give a list"),
         (with_argument(config_groups={"a": {"targets": ["Linear"]}}), r"needs either 'scheme', .* give one"),
@@ -171,6 +173,7 @@ UNSAFE_MAPPINGS = [
     ([["re:.*o_proj$"], "re:.*qkv_proj$"], "scales Q, K and V"),
     ([["re:.*down_proj$"], "re:.*gate_proj$"], "is not linear"),
     ([["re:.*o_proj$"], "re:.*up_proj$"], "give .* the one linear down_proj"),
+    ([["re:.*down_proj$", "re:.*o_proj$"], "re:.*up_proj$"], "give .* the one linear down_proj"),
     ([["re:.*down_proj$"], "re:.*input_layernorm$"], "smooth down_proj behind up_proj"),
 ]
 
@@ -330,6 +333,7 @@ def test_linears_that_serve_as_one_are_one_unit() -> None:
     [
         (W8A8, None, {"ignore": ["lm_head", "a"], "scheme": "W8A8"}),
         (W4A16, "W8A8", {"ignore": ["lm_head"], "scheme": {"W4A16": ["Linear"], "W8A8": ["a"]}}),
+        (W8A8, "W4A16", {"scheme": {"W8A8": ["Linear"], "W4A16": ["a"]}, "targets": None}),
         (MIXED, "W8A8", {"scheme": {"W8A8": ["re:.*down_proj$", "a"], "W4A16": ["Linear"]}}),
     ],
 )
@@ -337,7 +341,7 @@ def test_findings_become_fixed_choices(section: dict, scheme: str | None, expect
     resolved = resolve({**section, "sensitive_layers": {"budget": 0.1, "scheme": scheme}})
     fixed = with_findings(resolved, {}, ["a"])
     assert fixed.sensitive_layers is None
-    assert {k: v for k, v in fixed.modifiers["GPTQModifier"].items() if k in expected} == expected
+    assert {key: fixed.modifiers["GPTQModifier"].get(key) for key in expected} == expected
 
 
 def test_the_strength_of_an_ignored_mapping_is_null() -> None:

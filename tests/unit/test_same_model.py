@@ -105,6 +105,13 @@ def test_a_default_that_one_release_leaves_out_is_no_difference_but_another_valu
         plan_with(tmp_path / "tied", {"tie_word_embeddings": None}, tie_word_embeddings=True)
 
 
+@pytest.mark.parametrize("value", [False, True])
+def test_an_absent_key_has_no_value_where_its_readers_have_several_defaults(value):
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    found = model_differences(config, config | {"use_sep_token": value})
+    assert found == [("use_sep_token", None, value)]
+
+
 def test_keys_that_no_server_reads_may_differ(tmp_path):
     """AutoAWQ, AutoGPTQ, unsloth and each release of transformers write some of them."""
     edit = {
@@ -204,6 +211,16 @@ def test_a_model_that_transformers_does_not_know_has_its_keys_compared_as_they_a
         ("use_mrope", None, False),
         ("width", 1, 2),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_length"), [("llama3", True), ("yarn", True), ("longrope", True), ("linear", False)]
+)
+def test_the_length_that_a_model_was_trained_with_may_be_left_out(kind, has_length):
+    config = {"model_type": "of nobody", "max_position_embeddings": 4096}
+    stated = {"rope_type": kind, "original_max_position_embeddings": 4096}
+    old, new = ({"rope_scaling": {"type": kind}}, {"rope_parameters": stated})
+    assert (model_differences(config | old, config | new) == []) is has_length
 
 
 def test_the_tie_may_be_stated_at_either_level():

@@ -38,6 +38,15 @@ def test_a_tokenizer_in_mistrals_format_is_taken_along(tmp_path: Path) -> None:
         merge_checkpoints(sources, tmp_path / "again")
 
 
+def test_a_notice_is_that_of_the_first_source_that_has_it(tmp_path: Path) -> None:
+    sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
+    for variant, folder in sources.items():
+        (folder / "LICENSE").write_text(variant)
+    (sources["w4a16"] / "NOTICE").write_text("w4a16")
+    merge_checkpoints(sources, tmp_path / "merged")
+    assert [(tmp_path / "merged" / name).read_text() for name in ("LICENSE", "NOTICE")] == ["w8a8", "w4a16"]
+
+
 def test_vocabularies_of_all_served_models_are_taken_along() -> None:
     served = set(ModelRegistry.get_supported_archs())
     left_behind, seen = set(), 0

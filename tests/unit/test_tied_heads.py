@@ -48,6 +48,13 @@ def test_a_head_is_its_variants_own_unless_it_is_the_embedding(tmp_path, heads, 
     assert EMBEDDING in found.shared_modules
 
 
+def test_a_model_in_16_bit_has_the_head_that_one_variant_has(tmp_path):
+    sources = {name: make_tied(tmp_path / name, name, h) for name, h in (("w8a8", OTHER), ("w4a16", None))}
+    report = merge_checkpoints(sources, tmp_path / "merged")
+    with_head, without = (report.variants[name].parameters for name in sources)
+    assert with_head - without == 320 * 128 and report.bytes_16bit == 2 * with_head
+
+
 def test_a_copy_of_the_embedding_comes_back_when_split(tmp_path):
     merged(tmp_path, w8a8=None, w4a16=COPY)
     split_checkpoint(tmp_path / "merged", "w4a16", tmp_path / "again")

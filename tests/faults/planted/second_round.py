@@ -116,7 +116,7 @@ SECOND_ROUND = (
         "flexquant/checkpoint/safetensors_io.py",
         "range(start // row_bytes, -(-stop // row_bytes))",
         "range(start // row_bytes, stop // row_bytes)",
-        (f"{UNIT}conversion.py::test_what_is_converted_is_read_in_chunks_that_end_anywhere",),
+        (f"{UNIT}foreign_errors.py::test_rows_that_are_longer_than_a_chunk_are_computed_once",),
     ),
     Fault(
         "dtype-not-stated",
@@ -124,7 +124,7 @@ SECOND_ROUND = (
         "flexquant/checkpoint/cast.py",
         "if key in config] or DTYPE_KEYS[:1]",
         "if key in config]",
-        (f"{UNIT}merging_formats.py::test_a_config_states_the_dtype_of_the_cast",),
+        (f"{UNIT}foreign_errors.py::test_a_nested_language_model_states_the_dtype_too",),
     ),
     Fault(
         "cache-of-the-hub-is-foreign",
