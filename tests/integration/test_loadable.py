@@ -193,7 +193,13 @@ LIMITS = {
     "sparse by a format": "a sparse checkpoint has other tensors than the test's",
 }
 """Sections that are refused though vLLM loads them."""
-<<<<<<< HEAD
+TAKEN = (
+    "a cache in FP8, and queries",
+    "a cache's scales beside K and V",
+    "a cache's scales by an old name",
+    "a cache's scales and zero points by old names",
+)
+"""Some of the sections that are loaded as they are merged, though not as they are published."""
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 DEVICE = (
     "Failed to find a kernel",
@@ -202,16 +208,6 @@ DEVICE = (
     "FP8 MoE backend",
     "static_scaled_fp8_quant()",
 )
-=======
-TAKEN = (
-    "a cache in FP8, and queries",
-    "a cache's scales beside K and V",
-    "a cache's scales by an old name",
-    "a cache's scales and zero points by old names",
-)
-"""Some of the sections that are loaded as they are merged, though not as they are published."""
-DEVICE = ("Failed to find a kernel", "WNA16 MoE backend", "FP8 MoE backend", "static_scaled_fp8_quant()")
->>>>>>> w-slip
 """What vLLM says where this CPU has no kernel for a scheme that it has."""
 
 
