@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 NOT_LOADED = re.compile(
-    r"(^|[._])(g_idx|azp_adj|weight_shape|(input|q|k|v|prob)_((global_)?scale|zero_point))$"
+    r"(^|[._])(g_idx(_sort_indices)?|azp_adj|weight_shape|(input|q|k|v|prob)_((global_)?scale|zero_point))$"
 )
 """Matches parameters that vLLM's schemes create and a checkpoint need not have."""
 MARKED = 8
