@@ -16,7 +16,7 @@ from flexquant.quantization.modifiers import build_modifiers
 from flexquant.quantization.oneshot import load_model, run_modifiers
 from flexquant.quantization.recipe import load_recipe
 from flexquant.quantization.resolve import resolve_variant
-from flexquant.quantization.smoothing import smoothing_scales
+from flexquant.quantization.smoothing import SearchedSmoothQuant, smoothing_scales
 from flexquant.quantization.source_model import read_source
 from tests.architectures.models import random_model, small_config
 from tests.checkpoints import StateDict, byte_tokenizer, make_checkpoint
@@ -127,6 +127,13 @@ def test_a_smoothed_model_computes_the_same(kind: str, tmp_path: Path) -> None:
     for name in variant.smoothed:
         assert not torch.equal(model.get_parameter(f"{name}.weight"), before[f"{name}.weight"])
     torch.testing.assert_close(model(ids[None]).logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_largest_inputs_are_those_of_all_rows() -> None:
+    smoothing = SearchedSmoothQuant(fixed={"norm": 0.5}, scales_={})
+    for row in ([1.0, -5.0], [3.0, 2.0]):
+        smoothing._observer("norm")(torch.nn.Identity(), (torch.tensor([row]),), None)
+    assert smoothing.scales_["norm"].max_channel_vals.tolist() == [3.0, 5.0]
 
 
 def test_scales_are_smoothquants() -> None:

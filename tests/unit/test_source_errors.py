@@ -241,9 +241,10 @@ def with_cache_scheme(folder: Path, **keys: object) -> None:
 
 
 def test_cache_schemes_are_compared_by_what_serving_reads(sources):
-    with_cache_scheme(sources["w8a8"], type="float")
-    defaults = {"strategy": "tensor", "symmetric": True, "dynamic": False, "group_size": None}
-    with_cache_scheme(sources["w4a16"], type="float", observer="minmax", actorder=None, **defaults)
+    served = {"type": "float", "strategy": "tensor", "symmetric": True}
+    with_cache_scheme(sources["w8a8"], **served)
+    of_calibrating = {"observer": "minmax", "observer_kwargs": {"averaging_constant": 0.1}}
+    with_cache_scheme(sources["w4a16"], **served, **of_calibrating, dynamic=False, group_size=None)
     plan_merge([Source.open(name, folder) for name, folder in sources.items()])
     with_cache_scheme(sources["w4a16"], type="float", symmetric=False)
     fails(sources, "kv_cache_scheme", "'symmetric': True", "'symmetric': False")

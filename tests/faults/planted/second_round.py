@@ -240,7 +240,7 @@ SECOND_ROUND = (
         "            if name in self.scales_:\n"
         "                largest = torch.maximum(self.scales_[name].max_channel_vals, largest)\n",
         "",
-        (f"{QUANTIZE}smoothing.py",),
+        (f"{QUANTIZE}smoothing.py::test_the_largest_inputs_are_those_of_all_rows",),
         "quantize",
     ),
     Fault(
