@@ -51,17 +51,6 @@ INPUTS = (
         (f"{LINEARS}test_a_senseless_section_is_named",),
     ),
     Fault(
-        "shapes-of-another-model",
-        "Tensors may have other shapes than the config says, if all variants' do.",
-        "merge/merge_plan.py",
-        "if shapes.get(root + name, shape) != shape:",
-        "if False:",
-        (
-            f"{SOURCES}test_numbers_of_a_config_that_no_model_has",
-            f"{SOURCES}test_shapes_that_do_not_fit_are_refused_though_all_variants_have_them",
-        ),
-    ),
-    Fault(
         "configs-that-transformers-refuses",
         "What transformers says about a config's types ends in a traceback.",
         "flexquant/checkpoint/known_models.py",
