@@ -135,8 +135,8 @@ def test_in_int8_it_answers_as_a_checkpoint_of_the_same_int8_weights(int4: Path,
     (served,) = generate(int4, [IN_INT8], PROMPTS, sampling=SAMPLING)
     (expected,) = generate(in_int8(int4, tmp_path / "w8a8"), None, PROMPTS, sampling=SAMPLING)
     (in_int4,) = generate(int4, ["w4a16"], PROMPTS, sampling=SAMPLING)
-    assert distance(served.answers[0], expected.answers[0]) < 0.01
-    assert distance(in_int4.answers[0], expected.answers[0]) > 0.01
+    as_int8, as_int4 = (distance(of.answers[0], expected.answers[0]) for of in (served, in_int4))
+    assert as_int8 < 0.03 and as_int8 < as_int4 / 2, (as_int8, as_int4)
 
 
 def test_it_is_served_from_one_copy_by_default(int4: Path) -> None:
