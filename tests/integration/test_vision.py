@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import openai
 import pytest
+import torch
 from openai import OpenAI
 from vllm.engine.arg_utils import EngineArgs
 
@@ -190,8 +191,16 @@ def test_a_variant_that_is_tied_beside_one_with_a_head_of_its_own(tmp_path: Path
     def without_head(state: StateDict) -> StateDict:
         return {name: tensor for name, tensor in state.items() if not name.startswith("lm_head.")}
 
+    def with_part_of_the_norm(state: StateDict) -> StateDict:
+        """Return the same model: the head has a share of the final norm's weight."""
+        embedding = state["model.text_model.embed_tokens.weight"].float()
+        norm = state["model.text_model.norm.weight"].float()
+        share = 0.5 + torch.rand(norm.shape, generator=torch.Generator().manual_seed(0))
+        folded = {"lm_head.weight": embedding * share, "model.text_model.norm.weight": norm / share}
+        return state | {name: tensor.bfloat16() for name, tensor in folded.items()}
+
     sources = {}
-    for name, transform in {"w8a8": None, "w4a16": without_head}.items():
+    for name, transform in {"w8a8": with_part_of_the_norm, "w4a16": without_head}.items():
         source = make_vision_checkpoint(tmp_path / "untied" / name, name, transform=transform)
         sources[name] = edited(source, tie, tmp_path / name)
     merge_checkpoints(sources, tmp_path / "merged")
