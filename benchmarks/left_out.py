@@ -30,11 +30,10 @@ from flexquant.documents.corpus import Corpus, read_corpus
 from flexquant.documents.texts import draw_rows, tokens_needed
 from flexquant.measuring.machine import describe_command, describe_machine
 from flexquant.quantization.architecture import empty_model
-from flexquant.quantization.in_memory import quantize_in_memory
+from flexquant.quantization.calibration import REFERENCE, real_text, record_tokens
 from flexquant.quantization.loss import Reference, measure_loss, measuring_rows, reference_of
-from flexquant.quantization.oneshot import load_whole
-from flexquant.quantization.quiet import quiet_libraries
-from flexquant.quantization.real_text import REFERENCE, real_text, record_tokens
+from flexquant.quantization.oneshot import load_whole, quantize_in_memory
+from flexquant.quantization.progress import quiet_libraries
 from flexquant.quantization.recipe import Calibration, load_recipe
 from flexquant.quantization.resolve import resolve_variant
 from flexquant.quantization.sampling import Language, known_languages

@@ -117,8 +117,6 @@ def print_variants(variants: Sequence[QuantizedVariant], max_loss: float) -> Non
             print(
                 f"{v.name}: alpha searched per layer: quantisation MSE {v.mse_gain:.2g}x below one alpha 0.5"
             )
-        if v.spared:
-            print(f"{v.name}: spared as sensitive: {', '.join(v.spared)}")
     for line in loss_lines({v.name: v.losses for v in variants if v.losses}, max_loss / 100):
         print(line)
 

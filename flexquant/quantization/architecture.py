@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.built_model import build_model
-from flexquant.checkpoint.module_names import EXPERTS, LAYER, fused_name
+from flexquant.checkpoint.module_names import LAYER
 from flexquant.errors import FlexQuantError, explained
 
 if TYPE_CHECKING:
@@ -79,18 +79,6 @@ def decoder_layers(names: Sequence[str]) -> list[str]:
     """Return the names of the decoder layers that hold the modules of these names, in order."""
     found = (LAYER.match(name) for name in names)
     return list(dict.fromkeys(match[0].removesuffix(".") for match in found if match))
-
-
-def fused_units(linears: Sequence[str]) -> dict[str, list[str]]:
-    """Group linears, given by name, into the units that vLLM fuses: ``...qkv_proj`` -> q, k and v.
-
-    All experts of a layer are one unit.
-    """
-    units: dict[str, list[str]] = {}
-    for name in linears:
-        experts = EXPERTS.match(name)
-        units.setdefault(experts[0] if experts else fused_name(name), []).append(name)
-    return units
 
 
 def gates(model: PreTrainedModel) -> list[str]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Run llmcompressor's modifiers over a model and its calibration rows, and explain failures."""
+"""Load a model, quantise it in memory with llmcompressor's modifiers, save it, and explain failures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from compressed_tensors.utils import patch_attr
@@ -30,10 +31,15 @@ from transformers import (
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 
 from flexquant.checkpoint.built_model import nothing_fetched
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.sidecars import COPIED, GENERATION_CONFIG, find_files
 from flexquant.checkpoint.writer import Progress, copy_files
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import decoder_layers
+from flexquant.quantization.distillation import distill_scales
+from flexquant.quantization.modifiers import build_modifiers
+from flexquant.quantization.resolve import ResolvedVariant
+from flexquant.quantization.smoothing import SearchedSmoothQuant, smoothing_report
 from flexquant.quantization.source_model import SourceModel
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -107,18 +113,43 @@ def separate_experts(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-class _Rows(Dataset[dict[str, torch.Tensor]]):
-    """Calibration rows [tokens] as a model's arguments."""
+@dataclass(frozen=True)
+class QuantizedModel:
+    """A quantised model that is not saved yet, and what was found on the way."""
 
-    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
-        self._rows = rows
+    model: PreTrainedModel
+    findings: JsonObject
+    """Findings for the report."""
+    strengths: Mapping[str, float | None]
+    """Mapping of SmoothQuant -> the strength that was chosen; None: not smoothed."""
 
-    def __len__(self) -> int:
-        return len(self._rows)
 
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        row = self._rows[number]
-        return {"input_ids": row, "attention_mask": torch.ones_like(row)}
+def quantize_in_memory(
+    variant: ResolvedVariant,
+    source: SourceModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Sequence[int]] | None,
+    seed: int,
+    show: Progress | None = None,
+) -> QuantizedModel:
+    """Return the model of ``variant``, calibrated on ``rows`` of token ids (None: without calibration)."""
+    tensors = [torch.tensor(row) for row in rows or ()]
+    model = load_model(source)
+    modifiers = build_modifiers(variant, sum(map(len, tensors)))
+    run_modifiers(model, tokenizer, modifiers, tensors, seed, show)
+    # A report has the key "sensitivities" of an older search, so that equal inputs give equal bytes.
+    findings: JsonObject = {"smoothing": None, "sensitivities": None, "distillation": None}
+    strengths: Mapping[str, float | None] = {}
+    for modifier in modifiers:
+        if isinstance(modifier, SearchedSmoothQuant):
+            strengths, findings["smoothing"] = modifier.chosen, smoothing_report(modifier)
+    if (distillation := variant.recipe.scale_distillation) is not None:
+        with explained_memory(f"training the scales of '{variant.recipe.name}'", "remove scale_distillation"):
+            teacher = load_model(source)
+            by_epoch = distill_scales(model, teacher, tensors, distillation.epochs, seed, show)
+            del teacher
+        findings["distillation"] = {"kl_by_epoch": by_epoch}
+    return QuantizedModel(model, findings, strengths)
 
 
 def run_modifiers(
@@ -136,7 +167,8 @@ def run_modifiers(
     layer, if activations are not finite.
     """
     torch.manual_seed(seed)
-    data = DataLoader(_Rows(rows), batch_size=1) if rows else None
+    samples = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
+    data = DataLoader(cast("Dataset[dict[str, torch.Tensor]]", samples), batch_size=1) if rows else None
     try:
         with watched_layers(model, progress), _no_pinning_on_a_cpu():
             oneshot(model=model, tokenizer=tokenizer, dataset=data, recipe=modifiers)

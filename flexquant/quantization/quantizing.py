@@ -24,9 +24,7 @@ from flexquant.checkpoint.sidecars import RECIPE
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import empty_model
-from flexquant.quantization.calibration_rows import Rows, Stage, calibration_rows, no_stage
-from flexquant.quantization.modifiers import build_modifiers
-from flexquant.quantization.quiet import quiet_libraries
+from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
 from flexquant.quantization.report import (
     QuantizedVariant,
@@ -39,7 +37,7 @@ from flexquant.quantization.report import (
     variant_inputs,
     write_report,
 )
-from flexquant.quantization.resolve import ResolvedVariant, resolve_variant, with_findings
+from flexquant.quantization.resolve import ResolvedVariant, resolve_variant, with_strengths
 from flexquant.quantization.source_model import SourceModel, find_folder, read_source
 
 if TYPE_CHECKING:
@@ -48,6 +46,7 @@ if TYPE_CHECKING:
     from flexquant.quantization.loss import Reference
 
 ProgressLine = Callable[[str], None]
+Rows = Sequence[Sequence[int]]
 
 STAGES_BEFORE_VARIANTS = 3
 """Stages of :func:`quantize_variants` before the variants: model, calibration text, texts to measure with."""
@@ -174,7 +173,10 @@ class _Run:
         self, resolved: Sequence[ResolvedVariant], source: SourceModel, tokenizer: PreTrainedTokenizerBase
     ) -> list[_Job]:
         """Return a job for every variant, with calibration rows if some variant needs them."""
-        needs_data = [build_modifiers(variant)[1] for variant in resolved]
+        from flexquant.quantization.calibration import calibration_rows
+        from flexquant.quantization.modifiers import needs_calibration
+
+        needs_data = [needs_calibration(variant) for variant in resolved]
         rows: Rows = []
         if any(needs_data):
             rows = calibration_rows(
@@ -239,9 +241,13 @@ class _Run:
         reference: Reference,
         show: Progress | None,
     ) -> None:
-        from flexquant.quantization.in_memory import quantize_in_memory
         from flexquant.quantization.loss import measure_loss
-        from flexquant.quantization.oneshot import explained_memory, round_parameters, save_model
+        from flexquant.quantization.oneshot import (
+            explained_memory,
+            quantize_in_memory,
+            round_parameters,
+            save_model,
+        )
 
         with explained_memory(f"quantising '{job.variant.recipe.name}'"):
             made = quantize_in_memory(job.variant, source, tokenizer, job.rows, self.settings.seed, show)
@@ -249,7 +255,7 @@ class _Run:
             losses = measure_loss(made.model, reference)
             with staged_folder(job.folder, overwrite=self.overwrite) as stage:
                 save_model(made.model, source.dtype, source.folder, stage)
-                resolved = with_findings(job.variant, made.strengths, made.spared)
+                resolved = with_strengths(job.variant, made.strengths)
                 findings = made.findings
                 del made
                 description = self.recipe.description

@@ -7,8 +7,8 @@
         SmoothQuantModifier: {smoothing_strength: [0.3, 0.5, 0.7]}      # searched per layer
         GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}
 
-A variant lists llmcompressor's modifiers with their arguments; the last modifier quantises. The keys
-``sensitive_layers`` and ``scale_distillation`` are ours. Lists stand for choices that are searched or depend
+A variant lists llmcompressor's modifiers with their arguments; the last modifier quantises. The key
+``scale_distillation`` is ours. Lists stand for choices that are searched or depend
 on the model; the ``recipe.yaml`` in each variant's folder is the same document with every choice made.
 Recipes that would change the KV cache are refused. Nothing here imports torch or llmcompressor.
 """
@@ -17,25 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, create_model, model_validator
+from pydantic import Field, create_model
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.named_files import builtin_names, read_named
-from flexquant.documents.schema import Positive, Problem, Section, Text, read_section, says
+from flexquant.documents.schema import Positive, Section, Text, read_section, says
 from flexquant.documents.texts import SELF
-from flexquant.documents.yaml_document import Document, from_yaml, show
+from flexquant.documents.yaml_document import Document, from_yaml
 from flexquant.policy.schema import VariantName
-from flexquant.quantization.vocabulary import (
-    MODIFIERS,
-    QUANTIZERS,
-    REFUSED_ARGUMENTS,
-    REFUSED_MODIFIERS,
-    Check,
-)
+from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, REFUSED
 
 SCHEMA: Literal["flexquant.recipe/v1"] = "flexquant.recipe/v1"
 DEFAULT_RECIPE = "default"
@@ -56,19 +49,6 @@ class Calibration(Section):
     seed: Annotated[int, Field(strict=True, ge=0), says("give a whole number of at least 0")] = 0
 
 
-class SensitiveLayers(Section):
-    """A search for the linears to spare, by their effect on the logits."""
-
-    budget: Annotated[
-        float, Field(strict=True, gt=0, lt=1), says("give the share of parameters, between 0 and 1")
-    ]
-    """Largest share of the quantised parameters that may be spared."""
-    scheme: (
-        Annotated[str, Field(strict=True), says("give a preset such as W8A8, or null for 16 bit")] | None
-    ) = None
-    """Preset for the spared linears; None: 16 bit."""
-
-
 class ScaleDistillation(Section):
     """Training of the scales of a weight-only variant, after the modifiers."""
 
@@ -76,48 +56,13 @@ class ScaleDistillation(Section):
     """Passes over all calibration rows."""
 
 
-class ModifierSection(Section):
-    """The arguments of one of llmcompressor's modifiers."""
-
-    refused = REFUSED_ARGUMENTS
-
-    @model_validator(mode="after")
-    def _check(self) -> ModifierSection:
-        given = self.model_fields_set
-        if type(self).__name__ in QUANTIZERS and ("scheme" in given) == ("config_groups" in given):
-            raise Problem("needs either 'scheme', such as W8A8 or W4A16, or 'config_groups'; give one")
-        if "observer" in given and given & {"weight_observer", "input_observer"}:
-            raise Problem("is given beside weight_observer or input_observer; remove one", ["observer"])
-        return self
-
-
-def _checked(check: Check, value: object) -> object:
-    if problem := check(value):
-        raise Problem(f"is {show(value)}; {problem}")
-    return value
-
-
-def _modifier_section(name: str) -> type[ModifierSection]:
-    fields: dict[str, Any] = {
-        key: (
-            Annotated[object, AfterValidator(partial(_checked, check))],
-            ... if key == "smoothing_strength" else None,
-        )
-        for key, check in MODIFIERS[name].items()
-    }
-    return create_model(name, __base__=ModifierSection, **fields)
-
-
-_modifiers: dict[str, Any] = {name: (_modifier_section(name), None) for name in MODIFIERS}
+_modifiers: dict[str, Any] = {name: (arguments, None) for name, arguments in MODIFIERS.items()}
 
 
 class VariantSection(create_model("Modifiers", __base__=Section, **_modifiers)):  # type: ignore[misc]
-    """A variant's modifiers, and the keys that are FlexQuant's own."""
+    """A variant's modifiers, and the key that is FlexQuant's own."""
 
-    refused = REFUSED_MODIFIERS
-    sensitive_layers: Annotated[
-        SensitiveLayers | None, says("give a mapping with the keys budget, scheme")
-    ] = None
+    refused = REFUSED
     scale_distillation: Annotated[ScaleDistillation | None, says("give a mapping with the key epochs")] = None
 
 
@@ -147,7 +92,6 @@ class VariantRecipe:
     name: str
     modifiers: Mapping[str, JsonObject]
     """Modifier -> arguments, in the order of use; the last modifier quantises."""
-    sensitive_layers: SensitiveLayers | None = None
     scale_distillation: ScaleDistillation | None = None
     place: str = field(default="", compare=False)
     """File, line and key, for messages."""
@@ -159,8 +103,6 @@ class VariantRecipe:
     def to_json(self) -> JsonObject:
         """Return the variant's section of the document."""
         section: JsonObject = {name: dict(arguments) for name, arguments in self.modifiers.items()}
-        if self.sensitive_layers is not None:
-            section["sensitive_layers"] = self.sensitive_layers.model_dump()
         if self.scale_distillation is not None:
             section["scale_distillation"] = self.scale_distillation.model_dump()
         return section
@@ -213,6 +155,4 @@ def _variant(name: str, section: VariantSection, document: Document) -> VariantR
             f"has the modifiers {', '.join(modifiers) or 'none'}; give exactly one of "
             f"{', '.join(QUANTIZERS)}, as the last one",
         )
-    return VariantRecipe(
-        name, modifiers, section.sensitive_layers, section.scale_distillation, document.place(path)
-    )
+    return VariantRecipe(name, modifiers, section.scale_distillation, document.place(path))

@@ -9,7 +9,6 @@ records all inputs of the variant: a restarted run keeps a variant that has the 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -94,56 +93,6 @@ def resolved_document(
     return to_yaml(document)
 
 
-def smoothing_report(
-    chosen: Mapping[str, float | None],
-    errors: Mapping[str, Mapping[float | None, float]],
-    power: Mapping[str, float],
-    reference: float = 0.5,
-) -> JsonObject | None:
-    """Return every strength's output MSE for each mapping, and totals compared with one strength for all.
-
-    ``summed_mse`` is dominated by the layers with the largest outputs; ``relative_mse`` is therefore the mean
-    over mappings of MSE divided by the outputs' mean square. None if nothing was smoothed.
-    """
-    if not chosen:
-        return None
-    if not errors:
-        return {"mappings": {name: {"chosen": alpha} for name, alpha in chosen.items()}}
-    alphas = [a for a in next(iter(errors.values())) if a is not None]
-    best = min(alphas, key=lambda a: math.fsum(found[a] for found in errors.values()))
-    ways: dict[str, Mapping[str, float | None]] = {
-        "per_mapping": chosen,
-        "best_single": dict.fromkeys(errors, best),
-        f"all_{reference}": dict.fromkeys(errors, reference),
-        "none": dict.fromkeys(errors, None),
-    }
-    sums = {way: math.fsum(errors[n][by[n]] for n in errors) for way, by in ways.items()}
-    shares = {
-        way: math.fsum(errors[n][by[n]] / power[n] for n in errors if power[n]) / len(errors)
-        for way, by in ways.items()
-    }
-    return {
-        "best_single_alpha": best,
-        "summed_mse": sums,
-        "relative_mse": shares,
-        "ratios_to_per_mapping": {
-            measure: {way: _ratio(found[way], found["per_mapping"]) for way in ways if way != "per_mapping"}
-            for measure, found in (("summed_mse", sums), ("relative_mse", shares))
-        },
-        "mappings": {
-            name: {
-                "chosen": chosen[name],
-                "mse": found[chosen[name]],
-                f"mse_at_{reference}": found[reference],
-                f"ratio_{reference}_to_chosen": _ratio(found[reference], found[chosen[name]]),
-                "output_mean_square": power[name],
-                "mse_by_alpha": {("none" if a is None else str(a)): e for a, e in found.items()},
-            }
-            for name, found in errors.items()
-        },
-    }
-
-
 def write_report(folder: Path, report: Mapping[str, object]) -> None:
     """Write the report into a variant's folder, after all other files, whose SHA-256 it lists."""
     document = {"schema": REPORT_SCHEMA, **report, "files": _hash_files(folder)}
@@ -203,8 +152,6 @@ class QuantizedVariant:
     """Number of mappings that SmoothQuant smoothed."""
     mse_gain: float | None
     """Summed output MSE of all mappings with one alpha of 0.5, divided by that with the chosen alphas."""
-    spared: list[str]
-    """Units kept in another scheme or in 16 bit because they are sensitive."""
     losses: LossByKind
     """What the variant lost against the 16-bit model; empty if an older release made it."""
 
@@ -216,7 +163,7 @@ class QuantizedVariant:
 def read_quantized(variant: ResolvedVariant, folder: Path, kept: bool, seconds: float) -> QuantizedVariant:
     """Describe the finished ``folder`` of a variant, from its files and its report."""
     report = read_report(folder) or {}
-    smoothing, sensitivities = report.get("smoothing") or {}, report.get("sensitivities") or {}
+    smoothing = report.get("smoothing") or {}
     gain = smoothing.get("ratios_to_per_mapping", {}).get("summed_mse", {})
     return QuantizedVariant(
         name=variant.recipe.name,
@@ -227,7 +174,6 @@ def read_quantized(variant: ResolvedVariant, folder: Path, kept: bool, seconds: 
         group_size=variant.group_size,
         smoothed=sum(m["chosen"] is not None for m in smoothing.get("mappings", {}).values()),
         mse_gain=next((ratio for way, ratio in gain.items() if way.startswith("all_")), None),
-        spared=[unit for unit, found in sensitivities.items() if found["spared"]],
         losses=read_losses({variant.recipe.name: folder / RECIPE}).get(variant.recipe.name, {}),
     )
 
@@ -238,7 +184,3 @@ def _hash_files(folder: Path) -> dict[str, str]:
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         digests = pool.map(hash_file, paths)
         return {p.relative_to(folder).as_posix(): d for p, d in zip(paths, digests, strict=True)}
-
-
-def _ratio(a: float, b: float) -> float | None:
-    return a / b if b else None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Resolve a recipe for a model: choose mappings and group sizes, check names, and find the linears.
+"""Resolve a recipe for a model: choose mappings, schemes and group sizes, check names, and find the linears.
 
-:func:`with_findings` adds what calibration has searched (strengths of smoothing, sensitive layers), and
-returns the recipe that reproduces the variant without a search.
+:func:`with_strengths` adds the strengths of smoothing that calibration has found, and returns the recipe that
+reproduces the variant without a search.
 """
 
 from __future__ import annotations
@@ -18,14 +18,6 @@ from flexquant.checkpoint.module_names import LATENT_UP, LAYER
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import ScaleMapping, default_mappings, gates, resolve_mappings
 from flexquant.quantization.recipe import VariantRecipe
-from flexquant.quantization.schemes import (
-    choose_group_size,
-    is_grouped,
-    is_scaled_by_row,
-    preset_scheme,
-    quantization_groups,
-    schemes_by_name,
-)
 from flexquant.quantization.vocabulary import TRANSFORMS, split_mapping
 
 if TYPE_CHECKING:
@@ -33,7 +25,7 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
     from transformers import PreTrainedModel
 
-SPARED_GROUP = "sensitive"
+GROUP_SIZES = (128, 64, 32)
 
 
 def in_layer(name: str) -> str:
@@ -89,47 +81,20 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
             modifiers[recipe.quantizer]["group_size"] = group_size
         if recipe.scale_distillation is not None:
             _check_distillable(linears)
-        spared = recipe.sensitive_layers
-        if spared is not None and spared.scheme is not None:
-            preset_scheme(spared.scheme, ["Linear"])
-            if recipe.scale_distillation is not None:
-                raise FlexQuantError(
-                    "scale_distillation is given beside a scheme for spared linears; remove one"
-                )
     except FlexQuantError as e:
         raise FlexQuantError(f"{recipe.place}: {e}") from e
     features = {name: module.in_features for name, (module, _) in linears.items()}
     return ResolvedVariant(replace(recipe, modifiers=modifiers), features, group_size, smoothed, notes)
 
 
-def with_findings(
-    variant: ResolvedVariant, strengths: Mapping[str, float | None], spared: Sequence[str]
-) -> VariantRecipe:
-    """Return the recipe with the results of searches as fixed choices."""
-    recipe = variant.recipe
-    modifiers = {name: dict(arguments) for name, arguments in recipe.modifiers.items()}
+def with_strengths(variant: ResolvedVariant, strengths: Mapping[str, float | None]) -> VariantRecipe:
+    """Return the recipe with the ``strengths`` of smoothing that were chosen (None: not smoothed)."""
+    modifiers = {name: dict(arguments) for name, arguments in variant.recipe.modifiers.items()}
     if "SmoothQuantModifier" in modifiers:
         modifiers["SmoothQuantModifier"]["smoothing_strength"] = {
             name: strengths.get(name) for name in variant.smoothed
         }
-    quantizer = modifiers[recipe.quantizer]
-    if recipe.sensitive_layers is None or not spared:
-        pass
-    elif recipe.sensitive_layers.scheme is None:
-        quantizer["ignore"] = [*quantizer.get("ignore", []), *spared]
-    elif "config_groups" in quantizer:
-        group = preset_scheme(recipe.sensitive_layers.scheme, list(spared), variant.group_size)
-        groups = {
-            **quantizer["config_groups"],
-            SPARED_GROUP: group.model_dump(mode="json", exclude_none=True),
-        }
-        quantizer["config_groups"] = groups
-    else:
-        schemes = schemes_by_name(quantizer)
-        preset = recipe.sensitive_layers.scheme
-        quantizer["scheme"] = {**schemes, preset: [*schemes.get(preset, []), *spared]}
-        quantizer.pop("targets", None)
-    return replace(recipe, modifiers=modifiers, sensitive_layers=None)
+    return replace(variant.recipe, modifiers=modifiers)
 
 
 def _mappings(
@@ -209,7 +174,7 @@ def _check_distillable(linears: Mapping[str, tuple[torch.nn.Linear, Quantization
     for name, (_, scheme) in linears.items():
         weights = scheme.weights
         by_weight_alone = weights is not None and scheme.input_activations is None
-        if not by_weight_alone or weights.type != "int" or not is_scaled_by_row(scheme):
+        if not by_weight_alone or weights.type != "int" or weights.strategy not in ("group", "channel"):
             raise FlexQuantError(
                 "scale_distillation trains scales of integer weights beside 16-bit activations, "
                 f"and {name} is quantised otherwise; remove it, or choose a scheme such as W4A16"
@@ -221,12 +186,71 @@ def _group_size(
     groups: Mapping[str, QuantizationScheme],
     linears: Mapping[str, tuple[torch.nn.Linear, QuantizationScheme]],
 ) -> int | None:
-    grouped = {name: module.in_features for name, (module, s) in linears.items() if is_grouped(s)}
+    grouped = {name: module.in_features for name, (module, s) in linears.items() if _is_grouped(s)}
     given = arguments.get("group_size")
     if not grouped:
         if given is not None:
             raise FlexQuantError("group_size is given, but the scheme has no groups; remove it")
         return None
     if given is None:
-        given = next(group.weights.group_size for group in groups.values() if is_grouped(group))
+        given = next(group.weights.group_size for group in groups.values() if _is_grouped(group))
     return choose_group_size(grouped, given if isinstance(given, list) else [given])
+
+
+def choose_group_size(input_features: Mapping[str, int], sizes: Sequence[int] = GROUP_SIZES) -> int:
+    """Return the first of ``sizes`` that divides the input features of every linear.
+
+    Raises FlexQuantError, naming a linear, if none does.
+    """
+    for size in sizes:
+        if all(k % size == 0 for k in input_features.values()):
+            return size
+    name, k = next(
+        (name, k) for name, k in input_features.items() if k % sizes[-1] or all(k % size for size in sizes)
+    )
+    raise FlexQuantError(
+        f"{name} has {k} input features, which none of the group sizes {', '.join(map(str, sizes))} divides; "
+        "add a smaller one to group_size, or choose a scheme without groups, such as W8A8"
+    )
+
+
+def quantization_groups(arguments: JsonObject) -> dict[str, QuantizationScheme]:
+    """Return group -> scheme from the arguments of a quantising modifier."""
+    from compressed_tensors.quantization import QuantizationScheme
+
+    if "config_groups" in arguments:
+        try:
+            groups = {
+                name: QuantizationScheme.model_validate(group)
+                for name, group in arguments["config_groups"].items()
+            }
+        except ValueError as e:
+            raise FlexQuantError(
+                f"config_groups is not what compressed-tensors reads ({e}); correct it"
+            ) from e
+    else:
+        scheme = arguments["scheme"]
+        targets = scheme if isinstance(scheme, dict) else {scheme: arguments.get("targets", ["Linear"])}
+        groups = {f"group_{i}": _preset(name, list(ts)) for i, (name, ts) in enumerate(targets.items())}
+    size = arguments.get("group_size")
+    for group in groups.values():
+        if isinstance(size, int) and _is_grouped(group):
+            group.weights.group_size = size
+    return groups
+
+
+def _preset(name: str, targets: list[str]) -> QuantizationScheme:
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+
+    try:
+        return preset_name_to_scheme(name, targets)
+    except KeyError as e:
+        raise FlexQuantError(
+            f"'{name}' is no scheme of compressed-tensors; choose among {', '.join(PRESET_SCHEMES)}"
+        ) from e
+
+
+def _is_grouped(scheme: QuantizationScheme) -> bool:
+    """Whether a scheme has a weight scale for each group of input features."""
+    return scheme.weights is not None and scheme.weights.strategy == "group"

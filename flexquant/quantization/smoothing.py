@@ -17,14 +17,17 @@ up_proj's output, but its product with the activated gate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from llmcompressor.modifiers.transform.smoothquant.base import SmoothQuantModifier, SmoothQuantScale
+from llmcompressor.observers import Observer
 from pydantic import PrivateAttr
 
-from flexquant.quantization.rounding import round_input, round_weight
+from flexquant.checkpoint.model_config import JsonObject
 
 REFERENCE = 0.5
 """Usual alpha, which is always measured for comparison."""
@@ -122,6 +125,56 @@ class SearchedSmoothQuant(SmoothQuantModifier):
         return min([None, *self.candidates], key=self._errors[name].__getitem__)
 
 
+def smoothing_report(smoothing: SearchedSmoothQuant) -> JsonObject | None:
+    """Return every strength's output MSE for each mapping, and totals compared with one strength for all.
+
+    ``summed_mse`` is dominated by the layers with the largest outputs; ``relative_mse`` is therefore the mean
+    over mappings of MSE divided by the outputs' mean square. None if nothing was smoothed.
+    """
+    chosen, errors, power = smoothing.chosen, smoothing.errors, smoothing.power
+    if not chosen:
+        return None
+    if not errors:
+        return {"mappings": {name: {"chosen": alpha} for name, alpha in chosen.items()}}
+    alphas = [a for a in next(iter(errors.values())) if a is not None]
+    best = min(alphas, key=lambda a: math.fsum(found[a] for found in errors.values()))
+    ways: dict[str, Mapping[str, float | None]] = {
+        "per_mapping": chosen,
+        "best_single": dict.fromkeys(errors, best),
+        f"all_{REFERENCE}": dict.fromkeys(errors, REFERENCE),
+        "none": dict.fromkeys(errors, None),
+    }
+    sums = {way: math.fsum(errors[n][by[n]] for n in errors) for way, by in ways.items()}
+    shares = {
+        way: math.fsum(errors[n][by[n]] / power[n] for n in errors if power[n]) / len(errors)
+        for way, by in ways.items()
+    }
+    return {
+        "best_single_alpha": best,
+        "summed_mse": sums,
+        "relative_mse": shares,
+        "ratios_to_per_mapping": {
+            measure: {way: _ratio(found[way], found["per_mapping"]) for way in ways if way != "per_mapping"}
+            for measure, found in (("summed_mse", sums), ("relative_mse", shares))
+        },
+        "mappings": {
+            name: {
+                "chosen": chosen[name],
+                "mse": found[chosen[name]],
+                f"mse_at_{REFERENCE}": found[REFERENCE],
+                f"ratio_{REFERENCE}_to_chosen": _ratio(found[REFERENCE], found[chosen[name]]),
+                "output_mean_square": power[name],
+                "mse_by_alpha": {("none" if a is None else str(a)): e for a, e in found.items()},
+            }
+            for name, found in errors.items()
+        },
+    }
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return a / b if b else None
+
+
 def smoothing_scales(
     alpha: float | None, largest_input: torch.Tensor, largest_weight: torch.Tensor
 ) -> torch.Tensor:
@@ -139,7 +192,29 @@ def _output_error(x: torch.Tensor, layer: torch.nn.Linear, y: torch.Tensor, s: t
     """Return the mean squared error of a linear's output [tokens, out], smoothed by s and quantised."""
     scheme: QuantizationScheme = layer.quantization_scheme
     quantised = torch.nn.functional.linear(
-        round_input((x / s).unsqueeze(0), scheme.input_activations)[0],
-        round_weight(layer.weight.float() * s, scheme.weights),
+        _round_input((x / s).unsqueeze(0), scheme.input_activations)[0],
+        _round_weight(layer.weight.float() * s, scheme.weights),
     )
     return float((quantised - y).square().mean())
+
+
+def _round_weight(weight: torch.Tensor, args: QuantizationArgs | None) -> torch.Tensor:
+    """Round a weight [out, in] to nearest, and dequantise it; ``args`` None leaves it unchanged."""
+    if args is None:
+        return weight
+    observer = Observer.load_from_registry(
+        "memoryless_minmax", base_name="weight", args=args.model_copy(update={"observer_kwargs": {}})
+    )
+    found = observer(weight).get_qparams()
+    return fake_quantize(weight, found["scale"], found["zero_point"], args, found["global_scale"])
+
+
+def _round_input(x: torch.Tensor, args: QuantizationArgs | None) -> torch.Tensor:
+    """Quantise and dequantise activations [batch, tokens, in]; ``args`` None leaves them unchanged.
+
+    Static schemes, too, use the scale of the given activations.
+    """
+    if args is None:
+        return x
+    scale, zero_point = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity())
+    return fake_quantize(x, scale, zero_point, args)

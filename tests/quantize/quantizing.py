@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from flexquant.quantization.calibration_rows import Stage
+from flexquant.quantization.progress import Stage
 from flexquant.quantization.quantizing import quantize_variants
 from flexquant.quantization.recipe import SCHEMA, Recipe, load_recipe, parse_recipe
 from flexquant.quantization.report import QuantizedVariant

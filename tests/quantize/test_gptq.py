@@ -11,7 +11,7 @@ import torch
 from llmcompressor.modifiers.gptq import GPTQModifier
 
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.gptq import TokenNormalizedGPTQ
+from flexquant.quantization.modifiers import TokenNormalizedGPTQ
 from tests.quantize.folders import digests
 from tests.quantize.quantizing import quantize, recipe
 

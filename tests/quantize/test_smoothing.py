@@ -119,7 +119,7 @@ def test_a_smoothed_model_computes_the_same(kind: str, tmp_path: Path) -> None:
     settings = recipe(w8a8={"SmoothQuantModifier": {"smoothing_strength": 0.5}, **W8A8}).variants["w8a8"]
     variant = resolve_variant(settings, empty_model(model.config), kind)
     ids = torch.arange(3, 67)
-    (smoothing, _), _ = build_modifiers(variant, [ids], len(ids))
+    smoothing, _ = build_modifiers(variant, len(ids))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     expected = model(ids[None]).logits.detach()
     run_modifiers(model, byte_tokenizer(model.config), [smoothing], [ids], seed=0)

@@ -211,7 +211,7 @@ def test_arguments_are_llmcompressors_but_for_two() -> None:
 
     ours = {"group_size", "first_token_weight"}
     for modifier in (GPTQModifier, QuantizationModifier, AWQModifier, SmoothQuantModifier):
-        assert set(MODIFIERS[modifier.__name__]) - ours <= set(modifier.model_fields), modifier
+        assert set(MODIFIERS[modifier.__name__].model_fields) - ours <= set(modifier.model_fields), modifier
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])

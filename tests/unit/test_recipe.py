@@ -13,30 +13,24 @@ import yaml
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import (
-    decoder_layers,
     default_mappings,
     empty_model,
-    fused_units,
     resolve_mappings,
 )
 from flexquant.quantization.recipe import (
     SCHEMA,
     Calibration,
     Recipe,
-    SensitiveLayers,
+    ScaleDistillation,
     builtin_recipes,
     load_recipe,
     parse_recipe,
 )
-from flexquant.quantization.resolve import resolve_variant, with_findings
-from flexquant.quantization.schemes import choose_group_size
+from flexquant.quantization.resolve import choose_group_size, resolve_variant, with_strengths
 from tests.checkpoints import base_config
 
 W8A8 = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}
 W4A16 = {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": [128, 64, 32]}}
-MIXED = {
-    "GPTQModifier": {**W4A16["GPTQModifier"], "scheme": {"W8A8": ["re:.*down_proj$"], "W4A16": ["Linear"]}}
-}
 
 
 def parse(variants: Any, **more: Any) -> Recipe:
@@ -66,13 +60,13 @@ def test_names_of_the_shipped_recipes() -> None:
 
 
 def test_a_file_is_read_back_as_written(tmp_path: Path) -> None:
-    section = {**W8A8, "sensitive_layers": {"budget": 0.05, "scheme": None}}
+    section = {**W4A16, "scale_distillation": {"epochs": 2}}
     document = {
         "schema": SCHEMA,
         "description": "mine",
         "policy": "phase",
         "calibration": {"data": "chats.jsonl", "samples": 4},
-        "variants": {"int8": section, "w4a16": W4A16},
+        "variants": {"int4": section, "w8a8": W8A8},
         "made_with": {"anything": [1, 2]},
     }
     file = tmp_path / "mine.yaml"
@@ -81,7 +75,7 @@ def test_a_file_is_read_back_as_written(tmp_path: Path) -> None:
     assert (recipe.name, recipe.description, recipe.policy) == (str(file), "mine", "phase")
     assert recipe.calibration == Calibration(data="chats.jsonl", samples=4)
     assert {name: v.to_json() for name, v in recipe.variants.items()} == document["variants"]
-    assert recipe.variants["int8"].sensitive_layers == SensitiveLayers(budget=0.05)
+    assert recipe.variants["int4"].scale_distillation == ScaleDistillation(epochs=2)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +130,7 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
         (with_front("SmoothQuantModifier", smoothing_strength=0.5, mappings="all"), r"norms, norms-and-up"),
         (with_front("AWQModifier", mappings=[["re:.*q_proj$"]]), r"every mapping as \[\[linear"),
         (with_front("AWQModifier", n_grid=1), r"whole number of at least 4"),
-        ({**W8A8, "sensitive_layers": {}}, r"sensitive_layers lacks the key 'budget'"),
-        ({**W8A8, "sensitive_layers": {"budget": 1}}, r"budget is 1; give the share of parameters"),
-        ({**W8A8, "sensitive_layers": {"budget": 0.1, "scheme": 8}}, r"scheme is 8; give a preset"),
+        ({**W8A8, "sensitive_layers": {}}, r"line 8: .*sensitive_layers is refused: .*no longer.*W4A16_ASYM"),
         ({**W8A8, "scale_distillation": {}}, r"scale_distillation lacks the key 'epochs'"),
         ({**W8A8, "scale_distillation": {"epochs": 0}}, r"epochs is 0; give a whole number of at least 1"),
     ],
@@ -236,18 +228,9 @@ def test_the_first_group_size_that_divides_all(features: tuple[int, ...], size: 
         (with_argument(scheme="W3A3"), r"'W3A3' is no scheme of compressed-tensors; choose among .*W8A8"),
         (with_argument(targets=["re:.*x_proj$"]), r"no linear of the model matches re:\.\*x_proj\$"),
         (with_argument(group_size=64), r"group_size is given, but the scheme has no groups"),
-        ({**W8A8, "sensitive_layers": {"budget": 0.1, "scheme": "W0"}}, r"'W0' is no scheme"),
         (
             {**W8A8, "scale_distillation": {"epochs": 1}},
             r"16-bit activations, and .*_proj is quantised otherwise",
-        ),
-        (
-            {
-                "GPTQModifier": {"scheme": "W4A16", "ignore": ["lm_head"]},
-                "sensitive_layers": {"budget": 0.1, "scheme": "W8A8"},
-                "scale_distillation": {"epochs": 1},
-            },
-            r"scale_distillation is given beside a scheme for spared linears; remove one",
         ),
         (
             with_front("AWQModifier", mappings=[[["re:.*q_proj$"], "re:.*input_layernorm$"]]),
@@ -314,39 +297,9 @@ def test_default_mappings_cover_norms_and_up_proj() -> None:
     }
 
 
-def test_linears_that_serve_as_one_are_one_unit() -> None:
-    linears = [f"model.layers.7.{n}" for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj")]
-    assert fused_units(linears) == {
-        "model.layers.7.self_attn.qkv_proj": linears[:2],
-        "model.layers.7.self_attn.o_proj": linears[2:],
-    }
-    experts = [f"model.layers.7.mlp.experts.{i}.{n}_proj" for i in range(2) for n in ("gate", "down")]
-    assert fused_units(experts) == {"model.layers.7.mlp.experts": experts}
-    assert decoder_layers([*linears, "lm_head", "model.layers.8.mlp.up_proj"]) == [
-        "model.layers.7",
-        "model.layers.8",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("section", "scheme", "expected"),
-    [
-        (W8A8, None, {"ignore": ["lm_head", "a"], "scheme": "W8A8"}),
-        (W4A16, "W8A8", {"ignore": ["lm_head"], "scheme": {"W4A16": ["Linear"], "W8A8": ["a"]}}),
-        (W8A8, "W4A16", {"scheme": {"W8A8": ["Linear"], "W4A16": ["a"]}, "targets": None}),
-        (MIXED, "W8A8", {"scheme": {"W8A8": ["re:.*down_proj$", "a"], "W4A16": ["Linear"]}}),
-    ],
-)
-def test_findings_become_fixed_choices(section: dict, scheme: str | None, expected: dict) -> None:
-    resolved = resolve({**section, "sensitive_layers": {"budget": 0.1, "scheme": scheme}})
-    fixed = with_findings(resolved, {}, ["a"])
-    assert fixed.sensitive_layers is None
-    assert {key: fixed.modifiers["GPTQModifier"].get(key) for key in expected} == expected
-
-
 def test_the_strength_of_an_ignored_mapping_is_null() -> None:
     front = with_front("SmoothQuantModifier", smoothing_strength=[0.5], mappings="norms")
-    fixed = with_findings(resolve(front, num_layers=1), {"model.layers.0.input_layernorm": 0.5}, [])
+    fixed = with_strengths(resolve(front, num_layers=1), {"model.layers.0.input_layernorm": 0.5})
     assert fixed.modifiers["SmoothQuantModifier"]["smoothing_strength"] == {
         "model.layers.0.input_layernorm": 0.5,
         "model.layers.0.post_attention_layernorm": None,

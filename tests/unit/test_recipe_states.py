@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.architecture import default_mappings, empty_model, fused_units, resolve_mappings
+from flexquant.quantization.architecture import default_mappings, empty_model, resolve_mappings
 from flexquant.quantization.recipe import SCHEMA, parse_recipe
 from flexquant.quantization.resolve import ResolvedVariant, in_layer, resolve_variant
 from tests.architectures.models import small_config
@@ -106,13 +106,3 @@ def test_a_mapping_that_omits_the_gates_is_refused():
     ]
     with pytest.raises(FlexQuantError, match="it has to cover exactly .*in_proj_ba"):
         resolve("qwen3_next", {"SmoothQuantModifier": front, **W8A8})
-
-
-def test_projections_that_vllm_fuses_are_one_unit():
-    layer = "model.layers.0.linear_attn."
-    linears = [layer + name for name in ("in_proj_qkv", "in_proj_z", "out_proj", "in_proj_a", "in_proj_b")]
-    assert fused_units(linears) == {
-        layer + "in_proj_qkvz": linears[:2],
-        layer + "out_proj": linears[2:3],
-        layer + "in_proj_ba": linears[3:],
-    }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Discard what llmcompressor, transformers, torch and tqdm print, and keep a command's own lines."""
+"""Show the stages of quantising, and discard what llmcompressor, transformers, torch and tqdm print."""
 
 from __future__ import annotations
 
@@ -8,13 +8,27 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING
+
+from flexquant.checkpoint.writer import Progress
 
 if TYPE_CHECKING:
     from loguru import Message
 
 MODIFIERS = "llmcompressor.modifiers"
+Stage = Callable[..., AbstractContextManager[Progress | None]]
+"""Shows a stage to the user, e.g. as a progress bar.
+
+It is called with the stage's title and, if progress can be counted, its ``unit``. It returns a context
+manager that is entered while the stage lasts, and that yields a function of (units done, units in all), or
+None.
+"""
+
+
+def no_stage(title: str, **unit: str) -> AbstractContextManager[None]:
+    """Show no stage."""
+    return nullcontext()
 
 
 class _Discard(io.StringIO):

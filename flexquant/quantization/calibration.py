@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Make calibration text for users who have none: the 16-bit model itself writes half of it.
+"""Make the rows of token ids for calibration, from text that is read or that the 16-bit model writes.
 
-The model's own text resembles what it will compute on, in its languages and its chat template. Half of its
-documents are answers to requests, if it has a template; the others continue from first words, every second of
-them from a word of the tokenizer's vocabulary. Each document is sampled at one of several temperatures, and
-left out if it repeats itself: the more often a model does so, the less of the text is its own. The rest, half
-of it or more, is real text of many kinds, about as much of each: those of ``flexquant.documents.corpus`` in
-English and the languages that the model knows, and Python's documentation. The text is kept in one JSONL
-file, which a later run reuses.
+For users who have no text, the model writes half of it. Its own text resembles what it will compute on, in
+its languages and its chat template. Half of its documents are answers to requests, if it has a template; the
+others continue from first words, every second of them from a word of the tokenizer's vocabulary. Each
+document is sampled at one of several temperatures, and left out if it repeats itself: the more often a model
+does so, the less of the text is its own. The rest, half of it or more, is real text of many kinds, about as
+much of each: those of ``flexquant.documents.corpus`` in English and the languages that the model knows, and
+Python's documentation. The text is kept in one JSONL file, which a later run reuses.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from random import Random
 
@@ -26,22 +26,29 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
 from flexquant.checkpoint.sidecars import NOTICES, find_files
 from flexquant.checkpoint.writer import Progress
+from flexquant.documents.corpus import read_corpus
 from flexquant.documents.digest import different_keys, digest_of
 from flexquant.documents.texts import (
+    SELF,
     TextOrMessages,
     as_text,
+    document_tokens,
+    draw_rows,
+    plain_text,
+    read_documents,
     start_of_row,
     tokens_needed,
 )
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.oneshot import explained_memory, load_whole, watched_layers
-from flexquant.quantization.real_text import count_tokens, real_text, record_tokens
+from flexquant.quantization.progress import Stage
 from flexquant.quantization.recipe import Calibration
 from flexquant.quantization.report import versions
 from flexquant.quantization.sampling import (
     Language,
     draw_opening,
     draw_request,
+    is_known,
     known_languages,
     sample,
     vocabulary_word,
@@ -61,8 +68,54 @@ DISTINCT = 0.6
 MOST_DOCUMENTS = 16
 """Largest number of documents, as a multiple of the number that would do if all had full length."""
 
+PASSAGE = 1000
+"""Characters after which a passage of Python's documentation ends at the end of a paragraph."""
+REFERENCE = "reference"
+"""The kind of Python's documentation."""
+
 NAME = "the model's own text"
 OTHERWISE = "give text like your users' requests with --calibration FILE"
+
+
+def calibration_rows(
+    settings: Calibration,
+    source: SourceModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output: Path,
+    overwrite: bool,
+    progress: Callable[[str], None],
+    stage: Stage,
+) -> list[list[int]]:
+    """Return ``settings.samples`` rows of ``settings.length`` token ids, within one ``stage``.
+
+    With SELF the model writes the text into the folder ``output``, unless an equal run has done so. Raises
+    FlexQuantError for text that cannot be read or is too short, and for a file with another text in its
+    place, unless ``overwrite`` is set.
+    """
+    if settings.data != SELF:
+        if settings.data is None:
+            progress("calibrating on Python's own documentation; text like your users' gives better accuracy")
+        with stage("reading the calibration text"):
+            return _draw(settings.data, settings, tokenizer)
+    file = output / FILE
+    if find_written(file, made_with(source, settings), overwrite=overwrite):
+        with stage(f"reading the calibration text that the model wrote into {file}"):
+            return _draw(file, settings, tokenizer)
+    with stage(f"the model writes its calibration text, {file}", unit=" tokens") as show:
+        write_calibration(file, source, tokenizer, settings, show)
+        return _draw(file, settings, tokenizer)
+
+
+def _draw(
+    data: str | Path | None, settings: Calibration, tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    return draw_rows(
+        read_documents(data),
+        tokenizer,
+        samples=settings.samples,
+        length=settings.length,
+        seed=settings.seed,
+    )
 
 
 def made_with(source: SourceModel, settings: Calibration) -> JsonObject:
@@ -215,3 +268,61 @@ def _write_batch(
 
 def _without_header(record: JsonObject) -> JsonObject:
     return {key: value for key, value in record.items() if key != "made_with"}
+
+
+def real_text(
+    tokenizer: PreTrainedTokenizerBase,
+    languages: Sequence[Language],
+    tokens: int,
+    seed: int,
+    without: Container[str] = (),
+) -> list[JsonObject]:
+    """Return records of real text with ``tokens`` tokens or a few more, about as many of each kind.
+
+    It may be fewer if all that there is has fewer. The languages but English are one kind. Kinds in
+    ``without`` are left out.
+    """
+    kinds: dict[str, list[JsonObject]] = {}
+    for kind, documents in read_corpus(held_out=False).items():
+        if is_known(kind, languages):
+            records = [{"kind": kind, **_record(document, tokenizer)} for document in documents]
+            kinds.setdefault(kind.partition("/")[0], []).extend(records)
+    passages = [passage for page in read_documents(None) for passage in _passages(str(page))]
+    kinds[REFERENCE] = [{"kind": REFERENCE, "text": passage} for passage in passages]
+    for kind, records in kinds.items():
+        Random(f"{seed}, {kind}").shuffle(records)
+    used = {kind: 0 for kind in kinds if kind not in without}
+    taken: list[JsonObject] = []
+    while sum(used.values()) < tokens and (left := [kind for kind in used if kinds[kind]]):
+        kind = min(left, key=lambda kind: used[kind])
+        taken.append(kinds[kind].pop())
+        used[kind] += len(record_tokens(taken[-1], tokenizer))
+    return taken
+
+
+def _record(document: TextOrMessages, tokenizer: PreTrainedTokenizerBase) -> JsonObject:
+    """Return a document as a line of the file; without a chat template a conversation is plain text."""
+    if isinstance(document, str) or not tokenizer.chat_template:
+        return {"text": plain_text(document)}
+    return {"messages": document}
+
+
+def record_tokens(record: JsonObject, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a record."""
+    return document_tokens(record.get("messages") or record["text"], tokenizer, "the calibration text")
+
+
+def count_tokens(records: Sequence[JsonObject], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of tokens that the records have together."""
+    return sum(len(record_tokens(record, tokenizer)) for record in records)
+
+
+def _passages(page: str) -> list[str]:
+    """Join a page's paragraphs into passages about as long as the model's documents."""
+    passages: list[str] = []
+    for paragraph in page.split("\n\n"):
+        if passages and len(passages[-1]) < PASSAGE:
+            passages[-1] += f"\n\n{paragraph}"
+        else:
+            passages.append(paragraph)
+    return passages
