@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, staged_file
 from flexquant.checkpoint.provenance import folder_label
-from flexquant.documents.digest import different_keys, hash_file
-from flexquant.errors import UsageError
+from flexquant.documents.digest import hash_file, read_earlier
 from flexquant.evaluation.inputs import Settings, Subject, read_rows
 from flexquant.evaluation.measure import decode_forced, engine_options
 from flexquant.evaluation.scores import Scores
@@ -188,21 +187,22 @@ class Study:
 
     def _load(self, file: Path, overwrite: bool) -> JsonObject:
         described = self.described()
-        if overwrite or not file.exists():
-            return {**described, "kl": {}}
-        try:
-            document: JsonObject = json.loads(file.read_text(encoding="utf-8"))
-            different = different_keys(described, {key: document.get(key) for key in described})
-            measured = document["kl"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            raise UsageError(
-                f"{file} is not what 'flexquant sensitivity' wrote ({e!r}); give another --output"
-            ) from e
-        if different or not isinstance(measured, dict):
-            raise UsageError(
-                f"{file} has results with other {', '.join(different)}; give another --output, or --overwrite"
+
+        def read(text: str) -> tuple[JsonObject, JsonObject]:
+            document: JsonObject = json.loads(text)
+            document["kl"].items()  # raises AttributeError if it is no mapping
+            return {key: document.get(key) for key in described}, document
+
+        found = None
+        if not overwrite:
+            found = read_earlier(
+                file,
+                described,
+                read,
+                foreign="is not what 'flexquant sensitivity' wrote ({}); give another --output",
+                other="has results with other {}; give another --output, or --overwrite",
             )
-        return document
+        return {**described, "kl": {}} if found is None else found
 
     def _save(self, file: Path, document: JsonObject) -> None:
         document |= {

@@ -27,7 +27,7 @@ from flexquant.checkpoint.output import staged_file
 from flexquant.checkpoint.sidecars import NOTICES, find_files
 from flexquant.checkpoint.writer import Progress
 from flexquant.documents.corpus import read_corpus
-from flexquant.documents.digest import different_keys, digest_of
+from flexquant.documents.digest import digest_of, read_earlier
 from flexquant.documents.texts import (
     SELF,
     TextOrMessages,
@@ -141,23 +141,30 @@ def find_written(file: Path, expected: JsonObject, *, overwrite: bool) -> bool:
 
     Raises FlexQuantError for a file with other inputs or a changed text, unless ``overwrite`` is set.
     """
-    if not file.exists():
-        return False
+    advice = "calibrate on it as it is with --calibration FILE, replace it with --overwrite, or choose another"
+
+    def read(text: str) -> tuple[JsonObject, bool]:
+        first, *others = map(json.loads, text.removesuffix("\n").split("\n"))
+        header = first.pop("made_with")
+        if header.pop("text_sha256") != digest_of([first, *others]):
+            header["text"] = "changed"
+        return header, True
+
     try:
-        first, *others = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-        header = json.loads(first)["made_with"]
-        digest = header.pop("text_sha256")
-        different = different_keys(expected, header)
-        if digest != digest_of([_without_header(json.loads(first)), *map(json.loads, others)]):
-            different.append("text")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        different = ["content"]
-    if different and not overwrite:
-        raise FlexQuantError(
-            f"{file} was made with different {', '.join(different)}; calibrate on it as it is with "
-            "--calibration FILE, replace it with --overwrite, or choose another folder"
+        return bool(
+            read_earlier(
+                file,
+                expected,
+                read,
+                foreign=f"was made with different content; {advice} folder",
+                other=f"was made with different {{}}; {advice} folder",
+                error=FlexQuantError,
+            )
         )
-    return not different
+    except FlexQuantError:
+        if overwrite:
+            return False
+        raise
 
 
 def write_calibration(
@@ -264,10 +271,6 @@ def _write_batch(
         )
         records.append({**document, "temperature": temperature})
     return records
-
-
-def _without_header(record: JsonObject) -> JsonObject:
-    return {key: value for key, value in record.items() if key != "made_with"}
 
 
 def real_text(

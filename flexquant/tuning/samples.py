@@ -14,8 +14,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import write_text
-from flexquant.documents.digest import different_keys
-from flexquant.errors import UsageError
+from flexquant.documents.digest import read_earlier
 from flexquant.measuring.comparison import Comparison, compare
 from flexquant.policy.pass_times import PassTimes, Time
 
@@ -85,11 +84,10 @@ class Samples:
         Raises UsageError, which says what differs, for the samples of another run: they can be hours of
         work, and the first save would replace them.
         """
-        samples = cls()
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-            wanted, found = json.loads(json.dumps(run)), data["run"]
-            different = different_keys(wanted, {key: found.get(key) for key in wanted})
+        run = json.loads(json.dumps(run))
+
+        def read(text: str) -> tuple[JsonObject, Samples]:
+            data, samples = json.loads(text), cls()
             samples.context_seconds = data["context_seconds"]
             samples._seconds = {
                 variant: {
@@ -98,15 +96,14 @@ class Samples:
                 }
                 for variant, phases in data["seconds"].items()
             }
-        except FileNotFoundError:
-            return samples
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            raise UsageError(
-                f"{file} is not what an interrupted run left ({e!r}); remove it, or give another --output"
-            ) from e
-        if different:
-            raise UsageError(
-                f"{file} has the samples of an interrupted run with other {', '.join(different)}; give "
-                "another --output, run that one to its end, or replace its samples with --overwrite"
-            )
-        return samples
+            return {key: data["run"].get(key) for key in run}, samples
+
+        found = read_earlier(
+            file,
+            run,
+            read,
+            foreign="is not what an interrupted run left ({}); remove it, or give another --output",
+            other="has the samples of an interrupted run with other {}; give another --output, run that one "
+            "to its end, or replace its samples with --overwrite",
+        )
+        return cls() if found is None else found

@@ -130,7 +130,7 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
         (with_front("SmoothQuantModifier", smoothing_strength=0.5, mappings="all"), r"norms, norms-and-up"),
         (with_front("AWQModifier", mappings=[["re:.*q_proj$"]]), r"every mapping as \[\[linear"),
         (with_front("AWQModifier", n_grid=1), r"whole number of at least 4"),
-        ({**W8A8, "sensitive_layers": {}}, r"line 8: .*sensitive_layers is refused: .*no longer.*W4A16_ASYM"),
+        ({**W8A8, "sensitive_layers": {}}, r"line 10: .*sensitive_layers is refused: .*no longer.*W4A16_A"),
         ({**W8A8, "scale_distillation": {}}, r"scale_distillation lacks the key 'epochs'"),
         ({**W8A8, "scale_distillation": {"epochs": 0}}, r"epochs is 0; give a whole number of at least 1"),
     ],
