@@ -16,12 +16,16 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from flexquant.checkpoint.layer_ranges import format_bytes
-from flexquant.errors import FlexQuantError
+from flexquant.documents.digest import different_keys
+from flexquant.errors import FlexQuantError, UsageError
+
+Content = TypeVar("Content")
 
 AT_FDCWD = -100
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
@@ -135,6 +139,32 @@ def write_text(file: Path, text: str) -> None:
     """Write a text file as UTF-8; raise and leave ``file`` unchanged as :func:`staged_file` does."""
     with staged_file(file) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def read_earlier(
+    file: Path,
+    inputs: Mapping[str, object],
+    read: Callable[[str], tuple[Mapping[str, object], Content]],
+    *,
+    foreign: str,
+    other: str,
+    error: type[FlexQuantError] = UsageError,
+) -> Content | None:
+    """Return what an earlier run with the same ``inputs`` left in ``file``; None if there is no such file.
+
+    ``read`` returns the inputs that the file's text records, and the content. Raises ``error``: with the
+    message ``<file> <foreign>`` for a file that ``read`` cannot read, ``{}`` being the reason, and with
+    ``<file> <other>`` for one with other inputs, ``{}`` being their names.
+    """
+    try:
+        recorded, content = read(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise error(f"{file} {foreign.format(repr(e))}") from e
+    if different := different_keys(inputs, recorded):
+        raise error(f"{file} {other.format(', '.join(different))}")
+    return content
 
 
 def sync(path: Path) -> None:

@@ -23,11 +23,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.output import staged_file
+from flexquant.checkpoint.output import read_earlier, staged_file
 from flexquant.checkpoint.sidecars import NOTICES, find_files
 from flexquant.checkpoint.writer import Progress
 from flexquant.documents.corpus import read_corpus
-from flexquant.documents.digest import digest_of, read_earlier
+from flexquant.documents.digest import digest_of
 from flexquant.documents.texts import (
     SELF,
     TextOrMessages,
@@ -141,7 +141,10 @@ def find_written(file: Path, expected: JsonObject, *, overwrite: bool) -> bool:
 
     Raises FlexQuantError for a file with other inputs or a changed text, unless ``overwrite`` is set.
     """
-    advice = "calibrate on it as it is with --calibration FILE, replace it with --overwrite, or choose another"
+    advice = (
+        "calibrate on it as it is with --calibration FILE, replace it with --overwrite, or choose another "
+        "folder"
+    )
 
     def read(text: str) -> tuple[JsonObject, bool]:
         first, *others = map(json.loads, text.removesuffix("\n").split("\n"))
@@ -156,8 +159,8 @@ def find_written(file: Path, expected: JsonObject, *, overwrite: bool) -> bool:
                 file,
                 expected,
                 read,
-                foreign=f"was made with different content; {advice} folder",
-                other=f"was made with different {{}}; {advice} folder",
+                foreign=f"was made with different content; {advice}",
+                other=f"was made with different {{}}; {advice}",
                 error=FlexQuantError,
             )
         )

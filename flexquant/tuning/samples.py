@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.output import write_text
-from flexquant.documents.digest import read_earlier
+from flexquant.checkpoint.output import read_earlier, write_text
 from flexquant.measuring.comparison import Comparison, compare
 from flexquant.policy.pass_times import PassTimes, Time
 
