@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.origin import origin
 from benchmarks.process_memory import MemoryOverTime
 from benchmarks.recorded_routes import Answer, compare_answers
-from flexquant.measuring.server import VLLMServer
+from examples.vllm_server import VLLMServer
 from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 

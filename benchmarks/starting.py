@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.origin import origin
-from flexquant.measuring.server import VLLMServer, default_environment
+from examples.vllm_server import VLLMServer, default_environment
 
 STARTS = (("eager", ["--enforce-eager"]), ("compiled, first", []), ("compiled, again", []))
 ARGUMENTS = ("--max-model-len", "512", "--max-num-seqs", "32", "--served-model-name", "model")

@@ -34,9 +34,9 @@ from typing import Any
 
 from benchmarks.origin import origin
 from benchmarks.turns import PASSES, Decoding, add_effort, compare_in_turns, effort_of
+from examples.vllm_server import vllm_serve
 from flexquant.measuring.comparison import Effort
 from flexquant.measuring.engine import engine
-from flexquant.measuring.server import vllm_serve
 
 PROMPT = list(range(100, 116))
 SERVER_TOKENS = 8

@@ -8,8 +8,7 @@ python examples/03_serve.py MERGED_CHECKPOINT
 import sys
 
 from openai import OpenAI
-
-from flexquant.measuring.server import vllm_serve
+from vllm_server import vllm_serve
 
 model = sys.argv[1]
 with vllm_serve(model, "--max-model-len", "1024", "--enforce-eager") as url:

@@ -26,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from flexquant.measuring.server import vllm_serve
+from vllm_server import vllm_serve
 
 MISSING = """lm_eval is not at {!r}, beside this Python or on PATH. Install it in an environment of its own:
     python3 -m venv .venv/lm-eval && .venv/lm-eval/bin/pip install "lm-eval[api]>=0.4.13" transformers

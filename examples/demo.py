@@ -24,8 +24,7 @@ from pathlib import Path
 
 import torch
 from openai import OpenAI
-
-from flexquant.measuring.server import vllm_serve
+from vllm_server import vllm_serve
 
 QUESTIONS = [
     "What is the capital of Japan?",

@@ -25,7 +25,7 @@ from torch import nn
 from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.synthetic import group_size, linear_tensors, quantisation_section
 from benchmarks.speed.worker import answer_requests
-from flexquant.measuring.server import free_port
+from examples.vllm_server import free_port
 from flexquant.serving.cpu.choosing import has_zentorch, possible_kernels
 from flexquant.serving.worker.linear_kernels import kernel_of_layer, remake
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.speed.results import ROOT, end_of_log
 from benchmarks.speed.startup import announcement, kv_cache_size, read_metrics
 from benchmarks.speed.subjects import Subject
-from flexquant.measuring.server import LOG_LINES, ServerError, VLLMServer
+from examples.vllm_server import LOG_LINES, ServerError, VLLMServer
 
 MODEL_NAME = "model"
 CPU_WORKER = "benchmarks.speed.cpu_worker.CPUWorkerWithKernels"

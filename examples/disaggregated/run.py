@@ -29,7 +29,9 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
-from flexquant.measuring.server import ProcessGroup, VLLMServer, default_environment, free_port
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from vllm_server import ProcessGroup, VLLMServer, default_environment, free_port  # noqa: E402
 
 HERE = Path(__file__).parent
 BLOCK = 32

@@ -4,29 +4,38 @@
 
 Each engine compiles, captures graphs and chooses kernels as `vllm serve` does with a policy of one variant.
 All engines are alive at once, so that they can be measured in turn under the same conditions.
+
+Passes are timed in the process that requests them. The engine core runs in one of its own, as under
+`vllm serve`, so the times include scheduling, sampling and sending tokens between the processes. Requests and
+answers are token ids, so the times exclude tokenisation and HTTP.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import shutil
 import signal
+import statistics
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.engine import engine, prepare_environment
-from flexquant.measuring.server import end_of_log
 from flexquant.policy.rules import Policy
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
 
 START_TIMEOUT = 1800
 """Largest number of seconds for an engine's start; compiling and capturing a large model takes minutes."""
@@ -38,6 +47,9 @@ LOG_LINES = 15
 """Lines from the end of an engine's log in the message of its failure."""
 FULL = 1 << 20
 """Free bytes for temporary files below which a failure is blamed on a full disk."""
+
+MIN_STEPS, MAX_STEPS = 3, 50
+"""Least and most passes in one measurement."""
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -111,7 +123,8 @@ class Worker:
         folder = self._log.parent.parent
         if shutil.disk_usage(folder).free < FULL:
             problem += f"; the disk of {folder} is full: free some space, or set TMPDIR to a folder elsewhere"
-        end = end_of_log(self._log, LOG_LINES)
+        log = self._log.read_text(encoding="utf-8", errors="replace") if self._log.is_file() else ""
+        end = "\n".join(log.splitlines()[-LOG_LINES:])
         return FlexQuantError(f"the engine of '{self.name}' {problem}; its log ends:\n{end}")
 
 
@@ -151,8 +164,6 @@ def _serve(connection: Connection, log: str, folder: str, options: JsonObject) -
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    from flexquant.measuring.pass_timer import PassRunner
-
     try:
         with engine(folder, **options) as llm:
             timer = PassRunner(llm)
@@ -171,3 +182,67 @@ def _serve(connection: Connection, log: str, folder: str, options: JsonObject) -
             connection.send((False, f"failed ({type(e).__name__}: {e})"))
         except OSError:
             return
+
+
+class PassRunner:
+    """Has an engine run passes of one kind, and leaves it idle."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine = llm.llm_engine
+        self._vocabulary = llm.model_config.get_vocab_size()
+        self._random = random.Random(0)
+        self._count = 0
+
+    def prefill(self, tokens: int, seconds: float) -> float:
+        """Return the median time, in seconds, of a pass that prefills one prompt of ``tokens`` tokens.
+
+        The pass is repeated for ``seconds``, at least once and at most MAX_STEPS times.
+        """
+        times: list[float] = []
+        while not times or (sum(times) < seconds and len(times) < MAX_STEPS):
+            prompt = self._prompt(tokens)
+            start = time.perf_counter()
+            self._add(prompt, answer=1)
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    def decode(self, sequences: int, context: int, seconds: float) -> float:
+        """Return the mean time, in seconds, of successive passes that decode ``sequences`` sequences.
+
+        Each sequence has a prompt of ``context`` tokens. Passes are counted for ``seconds``, at least
+        MIN_STEPS and at most MAX_STEPS, from the second pass in which all sequences decode.
+        """
+        requests = [self._add(self._prompt(context)) for _ in range(sequences)]
+        waiting = set(requests)
+        while waiting:
+            waiting -= {output.request_id for output in self._step() if output.outputs[0].token_ids}
+        self._step()
+        start = time.perf_counter()
+        steps = 0
+        while steps < MIN_STEPS or (time.perf_counter() - start < seconds and steps < MAX_STEPS):
+            self._step()
+            steps += 1
+        elapsed = time.perf_counter() - start
+        self._engine.abort_request(requests)
+        self._engine.reset_prefix_cache()  # returns once the running pass has ended
+        return elapsed / steps
+
+    def _step(self) -> list[RequestOutput]:
+        """Run the engine until a pass yields outputs, and return them."""
+        while not (outputs := self._engine.step()):
+            continue
+        return cast("list[RequestOutput]", outputs)
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return self._random.choices(range(self._vocabulary), k=tokens)
+
+    def _add(self, prompt: list[int], answer: int | None = None) -> str:
+        """Queue a prompt for an answer of ``answer`` tokens (None: until it is aborted); return its id."""
+        from vllm import SamplingParams
+
+        self._count += 1
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=answer, detokenize=False)
+        self._engine.add_request(str(self._count), {"prompt_token_ids": prompt}, params)
+        return str(self._count)

@@ -13,7 +13,7 @@ from typing import Protocol
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import UsageError
 from flexquant.measuring.comparison import Effort
-from flexquant.measuring.pass_timer import MAX_STEPS
+from flexquant.measuring.workers import MAX_STEPS
 from flexquant.tuning.samples import Samples
 
 

@@ -12,9 +12,9 @@ from pydoc_data.topics import topics
 import pytest
 from openai import OpenAI
 
+from examples.vllm_server import vllm_serve
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.inputs import Settings
-from flexquant.measuring.server import vllm_serve
 from flexquant.policy.rules import load_policy
 from tests import programs
 from tests.checkpoints import make_checkpoint

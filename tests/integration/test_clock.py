@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from openai import OpenAI
 
-from flexquant.measuring.server import VLLMServer, default_environment
+from examples.vllm_server import VLLMServer, default_environment
 from flexquant.serving.metric_names import FORWARD, SECONDS
 from tests.integration.conftest import WORK
 from tests.integration.test_server_faults import metric

@@ -16,7 +16,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from flexquant.measuring.server import vllm_serve
+from examples.vllm_server import vllm_serve
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, engine, generate

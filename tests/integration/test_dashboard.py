@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from flexquant.measuring.server import ProcessGroup, free_port, vllm_serve
+from examples.vllm_server import ProcessGroup, free_port, vllm_serve
 from tests import programs
 
 PROMETHEUS = shutil.which("prometheus")

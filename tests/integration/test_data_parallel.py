@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 from openai import OpenAI
 
+from examples.vllm_server import vllm_serve
 from flexquant.errors import FlexQuantError
-from flexquant.measuring.server import vllm_serve
 from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import apply_policy
 from flexquant.serving.metric_names import FORWARD, POLICY, TOKENS

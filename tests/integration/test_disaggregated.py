@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from examples.disaggregated.run import BLOCK, PROMPTS, TOKENS
-from flexquant.measuring.server import ProcessGroup, free_port, vllm_serve
+from examples.vllm_server import ProcessGroup, free_port, vllm_serve
 from tests import programs
 from tests.integration.conftest import engine
 

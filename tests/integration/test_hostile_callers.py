@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from flexquant.measuring.server import vllm_serve
+from examples.vllm_server import vllm_serve
 from tests import programs
 from tests.integration.hostile_callers import ENDLESS, POLICY, Caller
 from tests.integration.live_server import ADMIN, BOMB, KEY, plugin_routes

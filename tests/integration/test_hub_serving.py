@@ -9,7 +9,7 @@ import json
 import pytest
 from openai import OpenAI
 
-from flexquant.measuring.server import VLLMServer, default_environment
+from examples.vllm_server import VLLMServer, default_environment
 from tests.hub import Hub, serving
 from tests.integration.conftest import generate
 

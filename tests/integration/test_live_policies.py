@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from flexquant.measuring.server import vllm_serve
+from examples.vllm_server import vllm_serve
 from tests.integration.live_server import plugin_routes
 
 pytestmark = pytest.mark.engine

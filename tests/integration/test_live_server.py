@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from examples.vllm_server import vllm_serve
 from flexquant import cli
-from flexquant.measuring.server import vllm_serve
 from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import ADMIN_KEY
 from flexquant.serving.metric_names import (

@@ -13,8 +13,8 @@ from pydoc_data.topics import topics
 import pytest
 
 from benchmarks.speed.command_line import make_parser
+from examples.vllm_server import vllm_serve
 from flexquant.cli import build_parser, main
-from flexquant.measuring.server import vllm_serve
 from tests import programs, readme
 
 BIN = Path(sys.executable).parent

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from openai import OpenAI
 
-from flexquant.measuring.server import vllm_serve
+from examples.vllm_server import vllm_serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.oldest]
 

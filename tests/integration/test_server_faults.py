@@ -21,7 +21,7 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexquant.measuring.server import VLLMServer
+from examples.vllm_server import VLLMServer
 from tests import programs
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]

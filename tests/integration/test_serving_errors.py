@@ -11,8 +11,8 @@ import shutil
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
+from examples.vllm_server import ServerError, vllm_serve
 from flexquant.errors import FlexQuantError
-from flexquant.measuring.server import ServerError, vllm_serve
 from flexquant.serving.worker.pass_records import trace_file
 from tests.checkpoints import EXPERTS
 from tests.integration.conftest import engine

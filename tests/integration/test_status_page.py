@@ -21,7 +21,7 @@ import pytest
 import yaml
 from openai import OpenAI
 
-from flexquant.measuring.server import vllm_serve
+from examples.vllm_server import vllm_serve
 from flexquant.policy.rules import load_policy, parse_policy
 from flexquant.serving.frontend.client import apply_policy
 from tests.integration.live_server import KEY, plugin_routes

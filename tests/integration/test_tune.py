@@ -18,12 +18,12 @@ from typing import NamedTuple
 import pytest
 from openai import OpenAI
 
+from examples.vllm_server import vllm_serve
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli import main
 from flexquant.doctor.loaded_bytes import count_bytes
 from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY
 from flexquant.layers.sensitivity import policy_that_loads
-from flexquant.measuring.server import vllm_serve
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.plans import all_in, describe_layers, with_layer
 from flexquant.policy.routes import build_route_table

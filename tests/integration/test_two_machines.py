@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.measuring.server import ServerError, VLLMServer, default_environment, free_port
+from examples.vllm_server import ServerError, VLLMServer, default_environment, free_port
 from flexquant.policy.rules import load_policy
 from tests.integration.two_ranks import CORES, needs_two_cores
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
+from examples.vllm_server import ServerError, vllm_serve
 from flexquant.errors import FlexQuantError
-from flexquant.measuring.server import ServerError, vllm_serve
 from flexquant.serving.registration import verify_if_asked
 from tests.checkpoints import flip_a_byte
 from tests.integration.conftest import generate

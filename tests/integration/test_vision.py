@@ -19,8 +19,8 @@ import torch
 from openai import OpenAI
 from vllm.engine.arg_utils import EngineArgs
 
+from examples.vllm_server import vllm_serve
 from flexquant.errors import FlexQuantError
-from flexquant.measuring.server import vllm_serve
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import StateDict
 from tests.integration.conftest import Served, generate

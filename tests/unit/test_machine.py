@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from examples.vllm_server import default_environment
 from flexquant.measuring.machine import describe_command, describe_machine
-from flexquant.measuring.server import default_environment
 from flexquant.policy.pass_times import device_name
 
 

@@ -15,7 +15,7 @@ from threading import Thread
 
 import pytest
 
-from flexquant.measuring.server import ProcessGroup, ServerError, VLLMServer, end_of_log, free_port
+from examples.vllm_server import ProcessGroup, ServerError, VLLMServer, end_of_log, free_port
 from tests.programs import is_running
 
 SLEEP = "import time; time.sleep(600)"

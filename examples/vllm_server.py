@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Start ``vllm serve`` on the loopback address, wait until it answers, and stop it with all its children."""
+"""Start ``vllm serve`` on the loopback address, wait until it answers, and stop it with all its children.
+
+The examples, the benchmarks and the tests start servers so.
+"""
 
 from __future__ import annotations
 
