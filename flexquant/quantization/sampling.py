@@ -10,10 +10,9 @@ every language, so a model that knows two languages finds it about as likely in 
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol, runtime_checkable
 
 import torch
 import yaml
@@ -67,20 +66,6 @@ def draw_opening(languages: tuple[Language, ...], draw: Random) -> str:
     return draw.choice(draw.choice(languages).openings)
 
 
-@runtime_checkable
-class GeneratingModel(Protocol):
-    """The part of transformers' causal language models that samples."""
-
-    def generate(
-        self,
-        *,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        generation_config: GenerationConfig,
-        logits_processor: LogitsProcessorList,
-    ) -> torch.Tensor: ...
-
-
 class RowTemperatures(LogitsProcessor):
     """Divides the logits [rows, vocabulary] of every row by its own temperature."""
 
@@ -111,8 +96,8 @@ def sample(
     padding = ends[0] if ends else 0
     ids = torch.tensor([[padding] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    assert isinstance(model, GeneratingModel)
-    output = model.generate(
+    generate: Callable[..., torch.Tensor] = model.generate
+    output = generate(
         input_ids=ids,
         attention_mask=mask,
         generation_config=GenerationConfig(

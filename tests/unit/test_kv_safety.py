@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from flexquant.quantization import kv_safety
-from flexquant.quantization.kv_safety import SHARED_CACHE, check_mapping, check_targets
+from flexquant.quantization import vocabulary
+from flexquant.quantization.vocabulary import SHARED_CACHE, check_mapping, check_targets
 
 CHANGE_THE_STATE = [
     "in_proj_qkvz",
@@ -33,7 +33,7 @@ def test_the_reason_names_the_shared_cache_only_where_k_or_v_change(name):
 
 
 def test_every_refused_module_is_covered_here():
-    refused = {name.rpartition(".")[2] for name in (*kv_safety._CACHED, *kv_safety._UNBALANCED)}
+    refused = {name.rpartition(".")[2] for name in (*vocabulary._CACHED, *vocabulary._UNBALANCED)}
     assert refused == {*CHANGE_THE_CACHE, *CHANGE_THE_MODEL}
 
 
