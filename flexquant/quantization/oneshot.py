@@ -31,13 +31,13 @@ from transformers import (
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 
 from flexquant.checkpoint.built_model import nothing_fetched
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.sidecars import COPIED, GENERATION_CONFIG, find_files
 from flexquant.checkpoint.writer import Progress, copy_files
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import decoder_layers
 from flexquant.quantization.distillation import distill_scales
 from flexquant.quantization.modifiers import build_modifiers
+from flexquant.quantization.report import Report
 from flexquant.quantization.resolve import ResolvedVariant
 from flexquant.quantization.smoothing import SearchedSmoothQuant, smoothing_report
 from flexquant.quantization.source_model import SourceModel
@@ -118,8 +118,8 @@ class QuantizedModel:
     """A quantised model that is not saved yet, and what was found on the way."""
 
     model: PreTrainedModel
-    findings: JsonObject
-    """Findings for the report."""
+    findings: Report
+    """Its part of the report."""
     strengths: Mapping[str, float | None]
     """Mapping of SmoothQuant -> the strength that was chosen; None: not smoothed."""
 
@@ -137,8 +137,7 @@ def quantize_in_memory(
     model = load_model(source)
     modifiers = build_modifiers(variant, sum(map(len, tensors)))
     run_modifiers(model, tokenizer, modifiers, tensors, seed, show)
-    # A report has the key "sensitivities" of an older search, so that equal inputs give equal bytes.
-    findings: JsonObject = {"smoothing": None, "sensitivities": None, "distillation": None}
+    findings: Report = {"smoothing": None, "sensitivities": None, "distillation": None}
     strengths: Mapping[str, float | None] = {}
     for modifier in modifiers:
         if isinstance(modifier, SearchedSmoothQuant):

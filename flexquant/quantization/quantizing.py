@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.known_models import load_tokenizer
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import (
     check_free_space,
     prepare_output,
@@ -28,6 +27,7 @@ from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
 from flexquant.quantization.report import (
     QuantizedVariant,
+    Report,
     find_difference,
     portable_settings,
     read_quantized,
@@ -285,7 +285,7 @@ def _choose_variants(recipe: Recipe, names: Sequence[str] | None) -> list[Varian
     return [recipe.variants[name] for name in names]
 
 
-def _facts(job: _Job, settings: Calibration) -> JsonObject:
+def _facts(job: _Job, settings: Calibration) -> Report:
     calibration = None
     if job.rows is not None:
         calibration = {**portable_settings(settings), "rows_sha256": rows_sha256(job.rows)}

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypedDict, cast
 
 import flexquant
 from flexquant.checkpoint.folder import read_json
@@ -93,13 +94,34 @@ def resolved_document(
     return to_yaml(document)
 
 
-def write_report(folder: Path, report: Mapping[str, object]) -> None:
+class Report(TypedDict, total=False):
+    """What ``quantization_report.json`` holds."""
+
+    schema: str
+    made_from: Mapping[str, object]
+    """All that determines the variant, see :func:`variant_inputs`."""
+    calibration: JsonObject | None
+    """Settings, and the SHA-256 of the rows; None for a recipe that needs none."""
+    group_size: int | None
+    quantized_linears: int
+    notes: list[str]
+    smoothing: JsonObject | None
+    """What :func:`flexquant.quantization.smoothing.smoothing_report` returns."""
+    sensitivities: None
+    """Nothing: the key of a search that is gone stays, so that equal inputs give equal bytes."""
+    distillation: JsonObject | None
+    """Mean KL divergence of every epoch, in nats a token; None if no scales were trained."""
+    files: Mapping[str, str]
+    """SHA-256 of every other file of the folder."""
+
+
+def write_report(folder: Path, report: Report) -> None:
     """Write the report into a variant's folder, after all other files, whose SHA-256 it lists."""
-    document = {"schema": REPORT_SCHEMA, **report, "files": _hash_files(folder)}
+    document: Report = {"schema": REPORT_SCHEMA, **report, "files": _hash_files(folder)}
     (folder / REPORT_FILE).write_text(json.dumps(document, indent=2) + "\n")
 
 
-def read_report(folder: Path, replaceable: bool = False) -> JsonObject | None:
+def read_report(folder: Path, replaceable: bool = False) -> Report | None:
     """Return a variant's report, or None if there is none.
 
     Raises FlexQuantError for a damaged report; one that is ``replaceable`` counts as empty, and fits no run.
@@ -109,7 +131,7 @@ def read_report(folder: Path, replaceable: bool = False) -> JsonObject | None:
         return None
     advice = f"replace {folder} with --overwrite, or choose another folder"
     try:
-        report = read_json(file)
+        report = cast("Report", read_json(file))
         if not all(isinstance(report.get(key), dict) for key in ("made_from", "files")):
             raise FlexQuantError(f"{file} lacks 'made_from' or 'files'")
     except FlexQuantError as e:
@@ -119,7 +141,7 @@ def read_report(folder: Path, replaceable: bool = False) -> JsonObject | None:
     return report
 
 
-def find_difference(folder: Path, report: JsonObject, made_from: Mapping[str, object]) -> str | None:
+def find_difference(folder: Path, report: Report, made_from: Mapping[str, object]) -> str | None:
     """Return in what a variant is not what a run with these inputs would write; every file is read."""
     if report.get("schema") != REPORT_SCHEMA:
         return "was made by another release"

@@ -45,26 +45,15 @@ class SearchedSmoothQuant(SmoothQuantModifier):
     tokens: int = 0
     """Number of all calibration tokens."""
 
-    _chosen: dict[str, float | None] = PrivateAttr(default_factory=dict)
-    _errors: dict[str, dict[float | None, float]] = PrivateAttr(default_factory=dict)
-    _power: dict[str, float] = PrivateAttr(default_factory=dict)
+    chosen: dict[str, float | None] = {}
+    """Name of the smoothed module -> strength of its mapping; found by the modifier, like the next two."""
+    errors: dict[str, dict[float | None, float]] = {}
+    """Searched mapping -> strength -> output MSE, summed over its linears."""
+    power: dict[str, float] = {}
+    """Searched mapping -> mean square of its outputs, summed over its linears."""
+
     _samples: dict[str, list[torch.Tensor]] = PrivateAttr(default_factory=dict)
     _seen: dict[str, int] = PrivateAttr(default_factory=dict)
-
-    @property
-    def chosen(self) -> dict[str, float | None]:
-        """Name of the smoothed module -> strength of its mapping."""
-        return self._chosen
-
-    @property
-    def errors(self) -> dict[str, dict[float | None, float]]:
-        """Searched mapping -> strength -> output MSE, summed over its linears."""
-        return self._errors
-
-    @property
-    def power(self) -> dict[str, float]:
-        """Searched mapping -> mean square of its outputs, summed over its linears."""
-        return self._power
 
     def _setup_scale_hooks(self) -> None:
         for mapping in self.resolved_mappings_:
@@ -99,10 +88,10 @@ class SearchedSmoothQuant(SmoothQuantModifier):
         largest_input = activation_scales / 2
         largest_weight = torch.stack([layer.weight.abs().amax(dim=0) for layer in balance_layers]).amax(dim=0)
         if name in self.fixed:
-            self._chosen[name] = self.fixed[name]
+            self.chosen[name] = self.fixed[name]
         else:
-            self._chosen[name] = self._search(name, balance_layers, largest_input, largest_weight.float())
-        return smoothing_scales(self._chosen[name], largest_input, largest_weight.float())
+            self.chosen[name] = self._search(name, balance_layers, largest_input, largest_weight.float())
+        return smoothing_scales(self.chosen[name], largest_input, largest_weight.float())
 
     def _search(
         self, name: str, layers: list[torch.nn.Linear], largest_input: torch.Tensor, weights: torch.Tensor
@@ -113,16 +102,16 @@ class SearchedSmoothQuant(SmoothQuantModifier):
         if not quantised:
             return None
         targets = [torch.nn.functional.linear(x, layer.weight.float()) for layer in quantised]
-        self._power[name] = sum(float(y.square().mean()) for y in targets)
+        self.power[name] = sum(float(y.square().mean()) for y in targets)
         tried: list[float | None] = [None, *sorted({*self.candidates, REFERENCE})]
-        self._errors[name] = {
+        self.errors[name] = {
             alpha: sum(
                 _output_error(x, layer, y, smoothing_scales(alpha, largest_input, weights))
                 for layer, y in zip(quantised, targets, strict=True)
             )
             for alpha in tried
         }
-        return min([None, *self.candidates], key=self._errors[name].__getitem__)
+        return min([None, *self.candidates], key=self.errors[name].__getitem__)
 
 
 def smoothing_report(smoothing: SearchedSmoothQuant) -> JsonObject | None:
