@@ -16,7 +16,7 @@ from flexquant.quantization.recipe import SCHEMA, load_recipe
 from flexquant.quantization.vocabulary import MODIFIERS
 from tests.checkpoints import make_checkpoint
 from tests.quantize.folders import digests, relative_error, report, section, weight
-from tests.quantize.quantizing import FEW, RTN, W4A16, quantize, recipe, recorder
+from tests.quantize.quantizing import FEW, RTN, W4A16, quantize, recipe
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -129,7 +129,8 @@ def test_gemma_s_offset_norms_are_smoothed_right(tmp_path: Path) -> None:
         assert torch.equal(w8a8[name], source[name])
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mistral"])
+# Mistral's layers are Llama's: the full run finds a release of transformers that changes that.
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", pytest.param("mistral", marks=pytest.mark.full)])
 def test_the_default_recipe_on_other_architectures(tmp_path: Path, architecture: str) -> None:
     model = make_checkpoint(tmp_path / "model", architecture, scheme=None, num_layers=1)
     results = quantize(model, tmp_path / "variants")
@@ -168,19 +169,6 @@ def test_the_files_say_what_a_variant_was_made_of(model: Path, variants: Path) -
     assert written["calibration"]["samples"] == FEW["samples"]
     for file in ("recipe.yaml", "quantization_report.json"):
         assert str(model.parent) not in (variants / "w8a8" / file).read_text()
-
-
-def test_fp8_needs_no_data_and_merges_with_w4a16(model: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    (fp8,) = quantize(model, tmp_path / "variants", "fp8", "fp8", stage=recorder(said))
-    assert "fp8: quantising without calibration" in said and not any("samples" in s for s in said)
-    tensors = load_file(tmp_path / "variants/fp8/model.safetensors")
-    assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
-    assert report(tmp_path / "variants/fp8")["calibration"] is None
-    (w4a16,) = quantize(model, tmp_path / "variants", "fp8", "w4a16")
-    sources = [(v.name, v.folder) for v in (fp8, w4a16)]
-    merge_checkpoints(sources, tmp_path / "merged", policy=load_recipe("fp8").policy)
-    assert (tmp_path / "merged/recipe.fp8.yaml").is_file()
 
 
 def test_awq_scales_norms_and_leaves_the_cache(model: Path, variants: Path, tmp_path: Path) -> None:
@@ -253,3 +241,22 @@ def test_an_interrupted_run_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         quantize(model, tmp_path / "variants", recipe(w8a8=RTN))
     assert list((tmp_path / "variants").iterdir()) == []
+
+
+# It finds what a release of auto-round changes; recipes here do not use it.
+@pytest.mark.full
+def test_rounding_is_learnt(model: Path, tmp_path: Path) -> None:
+    arguments = {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": 64}
+    by = recipe(
+        nearest={"QuantizationModifier": arguments},
+        learnt={"AutoRoundModifier": {**arguments, "iters": 8, "batch_size": 2}},
+    )
+    quantize(model, tmp_path, by)
+    assert "auto-round" in report(tmp_path / "learnt")["made_from"]["versions"]
+    nearest, learnt = (load_file(tmp_path / way / "model.safetensors") for way in ("nearest", "learnt"))
+    assert {name: (w.shape, w.dtype) for name, w in nearest.items()} == {
+        name: (w.shape, w.dtype) for name, w in learnt.items()
+    }
+    different = [name for name in nearest if not nearest[name].equal(learnt[name])]
+    assert any(name.endswith("weight_packed") for name in different)
+    assert all(name.endswith(("weight_packed", "weight_scale")) for name in different)

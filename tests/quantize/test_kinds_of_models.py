@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Models that are more than dense text models: experts, latent attention, states, images.
+
+Every expert is quantised by itself, and routers stay in 16 bit. What expands the cached latent does too, and
+the gates of a state. Vision models are quantised with llm-compressor itself, as the page shows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flexquant import cli
+from flexquant.checkpoint.folder import read_tensors
+from flexquant.checkpoint.module_names import EXPERTS
+from flexquant.checkpoint.schemes import LinearSchemes
+from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints, verify_checkpoint
+from tests.architectures.models import random_model, small_config, split
+from tests.checkpoints import MIXTURES, make_checkpoint, write_checkpoint
+from tests.quantize.quantizing import RTN, quantize, recipe
+from tests.readme import blocks
+from tests.vision import KINDS, make_vision_checkpoint
+
+ROUTER = {"mixtral": "block_sparse_moe.gate", "qwen2_moe": "mlp.gate", "qwen3_moe": "mlp.gate"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("mixtures")
+    return {name: make_checkpoint(folder / name, name, scheme=None, num_layers=1) for name in MIXTURES}
+
+
+def experts_of(folder: Path) -> set[str]:
+    """Return the ends of the names of a checkpoint's experts' tensors."""
+    return {name.rsplit(".", 1)[-1] for name in read_tensors(folder) if EXPERTS.match(name)}
+
+
+# Qwen3's mixture differs from Qwen2's by its lack of shared experts alone, so the full run has it.
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=pytest.mark.full if name == "qwen3_moe" else ()) for name in MIXTURES],
+)
+def test_experts_are_quantised_under_their_published_names(architecture, models, tmp_path):
+    quantize(models[architecture], tmp_path)
+    linears = {name for name in read_tensors(models[architecture]) if EXPERTS.match(name)}
+    for variant, ends in (("w8a8", ("", "_scale")), ("w4a16", ("_packed", "_scale", "_shape"))):
+        tensors = read_tensors(tmp_path / variant)
+        assert {name for name in tensors if EXPERTS.match(name)} == {n + end for n in linears for end in ends}
+        router = f"model.layers.0.{ROUTER[architecture]}"
+        assert tensors[f"{router}.weight"].dtype == "BF16"
+        section = json.loads((tmp_path / variant / "config.json").read_text())["quantization_config"]
+        assert LinearSchemes(section, variant, []).of(router) is None
+    merge_checkpoints({name: tmp_path / name for name in ("w8a8", "w4a16")}, tmp_path / "merged")
+    assert not any("experts" in name for name in read_merged_config(tmp_path / "merged")[0].shared_modules)
+
+
+def test_experts_in_16_bit_are_stored_once(models, tmp_path):
+    quantize(models["qwen3_moe"], tmp_path, "experts-in-16-bit")
+    for variant in ("w8a8", "w4a16"):
+        assert experts_of(tmp_path / variant) == {"weight"}
+    merge_checkpoints({name: tmp_path / name for name in ("w8a8", "w4a16")}, tmp_path / "merged")
+    merged, _ = read_merged_config(tmp_path / "merged")
+    assert "model.layers.0.mlp.experts" in merged.shared_modules
+
+
+ATTENTION = "model.layers.0.self_attn"
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("latent")
+    return make_checkpoint(folder / "model", "deepseek_v2", scheme=None, num_layers=1)
+
+
+def test_the_default_recipe_gives_variants_that_share_a_cache_of_latents(
+    latent: Path, tmp_path: Path
+) -> None:
+    quantize(latent, tmp_path)
+    for name, end in (("w8a8", "weight"), ("w4a16", "weight_packed")):
+        tensors = read_tensors(tmp_path / name)
+        assert tensors[f"{ATTENTION}.kv_b_proj.weight"].dtype == "BF16"
+        assert tensors[f"{ATTENTION}.kv_a_proj_with_mqa.{end}"].dtype != "BF16"
+    merge_checkpoints({name: tmp_path / name for name in ("w8a8", "w4a16")}, tmp_path / "merged")
+
+
+def test_a_recipe_that_would_quantise_it_is_refused(latent: Path, tmp_path: Path) -> None:
+    with pytest.raises(FlexQuantError, match=r"kv_b_proj would be quantised; add 're:\.\*kv_b_proj\$'"):
+        quantize(latent, tmp_path / "variants", recipe(v=RTN))
+    assert not (tmp_path / "variants").exists()
+
+
+FEW = ["--samples", "4", "--length", "64"]
+STATE = "model.layers.0.linear_attn"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("states")
+    config = small_config(
+        "qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
+    )
+    model = random_model(config)
+    model.config.architectures = ["Qwen3NextForCausalLM"]
+    write_checkpoint(folder / "model", model.config, split(model)[0], None, set(), [])
+    assert cli.main(["build", str(folder / "model"), "--output", str(folder / "merged"), *FEW]) == 0
+    return folder
+
+
+def test_variants_that_share_a_state_are_built_and_merged(built: Path) -> None:
+    variants = {name: built / "merged-variants" / name for name in ("w8a8", "w4a16")}
+    assert set(verify_checkpoint(built / "merged", variants)["tensors_compared_with"]) == set(variants)
+    for name, end in (("w8a8", "weight"), ("w4a16", "weight_packed")):
+        tensors = read_tensors(variants[name])
+        assert tensors[f"{STATE}.in_proj_qkvz.{end}"].dtype != "BF16"
+        assert tensors[f"{STATE}.out_proj.{end}"].dtype != "BF16"
+        for left in ("in_proj_ba.weight", "conv1d.weight", "A_log", "dt_bias", "norm.weight"):
+            assert tensors[f"{STATE}.{left}"].dtype == "BF16"
+        section = json.loads((variants[name] / "config.json").read_text())["quantization_config"]
+        schemes = LinearSchemes(section, name, [])
+        assert schemes.of(f"{STATE}.in_proj_ba") is None and schemes.of(f"{STATE}.in_proj_qkvz") is not None
+        assert schemes.of("model.layers.0.mlp.shared_expert_gate") is None
+
+
+def test_the_recipe_tells_what_was_left_in_16_bit_and_how_the_norm_was_folded(built: Path) -> None:
+    recipe = yaml.safe_load((built / "merged-variants" / "w8a8" / "recipe.yaml").read_text())
+    (variant,) = recipe["variants"].values()
+    assert r"re:.*\.linear_attn\.in_proj_ba$" in variant["GPTQModifier"]["ignore"]
+    strengths = variant["SmoothQuantModifier"]["smoothing_strength"]
+    assert strengths.keys() == {f"model.layers.{layer}.input_layernorm" for layer in range(2)}
+    mappings = variant["SmoothQuantModifier"]["mappings"]
+    assert [[f"{STATE}.in_proj_qkvz", f"{STATE}.in_proj_ba"], "model.layers.0.input_layernorm"] in mappings
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_the_page_shows_gives_variants_that_merge(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = [block for block in blocks("python") if "my-vision-model" in block]
+    kind, of_the_page = KINDS[name], repr(list(KINDS["idefics3"].towers))[1:-1].replace("'", '"')
+    assert of_the_page in code
+    make_vision_checkpoint(tmp_path / "my-vision-model", None, kind)
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace(of_the_page, repr([*kind.towers, *kind.in_16_bit])[1:-1]), {})
+    variants = {name: tmp_path / "my-vision-variants" / name for name in ("w8a8", "w4a16")}
+    merge_checkpoints(variants, tmp_path / "merged")
+    merged, _ = read_merged_config(tmp_path / "merged")
+    towers = {tower.removeprefix("re:.*").removesuffix(".*") for tower in kind.towers}
+    assert towers <= {module.rpartition(".")[2] for module in merged.shared_modules}
+    assert merged.layered_plans
+    projections = [
+        key for key in read_tensors(tmp_path / "merged") if "layers.3.self_attn.q_proj.weight_" in key
+    ]
+    assert {(key.split(".")[0], key.rpartition("_")[2]) for key in projections} >= {
+        ("w8a8", "scale"),
+        ("w4a16", "packed"),
+    }
+
+
+def test_recipes_refuse_a_vision_model_and_say_what_to_do(tmp_path: Path) -> None:
+    model = make_vision_checkpoint(tmp_path / "model", scheme=None)
+    with pytest.raises(FlexQuantError, match=r"\('idefics3'\).*with llm-compressor itself.*Vision models"):
+        quantize(model, tmp_path / "variants")
+    assert not (tmp_path / "variants").exists()
