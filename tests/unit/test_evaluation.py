@@ -293,9 +293,6 @@ def test_passes_that_deviate_are_told(tmp_path):
     ]
 
 
-# report and plot
-
-
 # text and questions
 
 
