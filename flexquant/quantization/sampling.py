@@ -13,6 +13,7 @@ import importlib.resources
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import cast
 
 import torch
 import yaml
@@ -96,7 +97,7 @@ def sample(
     padding = ends[0] if ends else 0
     ids = torch.tensor([[padding] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    generate: Callable[..., torch.Tensor] = model.generate
+    generate = cast("Callable[..., torch.Tensor]", model.generate)
     output = generate(
         input_ids=ids,
         attention_mask=mask,
