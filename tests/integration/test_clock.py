@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from flexquant.measuring.server import VLLMServer, default_environment
-from flexquant.serving.metric_names import FORWARD, SECONDS
+from flexquant.serving.frontend.metrics import FORWARD, SECONDS
 from tests.integration.conftest import WORK
 from tests.integration.test_server_faults import metric
 

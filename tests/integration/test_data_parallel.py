@@ -18,7 +18,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.measuring.server import vllm_serve
 from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import apply_policy
-from flexquant.serving.metric_names import FORWARD, POLICY, TOKENS
+from flexquant.serving.frontend.metrics import FORWARD, POLICY, TOKENS
 from tests.integration.live_server import KEY, Metrics, ask, get_status, plugin_routes, scrape
 from tests.integration.two_ranks import needs_two_cores
 
