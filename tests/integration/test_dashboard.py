@@ -23,6 +23,7 @@ from openai import OpenAI
 
 from flexquant.measuring.server import ProcessGroup, free_port, vllm_serve
 from tests import programs
+from tests.integration.live_server import plugin_routes
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
@@ -87,6 +88,7 @@ def test_every_query_of_every_panel_returns_data(tiny_merged: Any, tmp_path: Pat
     missing = [(panel, query) for panel, asked in queries().items() for query in asked]
     assert len(missing) > 10
     with (
+        plugin_routes(),
         vllm_serve(merged, *arguments) as url,
         prometheus(urllib.parse.urlsplit(url).netloc, tmp_path) as server,
         ThreadPoolExecutor(1) as pool,
