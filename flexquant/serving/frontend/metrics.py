@@ -79,11 +79,17 @@ class WorkerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that the workers told last."""
         model = str(self._engine.vllm_config.model_config.served_model_name)
-        return collected(model, [rank for rank in self._ranks if rank is not None])
+        engines = [([model, told["engine"]], told) for told in self._ranks if told is not None]
+        yield from pass_metrics(engines)
+        yield from weights_and_policies(engines)
 
 
-def collected(model: str, engines: list[JsonObject]) -> Iterator[Metric]:
-    """Yield the metrics of engines that serve ``model``, given what their workers told."""
+Engines = list[tuple[list[str], JsonObject]]
+"""The values of vLLM's labels for each engine, and what its counting worker told."""
+
+
+def pass_metrics(engines: Engines) -> Iterator[Metric]:
+    """Yield the counters of passes, and the histogram of their sizes."""
     counters = {name: CounterMetricFamily(name, text, labels=CELL) for name, text in COUNTERS.items()}
     replays = CounterMetricFamily(
         REPLAYS, "Of these passes those that ran from CUDA graphs.", labels=[*CELL, "mode"]
@@ -91,6 +97,20 @@ def collected(model: str, engines: list[JsonObject]) -> Iterator[Metric]:
     sizes = HistogramMetricFamily(
         SIZE, "Sequences of these passes in decode, else tokens, both without padding.", labels=CELL
     )
+    for engine, told in engines:
+        for cell, (buckets, size) in zip(told["counted"], told["sizes"], strict=True):
+            labels = [*engine, cell["plan"], cell["phase"]]
+            sizes.add_metric(labels, buckets, size)
+            for name, counter in counters.items():
+                counter.add_metric(labels, cell[name.removeprefix("flexquant:")])
+            for key in cell:
+                if key.startswith("graph_replays_"):
+                    replays.add_metric([*labels, key.removeprefix("graph_replays_")], cell[key])
+    yield from (*counters.values(), replays, sizes)
+
+
+def weights_and_policies(engines: Engines) -> Iterator[Metric]:
+    """Yield the bytes of weights, and which policy routes."""
     weights = GaugeMetricFamily(
         WEIGHT_BYTES,
         "Bytes of weights on a rank, as kernels keep them; 'shared' by several variants.",
@@ -101,22 +121,13 @@ def collected(model: str, engines: list[JsonObject]) -> Iterator[Metric]:
         "1 for the policy that routes, 0 for one that did before it.",
         labels=[*ENGINE, "policy", "digest"],
     )
-    for told in engines:
-        engine = [model, told["engine"]]
-        for cell, (buckets, size) in zip(told["counted"], told["sizes"], strict=True):
-            labels = [*engine, cell["plan"], cell["phase"]]
-            sizes.add_metric(labels, [(end, number) for end, number in buckets], size)
-            for name, counter in counters.items():
-                counter.add_metric(labels, cell[name.removeprefix("flexquant:")])
-            for key, number in cell.items():
-                if key.startswith("graph_replays_"):
-                    replays.add_metric([*labels, key.removeprefix("graph_replays_")], number)
+    for engine, told in engines:
         for variant, of_layers in told["weight_bytes_by_layers"].items():
             for layers, nbytes in of_layers.items():
                 weights.add_metric([*engine, variant, layers], nbytes)
         for name, digest, routes in told["policies"]:
             policies.add_metric([*engine, name, digest], routes)
-    yield from (*counters.values(), replays, sizes, weights, policies)
+    yield from (weights, policies)
 
 
 def all_metrics(collector: WorkerMetrics) -> CollectorRegistry:
