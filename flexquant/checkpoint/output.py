@@ -106,6 +106,13 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 sync(path)
             _put_in_place(stage, target, replaces=overwrite and _is_checkpoint(target))
             sync(target.parent)
+        except FileNotFoundError as e:
+            if stage.exists():
+                raise
+            raise FlexQuantError(
+                f"another process has begun to write {output} meanwhile, and removed what this one wrote; "
+                "let one write at a time"
+            ) from e
         finally:
             shutil.rmtree(stage, ignore_errors=True)
 
