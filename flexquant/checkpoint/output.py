@@ -2,20 +2,19 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Write an output all or nothing: beside its final place, where it is renamed once it is complete.
 
-The writer of a folder holds a lock on the file ``.<name>.flexquant-lock`` beside it while its stage,
-``.<name>.flexquant-tmp``, exists. The system releases the lock however the process ends, so the holder of the
-lock knows that a stage it finds belongs to a dead process, whatever machine or container that ran on. Nothing
-else beside an output is touched. A file or folder that appears at the output's place meanwhile stays, unless
-it may be replaced.
+A folder is written as ``.<name>.flexquant-tmp-<random>``, so that two writers of one output never mix their
+files: the later one removes what the earlier one has written, which then fails. A folder that may be replaced
+is renamed to ``.<name>.flexquant-old`` just before, and comes back if the new one cannot take its place, or
+at the next run if the process was killed between the two renames. Nothing else beside an output is touched. A
+file, or a folder with files, that appears at the output's place meanwhile stays, unless it may be replaced.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,32 +26,42 @@ from flexquant.errors import FlexQuantError, UsageError
 
 Content = TypeVar("Content")
 
-AT_FDCWD = -100
-RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 CHECKPOINT_FILES = ("config.json", "quantization_report.json")
 """Files that mark a folder that may be replaced: a checkpoint, or a variant that lost its config."""
-LOCK, STAGE, OLD, NEW = "lock", "tmp", "old", "new"
-"""Last parts of the names of FlexQuant's own files and folders beside an output."""
+STAGE, OLD, NEW = "tmp", "old", "new"
+"""Parts of the names of FlexQuant's own files and folders beside an output."""
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
+"""Errors of renaming a folder to where there is a folder with files, a file or a link."""
 
 
 def remove_leftovers(output: Path) -> None:
     """Remove the leftovers of killed processes beside ``output``, but not ``output`` itself.
 
-    Raises FlexQuantError if another process is writing ``output``.
+    A folder that one of them had moved out of the way comes back. Raises FlexQuantError if something else has
+    taken its place.
     """
     target = _resolved(output)
     with _explained(output):
-        if any(_beside(target, what).exists() for what in (LOCK, STAGE, OLD)):
-            with _locked(target):
-                _clean_up(target)
+        old = _beside(target, OLD)
+        if old.exists() and not os.path.lexists(target):
+            os.rename(old, target)
+        elif old.exists() and not _is_checkpoint(target):
+            raise FlexQuantError(
+                f"{old} is what a run that ended half way was to replace, and meanwhile {_describe(target)} "
+                f"appeared at {target}; move one of them away"
+            )
+        stages = _beside(target, STAGE).name
+        for folder in [old, *(path for path in target.parent.glob(".*") if path.name.startswith(stages))]:
+            if folder.exists():
+                shutil.rmtree(folder)
 
 
 def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> None:
     """Remove the leftovers of killed processes beside ``output``, and check that it may be written.
 
-    Raises FlexQuantError if it exists and may not be replaced (an empty folder always may), overlaps an
-    input, or is being written by another process.
+    Raises FlexQuantError if it exists and may not be replaced (an empty folder always may), or overlaps an
+    input.
     """
     remove_leftovers(output)
     target = _resolved(output)
@@ -85,28 +94,31 @@ def check_free_space(output: Path, needed: int) -> None:
 def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder to write into, which takes the place of ``output`` at the end.
 
-    An empty folder that is at ``output`` now is replaced and, with ``overwrite``, a checkpoint that is there
-    by then. Raises FlexQuantError for anything else there, an output that another process is writing, a full
-    disk or another failure to write; ``output`` is then unchanged.
+    An empty folder that is at ``output`` by then is replaced and, with ``overwrite``, a checkpoint. Raises
+    FlexQuantError for anything else there, a full disk or another failure to write; ``output`` is then
+    unchanged.
     """
+    remove_leftovers(output)
     target = _resolved(output)
-    stage = _beside(target, STAGE)
+    stage = _beside(target, f"{STAGE}-{uuid.uuid4().hex[:8]}")
     with _explained(output):
-        was_empty = _is_empty(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target):
-            _clean_up(target)
-            stage.mkdir()
-            try:
-                yield stage
-                for path in (*stage.rglob("*"), stage):
-                    sync(path)
-                _swap(stage, target, overwrite, was_empty)
-                sync(target.parent)
-            finally:
-                # Otherwise the stage marks that `target` holds something foreign.
-                if not _beside(target, OLD).exists():
-                    shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir()
+        try:
+            yield stage
+            for path in (*stage.rglob("*"), stage):
+                sync(path)
+            _put_in_place(stage, target, replaces=overwrite and _is_checkpoint(target))
+            sync(target.parent)
+        except FileNotFoundError as e:
+            if stage.exists():
+                raise
+            raise FlexQuantError(
+                f"another process has begun to write {output} meanwhile, and removed what this one wrote; "
+                "let one write at a time"
+            ) from e
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
 
 
 @contextmanager
@@ -114,8 +126,8 @@ def staged_file(file: Path) -> Iterator[Path]:
     """Yield a path beside ``file`` to write to, which takes the place of ``file`` at the end.
 
     If the process fails or dies before, ``file`` is unchanged; if it fails, the partial file is removed too.
-    A link is kept, and its target is replaced; a device or pipe is written to directly. Nothing is locked, so
-    two processes must not write one file at the same time. Raises FlexQuantError for a folder.
+    A link is kept, and its target is replaced; a device or pipe is written to directly. Two processes must
+    not write one file at the same time. Raises FlexQuantError for a folder.
     """
     if file.is_dir():
         raise FlexQuantError(f"{file} is a folder; name a file")
@@ -211,85 +223,28 @@ def _explained(output: Path) -> Iterator[None]:
         ) from e
 
 
-@contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock of an output; raise FlexQuantError while another process holds it."""
-    path = _beside(target, LOCK)
-    fd = _lock(path, target)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(fd)
+def _put_in_place(stage: Path, target: Path, *, replaces: bool) -> None:
+    """Rename ``stage`` to ``target``, whose folder is deleted if the stage ``replaces`` it.
 
-
-def _lock(path: Path, target: Path) -> int:
-    """Lock the file at ``path`` and return its descriptor; closing it releases the lock."""
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(fd, path):
-                return fd
-        except BlockingIOError as e:
-            os.close(fd)
-            raise FlexQuantError(
-                f"{target} is being written by another process, which holds the lock {path}; wait until it "
-                "has finished, or choose another folder"
-            ) from e
-        except OSError as e:
-            os.close(fd)
-            raise FlexQuantError(
-                f"{target} cannot be locked against a second writer ({e.strerror}); choose a folder on a "
-                "file system with locks, and copy the result"
-            ) from e
-        os.close(fd)  # the earlier holder removed the file after it was opened here
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _swap(stage: Path, target: Path, overwrite: bool, was_empty: bool) -> None:
-    """Move ``stage`` to ``target``; the former target is afterwards at ``stage``, or deleted.
-
-    ``was_empty``: an empty folder was at ``target`` from the beginning.
-
-    Raises FlexQuantError if ``target`` holds something that may not be replaced.
+    Raises FlexQuantError, with the folder at ``target`` as it was, if something there is not to be replaced.
     """
-    if _renamed(stage, target, RENAME_NOREPLACE):
-        return
-    if not os.path.lexists(target) or (was_empty and _is_empty(target)):
-        os.rename(stage, target)  # this can replace at most an empty folder
-        return
-    if not (overwrite and _is_checkpoint(target)):
+    old = _beside(target, OLD)
+    if replaces:
+        os.rename(target, old)
+    try:
+        os.rename(stage, target)  # this replaces an empty folder and nothing else
+    except OSError as e:
+        if e.errno not in TAKEN:
+            raise
         raise FlexQuantError(
             f"{_describe(target)} appeared at {target} while it was being written, and stays; choose another "
             "folder, or move away what is there and start again"
-        )
-    if _renamed(stage, target, RENAME_EXCHANGE):
-        return
-    # Without an atomic exchange, a crash between the two renames leaves `old`, which the next run restores.
-    old = _beside(target, OLD)
-    os.rename(target, old)
-    try:
-        os.rename(stage, target)
-    except BaseException:
-        _put_back(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _renamed(stage: Path, target: Path, flag: int) -> bool:
-    """Rename ``stage`` with a flag that not every file system supports; return whether it worked."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    done: int = renameat2(AT_FDCWD, bytes(stage), AT_FDCWD, bytes(target), flag)
-    return done == 0
+        ) from e
+    finally:
+        if replaces and not os.path.lexists(target):
+            os.rename(old, target)
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _is_empty(folder: Path) -> bool:
@@ -308,24 +263,3 @@ def _describe(path: Path) -> str:
     if not names:
         return "an empty folder"
     return f"a folder with {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-
-
-def _clean_up(target: Path) -> None:
-    """Remove a dead process's leftovers, after restoring a folder that it had moved out of the way."""
-    old, stage = _beside(target, OLD), _beside(target, STAGE)
-    if old.exists() and (stage.exists() or not target.exists()):
-        _put_back(target)
-    for folder in (old, stage):
-        if folder.exists():
-            shutil.rmtree(folder)
-
-
-def _put_back(target: Path) -> None:
-    """Restore the folder that was moved out of the way; raise FlexQuantError if its place is taken."""
-    old = _beside(target, OLD)
-    if os.path.lexists(target):
-        raise FlexQuantError(
-            f"{old} is what a run that ended half way was to replace, and meanwhile {_describe(target)} "
-            f"appeared at {target}; move one of them away"
-        )
-    os.rename(old, target)

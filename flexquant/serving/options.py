@@ -41,8 +41,6 @@ class ServingOptions:
     """File that receives one JSON line per forward pass (phase, tokens, plan ...); None: no trace."""
     trace_mib: int = 1024
     """Largest size of a trace file in MiB, at least 1."""
-    requests: bool = False
-    """Whether `vllm serve` remembers which plans served each request."""
     verify: bool = False
     """Whether the checkpoint is compared with the hashes that the merge recorded before it is loaded."""
 

@@ -160,7 +160,6 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
             fuse_as_for_variants,
         )
         from flexquant.serving.options import resolve_policy
-        from flexquant.serving.worker.metrics import offer_metrics
 
         merged = MergedConfig.from_json(vllm_config.model_config.hf_config.quantization_config)
         routes = build_routes(vllm_config, merged, resolve_policy(vllm_config, merged))
@@ -169,7 +168,6 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         fuse_as_for_variants(vllm_config, merged, routes)
         find_compiled_code_again()
         verify_if_asked(vllm_config)
-        offer_metrics()
         # Extend vLLM's workers by FlexQuant's methods, unless the operator has set another extension.
         parallel = vllm_config.parallel_config
         parallel.worker_extension_cls = parallel.worker_extension_cls or WORKER_EXTENSION

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from flexquant.checkpoint.layer_ranges import describe_range
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.serving.metric_names import POLICY, SECONDS, SIZE, WEIGHT_BYTES
+from flexquant.serving.frontend.metrics import POLICY, SECONDS, SIZE, WEIGHT_BYTES
 
 FEWEST_PASSES = 100
 

@@ -9,9 +9,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
+from vllm.config import CUDAGraphMode
 
-from flexquant.serving.metric_names import FORWARD, REPLAYS, SECONDS, TOKENS
 from tests.gpu.conftest import RUNNERS, graph_engine
 from tests.gpu.test_plans_in_graphs import BY_BATCH
 from tests.integration.conftest import answers
@@ -24,12 +23,13 @@ PROMPTS = [SHARED + letter * 9 for letter in "abcdef"]
 LONG = "A prompt of more tokens than one pass may have, which takes several of them. " * 2
 
 
-def counted(metric: str) -> Counter[tuple[str, str]]:
-    """Return a metric's values by plan and phase, over all engines of this process."""
+def counted(llm: Any, name: str) -> Counter[tuple[str, str]]:
+    """Return a counter's values by plan and phase, those of graph replays over all modes."""
+    (model,) = llm.apply_model(lambda model: getattr(model, "runnable", model))
     found: Counter[tuple[str, str]] = Counter()
-    for family in REGISTRY.collect():
-        for sample in family.samples if family.name == metric else []:
-            found[sample.labels["plan"], sample.labels["phase"]] += sample.value
+    for cell in model.records.counted():
+        for key in cell.keys() & {name, *(f"{name}_{mode.name}" for mode in CUDAGraphMode)}:
+            found[cell["plan"], cell["phase"]] += cell[key]
     return found
 
 
@@ -51,7 +51,6 @@ def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints
         flexquant={"trace": str(trace)},
         **options,
     ) as llm:
-        before = {metric: counted(metric) for metric in (FORWARD, TOKENS, SECONDS, REPLAYS)}
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         schedule, preempt = scheduler.schedule, scheduler._preempt_request
 
@@ -71,21 +70,23 @@ def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints
         scheduler.schedule, scheduler._preempt_request = noted, noted_preempt
         for batch in ([LONG], PROMPTS[:1], PROMPTS):
             answers(llm, batch, max_tokens=STEPS, ignore_eos=True, logprobs=1)
-    told = {metric: counted(metric) - earlier for metric, earlier in before.items()}
+        told = {
+            name: counted(llm, name) for name in ("forward", "tokens", "forward_seconds", "graph_replays")
+        }
     _, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
     assert [(p["scheduled_tokens"], p["sequences"]) for p in passes] == scheduled
     assert all(p["tokens"] >= p["scheduled_tokens"] for p in passes)
     assert happened["cached"] and happened["chunked"] and happened["preempted"], happened
 
     cells = Counter((p["plan"], p["phase"]) for p in passes)
-    assert told[FORWARD] == cells
-    assert sum(told[TOKENS].values()) == sum(tokens for tokens, _ in scheduled)
-    assert told[SECONDS].keys() == cells.keys()
-    replayed_phases = {phase for _, phase in told[REPLAYS]}
+    assert told["forward"] == cells
+    assert sum(told["tokens"].values()) == sum(tokens for tokens, _ in scheduled)
+    assert told["forward_seconds"].keys() == cells.keys()
+    replayed_phases = {phase for _, phase in told["graph_replays"]}
     assert replayed_phases == {None: set(), "FULL_DECODE_ONLY": {"decode"}}.get(
         mode, {phase for _, phase in cells}
     )
-    assert told[REPLAYS] <= cells
+    assert told["graph_replays"] <= cells
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])

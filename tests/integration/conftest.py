@@ -27,6 +27,7 @@ from flexquant.policy.rules import Policy, load_policy, parse_policy
 from flexquant.serving.config import build_routes
 from flexquant.serving.worker.moments import running_moments
 from tests.conftest import STARTS
+from tests.integration.live_server import live  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from vllm import LLM

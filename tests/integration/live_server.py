@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A live server that is asked for completions, and for what it tells of them, while its policy changes."""
+"""One live server, shared by the tests that ask it for completions and for what it tells of them.
+
+Every test leaves the policy ``phase`` behind. Whoever kills the server leaves the next one to start again.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,79 +21,73 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexquant import cli
+from examples.vllm_server import VLLMServer
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
-from flexquant.serving.worker.metrics import FOLDER
-from flexquant.tuning.traffic import Traffic, watch
-from tests.integration.otlp_collector import Collector, Span
 from tests.policies import LAYERED_DECODE
 
 KEY = "a key"
 ADMIN = "an administrator's key"
+REQUESTS = 12
 LONG = 1900
 """Tokens of an answer that continues until its client goes away."""
-TRACE = bytes(range(16))
-"""The id of the trace that the callers have begun."""
-BOMB = "\n".join(
-    ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
-)
-
-
 Metrics = dict[tuple[str, frozenset[tuple[str, str]]], float]
 """The samples of one scrape, by name and labels."""
 
 
-class Changed(NamedTuple):
-    """What came of the policies that were posted, in order."""
+class Live:
+    """A ``vllm serve`` with FlexQuant's routes, under the policy ``phase``; it starts when it is asked."""
 
-    codes: dict[str, int]
-    """HTTP status codes of the policies that have to be refused."""
-    refused: str
-    """What ``flexquant policy apply`` printed for one of them."""
-    after_refusals: dict[str, Any]
-    """The status after the refusals and a dry run."""
-    dry_run: dict[str, Any]
-    taken: dict[str, Any]
-    """What the server said of a policy that it took while it answered."""
-    answers: list[int]
-    """Tokens of each answer under way that had come by then, when its client went away."""
-    status: dict[str, Any]
-    metrics: list[Metrics]
-    passes: list[dict[str, Any]]
-    """The lines of the trace, what they say of the policy included."""
+    def __init__(self, merged: Path, folder: Path, *arguments: str) -> None:
+        self.trace, self.log = folder / "trace.jsonl", folder / "log"
+        options = json.dumps({"flexquant": {"policy": "phase", "trace": str(self.trace)}})
+        self._merged = merged
+        self._arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "2048"]
+        self._arguments += ["--served-model-name", "tiny", "--api-key", KEY, *arguments]
+        self._server: VLLMServer | None = None
+
+    def server(self) -> VLLMServer:
+        """Return the server, which is started unless it runs."""
+        if self._server is None or self._server.processes.exit_code() is not None:
+            self.stop()
+            with plugin_routes():
+                self._server = VLLMServer(self._merged, self._arguments, self.log)
+            self._server.wait_until_healthy()
+        return self._server
+
+    @property
+    def url(self) -> str:
+        """The server's URL, without ``/v1``."""
+        return self.server().url
+
+    def client(self, **options: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, **options)
+
+    def apply(self, policy: str, *, dry_run: bool = False) -> dict[str, Any]:
+        with plugin_routes():
+            return apply_policy(self.url, load_policy(policy), dry_run=dry_run)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the lines of the trace: the passes, and each policy before its first pass."""
+        return [json.loads(line) for line in self.trace.read_text().splitlines()]
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
 
 
-class Served(NamedTuple):
-    metrics: list[Metrics]
-    """One scrape of the metrics for each of several requests."""
-    status: dict[str, Any]
-    """What /flexquant says, with the key."""
-    refused: list[int]
-    """HTTP status codes without the key, and with others."""
-    header: dict[str, Any]
-    passes: list[dict[str, Any]]
-    changed: Changed
-    answered: list[tuple[int, Any]]
-    """What /flexquant/requests says of a response to two prompts, of one with two answers, and of none."""
-    traffic: Traffic
-    """All traffic that the server has had, before the last change too."""
-    all_passes: list[dict[str, Any]]
-    proposal: Path
-    spans: list[tuple[list[Span], list[Span]]]
-    """For each prompt of these responses: vLLM's spans of the answers, and FlexQuant's."""
+@pytest.fixture(scope="session")
+def live(tiny_merged: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    shared = Live(tiny_merged() / "merged", tmp_path_factory.mktemp("live"))
+    yield shared
+    shared.stop()
 
 
 @contextmanager
 def plugin_routes() -> Iterator[None]:
-    """Give servers that start here the routes of FlexQuant's plugin, whatever they inherit.
-
-    Another engine of the process that starts them has metrics of its own.
-    """
+    """Give servers that start here the routes of FlexQuant's plugin, and clients the administrator's key."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FOLDER, "/nowhere")
         patch.setenv("VLLM_PLUGINS", "flexquant")
         patch.setenv(ADMIN_KEY, ADMIN)
         yield
@@ -107,34 +103,54 @@ def scrape(url: str) -> Metrics:
     }
 
 
-def get_status(url: str, authorization: str | None) -> tuple[int, Any]:
-    return ask(f"{url}/flexquant", authorization)
+def metric(url: str, name: str, **labels: str) -> float:
+    """Return the sum of a metric's samples that have these labels."""
+    found = {labelled: value for (sample, labelled), value in scrape(url).items() if sample == name}
+    assert found, name
+    return sum(value for labelled, value in found.items() if labels.items() <= dict(labelled).items())
 
 
-def ask(url: str, authorization: str | None, body: bytes | None = None) -> tuple[int, Any]:
-    headers = {"Authorization": authorization} if authorization is not None else {}
-    request = urllib.request.Request(url, data=body, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as e:
-        return e.code, None
+def get_status(url: str) -> dict[str, Any]:
+    """Return the answer of ``GET /flexquant``."""
+    request = urllib.request.Request(f"{url}/flexquant", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        status: dict[str, Any] = json.load(reply)
+    return status
 
 
-@contextmanager
-def traced() -> Iterator[None]:
-    """Have servers that start here export their spans over HTTP, and soon."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
-        yield
+class Changed(NamedTuple):
+    """What came of the policies that were posted, in order."""
+
+    refused: str
+    """What ``flexquant policy apply`` printed for one that cannot be served."""
+    after_refusals: dict[str, Any]
+    """The status after that and a dry run."""
+    dry_run: dict[str, Any]
+    taken: dict[str, Any]
+    """What the server said of a policy that it took while it answered."""
+    answers: list[int]
+    """Tokens of each answer under way that had come by then, when its client went away."""
+    status: dict[str, Any]
+    metrics: list[Metrics]
+    passes: list[dict[str, Any]]
+    """The lines of the trace, what they say of the policy included."""
 
 
-def ask_all(
-    url: str, merged: Path, trace: Path, collector: Collector, policies: Path, scrapes: int
-) -> Served:
+class Served(NamedTuple):
+    before: Metrics
+    metrics: list[Metrics]
+    """One scrape of the metrics after the requests for each of several requests of its own."""
+    status: dict[str, Any]
+    """What /flexquant says, with the key."""
+    header: dict[str, Any]
+    passes: list[dict[str, Any]]
+    """All passes of the server until then."""
+    changed: Changed
+
+
+def ask_all(live: Live, policies: Path, scrapes: int) -> Served:
     """Ask a server for completions and for its records, before and after its policy changes."""
-    client = OpenAI(base_url=url, api_key=KEY)
+    client, before = live.client(), scrape(live.url)
 
     def complete(number: int) -> None:
         prompt = list(range(10, 20 + 9 * number))
@@ -143,81 +159,25 @@ def ask_all(
         )
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(complete, range(12)))
-    root = url.removesuffix("/v1")
-    metrics = [scrape(root) for _ in range(scrapes)]
-    code, status = get_status(root, f"Bearer {KEY}")
-    assert code == 200
-    wrong = [None, "", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \u00fc"]
-    refused = [get_status(root, authorization)[0] for authorization in wrong]
-    header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
-    context = {"traceparent": f"00-{TRACE.hex()}-{'ab' * 8}-01"}
-    two = client.completions.create(
-        model="tiny",
-        prompt=[[11] * 30, [12] * 40],
-        max_tokens=6,
-        extra_body={"ignore_eos": True},
-        extra_headers=context,
-    )
-    again = client.completions.create(
-        model="tiny",
-        prompt=[13] * 20,
-        max_tokens=6,
-        n=2,
-        extra_body={"ignore_eos": True},
-        extra_headers=context,
-    )
-    names = (two.id, again.id, "cmpl-nobodys", "cmpl-")
-    answered = [ask(f"{root}/flexquant/requests/{name}", f"Bearer {KEY}") for name in names]
-    refused.append(ask(f"{root}/flexquant/requests/{two.id}", None)[0])
-    spans = []
-    for prompt, number in ((f"{two.id}-0", 1), (f"{two.id}-1", 1), (f"{again.id}-0", 2)):
-        own = collector.wait_for(number, lambda span, prompt=prompt: prompt in span.attributes.values())
-        parents = {span.own for span in own}
-        spans.append((own, collector.wait_for(number, lambda span, ids=parents: span.parent in ids)))
-    changed = change_policies(root, client, trace, policies, scrapes)
-    traffic = watch(root, 0)
-    proposal = propose(merged, root, policies)
-    every = [record for line in trace.read_text().splitlines() if "phase" in (record := json.loads(line))]
-    return Served(
-        metrics, status, refused, header, passes, changed, answered, traffic, every, proposal, spans
-    )
+        list(pool.map(complete, range(REQUESTS)))
+    metrics = [scrape(live.url) for _ in range(scrapes)]
+    status = get_status(live.url)
+    header, *records = live.records()
+    passes = [record for record in records if "phase" in record]
+    changed = change_policies(live, client, policies, scrapes)
+    live.apply("phase")
+    return Served(before, metrics, status, header, passes, changed)
 
 
-def propose(merged: Path, root: str, folder: Path) -> Path:
-    """Have ``flexquant tune`` propose a policy, from times by which W4A16 is the faster everywhere."""
-    curves = {"w8a8": {"1": [9, 9, 9], "64": [99, 99, 99]}, "w4a16": {"1": [1, 1, 1], "64": [11, 11, 11]}}
-    times = {"origin": {}, "context": 16, "context_ns": 0, "decode_ms": curves, "prefill_ms": curves}
-    document = {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}], "measured": times}
-    (folder / "times.yaml").write_text(json.dumps(document))
-    output = folder / "proposed.yaml"
-    arguments = ["--from-metrics", root, "--seconds", "0", "--times", str(folder / "times.yaml")]
-    assert cli.main(["tune", str(merged), "--output", str(output), *arguments]) == 0
-    return output
-
-
-def change_policies(root: str, client: OpenAI, trace: Path, folder: Path, scrapes: int) -> Changed:
-    """Post policies to a server that takes ``phase``, good ones and bad ones."""
+def change_policies(live: Live, client: OpenAI, folder: Path, scrapes: int) -> Changed:
+    """Post policies to a server that takes ``phase``, a good one and a bad one."""
     own = (folder / "own.yaml").as_posix()
     Path(own).write_text(LAYERED_DECODE)
-    post = f"{root}/flexquant/policy"
-    good = b"{schema: flexquant.policy/v1, rules: [{use: w8a8}]}"
-    codes = {
-        "no key": ask(post, None, good)[0],
-        "vLLM's key": ask(post, f"Bearer {KEY}", good)[0],
-        "no policy": ask(post, f"Bearer {ADMIN}", b"")[0],
-        "not YAML": ask(post, f"Bearer {ADMIN}", b"{rules: [")[0],
-        "no rules": ask(post, f"Bearer {ADMIN}", b"{schema: flexquant.policy/v1, rules: []}")[0],
-        "aliases": ask(post, f"Bearer {ADMIN}", BOMB.encode())[0],
-        "large": ask(post, f"Bearer {ADMIN}", b"#" * (1 << 20) + good)[0],
-        "bad name": ask(f"{post}?name=a%0Ab", f"Bearer {ADMIN}", good)[0],
-        "not loaded": ask(post, f"Bearer {ADMIN}", good.replace(b"w8a8", b"fp8"))[0],
-    }
     with pytest.raises(FlexQuantError) as refused:
-        apply_policy(root, load_policy("fp8-phase-batch"))
-    dry_run = apply_policy(f"{root}/v1", load_policy(own), dry_run=True)
-    after_refusals = get_status(root, f"Bearer {KEY}")[1]
-    before, tokens, enough = lines(trace), [0, 0, 0], Event()
+        live.apply("fp8-phase-batch")
+    dry_run = live.apply(own, dry_run=True)
+    after_refusals = get_status(live.url)
+    before, tokens, enough = lines(live.trace), [0, 0, 0], Event()
 
     def complete(number: int) -> None:
         with client.completions.create(
@@ -236,19 +196,20 @@ def change_policies(root: str, client: OpenAI, trace: Path, folder: Path, scrape
         under_way = [pool.submit(complete, number) for number in range(3)]
         try:
             wait(lambda: min(tokens) > 4, under_way)
-            taken = apply_policy(root, load_policy(own))
-            told = lines(trace)
-            wait(lambda: lines(trace) > told + 100, under_way)
+            taken = live.apply(own)
+            told = lines(live.trace)
+            wait(lambda: lines(live.trace) > told + 100, under_way)
         finally:
             enough.set()
         for future in under_way:
             future.result()
-    while any(value for (name, _), value in scrape(root).items() if name == "vllm:num_requests_running"):
+    while metric(live.url, "vllm:num_requests_running"):
         time.sleep(0.1)
-    status = get_status(root, f"Bearer {KEY}")[1]
-    metrics = [scrape(root) for _ in range(scrapes)]
-    passes = [json.loads(line) for line in trace.read_text().splitlines()][before:]
-    return Changed(codes, str(refused.value), after_refusals, dry_run, taken, tokens, status, metrics, passes)
+    metrics = [scrape(live.url) for _ in range(scrapes)]
+    passes = live.records()[before:]
+    return Changed(
+        str(refused.value), after_refusals, dry_run, taken, tokens, get_status(live.url), metrics, passes
+    )
 
 
 def lines(trace: Path) -> int:

@@ -16,9 +16,9 @@ import pytest
 from openai import OpenAI
 
 from examples.vllm_server import VLLMServer, default_environment
-from flexquant.serving.metric_names import FORWARD, SECONDS
+from flexquant.serving.frontend.metrics import FORWARD, SECONDS
 from tests.integration.conftest import WORK
-from tests.integration.test_server_faults import metric
+from tests.integration.live_server import metric
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -61,6 +61,7 @@ def asked(tiny_merged, tmp_path_factory) -> Iterator[Asked]:
     clock = folder / "clock"
     clock.write_text(JUMPS[0])
     environment = default_environment() | {
+        "VLLM_PLUGINS": "flexquant",
         "LD_PRELOAD": str(library),
         "FAKETIME_TIMESTAMP_FILE": str(clock),
         "FAKETIME_NO_CACHE": "1",
@@ -73,7 +74,7 @@ def asked(tiny_merged, tmp_path_factory) -> Iterator[Asked]:
         server.wait_until_healthy()
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         found = [ask(client, clock, jump) for jump in JUMPS]
-        counted = [metric(server, f"{name}_total") for name in (FORWARD, SECONDS)]
+        counted = [metric(server.url, f"{name}_total") for name in (FORWARD, SECONDS)]
         yield Asked(
             [days for days, _ in found], [tokens for _, tokens in found], *counted, time.monotonic() - start
         )

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
 
-from examples.vllm_server import ProcessGroup, free_port, vllm_serve
+from examples.vllm_server import ProcessGroup, free_port
 from tests import programs
+from tests.integration.live_server import Live
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
@@ -80,22 +80,17 @@ def queries() -> dict[str, list[str]]:
     return found
 
 
-def test_every_query_of_every_panel_returns_data(tiny_merged: Any, tmp_path: Path) -> None:
-    merged = tiny_merged() / "merged"
-    options = json.dumps({"flexquant": {"policy": "phase"}})
-    arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
+def test_every_query_of_every_panel_returns_data(live: Live, tmp_path: Path) -> None:
     missing = [(panel, query) for panel, asked in queries().items() for query in asked]
     assert len(missing) > 10
     with (
-        vllm_serve(merged, *arguments) as url,
-        prometheus(urllib.parse.urlsplit(url).netloc, tmp_path) as server,
+        prometheus(urllib.parse.urlsplit(live.url).netloc, tmp_path) as server,
         ThreadPoolExecutor(1) as pool,
     ):
-        client = OpenAI(base_url=url, api_key="none")
 
         def complete() -> None:
-            client.completions.create(
-                model=str(merged), prompt=list(range(10, 30)), max_tokens=8, extra_body={"ignore_eos": True}
+            live.client().completions.create(
+                model="tiny", prompt=list(range(10, 30)), max_tokens=8, extra_body={"ignore_eos": True}
             )
 
         deadline = time.monotonic() + PATIENCE

@@ -18,8 +18,8 @@ from examples.vllm_server import vllm_serve
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import apply_policy
-from flexquant.serving.metric_names import FORWARD, POLICY, TOKENS
-from tests.integration.live_server import KEY, Metrics, ask, get_status, plugin_routes, scrape
+from flexquant.serving.frontend.metrics import FORWARD, POLICY, TOKENS
+from tests.integration.live_server import KEY, Metrics, get_status, plugin_routes, scrape
 from tests.integration.two_ranks import needs_two_cores
 
 pytestmark = [*needs_two_cores, pytest.mark.full]
@@ -29,8 +29,6 @@ REQUESTS, TOKENS_EACH = 8, 5
 class Served(NamedTuple):
     metrics: Metrics
     status: dict[str, Any]
-    found: list[Any]
-    """What /flexquant/requests says of every request, and then of one with as many prompts."""
     traces: list[list[dict[str, Any]]]
     """The passes of each engine."""
     policies: list[list[str]]
@@ -44,32 +42,30 @@ def served(tiny_merged: Any, tmp_path_factory: Any) -> Iterator[Served]:
     merged: Path = tiny_merged() / "merged"
     trace: Path = tmp_path_factory.mktemp("data-parallel") / "trace.jsonl"
     files = [trace, trace.with_name(trace.name + ".dp1")]
-    options = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace), "requests": True}})
+    options = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace)}})
     arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
     arguments += ["--data-parallel-size", "2", "--served-model-name", "tiny", "--api-key", KEY]
     with plugin_routes(), vllm_serve(merged, *arguments) as url:
         root = url.removesuffix("/v1")
         client = OpenAI(base_url=url, api_key=KEY)
 
-        def complete(number: int) -> str:
-            return client.completions.create(
+        def complete(number: int) -> None:
+            client.completions.create(
                 model="tiny",
                 prompt=list(range(10, 20 + number)),
                 max_tokens=TOKENS_EACH,
                 extra_body={"ignore_eos": True},
-            ).id
+            )
 
         with ThreadPoolExecutor(REQUESTS) as pool:
-            names = list(pool.map(complete, range(REQUESTS)))
+            list(pool.map(complete, range(REQUESTS)))
         metrics = scrape(root)
-        _, status = get_status(root, f"Bearer {KEY}")
+        status = get_status(root)
         passes = [[record for record in read(file) if "phase" in record] for file in files]
-        several = client.completions.create(model="tiny", prompt=[[11] * 9] * REQUESTS, max_tokens=2)
-        found = [ask(f"{root}/flexquant/requests/{name}", f"Bearer {KEY}") for name in (*names, several.id)]
         apply_policy(root, load_policy("w4a16"))
         after = scrape(root)
     policies = [[record["policy"] for record in read(file) if "policy" in record] for file in files]
-    yield Served(metrics, status, found, passes, policies, after)
+    yield Served(metrics, status, passes, policies, after)
 
 
 def read(trace: Path) -> list[dict[str, Any]]:
@@ -105,15 +101,6 @@ def test_the_status_is_the_sum_over_both(served: Served) -> None:
     assert counted == both[0] + both[1] and served.status["ranks"] == 2
 
 
-def test_a_request_is_found_at_the_engine_that_served_it(served: Served) -> None:
-    *single, (_, several) = served.found
-    for number, (code, answer) in enumerate(single):
-        assert code == 200
-        (request,) = answer["requests"]
-        assert sum(run["tokens"] for run in request["plans"]) == 10 + number + TOKENS_EACH - 1
-    assert len({request["request"] for request in several["requests"]}) == REQUESTS
-
-
 def test_both_take_another_policy(served: Served) -> None:
     assert served.policies == [["phase", "w4a16"]] * 2
     serving = [dict(labels) for (name, labels), value in served.after.items() if name == POLICY and value]
@@ -138,7 +125,7 @@ def test_engines_agree_however_many_post_at_once(tiny_merged: Any) -> None:
         with ThreadPoolExecutor(4) as pool:
             for _ in range(10):
                 outcomes += pool.map(post, ["w8a8", "w4a16", "phase-batch", "phase"])
-                _, status = get_status(root, f"Bearer {KEY}")
+                status = get_status(root)
                 assert "disagreement" not in status and status["ranks"] == 2
                 assert status["policy"]["name"] in [*outcomes, "phase"]
     assert len({*outcomes} - {None}) > 1

@@ -2,45 +2,47 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What a live server tells of its passes, on vLLM's /metrics and at /flexquant, against their trace.
 
-And how its policy is changed while it answers.
+And how its policy is changed while it answers, and that hostile callers, by hand and by Schemathesis, cannot
+break its routes or keep others waiting.
 """
 
 from __future__ import annotations
 
-import json
-from bisect import bisect_left
+import re
+import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.vllm_server import vllm_serve
 from flexquant import cli
-from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import ADMIN_KEY
-from flexquant.serving.metric_names import (
+from flexquant.serving.frontend.metrics import (
     FORWARD,
     PADDED_TOKENS,
     POLICY,
     REPLAYS,
     SECONDS,
-    SIZE_BUCKETS,
+    SIZE,
     TOKENS,
     WEIGHT_BYTES,
 )
+from flexquant.serving.worker.metrics import SIZE_BUCKETS
+from tests import programs
+from tests.integration.hostile_callers import ENDLESS, Caller
+from tests.integration.hostile_callers import POLICY as GOOD
 from tests.integration.live_server import (
     ADMIN,
     KEY,
     LONG,
-    TRACE,
+    REQUESTS,
+    Live,
     Served,
     ask_all,
     labelled,
-    plugin_routes,
-    traced,
 )
-from tests.integration.otlp_collector import otlp_collector
 
 pytestmark = pytest.mark.engine
 
@@ -48,19 +50,15 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(
     scope="module", params=[1, pytest.param(2, marks=pytest.mark.full)], ids=["one server", "two servers"]
 )
-def served(request: pytest.FixtureRequest, tiny_merged: Any, tmp_path_factory: Any) -> Served:
-    merged: Path = tiny_merged() / "merged"
-    trace: Path = tmp_path_factory.mktemp("metrics") / "routes.jsonl"
-    options = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace), "requests": True}})
-    arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "2048"]
-    arguments += ["--api-server-count", str(request.param), "--served-model-name", "tiny"]
-    arguments += ["--api-key", KEY]
-    with otlp_collector() as collector, plugin_routes(), traced():
-        arguments += ["--otlp-traces-endpoint", collector.url]
-        with vllm_serve(merged, *arguments) as url:
-            return ask_all(
-                url, merged, trace, collector, tmp_path_factory.mktemp("policies"), 4 * request.param
-            )
+def served(request: pytest.FixtureRequest, live: Live, tiny_merged: Any, tmp_path_factory: Any) -> Served:
+    folder: Path = tmp_path_factory.mktemp("policies")
+    if request.param == 1:
+        return ask_all(live, folder, 4)
+    several = Live(tiny_merged() / "merged", folder, "--api-server-count", str(request.param))
+    try:
+        return ask_all(several, folder, 4 * request.param)
+    finally:
+        several.stop()
 
 
 def test_passes_and_tokens_are_those_of_the_trace(served: Served) -> None:
@@ -85,10 +83,21 @@ def test_every_pass_was_timed(served: Served) -> None:
         assert all(0 < value < 600 for value in seconds.values())
 
 
+def test_sizes_are_those_of_the_trace(served: Served) -> None:
+    expected: Counter[frozenset[tuple[str, str]]] = Counter()
+    for p in served.passes:
+        size = p["sequences"] if p["phase"] == "decode" else p["scheduled_tokens"]
+        ends = [*(f"{end}.0" for end in SIZE_BUCKETS if size <= end), "+Inf"]
+        expected.update(labelled(("plan", p["plan"]), ("phase", p["phase"]), ("le", end)) for end in ends)
+    for metrics in served.metrics:
+        buckets = {key: number for (name, key), number in metrics.items() if name == f"{SIZE}_bucket"}
+        assert {key: number for key, number in buckets.items() if number} == expected
+
+
 def test_policy_and_weights_are_told(served: Served) -> None:
     for metrics in served.metrics:
         ((policy, value),) = [
-            (dict(labels), value) for (name, labels), value in metrics.items() if name == POLICY
+            (dict(labels), value) for (name, labels), value in metrics.items() if name == POLICY and value
         ]
         assert (policy["policy"], value) == ("phase", 1)
         assert len(policy["digest"]) == 64
@@ -99,8 +108,11 @@ def test_policy_and_weights_are_told(served: Served) -> None:
 
 def test_vllms_own_metrics_are_there_once(served: Served) -> None:
     for metrics in served.metrics:
-        prompts = [v for (name, _), v in metrics.items() if name == "vllm:request_success_total"]
-        assert sum(prompts) == 12
+        earlier, now = (
+            sum(v for (name, _), v in found.items() if name == "vllm:request_success_total")
+            for found in (served.before, metrics)
+        )
+        assert now - earlier == REQUESTS
 
 
 def test_the_status_is_what_the_trace_says(served: Served) -> None:
@@ -118,64 +130,8 @@ def test_the_status_is_what_the_trace_says(served: Served) -> None:
     assert counted == Counter((p["plan"], p["phase"]) for p in served.passes)
 
 
-def test_the_status_asks_for_vllms_key(served: Served) -> None:
-    assert served.refused == [401] * 7
-
-
-def test_a_response_can_be_asked_which_plans_served_it(served: Served) -> None:
-    (found, of_two), (found_again, of_n), *missing = served.answered
-    assert (found, found_again, *(code for code, _ in missing)) == (200, 200, 404, 404)
-    plans = [[(run["plan"], run["tokens"]) for run in request["plans"]] for request in of_two["requests"]]
-    assert [sum(tokens for _, tokens in runs) for runs in plans] == [30 + 5, 40 + 5]
-    for runs, prompt in zip(plans, (30, 40), strict=True):
-        assert runs[0][0] == "w8a8" and runs[0][1] >= prompt
-        assert runs[-1][0] == "w4a16"
-    tokens = [sum(run["tokens"] for run in request["plans"]) for request in of_n["requests"]]
-    assert tokens == [20 + 5] * 2
-
-
-def test_the_span_of_a_request_has_a_child_that_tells_the_plans(served: Served) -> None:
-    requests = [request for _, found in served.answered[:2] for request in found["requests"]]
-    expected = [runs_of([requests[0]]), runs_of([requests[1]]), runs_of(requests[2:])]
-    for (parents, children), tokens in zip(served.spans, expected, strict=True):
-        assert len(parents) == len(children)
-        assert sorted(child.parent for child in children) == sorted(span.own for span in parents)
-        for child in children:
-            (parent,) = [span for span in parents if span.own == child.parent]
-            assert (child.name, child.trace, child.start, child.end) == (
-                "flexquant.request",
-                TRACE,
-                parent.start,
-                parent.end,
-            )
-        assert tokens in [child.attributes for child in children]
-
-
-def runs_of(requests: list[Any]) -> dict[str, int]:
-    """Return the attributes of a span for requests, as /flexquant/requests reported them."""
-    tokens: Counter[str] = Counter()
-    for run in (run for request in requests for run in request["plans"]):
-        tokens[f"flexquant.plan.{run['plan']}.tokens"] += run["tokens"]
-    return dict(tokens)
-
-
-def test_the_trace_names_the_requests_of_each_pass(served: Served) -> None:
-    for p in served.passes:
-        assert len(p["requests"]) == p["sequences"]
-        assert sum(p["requests"].values()) == p["scheduled_tokens"]
-    assert len({name for p in served.passes for name in p["requests"]}) == 12
-
-
-def test_who_has_not_the_administrators_key_changes_nothing(served: Served) -> None:
-    assert served.changed.codes["no key"] == served.changed.codes["vLLM's key"] == 401
-
-
-def test_what_is_no_policy_and_what_cannot_be_served_changes_nothing(served: Served) -> None:
+def test_what_cannot_be_served_changes_nothing(served: Served) -> None:
     changed = served.changed
-    codes = {what: code for what, code in changed.codes.items() if "key" not in what}
-    assert codes.pop("large") == 413
-    assert codes.pop("not loaded") == 409
-    assert set(codes.values()) == {422}
     assert "refused with 409" in changed.refused
     assert "the checkpoint has w4a16, w8a8" in changed.refused
     assert changed.dry_run["dry_run"]
@@ -194,7 +150,7 @@ def test_another_policy_is_taken_between_two_passes_of_the_requests_under_way(se
     plans = [{p["plan"] for p in part if p["phase"] == "decode"} for part in split(changed.passes, place)]
     assert plans == [{"w4a16"}, {"w8a8+w4a16[0]"}]
     last, first = changed.passes[place - 1], changed.passes[place + 1]
-    assert last["requests"] == first["requests"] and len(first["requests"]) == 3
+    assert last["sequences"] == first["sequences"] == 3
 
 
 def split(records: list[Any], place: int) -> tuple[list[Any], list[Any]]:
@@ -221,7 +177,10 @@ def test_metrics_tell_which_policy_routes(served: Served) -> None:
         policies = {
             dict(labels)["policy"]: value for (name, labels), value in metrics.items() if name == POLICY
         }
-        assert policies == {"phase": 0, served.changed.status["policy"]["name"]: 1}
+        assert policies["phase"] == 0
+        assert [name for name, routes in policies.items() if routes] == [
+            served.changed.status["policy"]["name"]
+        ]
         decodes = [dict(labels)["plan"] for name, labels in metrics if name == f"{FORWARD}_total"]
         assert "w8a8+w4a16[0]" in decodes
 
@@ -238,23 +197,126 @@ def test_the_command_tells_what_a_change_would_do(served: Served, monkeypatch: A
     assert "no URL of a server" in capsys.readouterr().err
 
 
-def test_the_traffic_that_a_policy_is_proposed_for_is_that_of_the_trace(served: Served) -> None:
-    found: Counter[tuple[str, str, int]] = Counter()
-    for cell in served.traffic.cells:
-        found[cell.plan, cell.phase, bisect_left(SIZE_BUCKETS, cell.size)] += round(cell.passes)
-    expected: Counter[tuple[str, str, int]] = Counter()
-    for p in served.all_passes:
-        size = p["sequences"] if p["phase"] == "decode" else p["scheduled_tokens"]
-        expected[p["plan"], p["phase"], bisect_left(SIZE_BUCKETS, size)] += 1
-    assert found == expected
-    assert sorted(served.traffic.variants) == ["w4a16", "w8a8"]
+BOMB = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+)
+WRONG = (b"", b"Bearer", b"Bearer ", b"Basic a key", b"Bearer a", b"Bearer a key, Bearer a key")
+WRONG += (
+    b"Bearer a\0key",
+    b"Bearer \xff\xfe",
+    b"Bearer " + b"k" * 50000,
+    b"a key",
+    b"Bearer an administrator",
+)
+GUARDED = ((b"GET", b"/flexquant"), (b"POST", b"/flexquant/policy"))
+
+RULES = '{{"schema": "flexquant.policy/v1", "rules": [{{"use": "w8a8"}}], {}}}'
+NO_POLICIES = {
+    "nothing": b"",
+    "not closed": b'{"schema": ',
+    "a list": b"[1, 2]",
+    "two documents": GOOD + b"\n---\n" + GOOD,
+    "a NUL": GOOD + b"\0",
+    "half UTF-8": b"\xc3" + GOOD,
+    "half UTF-16": b"\xff\xfe" + GOOD,
+    "half a character": RULES.format('"description": "\\ud83d"').encode(),
+    "a huge number": GOOD.replace(
+        b"[", b'[{"when": {"tokens": {"max": %s}}, "use": "w8a8"}, ' % (b"9" * 300)
+    ),
+    "a number of 60 000 digits": b"9" * 60_000,
+    "aliases of aliases": BOMB.encode(),
+    "an alias of itself": b"&a [*a]",
+    "a hundred thousand brackets": b"[" * 100_000,
+    "as many dashes": b"- " * 60_000,
+    "closed brackets": b"[" * 3000 + b"]" * 3000,
+    "a Python object": b'!!python/object/apply:os.system ["true"]',
+    "a day that is none": RULES.format('"derive": 2001-99-99').encode(),
+    "a mapping as a key": b"{{a: 1}: 2}",
+    "no rules": b"{schema: flexquant.policy/v1, rules: []}",
+    "too many rules": b'{"schema": "flexquant.policy/v1", "rules": [' + b'{"use": "w8a8"},' * 100 + b"]}",
+}
 
 
-def test_a_proposal_is_a_policy_and_changes_nothing(served: Served) -> None:
-    policy = load_policy(str(served.proposal))
-    taken = next(rule for rule in policy.rules if rule.matches("prefill", 64, 1))
-    assert taken.variant == "w4a16", "W8A8 alone prefilled, so that the times of both are scaled alike"
-    text = served.proposal.read_text()
-    assert f"{served.traffic.passes} passes under {served.traffic.policy}" in text
-    assert "nothing has been applied" in text
-    assert served.traffic.policy == served.changed.status["policy"]["name"]
+@pytest.fixture
+def caller(live: Live) -> Iterator[Caller]:
+    """Yield a caller; whatever it does, the server then serves the same policy, and has failed at nothing."""
+    caller = Caller(live.url, KEY, ADMIN)
+    yield caller
+    status = caller.get(b"/flexquant", b"Authorization: " + caller.key)
+    assert (status.status, status.body["policy"]["name"]) == (200, "phase")
+    assert re.findall(r'HTTP/1.1" 5\d\d', live.log.read_text()) == []
+
+
+def test_who_has_no_key_gets_nothing(caller: Caller) -> None:
+    for method, path in GUARDED:
+        others = {b"GET": caller.admin, b"POST": caller.key}[method]
+        assert caller.get(path, method=method).status == 401
+        for wrong in (*WRONG, others):
+            header = b"Authorization: " + wrong
+            assert caller.get(path, header, method=method).status == (400 if b"\0" in wrong else 401), header
+    first = [b"Authorization: Bearer a", b"Authorization: " + caller.key]
+    assert caller.get(b"/flexquant", *first).status == 401
+
+
+@pytest.mark.parametrize("what", NO_POLICIES)
+def test_what_is_no_policy_is_refused_with_a_reason(caller: Caller, what: str) -> None:
+    answer = caller.post(NO_POLICIES[what])
+    assert answer.status == 422
+    assert answer.body["error"]["message"].startswith("posted policy")
+
+
+def test_a_query_that_is_wrong_is_refused(caller: Caller) -> None:
+    queries = {b"?name=": 400, b"?name=" + b"a" * 201: 400, b"?name=%00": 422, b"?name=%e2%80%ae": 422}
+    queries |= {b"?dry_run=perhaps": 400, b"?dry_run=": 400, b"?dry_run=true&dry_run=perhaps": 400}
+    assert {query: caller.post(GOOD, query).status for query in queries} == queries
+
+
+def test_a_body_without_an_end_is_read_up_to_a_limit_and_from_an_administrator_alone(caller: Caller) -> None:
+    for headers, status in (((b"Authorization: " + caller.admin,), 413), ((), 401)):
+        answer, sent = caller.post_endlessly(*headers)
+        assert answer.status == status
+        assert sent < ENDLESS
+    assert caller.post(b"#" * (1 << 17) + GOOD).status == 413
+    assert caller.post(b"#" * 100_000 + b"\n" + GOOD, b"?dry_run=true").status == 200
+
+
+def test_nobody_waits_for_a_body_that_does_not_come(caller: Caller) -> None:
+    with caller.unfinished():
+        assert caller.get(b"/flexquant", b"Authorization: " + caller.key).status == 200
+        assert caller.post(GOOD, b"?dry_run=true").status == 200
+
+
+def test_nobody_waits_for_a_body_that_is_slow_to_read(caller: Caller) -> None:
+    assert caller.answers_while_it_reads(b"[" * 3000 + b"]" * 3000) > 5
+
+
+def test_other_methods_and_paths_are_not_there(caller: Caller) -> None:
+    key = b"Authorization: " + caller.key
+    for method, path in GUARDED:
+        for other in {b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"TRACE", b"QUERY"} - {method}:
+            assert caller.get(path, key, method=other).status == 405, (other, path)
+    for path in (b"//flexquant", b"/flexquant/../flexquant", b"/FLEXQUANT", b"/flexquant/requests"):
+        assert caller.get(path, key).status == 404
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not shutil.which("schemathesis"), reason="`make test-full` installs Schemathesis")
+def test_schemathesis_finds_nothing_that_the_openapi_schema_does_not_say(live: Live, tmp_path: Path) -> None:
+    """The schema says only in part what is refused (422)."""
+    (tmp_path / "schemathesis.toml").write_text(
+        f"""[auth.openapi]
+"vLLM's key" = {{ bearer = "{KEY}" }}
+"administrator's key" = {{ bearer = "{ADMIN}" }}
+[checks.positive_data_acceptance]
+expected-statuses = ["2xx", 404, 409, 422]
+"""
+    )
+    command = ["schemathesis", "run", f"{live.url}/openapi.json", "--include-path-regex", "^/flexquant"]
+    command += ["--checks", "all", "--max-examples", "200", "--seed", "1", "--request-timeout", "300"]
+    try:
+        done = programs.run([*command, "--continue-on-failure"], timeout=3000, folder=tmp_path)
+    finally:
+        live.apply("phase")
+    assert "Tested: 3" in done.stdout
+    assert re.search(r"[1-9]\d\d generated", done.stdout)

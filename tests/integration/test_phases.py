@@ -63,11 +63,9 @@ def starts_of(query_lengths: list[int]) -> torch.Tensor:
 )
 @pytest.mark.parametrize("padding", [[], [0, 0]], ids=["", "padded"])
 def test_phases(query_lengths: list[int], tokens_per_sequence: int, phase: str, padding: list[int]) -> None:
-    names = [f"request {number}" for number in range(len(query_lengths + padding))]
     longest = max(query_lengths)
-    found = describe_pass(starts_of(query_lengths + padding), longest, 96, tokens_per_sequence, names)
-    requests = dict(zip(names, query_lengths, strict=False))
-    assert found == Pass(phase, 96, len(query_lengths), longest, sum(query_lengths), requests)
+    found = describe_pass(starts_of(query_lengths + padding), longest, 96, tokens_per_sequence)
+    assert found == Pass(phase, 96, len(query_lengths), longest, sum(query_lengths))
 
 
 def make_vllm_config(folder: Path) -> VllmConfig:

@@ -7,7 +7,6 @@ Where FLEXQUANT_SCREENSHOTS names a folder, pictures of the page are left there.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,14 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from openai import OpenAI
 
-from examples.vllm_server import vllm_serve
-from flexquant.policy.rules import load_policy, parse_policy
-from flexquant.serving.frontend.client import apply_policy
-from tests.integration.live_server import KEY, plugin_routes
-from tests.policies import FLOOR
+from tests.integration.live_server import KEY, Live
 
 DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium")
 pytestmark = [
@@ -38,15 +31,6 @@ PATIENCE = 60
 MARKUP = "<img src=x onerror=alert(1)>.yaml"
 CONTRAST = 4.5
 """Least contrast of text and what is behind it (WCAG 2.2, AA)."""
-
-
-@pytest.fixture(scope="module")
-def server(tiny_merged: Any) -> Iterator[str]:
-    options = json.dumps({"flexquant": {"policy": "phase"}})
-    arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
-    arguments += ["--served-model-name", "tiny", "--api-key", KEY]
-    with plugin_routes(), vllm_serve(tiny_merged() / "merged", *arguments) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")
@@ -84,18 +68,17 @@ def text(browser: Any, selector: str) -> str:
     )
 
 
-def ask(url: str, number: int, tokens: int = 24) -> None:
-    client = OpenAI(base_url=url, api_key=KEY)
-    client.completions.create(
+def ask(live: Live, number: int, tokens: int = 24) -> None:
+    live.client().completions.create(
         model="tiny", prompt=list(range(10, 30 + number)), max_tokens=tokens, extra_body={"ignore_eos": True}
     )
 
 
 @pytest.fixture(scope="module")
-def page(server: str, browser: Any) -> Any:
+def page(live: Live, browser: Any) -> Any:
     """Yield the page as somebody sees it who has given the key."""
     browser.set_window_size(1100, 900)
-    browser.get(server.removesuffix("/v1") + "/flexquant/ui")
+    browser.get(f"{live.url}/flexquant/ui")
     wait(lambda: "asks for its API key" in text(browser, "#state"))
     assert not browser.find_element("id", "main").is_displayed()
     browser.find_element("id", "key").send_keys(KEY)
@@ -110,7 +93,7 @@ def picture(browser: Any, name: str) -> None:
         browser.save_screenshot(str(Path(folder, f"{name}.png")))
 
 
-def test_the_route_of_the_last_pass_is_lit(page: Any, server: str) -> None:
+def test_the_route_of_the_last_pass_is_lit(page: Any, live: Live) -> None:
     assert text(page, "#policy") == "phase"
     phases = text(page, ".phase").split()
     assert [word for word in phases if word in ("prefill", "mixed", "decode")] == [
@@ -119,16 +102,16 @@ def test_the_route_of_the_last_pass_is_lit(page: Any, server: str) -> None:
         "decode",
     ]
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda number: ask(server, number), range(3)))
+        list(pool.map(lambda number: ask(live, number), range(3)))
     lit = wait(lambda: text(page, "[aria-current]"))
     assert lit.startswith("w4a16"), "a decode pass comes last"
-    ask(server, 0, tokens=1)
+    ask(live, 0, tokens=1)
     wait(lambda: text(page, "[aria-current]").startswith("w8a8"))
 
 
-def test_shares_times_latencies_and_weights_are_shown(page: Any, server: str) -> None:
+def test_shares_times_latencies_and_weights_are_shown(page: Any, live: Live) -> None:
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda number: ask(server, number), range(3)))
+        list(pool.map(lambda number: ask(live, number), range(3)))
     shares = wait(lambda: re.findall(r"(passes|tokens|time): (.*)", text(page, "#shares")))
     assert [title for title, _ in shares] == ["passes", "tokens", "time"]
     wait(
@@ -148,38 +131,20 @@ def test_shares_times_latencies_and_weights_are_shown(page: Any, server: str) ->
     picture(page, "status-page")
 
 
-def test_another_policy_is_shown_by_its_name_as_text(page: Any, server: str, tmp_path: Path) -> None:
+def test_another_policy_is_shown_by_its_name_as_text(page: Any, live: Live, tmp_path: Path) -> None:
     (tmp_path / MARKUP).write_text("{schema: flexquant.policy/v1, rules: [{use: w8a8}]}")
-    with plugin_routes():
-        apply_policy(server, load_policy(str(tmp_path / MARKUP)))
+    live.apply(str(tmp_path / MARKUP))
     wait(lambda: text(page, "#policy") == str(tmp_path / MARKUP))
     assert page.execute_script("return document.images.length") == 0
     assert "w4a16" not in text(page, ".phase")
-    with plugin_routes():
-        apply_policy(server, load_policy("phase"))
+    live.apply("phase")
     wait(lambda: "w4a16" in text(page, ".phase"))
 
 
-def test_moments_have_lines_of_their_own(page: Any, server: str) -> None:
-    """Decode passes are grouped by how long ago a prompt was: the line of the last pass's moment is lit."""
-    with plugin_routes():
-        apply_policy(server, parse_policy(yaml.safe_load(FLOOR), "floor"))
-    wait(lambda: text(page, ".moment small") == "since_prompt 1-3\nsince_prompt 4+")
-    ask(server, 0, tokens=3)
-    wait(lambda: text(page, ".moment:has([aria-current]) small") == "since_prompt 1-3")
-    ask(server, 0, tokens=9)
-    wait(lambda: text(page, ".moment:has([aria-current]) small") == "since_prompt 4+")
-    assert text(page, "[aria-current]").startswith("w4a16")
-    with plugin_routes():
-        apply_policy(server, load_policy("phase"))
-    wait(lambda: text(page, ".moment small") == "")
-
-
-def test_nothing_comes_from_elsewhere_and_nothing_fails(page: Any, server: str) -> None:
+def test_nothing_comes_from_elsewhere_and_nothing_fails(page: Any, live: Live) -> None:
     wait(lambda: page.execute_script("return performance.getEntriesByType('resource').length"))
     names = page.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
-    root = server.removesuffix("/v1")
-    assert {name.removeprefix(root) for name in names} <= {"/flexquant", "/metrics", "/favicon.ico"}
+    assert {name.removeprefix(live.url) for name in names} <= {"/flexquant", "/metrics", "/favicon.ico"}
     errors = [
         entry["message"]
         for entry in page.get_log("browser")

@@ -54,7 +54,6 @@ def test_what_is_finished_stays_and_what_is_gone_is_made_again(small: Path, fini
 def test_what_a_killed_run_left_beside_finished_variants_goes(small: Path, finished: Path) -> None:
     """The run was killed after the variant was in its place, and between the two renames that replace one."""
     expected = digests(finished)
-    (finished / ".w8a8.flexquant-lock").touch()
     (finished / ".w8a8.flexquant-tmp").mkdir()
     (finished / ".w8a8.flexquant-tmp/config.json").write_text("{}")
     (finished / "w4a16").rename(finished / ".w4a16.flexquant-old")

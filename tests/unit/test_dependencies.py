@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"yaml": "pyyaml", "opentelemetry": "opentelemetry-sdk"}
+DISTRIBUTIONS = {"yaml": "pyyaml"}
 EXTRAS_OF_FOLDERS = {"quantization": ["quantize"], "serving": ["gpu", "cpu"]}
 EXTRAS_OF_FILES = {
     "documents/texts.py": ["quantize"],  # datasets of Hugging Face, for calibration only

@@ -31,7 +31,7 @@ def test_a_refusal_while_shards_are_written_leaves_what_was_there(tmp_path, outp
     during = []
 
     def kv_progress(done, total):
-        during.extend(path.name for path in (folder / ".merged.flexquant-tmp").iterdir())
+        during.extend(path.name for path in folder.glob(".merged.flexquant-tmp*/*"))
         assert {k: v for k, v in contents(folder).items() if not k.startswith(".")} == before
 
     with pytest.raises(FlexQuantError, match="layer 1.*k_proj"):

@@ -15,7 +15,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from flexquant.checkpoint import output as staging
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig
 from flexquant.checkpoint.safetensors_io import read_header, total_bytes
@@ -273,15 +272,6 @@ def test_overwrite_spares_foreign_folders_and_inputs(sources, tmp_path):
             merge_checkpoints(sources, output, overwrite=True)
 
 
-def test_overwrite_where_folders_cannot_be_exchanged(sources, tmp_path, monkeypatch):
-    output = tmp_path / "merged"
-    merge_checkpoints(sources, output)
-    monkeypatch.setattr(staging.ctypes, "CDLL", lambda *args, **kwargs: object())
-    merge_checkpoints({"w8a8": sources["w8a8"]}, output, overwrite=True)
-    assert verify_checkpoint(output)
-    assert [p.name for p in tmp_path.iterdir()] == ["merged"]
-
-
 def test_old_output_returns_after_a_crash_between_the_renames(sources, tmp_path):
     output = tmp_path / "merged"
     merge_checkpoints(sources, output)
@@ -338,9 +328,8 @@ def test_killed_merge_leaves_the_old_output_or_none(sources, tmp_path, output_ex
     before = contents(output)
     programs.run(merge_in_child(sources, output, "kill"), timeout=120, status=-signal.SIGKILL)
     assert contents(output) == before
-    left = {p.name for p in tmp_path.iterdir() if p != output}
-    assert left == {".merged.flexquant-lock", ".merged.flexquant-tmp"}
-    assert not (tmp_path / ".merged.flexquant-tmp/config.json").exists()
+    (left,) = [p for p in tmp_path.iterdir() if p != output]
+    assert left.name.startswith(".merged.flexquant-tmp") and not (left / "config.json").exists()
     merge_checkpoints(sources, output, overwrite=True)
     verify_checkpoint(output)
     assert list(tmp_path.iterdir()) == [output]

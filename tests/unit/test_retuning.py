@@ -17,7 +17,7 @@ from flexquant.policy.choose import find_policies
 from flexquant.policy.pass_times import PassTimes, Time
 from flexquant.policy.plans import Plan
 from flexquant.policy.rules import parse_policy
-from flexquant.serving.metric_names import SECONDS, SIZE
+from flexquant.serving.frontend.metrics import SECONDS, SIZE
 from flexquant.tuning.objectives import Goal, Slo
 from flexquant.tuning.retuning import Retuning
 from flexquant.tuning.traffic import Cell, Traffic, watch

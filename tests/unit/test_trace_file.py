@@ -21,7 +21,7 @@ def write(path: Path, passes: int) -> list[int]:
     trace = Trace(str(path), 1)
     trace.begin(HEADER)
     for number in range(1, passes + 1):
-        trace.record(Pass("decode", number, number, 1, number, {"a request": number}), "w4a16")
+        trace.record(Pass("decode", number, number, 1, number), "w4a16")
     trace.begin(HEADER)
     if not path.is_file():
         return []

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from flexquant.serving import vllm_api
-from flexquant.serving.vllm_names import CHECKED, NAMES, PUBLIC, Names
 from tests.check_vllm import BY_TYPES, PAGE, PLANTED, check, missing_mentions, unexpected
+from tests.vllm_names import CHECKED, NAMES, PUBLIC, Names
 
 ROOT = Path(__file__).parents[2]
 API = ROOT / "flexquant" / "serving" / "vllm_api.py"
@@ -82,9 +82,8 @@ BREAKS = {
     "model_executor/models/interfaces.py": {
         "def set_aux_hidden_state_layers(": '"set_aux_hidden_state_layers"'
     },
-    "v1/worker/gpu/model_runner.py": {"req_states": '"req_states"', "def capture_model(": '"capture_model"'},
+    "v1/worker/gpu/model_runner.py": {"def capture_model(": '"capture_model"'},
     "v1/worker/gpu/cudagraph_utils.py": {"_graphs_captured": '"_graphs_captured"'},
-    "v1/worker/gpu_model_runner.py": {"self.requests": '"requests"'},
     "v1/engine/async_llm.py": {"clear_cache": '"clear_cache"'},
     "v1/engine/llm_engine.py": {"def reset_prefix_cache(": '"reset_prefix_cache"'},
     "v1/engine/core_client.py": {"def _call_utility_async(": '"_call_utility_async"'},
@@ -175,6 +174,15 @@ def test_every_import_is_asked_for() -> None:
     assert {name for _, name in vllm_imports(API.read_text())} == asked_for
 
 
+def test_the_types_are_those_of_the_names_that_are_looked_up() -> None:
+    listed = [(module, name) for module, names in vllm_api.MODULES.items() for name in names.split()]
+    assert sorted(vllm_imports(API.read_text())) == sorted(listed)
+
+
+def test_the_message_names_the_versions_that_were_checked() -> None:
+    assert (CHECKED[0], CHECKED[-1]) == vllm_api.SUPPORTED
+
+
 def test_every_row_and_every_untyped_name_is_used() -> None:
     code = "\n".join(file.read_text() for file in files("flexquant", "merge", "benchmarks"))
     of_rows = {name.split(".")[-1] for names in NAMES for name in names.mentions}
@@ -196,7 +204,7 @@ def test_a_name_that_is_not_listed_cannot_be_imported() -> None:
 
 def test_a_vllm_without_a_name_is_told_with_the_supported_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of FlexQuant's own stands in for vLLM's: it lacks the name as another vLLM may."""
-    monkeypatch.setitem(vllm_api._modules(), "GoneName", "flexquant.errors")
+    monkeypatch.setitem(vllm_api._MODULE_OF, "GoneName", "flexquant.errors")
     with pytest.raises(
         ImportError, match=rf"'GoneName' from 'flexquant.errors'.*{CHECKED[0]} to {CHECKED[-1]}"
     ):

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What runs in the API server's process: the routes under ``/flexquant``."""
+"""What runs in the API server's process: the routes under ``/flexquant``, and ``/metrics``."""

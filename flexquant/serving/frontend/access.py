@@ -88,11 +88,12 @@ def serves_merged(engine: AsyncLLM) -> bool:
     return is_merged and config.parallel_config.worker_extension_cls == WORKER_EXTENSION
 
 
-async def ask_workers(engine: AsyncLLM, method: str, *args: object, timeout: float) -> Answers:
+async def ask_workers(engine: AsyncLLM, method: str, *args: object, timeout: float | None) -> Answers:
     """Call a method of FlexQuant's worker extension on every rank of every engine; return all answers.
 
-    Each engine answers between two of its own steps. Raises TimeoutError after ``timeout`` seconds. After a
-    timeout or a cancellation the engines still answer, in the order in which they were asked.
+    Each engine answers between two of its own steps. Raises TimeoutError after ``timeout`` seconds
+    (None: no limit). After a timeout or a cancellation the engines still answer, in the order in which they
+    were asked.
     """
     # AsyncLLM.collective_rpc also asks all engines, but returns only the first one's answers. The engines get
     # no timeout: after one, vLLM's executor would take the late answer for the answer to its next question.

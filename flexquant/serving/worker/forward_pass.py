@@ -14,7 +14,7 @@ is left over; the step's logits or the next step, whichever comes first, finds i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -48,17 +48,15 @@ class Pass(NamedTuple):
     """Largest number of tokens of one sequence; 0 if the backend cannot be observed."""
     scheduled_tokens: int
     """Tokens without padding, as vLLM's scheduler asked; 0 if the backend cannot be observed."""
-    requests: Mapping[str, int] | None = None
-    """Name of a request -> its number of scheduled tokens; None if requests are not followed."""
     moment: Moment = CALM
     """The pass's moment; :data:`CALM` if moments are not followed, and for vLLM's own passes."""
     signal: float | None = None
     """Latest signal that the moment depends on; None if there is none."""
 
     def to_data(self) -> JsonObject:
-        """Return JSON-able data, without the requests."""
+        """Return JSON-able data."""
         data = self._asdict()
-        del data["requests"], data["moment"], data["signal"]
+        del data["moment"], data["signal"]
         if self.moment != CALM:
             data |= self.moment._asdict()
         if self.signal is not None:
@@ -70,29 +68,22 @@ UNKNOWN = Pass("prefill", 0, 0, 0, 0)
 
 
 def describe_pass(
-    query_start_loc: torch.Tensor,
-    max_query_len: int,
-    tokens: int,
-    tokens_per_sequence: int,
-    names: Sequence[str] | None = None,
+    query_start_loc: torch.Tensor, max_query_len: int, tokens: int, tokens_per_sequence: int
 ) -> Pass:
     """Describe a pass of ``tokens`` tokens by the offsets at which the sequences' tokens start.
 
     ``query_start_loc`` is int32 [sequences + 1], on the host; padding sequences come last and have no tokens.
     No sequence has more than ``max_query_len`` tokens. A decoding sequence has ``tokens_per_sequence``
-    tokens: 1, plus any speculated ones. ``names`` are the requests' names, in the order of the sequences;
-    None: requests are not followed.
+    tokens: 1, plus any speculated ones.
     """
     starts = query_start_loc.numpy()
     if len(starts) == 2:
         length = int(starts[1])
         of_one: Phase = "decode" if length <= tokens_per_sequence else "prefill"
-        alone = None if names is None else dict.fromkeys(names[:1], length)
-        return Pass(of_one, tokens, 1, length, length, alone)
+        return Pass(of_one, tokens, 1, length, length)
     if max_query_len == 1:  # most passes of a server; this takes a few operations rather than a dozen
         sequences = int(starts[-1])
-        ones = None if names is None else dict.fromkeys(names[:sequences], 1)
-        return Pass("decode", tokens, sequences, 1, sequences, ones)
+        return Pass("decode", tokens, sequences, 1, sequences)
     lengths = [stop - start for start, stop in pairwise(starts.tolist()) if stop > start]
     longest = max(lengths, default=0)
     phase: Phase = "prefill"
@@ -100,8 +91,7 @@ def describe_pass(
         phase = "decode"
     elif min(lengths) <= tokens_per_sequence:
         phase = "mixed"
-    requests = None if names is None else dict(zip(names, lengths, strict=False))
-    return Pass(phase, tokens, len(lengths), longest, sum(lengths), requests)
+    return Pass(phase, tokens, len(lengths), longest, sum(lengths))
 
 
 class Moments(Protocol):
@@ -153,8 +143,6 @@ class PassObserver:
         self.is_of_vllm = False
         """Whether the next pass has requests of vLLM's own (`model_states`)."""
         self._is_interrupted = False
-        self.request_names: Callable[[], Sequence[str]] | None = None
-        """Returns the names of the next pass's requests in order; None if requests are not followed."""
         self.moments: Moments | None = None
         """Gives each pass its moment; None if the policy does not tell moments apart."""
 
@@ -220,13 +208,11 @@ class PassObserver:
 
     def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> Pass:
         # A FULL graph's metadata has its padded size; other passes get their padded size in read().
-        names = self.request_names() if self.request_names is not None else None
         found = describe_pass(
             common.query_start_loc_cpu,
             common.max_query_len,
             common.num_actual_tokens,
             self._tokens_per_sequence,
-            names,
         )
         is_own = self.is_of_vllm or self._is_interrupted
         if not (self.is_serving or is_own) and _holds_prompt(common):

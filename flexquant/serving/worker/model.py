@@ -166,7 +166,6 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
             describe_bytes(by_layers),
             100 * sum(sizes.values()) / in_16_bit,
         )
-        self.records.announce_weights(by_layers)
         self.records.announce_policy(self.policy, weight_bytes=sizes, weight_bytes_in_16_bit=in_16_bit)
 
     @property
@@ -261,10 +260,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
     def _served(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
         """Record a pass of vLLM's scheduler, its plan, and the mode of the CUDA graphs that it runs from."""
         self._graphs.finish()
-        moment = ""
-        if self.observer.moments is not None:
-            moment = self.routes.moment_name(forward_pass.phase, forward_pass.moment)
-        self.records.serve(forward_pass, plan, graph, moment)
+        self.records.serve(forward_pass, plan, graph)
 
     def _replayed(self, forward_pass: Pass) -> None:
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment).name

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Hold what FlexQuant needs of vLLM beyond what its own types say; open this file for a new version of vLLM.
+"""vLLM internals that mypy cannot check, which FlexQuant needs beyond what its own types say.
 
 :data:`PUBLIC` names, which vLLM documents for users and plugins, are imported from vLLM wherever they are
 needed. Every other name is imported from :mod:`flexquant.serving.vllm_api`, which gives the reason. vLLM has
 types, so mypy finds what a version renames, moves or calls with other arguments. Two kinds of use are hidden
-from mypy: what FlexQuant does with objects of type Any, and the methods that vLLM calls
-(``tests/vllm_uses.py`` does the same with vLLM's types); and names in strings, environment variables and
-attributes that vLLM gives to any object (:data:`NAMES`). The benchmarks, which are
-not part of the package, import names from vLLM itself.
+from mypy: what FlexQuant does with objects of type Any, and the methods that vLLM calls (``vllm_uses.py``
+does the same with vLLM's types); and names in strings, environment variables and attributes that vLLM gives
+to any object (:data:`NAMES`). The benchmarks, which are not part of the package, import names from vLLM
+itself.
 
 ``make check-vllm VERSION=...`` checks all of it against any published vLLM, without installing it;
-``VLLM_VERSIONS.md`` beside this file is its answer for the supported ones. Nothing here imports vLLM.
+``flexquant/serving/VLLM_VERSIONS.md`` is its answer for the supported ones. Nothing here imports vLLM.
 """
 
 from __future__ import annotations
@@ -120,11 +120,6 @@ NAMES = (
         "vLLM compiles several instances of one model class apart by itself",
         {"_compile_tag": "names a plan's artefacts; set_model_tag does where it is not read"},
         since=(0, 32),
-    ),
-    Names(
-        "vllm.v1.engine.output_processor",
-        "vLLM asks plugins for attributes of the span of a request",
-        {"SpanAttributes.GEN_AI_REQUEST_ID": "the span of a request has that attribute"},
     ),
     Names(
         "vllm.model_executor.layers.linear",
