@@ -29,7 +29,6 @@ from flexquant.evaluation.schedule import (
     Candidate,
     Passes,
     PolicyRun,
-    describe_plans,
     find_candidates,
     make_schedule,
 )
@@ -224,22 +223,22 @@ class _Evaluation:
     def _result(self, run: PolicyRun, weights: LayerBytes) -> JsonObject:
         source = run.same_as or (run.candidate.name, run.batch_size)
         passes, batches = self.passes[source], self.settings.samples // run.batch_size
-        decode = run.decode_plans.counts(batches, passes.unsure)
+        decoding = batches * (self.settings.tokens - 1)
         result = {
             "policy": run.candidate.name,
             "batch_size": run.batch_size,
             "prefill_plan": run.prefill_plan.name,
-            "decode_plan": describe_plans(decode),
+            "decode_plan": run.decode_plan.name,
             "same_as": {"policy": source[0], "batch_size": source[1]} if run.same_as else None,
             "quality": asdict(self.quality[source]),
-            "bytes_per_weight": asdict(weights.per_weight(run.routes, decode)),
+            "bytes_per_weight": asdict(weights.per_weight(run.routes, run.decode_plan)),
             "answers": None,
         }
         if run.same_as is None:
             result["passes"] = passes.to_data()
             result["deviations"] = passes.deviations(
                 run.prefill_plan.name,
-                {plan.name: count for plan, count in decode.items()} if self.settings.tokens > 1 else {},
+                {run.decode_plan.name: decoding} if decoding else {},
                 run.batch_size,
                 batches,
             )

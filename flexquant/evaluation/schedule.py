@@ -4,9 +4,7 @@
 
 A forced row takes one prefill pass and decode passes of one batch size, so its scores depend on the plans of
 these passes only: runs with equal plans share their scores. (CUDA graphs pad a batch to the next captured
-size, and the policy sees the padded size; :class:`Passes` reports if another plan ran than was planned.) The
-first decode pass of a batch follows its prompts, so ``since_prompt`` counts from 1 in every batch. Which
-passes a policy's trigger makes unsure is known from the trace only.
+size, and the policy sees the padded size; :class:`Passes` reports if another plan ran than was planned.)
 
 Answers end one by one, so the batch shrinks: answers are the same only if the policies agree on all passes up
 to that size.
@@ -17,18 +15,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import UsageError
 from flexquant.evaluation.inputs import Subject
-from flexquant.policy.choose import default_name, find_policies
-from flexquant.policy.moments import Moment
+from flexquant.policy.default_policy import default_name, find_policies
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Policy
-from flexquant.policy.schema import Phase
 
 
 @dataclass(frozen=True)
@@ -66,42 +62,6 @@ def find_candidates(subject: Subject, names: Sequence[str] | None) -> list[Candi
 
 
 @dataclass(frozen=True)
-class DecodePlans:
-    """The plans of a batch's decode passes, in order."""
-
-    sure: tuple[Plan, ...]
-    """Plans while the policy's trigger is off; at least one, even if only the prefill pass is scored."""
-    unsure: tuple[Plan, ...]
-    """Plans while the policy's trigger is on."""
-
-    @classmethod
-    def of(cls, routes: RouteTable, batch_size: int, passes: int) -> DecodePlans:
-        """Return the plans of ``passes`` passes of ``batch_size`` sequences, after their prompts."""
-        numbers = range(1, max(1, passes) + 1)
-        return cls(
-            *(
-                tuple(routes.lookup("decode", batch_size, Moment(number, unsure)) for number in numbers)
-                for unsure in (False, True)
-            )
-        )
-
-    @property
-    def depend_on_trigger(self) -> bool:
-        return self.sure != self.unsure
-
-    def counts(self, batches: int, unsure: Mapping[int, int]) -> Counter[Plan]:
-        """Return how many passes of ``batches`` batches take each plan.
-
-        ``unsure`` maps a pass's number, from 1, to the number of batches in which it was unsure.
-        """
-        found: Counter[Plan] = Counter()
-        for number, (sure, other) in enumerate(zip(self.sure, self.unsure, strict=True), 1):
-            found[other] += unsure.get(number, 0)
-            found[sure] += batches - unsure.get(number, 0)
-        return +found
-
-
-@dataclass(frozen=True)
 class PolicyRun:
     """One policy at one batch size."""
 
@@ -109,7 +69,7 @@ class PolicyRun:
     batch_size: int
     routes: RouteTable
     prefill_plan: Plan
-    decode_plans: DecodePlans
+    decode_plan: Plan
     same_as: tuple[str, int] | None
     """Earlier run (policy, batch size) with the same plans; None: this run is measured."""
     answers: bool
@@ -146,20 +106,16 @@ def make_schedule(
             most = max(prompts, questions_tokens or 0) if answers else prompts
             routes = candidate.routes(subject, most, batch_size)
             prefill_plan = routes.lookup("prefill", prompts)
-            decode_plans = DecodePlans.of(routes, batch_size, tokens - 1)
-            plans = (
-                prefill_plan,
-                decode_plans,
-                decode_plans.depend_on_trigger and (routes.trigger, batch_size),
-            )
-            key = routes.trigger, *_all_intervals(routes)
+            decode_plan = routes.lookup("decode", batch_size)
+            plans = prefill_plan, decode_plan
+            key = tuple(routes.intervals("prefill")), tuple(routes.intervals("decode"))
             runs.append(
                 PolicyRun(
                     candidate,
                     batch_size,
                     routes,
                     prefill_plan,
-                    decode_plans,
+                    decode_plan,
                     same_as=measured.get(plans),
                     answers=answers,
                     answers_same_as=answered.get(key) if answers else None,
@@ -171,15 +127,6 @@ def make_schedule(
     return runs
 
 
-def _all_intervals(routes: RouteTable) -> list[object]:
-    phases: tuple[Phase, ...] = ("prefill", "decode")
-    return [
-        (span, tuple(routes.intervals(phase, span.moment)))
-        for phase in phases
-        for span in routes.spans(phase)
-    ]
-
-
 @dataclass(frozen=True)
 class Passes:
     """Counts of a run's forward passes."""
@@ -188,8 +135,6 @@ class Passes:
     """Phase -> plan -> number of passes."""
     decode_batch_sizes: dict[int, int]
     """Sequences in a decode pass -> number of passes."""
-    unsure: dict[int, int] = field(default_factory=dict)
-    """Number of a decode pass after its prompts, from 1 -> number of batches in which it was unsure."""
 
     @classmethod
     def from_trace(cls, path: Path) -> Passes:
@@ -204,12 +149,11 @@ class Passes:
         for (phase, plan), count in sorted(Counter((p["phase"], p["plan"]) for p in passes).items()):
             by_plan.setdefault(phase, {})[plan] = count
         sizes = Counter(p["sequences"] for p in passes if p["phase"] == "decode")
-        unsure = Counter(p["since_prompt"] for p in passes if p.get("unsure"))
-        return cls(by_plan, dict(sorted(sizes.items())), dict(sorted(unsure.items())))
+        return cls(by_plan, dict(sorted(sizes.items())))
 
     def to_data(self) -> JsonObject:
-        """Return JSON-able data, without ``unsure`` if no pass was unsure."""
-        return {key: value for key, value in asdict(self).items() if value or key != "unsure"}
+        """Return JSON-able data."""
+        return asdict(self)
 
     def deviations(self, prefill: str, decode: Mapping[str, int], batch_size: int, batches: int) -> list[str]:
         """Describe differences from one prefill pass per batch in ``prefill``, and the ``decode`` counts."""
@@ -227,13 +171,6 @@ class Passes:
             sizes = ", ".join(map(str, others))
             found.append(f"some decode passes had {sizes} sequences instead of {batch_size}")
         return found
-
-
-def describe_plans(passes: Mapping[Plan, int]) -> str:
-    """Return the plan that all passes take, or each with its share, e.g. ``w8a8 25.0%, w4a16 75.0%``."""
-    if len(passes) == 1:
-        return next(iter(passes)).name
-    return ", ".join(f"{plan.name} {count / sum(passes.values()):.1%}" for plan, count in passes.items())
 
 
 def _describe(plans: Mapping[str, int] | None) -> str:

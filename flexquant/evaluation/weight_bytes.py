@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
@@ -49,11 +48,8 @@ class LayerBytes:
             weights = sum(math.prod(shape) for key, shape in shapes.items() if LAYER.search(key))
             self.weights = max(self.weights, weights)
 
-    def per_weight(self, routes: RouteTable, decode: Mapping[Plan, int]) -> BytesPerWeight:
-        """Return the bytes per weight of a policy with this route table.
-
-        ``decode`` maps each plan to the number of decode passes that take it.
-        """
+    def per_weight(self, routes: RouteTable, decode: Plan) -> BytesPerWeight:
+        """Return the bytes per weight of a policy with this route table and this plan of decode passes."""
         sources = {name: name for name in self._layers}
         sources |= {name: derivation.source for name, derivation in routes.derived.items()}
         held = {
@@ -63,13 +59,8 @@ class LayerBytes:
             for number in numbers
             for key in self._layers[sources[name]][number]
         }
-        read = [
-            (key, passes)
-            for plan, passes in decode.items()
-            for i, name in enumerate(plan.layers)
-            for key in self._layers[sources[name]][i]
-        ]
+        read = [key for i, name in enumerate(decode.layers) for key in self._layers[sources[name]][i]]
         return BytesPerWeight(
             sum(self._tensors[key] for key, _ in held) / self.weights,
-            sum(passes * self._tensors[key] for key, passes in read) / sum(decode.values()) / self.weights,
+            sum(self._tensors[key] for key in read) / self.weights,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.policy.choose import (
+from flexquant.policy.default_policy import (
     DEFAULT_POLICY,
     choose_policy,
     default_name,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.policy.choose import DEFAULT_POLICY
+from flexquant.policy.default_policy import DEFAULT_POLICY
 from flexquant.policy.ranges import Bounds
 from flexquant.policy.rules import builtin_policies, load_policy, parse_policy, parse_policy_text
 from flexquant.policy.schema import SCHEMA

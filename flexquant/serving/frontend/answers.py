@@ -28,12 +28,10 @@ class RouteOfTokens(Reply):
     min_tokens: int
     max_tokens: int
     plan: str
-    moment: str | None = None
-    """Name of a :class:`flexquant.policy.moments.Span`, only if the policy tells moments apart."""
 
 
 class LastPass(Reply):
-    """The fields of :class:`~flexquant.serving.worker.forward_pass.Pass`; the last four only with moments."""
+    """The fields of :class:`~flexquant.serving.worker.forward_pass.Pass`, and the plan."""
 
     phase: Phase
     tokens: int
@@ -41,10 +39,6 @@ class LastPass(Reply):
     max_query_len: int
     scheduled_tokens: int
     plan: str
-    moment: str | None = None
-    since_prompt: int | None = None
-    unsure: bool | None = None
-    signal: float | None = None
 
 
 class PlanCounts(BaseModel):
@@ -79,36 +73,14 @@ class Status(Reply):
     """Policies of all engines, only if they differ."""
 
 
-class ServedRun(Reply):
-    """Consecutive tokens of one plan and one moment."""
-
-    plan: str
-    tokens: int
-    moment: str | None = None
-
-
-class ServedRequest(Reply):
-    request: str
-    plans: list[ServedRun]
-    incomplete: bool | None = None
-    """True if the first runs of the request have been forgotten; else the key is missing."""
-
-
-class ServedRequests(Reply):
-    """Requests that a response answers."""
-
-    requests: list[ServedRequest]
-
-
 class ChangedRoute(Reply):
-    """The fields of :class:`flexquant.policy.route_changes.RouteChange`."""
+    """The fields of :class:`flexquant.policy.routes.RouteChange`."""
 
     phase: Phase
     min_tokens: int
     max_tokens: int
     before: str
     after: str
-    moment: str | None = None
 
 
 class PolicyChange(Reply):

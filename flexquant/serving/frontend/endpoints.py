@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.serving.frontend.access import LATE, ask_briefly, authorise, serves_merged
-from flexquant.serving.frontend.answers import ServedRequests, Status, refusal_responses
+from flexquant.serving.frontend.access import LATE, ask_briefly, authorise
+from flexquant.serving.frontend.answers import Status, refusal_responses
 from flexquant.serving.frontend.client import admin_key
 
 if TYPE_CHECKING:
@@ -52,17 +52,6 @@ class FlexQuantEndpoints:
             responses=refusal_responses(_401="Not vLLM's key.", _404=nothing, _504=LATE),
         )
         app.add_api_route("/flexquant/ui", page, methods=["GET"], response_class=HTMLResponse)
-        app.add_api_route(
-            "/flexquant/requests/{response}",
-            plans_of_response,
-            methods=["GET"],
-            dependencies=key,
-            response_model=ServedRequests,
-            response_model_exclude_unset=True,
-            responses=refusal_responses(
-                _401="Not vLLM's key.", _404="None of the last requests.", _504=LATE, _4XX="Refused."
-            ),
-        )
         if admin_key():
             from flexquant.serving.frontend.policy_endpoint import add_policy_route
 
@@ -70,15 +59,7 @@ class FlexQuantEndpoints:
 
     async def init_state(self, engine_client: AsyncLLM, state: State, args: Namespace) -> None:
         """Keep vLLM's client of the engine, which the routes ask; vLLM calls this once the client exists."""
-        from flexquant.serving.options import ServingOptions
-
         state.flexquant_engine = engine_client
-        if serves_merged(engine_client) and ServingOptions.from_vllm(engine_client.vllm_config).requests:
-            await engine_client.collective_rpc("flexquant_follow_requests")
-            if await engine_client.is_tracing_enabled():
-                from flexquant.serving.frontend.request_spans import follow_spans
-
-                state.flexquant_spans = follow_spans(engine_client)
 
 
 async def status(request: Request) -> JsonObject:
@@ -106,23 +87,6 @@ def add_up(counted: Iterable[list[JsonObject]]) -> list[JsonObject]:
             {name: value for name, value in cell.items() if name not in ("plan", "phase")}
         )
     return [{"plan": plan, "phase": phase, **sums} for (plan, phase), sums in cells.items()]
-
-
-async def plans_of_response(request: Request, response: str) -> JsonObject:
-    """Return which plans computed the tokens of a response, given by its ``id``.
-
-    A response can answer several prompts, or one prompt several times; each answer is a request. Raises
-    HTTPException 404 if none of its requests is remembered, or if requests are not followed.
-    """
-    ranks = await ask_briefly(request, "flexquant_requests", response)
-    found = {record["request"]: record for record in itertools.chain.from_iterable(ranks)}
-    if not found:
-        raise HTTPException(
-            404,
-            f"no request of {response} among the last; give the id of a response, of a server that follows "
-            "requests (additional-config 'flexquant.requests': true)",
-        )
-    return {"requests": list(found.values())}
 
 
 async def page() -> HTMLResponse:

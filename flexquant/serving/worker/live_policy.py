@@ -14,16 +14,14 @@ from vllm.logger import init_logger
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
-from flexquant.policy.rules import parse_policy
-from flexquant.serving.worker.moments import RunningMoments, running_moments
+from flexquant.serving.config import clip_to_server
+from flexquant.serving.options import ServedPolicy
 from flexquant.serving.worker.plan_views import decoder_path, is_compiled
 from flexquant.serving.worker.policy_change import (
-    ServedPolicy,
     check_capture,
     check_change,
     check_seen,
     describe_change,
-    served_policy,
 )
 from flexquant.serving.worker.ranks import on_all_ranks
 
@@ -72,28 +70,21 @@ class LivePolicy:
         self._build_plan = build_plan
         self._loaded = model.routes
         """The first routes, which determine the layers that were loaded of each variant."""
-        self._before: dict[str, ServedPolicy] = {}
-        """Name of the last change -> the policy before it; the same on all ranks."""
 
     def change(
-        self,
-        name: str,
-        document: JsonObject,
-        runner: Runner | None,
-        seen: Collection[str] | None = None,
-        change: str = "",
+        self, policy: ServedPolicy, runner: Runner | None, seen: Collection[str] | None = None
     ) -> JsonObject:
         """Route by another policy from the next pass on; return what that changes.
 
-        ``name`` is the policy's name for users. ``seen`` holds digests of the policies that it may replace;
-        None: any. ``change`` names the change for :meth:`restore`. No pass may be running. ``runner``, vLLM's
-        model runner, captures missing CUDA graphs; None only returns what would change. Raises
-        :class:`FlexQuantError`, and changes nothing, if the model cannot take the policy on some rank.
+        The front end has resolved ``policy`` for this server. ``seen`` holds digests of the policies that it
+        may replace; None: any. No pass may be running. ``runner``, vLLM's model runner, captures missing CUDA
+        graphs; None only returns what would change. Raises :class:`FlexQuantError`, and changes nothing, if
+        the model cannot take the policy on some rank.
         """
 
         def check() -> tuple[ServedPolicy, JsonObject]:
-            check_seen(before, seen, name)
-            after = served_policy(self._vllm_config, self._model.merged, name, parse_policy(document, name))
+            check_seen(before, seen, policy.name)
+            after = clip_to_server(self._vllm_config, self._model.merged, policy)
             if not after.routes.ignores_phase():
                 self._model.observer.check_phases()
             compiles = any(
@@ -112,35 +103,21 @@ class LivePolicy:
         after, told = on_all_ranks(check)
         if runner is not None:
             self._take(after, runner)
-            self._before = {change: before}
         return told
-
-    def restore(self, change: str, runner: Runner) -> None:
-        """Return to the policy before ``change``, if that is the last change that was made here.
-
-        It is called if other engines have not taken the policy. Raises :class:`FlexQuantError` as
-        :meth:`change` does, and can be called again then.
-        """
-        self._take(self._before.get(change, self._model.policy), runner)
-        self._before.pop(change, None)
 
     def _take(self, after: ServedPolicy, runner: Runner) -> None:
         """Route by a policy; ranks agree after every step that can fail, and no later step can."""
         before = self._model.policy
 
-        def prepare() -> tuple[dict[str, nn.Module], RunningMoments | None]:
+        def build_missing() -> dict[str, nn.Module]:
             self._model.observer.settle()
             missing = [plan for plan in after.routes.plans if plan.name not in self._plans]
-            return {plan.name: self._build_plan(plan) for plan in missing}, running_moments(after.routes)
+            return {plan.name: self._build_plan(plan) for plan in missing}
 
-        plans, moments = on_all_ranks(prepare)
-        if after is before:
-            return
-        self._plans |= plans
+        self._plans |= on_all_ranks(build_missing)
         self._model.policy = after
         if not self._graphs.fit(after.routes):
             self._capture_again(runner, before)
-        self._model.observer.moments = moments
         logger.info("FlexQuant: policy %s instead of %s", after.name, before.name)
         try:
             self._model.records.announce_policy(after)
@@ -154,7 +131,7 @@ class LivePolicy:
             self._graphs.capture_again(runner, self._vllm_config)
 
         pieces = self._graphs.pieces()
-        with self._model.observer.interrupted():
+        with self._model.observer.capturing():
             try:
                 on_all_ranks(capture)
                 return

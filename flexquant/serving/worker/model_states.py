@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Tell an observer of passes which of them vLLM's V2 runner makes up, and whose requests the others hold."""
+"""Tell an observer of passes which of them vLLM's V2 runner makes up."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> typ
 
     class ObservedModelState(base):
         def prepare_attn(self, input_batch: InputBatch, *args: object, **options: object) -> object:
-            observer.is_of_vllm = any(map(OF_VLLM.fullmatch, input_batch.req_ids))
-            if observer.request_names is not None:
-                observer.request_names = lambda: input_batch.req_ids
+            observer.expect(own=any(map(OF_VLLM.fullmatch, input_batch.req_ids)))
             return super().prepare_attn(input_batch, *args, **options)
 
     return ObservedModelState

@@ -15,11 +15,9 @@ from flexquant import __version__
 from flexquant.checkpoint.layer_ranges import BytesByRange
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
-from flexquant.serving.options import ServingOptions
+from flexquant.serving.options import ServedPolicy, ServingOptions
 from flexquant.serving.worker.forward_pass import Pass
 from flexquant.serving.worker.metrics import PassMetrics, metrics_of_worker
-from flexquant.serving.worker.policy_change import ServedPolicy
-from flexquant.serving.worker.request_plans import RequestPlans
 
 logger = init_logger("vllm.flexquant.trace")
 
@@ -84,10 +82,7 @@ class Trace:
     def record(self, forward_pass: Pass, plan: str) -> None:
         if self._file is None:
             return
-        record = {**forward_pass.to_data(), "plan": plan}
-        if forward_pass.requests is not None:
-            record["requests"] = forward_pass.requests
-        self._write(record)
+        self._write({**forward_pass.to_data(), "plan": plan})
 
 
 class PassRecords:
@@ -96,8 +91,7 @@ class PassRecords:
     def __init__(self, metrics: PassMetrics | None, trace: Trace | None) -> None:
         self._metrics = metrics
         self._trace = trace
-        self._last: tuple[Pass, str, str] | None = None
-        self.requests = RequestPlans()
+        self._last: tuple[Pass, str] | None = None
 
     @classmethod
     def of_worker(cls, vllm_config: VllmConfig) -> PassRecords:
@@ -123,15 +117,9 @@ class PassRecords:
         if self._metrics is not None:
             self._metrics.clock.begin()
 
-    def serve(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode, moment: str = "") -> None:
-        """Record a pass of vLLM's scheduler.
-
-        ``graph`` is the mode of the CUDA graphs that it runs from, ``moment`` the name of its span of
-        moments.
-        """
-        self._last = (forward_pass, plan, moment)
-        if forward_pass.requests is not None:
-            self.requests.record(forward_pass.requests, plan, moment)
+    def serve(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
+        """Record a pass of vLLM's scheduler; ``graph`` is the mode of the CUDA graphs that it runs from."""
+        self._last = (forward_pass, plan)
         if self._trace is not None:
             self._trace.record(forward_pass, plan)
         if self._metrics is not None:
@@ -155,5 +143,5 @@ class PassRecords:
         """Return the last pass and its plan, in the form of the trace; None before the first pass."""
         if self._last is None:
             return None
-        forward_pass, plan, moment = self._last
-        return {**forward_pass.to_data(), "plan": plan} | ({"moment": moment} if moment else {})
+        forward_pass, plan = self._last
+        return {**forward_pass.to_data(), "plan": plan}

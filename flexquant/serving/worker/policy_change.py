@@ -10,45 +10,19 @@ to the next. The KV cache stays, as all variants read it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.layer_ranges import describe_ranges
-from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError
-from flexquant.policy.route_changes import route_changes
-from flexquant.serving.config import build_routes, check_supported
+from flexquant.policy.routes import route_changes
+from flexquant.serving.options import ServedPolicy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from flexquant.policy.routes import RouteTable
-    from flexquant.policy.rules import Derivation, Policy
+    from flexquant.policy.rules import Derivation
     from flexquant.serving.worker.graphs import PlanGraphs
-
-
-@dataclass(frozen=True)
-class ServedPolicy:
-    """The policy by which a model routes."""
-
-    name: str
-    """Name for users: a built-in policy's name, a file's path, or the name that they gave."""
-    digest: str
-    """SHA-256 of the policy document, in hexadecimal."""
-    routes: RouteTable
-
-    def described(self) -> dict[str, str]:
-        """Return the name and the digest, for people."""
-        return {"name": self.name, "digest": self.digest}
-
-
-def served_policy(vllm_config: VllmConfig, merged: MergedConfig, name: str, policy: Policy) -> ServedPolicy:
-    """Build the routes of a policy; raise :class:`FlexQuantError` if ``merged`` cannot be served by it."""
-    routes = build_routes(vllm_config, merged, policy)
-    check_supported(vllm_config, merged, routes)
-    return ServedPolicy(name, digest_of(policy.document), routes)
 
 
 def check_seen(before: ServedPolicy, seen: Collection[str] | None, name: str) -> None:
@@ -131,5 +105,5 @@ def describe_change(before: ServedPolicy, after: ServedPolicy, *, captures: bool
         "before": before.described(),
         "after": after.described(),
         "captures_graphs": captures,
-        "routes": [change.to_data() for change in route_changes(before.routes, after.routes)],
+        "routes": [change._asdict() for change in route_changes(before.routes, after.routes)],
     }

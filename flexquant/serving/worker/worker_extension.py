@@ -10,11 +10,10 @@ from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.schema import PHASES
+from flexquant.serving.options import ServedPolicy
 from flexquant.serving.worker.linear_kernels import kernel_names
 
 if TYPE_CHECKING:
-    from collections.abc import Container
-
     from flexquant.serving.worker.graphs import Runner
     from flexquant.serving.worker.model import FlexQuantForCausalLM
 
@@ -34,59 +33,19 @@ class FlexQuantWorker:
         """Return what this rank serves and has counted (:func:`status_of`), for ``GET /flexquant``."""
         return status_of(self.get_model())
 
-    def flexquant_follow_requests(self: ServingWorker) -> None:
-        """From the next pass on, remember which plans serve each request.
-
-        The V1 runner holds the requests of the pass that it prepares; for the V2 runner,
-        :func:`observed_model_state` names them. Both hold the requests that have not ended, V2 without
-        preempted ones.
-        """
-        model, runner = self.get_model(), self.model_runner
-        under_way: Container[str]
-        if hasattr(runner, "req_states"):
-            model.observer.request_names = tuple
-            under_way = runner.req_states.req_id_to_index
-        else:
-            model.observer.request_names = lambda: runner.input_batch.req_ids
-            under_way = runner.requests
-        model.records.requests.under_way = lambda: under_way
-
-    def flexquant_requests(self: ServingWorker, response: str) -> list[JsonObject]:
-        """Return the requests that a response answers (:meth:`RequestPlans.find`)."""
-        return self.get_model().records.requests.find(response)
-
-    def flexquant_tokens(self: ServingWorker, requests: list[str]) -> dict[str, dict[str, int]]:
-        """Return which plan computed how many tokens of each request (:meth:`RequestPlans.tokens`)."""
-        return self.get_model().records.requests.tokens(requests)
-
     def flexquant_change_policy(
-        self: ServingWorker,
-        name: str,
-        document: JsonObject,
-        dry_run: bool,
-        seen: list[str] | None = None,
-        change: str = "",
+        self: ServingWorker, policy: JsonObject, dry_run: bool, seen: list[str] | None = None
     ) -> JsonObject:
         """Change the policy, as :meth:`LivePolicy.change` does; ``dry_run`` only returns what would change.
 
-        If the policy cannot be taken, ``{"refused": reason}`` is returned.
+        ``policy`` is the data of a :class:`ServedPolicy`. If it cannot be taken, ``{"refused": reason}`` is
+        returned.
         """
         try:
             runner = None if dry_run else self.model_runner
-            return self.get_model().live_policy.change(name, document, runner, seen, change)
+            return self.get_model().live_policy.change(ServedPolicy.from_json(policy), runner, seen)
         except FlexQuantError as e:
             return {"refused": str(e)}
-
-    def flexquant_restore_policy(self: ServingWorker, change: str) -> JsonObject:
-        """Undo a change that other engines have not taken (:meth:`LivePolicy.restore`).
-
-        If that is not possible, ``{"refused": reason}`` is returned.
-        """
-        try:
-            self.get_model().live_policy.restore(change, self.model_runner)
-        except FlexQuantError as e:
-            return {"refused": str(e)}
-        return {}
 
 
 def status_of(model: FlexQuantForCausalLM) -> JsonObject:
@@ -102,9 +61,7 @@ def status_of(model: FlexQuantForCausalLM) -> JsonObject:
         "routes": {
             phase: [
                 {"min_tokens": row.min_tokens, "max_tokens": row.max_tokens, "plan": row.plan.name}
-                | ({"moment": span.name} if span.name else {})
-                for span in model.routes.spans(phase)
-                for row in model.routes.intervals(phase, span.moment)
+                for row in model.routes.intervals(phase)
             ]
             for phase in PHASES
         },
