@@ -17,7 +17,7 @@ from flexquant.evaluation.measure import decode_forced, engine_options
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import engine
-from tests.policies import FLOOR, THRESHOLD, scheduled
+from tests.policies import THRESHOLD
 
 pytestmark = pytest.mark.engine
 
@@ -193,23 +193,3 @@ def test_qwen2_with_variants_of_other_names_without_a_reference(tiny_merged, tex
     perplexities = {r["quality"]["perplexity"] for r in found.values()}
     assert len(perplexities) == 3
     assert all(r["quality"]["mean_kl"] is None and r["answers"] is None for r in found.values())
-
-
-def test_decode_passes_of_several_plans_are_counted_and_none_deviates(tiny_merged, text, tmp_path):
-    """Batches run under a floor, and under a schedule in a trigger's place, which goes on between batches."""
-    (tmp_path / "floor.yaml").write_text(FLOOR)
-    (tmp_path / "schedule.yaml").write_text(scheduled("1000"))
-    settings = Settings(batch_sizes=(4,), samples=8, prompt_tokens=PROMPT, tokens=8)
-    policies = ["w8a8", "w4a16", *(str(tmp_path / f"{name}.yaml") for name in ("floor", "schedule"))]
-    found = results(evaluate(tiny_merged() / "merged", text, policies=policies, settings=settings))
-    floor, schedule = found["floor.yaml", 4], found["schedule.yaml", 4]
-    assert floor["deviations"] == schedule["deviations"] == []
-    assert floor["passes"]["by_plan"]["decode"] == {"w4a16": 8, "w8a8": 6}
-    assert floor["decode_plan"] == "w8a8 42.9%, w4a16 57.1%"
-    assert "unsure" not in floor["passes"]
-    assert schedule["passes"]["unsure"] == {1: 1, 2: 1, 5: 1, 6: 1}
-    assert schedule["decode_plan"] == "w8a8 28.6%, w4a16 71.4%"
-    w8a8, w4a16 = (found[name, 4]["bytes_per_weight"]["decode"] for name in ("w8a8", "w4a16"))
-    assert floor["bytes_per_weight"]["decode"] == pytest.approx((6 * w8a8 + 8 * w4a16) / 14)
-    perplexities = [found[name, 4]["quality"]["perplexity"] for name in ("w4a16", "floor.yaml", "w8a8")]
-    assert len(set(perplexities)) == 3

@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from openai import OpenAI
 
 from flexquant.measuring.server import vllm_serve
-from flexquant.policy.rules import load_policy, parse_policy
+from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import apply_policy
 from tests.integration.live_server import KEY, plugin_routes
-from tests.policies import FLOOR
 
 DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium")
 pytestmark = [
@@ -158,21 +156,6 @@ def test_another_policy_is_shown_by_its_name_as_text(page: Any, server: str, tmp
     with plugin_routes():
         apply_policy(server, load_policy("phase"))
     wait(lambda: "w4a16" in text(page, ".phase"))
-
-
-def test_moments_have_lines_of_their_own(page: Any, server: str) -> None:
-    """Decode passes are grouped by how long ago a prompt was: the line of the last pass's moment is lit."""
-    with plugin_routes():
-        apply_policy(server, parse_policy(yaml.safe_load(FLOOR), "floor"))
-    wait(lambda: text(page, ".moment small") == "since_prompt 1-3\nsince_prompt 4+")
-    ask(server, 0, tokens=3)
-    wait(lambda: text(page, ".moment:has([aria-current]) small") == "since_prompt 1-3")
-    ask(server, 0, tokens=9)
-    wait(lambda: text(page, ".moment:has([aria-current]) small") == "since_prompt 4+")
-    assert text(page, "[aria-current]").startswith("w4a16")
-    with plugin_routes():
-        apply_policy(server, load_policy("phase"))
-    wait(lambda: text(page, ".moment small") == "")
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_fails(page: Any, server: str) -> None:

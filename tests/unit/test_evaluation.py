@@ -18,7 +18,7 @@ from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.inputs import Settings, Subject, question_prompts, read_questions
 from flexquant.evaluation.measure import compare_answers, engine_options, most_tokens
-from flexquant.evaluation.schedule import Passes, PolicyRun, find_candidates, make_schedule
+from flexquant.evaluation.schedule import Passes, find_candidates, make_schedule
 from flexquant.evaluation.scores import (
     Scores,
     kl_divergence,
@@ -150,10 +150,6 @@ def test_a_pass_holds_the_longest_prompts_of_a_batch():
 TOKENS = 7
 
 
-def decode_plans(run: PolicyRun, unsure: bool = False) -> list[str]:
-    return [plan.name for plan in (run.decode_plans.unsure if unsure else run.decode_plans.sure)]
-
-
 def schedule(subject, names, batch_sizes=(4, 8), questions_tokens=None):
     candidates = find_candidates(subject, names)
     return {
@@ -175,7 +171,7 @@ def test_runs_with_the_same_two_plans_share_their_numbers(subject, folder):
         ("threshold.yaml", 8): ("w8a8", 4),
     }
     assert runs["phase", 4].prefill_plan.name == "w8a8"
-    assert decode_plans(runs["phase", 4]) == ["w4a16"] * (TOKENS - 1)
+    assert runs["phase", 4].decode_plan.name == "w4a16"
     assert not any(run.answers for run in runs.values())
 
 
@@ -232,24 +228,22 @@ def test_bytes_per_weight_by_hand(subject, tmp_path):
     layer_bytes = LayerBytes(subject.checkpoint)
     assert layer_bytes.weights == 2 * weights
     runs = schedule(subject, ["w8a8", "phase"])
-    w8a8, w4a16 = (Plan.from_name(name, 2) for name in ("w8a8", "w4a16"))
-    pure = layer_bytes.per_weight(runs["w8a8", 4].routes, {w8a8: 7})
+    w8a8, w4a16 = (Plan.from_layers((name,) * 2) for name in ("w8a8", "w4a16"))
+    pure = layer_bytes.per_weight(runs["w8a8", 4].routes, w8a8)
     assert pure.resident == pure.decode == pytest.approx((int8 + norms) / weights)
-    phase = layer_bytes.per_weight(runs["phase", 4].routes, {w4a16: 7})
+    phase = layer_bytes.per_weight(runs["phase", 4].routes, w4a16)
     assert phase.resident == pytest.approx((int8 + int4 + norms) / weights)
     assert phase.decode == pytest.approx((int4 + norms) / weights)
     (tmp_path / "one-layer.yaml").write_text(rules('- use: {default: w4a16, layers: {"0": w8a8}}'))
     one_layer = schedule(subject, [str(tmp_path / "one-layer.yaml")])["one-layer.yaml", 4]
-    half = layer_bytes.per_weight(one_layer.routes, {one_layer.routes.plans[0]: 7})
+    half = layer_bytes.per_weight(one_layer.routes, one_layer.routes.plans[0])
     assert half.resident == half.decode == pytest.approx((int8 / 2 + int4 / 2 + norms) / weights)
-    mostly = layer_bytes.per_weight(runs["phase", 4].routes, {w8a8: 1, w4a16: 3})
-    assert mostly.decode == pytest.approx((int8 / 4 + 3 * int4 / 4 + norms) / weights)
 
 
 def test_a_derived_variant_is_held_beside_its_source(subject):
     layer_bytes = LayerBytes(subject.checkpoint)
     w4a16, both = (
-        layer_bytes.per_weight(run.routes, run.decode_plans.counts(1, {}))
+        layer_bytes.per_weight(run.routes, run.decode_plan)
         for run in schedule(subject, ["w4a16", "single-copy"], batch_sizes=(4,)).values()
     )
     assert both.resident == pytest.approx(2 * w4a16.resident)

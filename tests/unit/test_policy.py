@@ -13,9 +13,8 @@ import pytest
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy.default_policy import DEFAULT_POLICY
-from flexquant.policy.ranges import Bounds
 from flexquant.policy.rules import builtin_policies, load_policy, parse_policy, parse_policy_text
-from flexquant.policy.schema import SCHEMA
+from flexquant.policy.schema import SCHEMA, Bounds
 from tests import programs, readme
 from tests.policies import rules
 
@@ -37,7 +36,7 @@ rules:
 
 def test_the_policies_of_the_pages_are_valid() -> None:
     found = [parse_policy_text(text.encode(), "a page", "its") for text in readme.documents(SCHEMA)]
-    assert any(policy.trigger for policy in found)
+    assert any(policy.rules for policy in found)
 
 
 def test_every_key_is_read(tmp_path: Path) -> None:
@@ -46,9 +45,10 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     policy = load_policy(str(path))
     assert (policy.name, policy.description) == (str(path), "every key once")
     first, second, last = policy.rules
-    assert (first.phases, first.tokens, first.batch_size) == (("prefill", "mixed"), Bounds(16, 512), Bounds())
+    assert (first.phases, first.tokens) == (("prefill", "mixed"), Bounds(min=16, max=512))
+    assert (first.batch_size.min, first.batch_size.max) == (1, None)
     assert (first.variant, first.layers) == ("w8a8", ())
-    assert (second.phases, second.batch_size, second.variant) == (("decode",), Bounds(1, 32), "w4a16")
+    assert (second.phases, second.batch_size, second.variant) == (("decode",), Bounds(max=32), "w4a16")
     assert [(r.first, r.last, r.variant) for r in second.layers] == [
         (0, 3, "w8a8"),
         (-1, -1, "fp8"),

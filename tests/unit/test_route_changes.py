@@ -8,8 +8,7 @@ from itertools import product
 
 import pytest
 
-from flexquant.policy.route_changes import route_changes
-from flexquant.policy.routes import RouteTable, build_route_table
+from flexquant.policy.routes import RouteTable, build_route_table, route_changes
 from flexquant.policy.rules import builtin_policies, load_policy, parse_policy
 from flexquant.policy.schema import PHASES
 
@@ -47,5 +46,5 @@ def test_neighbouring_passes_are_told_together() -> None:
         }
         return build_route_table(parse_policy(document), ["a", "b"], 2, 50)
 
-    assert route_changes(policy(8), policy(20)) == [("decode", 9, 20, "b", "a", "")]
+    assert route_changes(policy(8), policy(20)) == [("decode", 9, 20, "b", "a")]
     assert route_changes(policy(8), policy(8)) == []
