@@ -2,27 +2,25 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Change the policy of a serving model, on all ranks of its engine or on none.
 
-`policy_change` decides whether the model can take a policy, and what that changes.
+The policy can use the decoder layers that were loaded of each variant at the start; if plans are compiled, it
+can use only those plans. No pass runs between two steps of the engine, so the new routes apply from one pass
+to the next. The KV cache stays, as all variants read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from vllm.logger import init_logger
 
+from flexquant.checkpoint.layer_ranges import describe_ranges
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
+from flexquant.policy.routes import route_changes
 from flexquant.serving.config import clip_to_server
 from flexquant.serving.options import ServedPolicy
 from flexquant.serving.worker.plan_views import decoder_path, is_compiled
-from flexquant.serving.worker.policy_change import (
-    check_capture,
-    check_change,
-    check_seen,
-    describe_change,
-)
 from flexquant.serving.worker.ranks import on_all_ranks
 
 if TYPE_CHECKING:
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from flexquant.checkpoint.merged_config import MergedConfig
     from flexquant.policy.plans import Plan
     from flexquant.policy.routes import RouteTable
+    from flexquant.policy.rules import Derivation
     from flexquant.serving.worker.forward_pass import PassObserver
     from flexquant.serving.worker.graphs import PlanGraphs, Runner
     from flexquant.serving.worker.pass_records import PassRecords
@@ -152,3 +151,87 @@ class LivePolicy:
             f"the CUDA graphs of {name} could not be captured on every rank ({failure}); {before.name} "
             f"{served}"
         ) from failure
+
+
+def check_seen(before: ServedPolicy, seen: Collection[str] | None, name: str) -> None:
+    """Raise :class:`FlexQuantError` if the policy ``before`` has changed since the caller saw it.
+
+    ``seen`` are the digests that the caller has seen; None: the policy ``name`` may replace any policy.
+    """
+    if seen is not None and before.digest not in seen:
+        raise FlexQuantError(
+            f"the server took {before.name} while {name} was being checked; look at GET /flexquant, and "
+            f"apply {name} again"
+        )
+
+
+def check_change(
+    after: ServedPolicy,
+    *,
+    layers: Mapping[str, Collection[int]],
+    derived: Mapping[str, Derivation],
+    compiled_plans: Collection[str] | None,
+) -> None:
+    """Raise :class:`FlexQuantError` if a policy needs layers, variants or plans that a serving model lacks.
+
+    ``layers`` are the loaded layers of each variant, ``derived`` the derived variants. ``compiled_plans`` are
+    the names of the compiled plans; None if the model is not compiled.
+    """
+    needed = after.routes.layers
+    if missing := sorted(needed.keys() - layers.keys()):
+        raise FlexQuantError(
+            f"{after.name} uses {' and '.join(missing)}, but the server has loaded {', '.join(layers)}; "
+            "take a policy that uses these alone, or start a server with one that uses all of them"
+        )
+    for name, numbers in needed.items():
+        if absent := numbers - set(layers[name]):
+            raise FlexQuantError(
+                f"{after.name} uses layers {describe_ranges(absent)} of {name}, but the server has loaded "
+                f"its layers {describe_ranges(layers[name])} alone; take a policy that uses no others of it, "
+                "or start a server with one that uses them all"
+            )
+    for name in sorted(needed):
+        if after.routes.derived.get(name) != derived.get(name):
+            raise FlexQuantError(
+                f"{after.name} derives {name} otherwise than the policy that the server was started with; "
+                "derive it in the same way, or start a server with this policy"
+            )
+    if compiled_plans is None:
+        return
+    unknown = [plan.name for plan in after.routes.plans if plan.name not in compiled_plans]
+    if unknown:
+        compiled = ", ".join(compiled_plans)
+        raise FlexQuantError(
+            f"{after.name} has the plan {unknown[0]}, but the server has compiled {compiled}, and "
+            "compiles no more; use these alone, or start a server with this policy"
+        )
+
+
+def check_capture(vllm_config: VllmConfig, graphs: PlanGraphs, after: ServedPolicy) -> bool:
+    """Return whether CUDA graphs have to be captured for a policy; raise FlexQuantError if they cannot be."""
+    if graphs.fit(after.routes):
+        return False
+    for asked, what in (
+        (vllm_config.speculative_config, "speculative decoding"),
+        (vllm_config.kv_transfer_config, "a KV connector"),
+    ):
+        if asked is not None:
+            raise FlexQuantError(
+                f"{after.name} needs other CUDA graphs, and with {what} they are captured at the start only; "
+                "start a server with this policy"
+            )
+    return True
+
+
+def describe_change(before: ServedPolicy, after: ServedPolicy, *, captures: bool) -> JsonObject:
+    """Describe a change as JSON-able data.
+
+    It has both policies, whether CUDA graphs are captured, and in ``routes`` the passes that get another
+    plan.
+    """
+    return {
+        "before": before.described(),
+        "after": after.described(),
+        "captures_graphs": captures,
+        "routes": [change._asdict() for change in route_changes(before.routes, after.routes)],
+    }
