@@ -28,7 +28,7 @@ from flexquant.layers.searching import Search
 from flexquant.layers.sensitivity import Study
 from flexquant.layers.sensitivity_report import estimate
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
-from flexquant.policy.choose import find_measured
+from flexquant.policy.default_policy import find_measured
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.plans import Layers, all_in, describe_layers
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexquant.measuring.engine import engine
+from flexquant.measuring.engine import engine, take_policy
 from flexquant.policy.schema import SCHEMA
 
 LIKELIEST = 10
@@ -91,7 +91,7 @@ def first_gap(llm: Any, answer: Answer, documents: dict[str, dict[str, Any]]) ->
     output: Any = None
     for plan in plans:
         if plan != before:
-            llm.collective_rpc("flexquant_change_policy", args=(plan, documents[plan], False))
+            take_policy(llm, plan, documents[plan])
             before = plan
         (output,) = llm.llm_engine.step()
     assert output.finished, "as many passes as tokens"

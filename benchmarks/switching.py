@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.origin import origin
 from benchmarks.turns import Decoding, add_effort, compare_in_turns, effort_of
 from flexquant.measuring.comparison import Effort
-from flexquant.measuring.engine import engine
+from flexquant.measuring.engine import engine, take_policy
 from flexquant.policy.schema import SCHEMA
 
 PASSES = 16
@@ -40,7 +40,7 @@ def measure(folder: Path, variants: tuple[str, str], effort: Effort) -> dict[str
         (served,) = llm.apply_model(lambda model: model)
         policies = []
         for variant in variants:
-            llm.collective_rpc("flexquant_change_policy", args=(variant, constant(variant), False))
+            take_policy(llm, variant, constant(variant))
             policies.append(served.policy)
         first, second = policies
         apart, in_turn = [first] * (PASSES // 2) + [second] * (PASSES // 2), [first, second] * (PASSES // 2)

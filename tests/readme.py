@@ -14,7 +14,6 @@ PAGES = [
         "README.md",
         "merge/README.md",
         "policies/README.md",
-        "policies/MOMENTS.md",
         "flexquant/quantization/README.md",
         "flexquant/evaluation/README.md",
         "flexquant/tuning/README.md",

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.checkpoint.model_config import count_layers
     from flexquant.checkpoint.sidecars import recipe_name
     from flexquant.errors import FlexQuantError
-    from flexquant.policy.choose import choose_policy
+    from flexquant.policy.default_policy import choose_policy
     from flexquant.policy.routes import build_route_table
 
     checkpoint = MergedCheckpoint.open(args.folder, published=True)

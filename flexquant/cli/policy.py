@@ -24,13 +24,11 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import add_options
 from flexquant.documents.tables import table_lines
-from flexquant.policy.choose import DEFAULT_POLICY, choose_policy
-from flexquant.policy.moments import Span
+from flexquant.policy.default_policy import DEFAULT_POLICY, choose_policy
 from flexquant.policy.pass_times import device_name, format_times
 from flexquant.policy.routes import build_route_table, matching_rules
 from flexquant.policy.rules import builtin_policies, load_policy
 from flexquant.policy.schema import PHASES, Phase, json_schema
-from flexquant.policy.trigger import describe_trigger
 from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 
 HELP = "list, validate, show and apply policies"
@@ -106,10 +104,9 @@ def _show(args: argparse.Namespace) -> JsonObject:
     if args.model is None:
         _, policy = choose_policy(args.policy)
         rows = [
-            Row(phase, span, first, last, rule.plan_text)
+            Row(phase, first, last, rule.plan_text)
             for phase in PHASES
-            for span in policy.spans(phase)
-            for first, last, rule in matching_rules(policy, phase, args.max_tokens, moment=span.moment)
+            for first, last, rule in matching_rules(policy, phase, args.max_tokens)
         ]
     else:
         config, num_layers = read_merged_config(args.model)
@@ -118,18 +115,15 @@ def _show(args: argparse.Namespace) -> JsonObject:
             policy, config.variants, num_layers, args.max_tokens, mixable=config.mixable_groups
         )
         rows = [
-            Row(phase, span, interval.min_tokens, interval.max_tokens, interval.plan.name)
+            Row(phase, interval.min_tokens, interval.max_tokens, interval.plan.name)
             for phase in PHASES
-            for span in table.spans(phase)
-            for interval in table.intervals(phase, span.moment)
+            for interval in table.intervals(phase)
         ]
         result["num_layers"] = num_layers
         result["plans"] = {plan.name: list(plan.layers) for plan in table.plans}
 
     print(f"{policy.name}: {policy.description}" if policy.description else policy.name)
     print("\n".join(_table(rows)))
-    if policy.trigger is not None:
-        print(f"unsure: {describe_trigger(policy.trigger)}")
     if policy.measured is not None:
         origin = policy.measured.origin
         print(f"\nmeasured: {origin.get('model')}, {device_name(origin)}, {origin.get('date')}")
@@ -144,7 +138,6 @@ def _show(args: argparse.Namespace) -> JsonObject:
                 "max_tokens": None if row.last == sys.maxsize else row.last,
                 "plan": row.plan,
             }
-            | ({"moment": row.span.name} if row.span.name else {})
             for row in rows
         ],
         "measured": None if policy.measured is None else policy.measured.to_data(),
@@ -159,8 +152,7 @@ def _apply(args: argparse.Namespace) -> JsonObject:
     for change in answer["routes"]:
         tokens = f"{change['min_tokens']} to {change['max_tokens']} tokens"
         plans = f"{change['before']} -> {change['after']}"
-        moment = f"  ({change['moment']})" if "moment" in change else ""
-        print(f"{change['phase']:<8}  {tokens:<22}  {plans}{moment}")
+        print(f"{change['phase']:<8}  {tokens:<22}  {plans}")
     if not answer["routes"]:
         print("every pass keeps its plan")
     if answer["captures_graphs"]:
@@ -174,24 +166,21 @@ class Row(NamedTuple):
     """The plan of the passes of ``first`` to ``last`` tokens, both included."""
 
     phase: Phase
-    span: Span
     first: int
     last: int
     plan: str
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    """Return the table's lines; there is a column for moments only if the policy tells moments apart."""
-    cells = [[f"{'phase':8}", f"{'forward pass of':22}", "moment", "plan"]]
+    cells = [[f"{'phase':8}", f"{'forward pass of':22}", "plan"]]
     for row in rows:
         unit = "sequences" if row.phase == "decode" else "tokens"
         size = f"{row.first} or more" if row.last == sys.maxsize else f"{row.first} to {row.last}"
-        cells.append([row.phase, f"{size} {unit}", row.span.name or "any", row.plan])
-    has_moments = any(row.span.name for row in rows)
-    return table_lines(cells if has_moments else [[*row[:2], row[3]] for row in cells])
+        cells.append([row.phase, f"{size} {unit}", row.plan])
+    return table_lines(cells)
 
 
 def _plan(rows: Sequence[Row], phase: str, size: int) -> str:
-    """Return the name of the plan for a pass of ``size`` tokens long after any prompt, trigger off."""
-    found = (row for row in rows if row.phase == phase and row.span.is_calm)
+    """Return the name of the plan for a pass of ``size`` tokens."""
+    found = (row for row in rows if row.phase == phase)
     return next((row.plan for row in found if row.first <= size <= row.last), "-")

@@ -22,7 +22,7 @@ from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import add_options, add_traffic
 from flexquant.documents.tables import table_lines
 from flexquant.errors import UsageError
-from flexquant.policy.choose import choose_policy, find_measured
+from flexquant.policy.default_policy import choose_policy, find_measured
 from flexquant.policy.rules import load_policy
 
 HELP = "predict speed and memory of a merged checkpoint on a device"

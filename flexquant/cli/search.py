@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> JsonObject:
         searched_policy_document,
     )
     from flexquant.layers.searching import Search
-    from flexquant.policy.choose import choose_policy, find_measured
+    from flexquant.policy.default_policy import choose_policy, find_measured
     from flexquant.policy.plans import describe_layers
 
     budget = Budget(args.max_kl, args.max_slowdown, args.layers)

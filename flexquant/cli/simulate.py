@@ -30,7 +30,7 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import add_options, parse_counts
 from flexquant.errors import UsageError
-from flexquant.policy.choose import find_policies
+from flexquant.policy.default_policy import find_policies
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.rules import Policy

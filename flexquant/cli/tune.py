@@ -231,7 +231,7 @@ def _propose(
     args: argparse.Namespace, goal: Goal, output: TuningFiles, variants: dict[str, Policy]
 ) -> JsonObject:
     from flexquant.checkpoint.served_config import read_merged_config
-    from flexquant.policy.choose import find_measured
+    from flexquant.policy.default_policy import find_measured
     from flexquant.tuning.policy_file import write_files
     from flexquant.tuning.retuning import Retuning
     from flexquant.tuning.traffic import watch

@@ -95,7 +95,7 @@ class Effort:
     def changed(
         self, rounds: int | None = None, max_rounds: int | None = None, width: float | None = None
     ) -> Effort:
-        """Return a copy with other values, None for the same. ``rounds`` alone also limits ``max_rounds``."""
+        """Return a copy; None keeps a field. ``rounds`` alone also limits ``max_rounds``."""
         most = max_rounds or rounds or self.max_rounds
         return Effort(min(rounds or self.rounds, most), most, self.width if width is None else width)
 

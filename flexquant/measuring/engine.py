@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexquant.checkpoint.merged_config import QUANT_METHOD
+from flexquant.checkpoint.merged_config import QUANT_METHOD, MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.served_config import is_published_int4
 from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import parse_policy
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -80,7 +81,24 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
 
 
 def take_policy(llm: LLM, name: str, document: JsonObject) -> None:
-    """Change the engine's policy; raise FlexQuantError if the engine refuses it."""
-    for answer in llm.collective_rpc("flexquant_change_policy", args=(name, document, False)):
+    """Change the engine's policy; raise FlexQuantError if the engine cannot serve it."""
+    for answer in change_policy(llm, name, document):
         if "refused" in answer:
             raise FlexQuantError(answer["refused"])
+
+
+def change_policy(
+    llm: LLM, name: str, document: JsonObject, dry_run: bool = False, seen: list[str] | None = None
+) -> list[JsonObject]:
+    """Resolve a policy as a server's front end does, and return what each rank answers to it.
+
+    The answers are those of :meth:`FlexQuantWorker.flexquant_change_policy`. Raises FlexQuantError for a
+    policy that this engine cannot serve.
+    """
+    from flexquant.serving.config import served_policy
+
+    config = llm.llm_engine.vllm_config
+    merged = MergedConfig.from_json(config.model_config.hf_config.quantization_config)
+    policy = served_policy(config, merged, name, parse_policy(document, name)).to_json()
+    answers: list[JsonObject] = llm.collective_rpc("flexquant_change_policy", args=(policy, dry_run, seen))
+    return answers

@@ -21,7 +21,7 @@ from flexquant.planning.server import Limits, Machine, server_limits
 from flexquant.planning.simulation_report import summarise_replay
 from flexquant.planning.times import route_table
 from flexquant.planning.trace import Request
-from flexquant.policy.choose import find_policies
+from flexquant.policy.default_policy import find_policies
 from flexquant.policy.rules import Policy, load_policy
 
 MARGIN = 0.08

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Run a simulation's clock, pass after pass until every request of the trace is served.
-
-Rules with ``since_prompt`` are followed. A simulation has no logits, so a policy's trigger is always off, and
-rules with ``unsure: true`` match no pass.
-"""
+"""Run a simulation's clock, pass after pass until every request of the trace is served."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ from flexquant.planning.pass_cost import PassCost
 from flexquant.planning.scheduler import Batch, Scheduler, Sequence
 from flexquant.planning.server import Limits
 from flexquant.planning.trace import Request
-from flexquant.policy.moments import Moment, count_since_prompt
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.schema import Phase
 
@@ -64,15 +59,13 @@ def replay(trace: list[Request], table: RouteTable, cost: PassCost, limits: Limi
     passes: list[TimedPass] = []
     gaps = array("d")
     now = 0.0
-    since_prompt = 0
     while True:
         while coming and coming[0].request.arrival <= now:
             scheduler.waiting.append(coming.popleft())
         batch = scheduler.schedule()
         if batch:
-            since_prompt = count_since_prompt(since_prompt, phase_of(batch), holds_prompt(batch))
             start = in_flight[-1][1] if in_flight else now
-            passes.append(_timed(batch, start, Moment(since_prompt, False), table, cost, limits))
+            passes.append(_timed(batch, start, table, cost, limits))
             in_flight.append((batch, passes[-1].start + passes[-1].seconds))
             if len(in_flight) < limits.passes_in_flight:
                 continue
@@ -90,13 +83,11 @@ def replay(trace: list[Request], table: RouteTable, cost: PassCost, limits: Limi
             sequence.last_token = now
 
 
-def _timed(
-    batch: Batch, start: float, moment: Moment, table: RouteTable, cost: PassCost, limits: Limits
-) -> TimedPass:
+def _timed(batch: Batch, start: float, table: RouteTable, cost: PassCost, limits: Limits) -> TimedPass:
     phase = phase_of(batch)
     tokens = sum(chunk.tokens for chunk in batch)
     padded = limits.padded(tokens)
-    plan = table.lookup(phase, padded, moment)
+    plan = table.lookup(phase, padded)
     return TimedPass(start, cost.seconds(plan, phase, batch, padded), phase, plan.name, tokens, len(batch))
 
 
@@ -106,8 +97,3 @@ def phase_of(batch: Batch) -> Phase:
     if lengths == {1}:
         return "decode"
     return "mixed" if 1 in lengths else "prefill"
-
-
-def holds_prompt(batch: Batch) -> bool:
-    """Return whether a pass computes tokens of a prompt."""
-    return any(chunk.context < chunk.sequence.request.input for chunk in batch)

@@ -11,7 +11,7 @@ from flexquant.checkpoint.merged_config import VARIANT_NAME, MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.planning.server import Limits
-from flexquant.policy.choose import find_measured
+from flexquant.policy.default_policy import find_measured
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Policy, builtin_policies, load_policy

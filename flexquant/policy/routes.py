@@ -3,24 +3,22 @@
 """Build the route table of a policy for one model, so that choosing a plan takes one look-up.
 
 The plan of a forward pass is a pure function of its phase and its padded token count, the same on every
-rank and for every replay of a CUDA graph. In decode it can also depend on the moment
-(:mod:`flexquant.policy.moments`), which is the same on all ranks. Nothing here imports torch or vLLM.
+rank and for every replay of a CUDA graph. vLLM's front end builds the table; workers get it as plain data
+(:meth:`RouteTable.to_json`). Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
-from flexquant.policy.moments import CALM, Moment, Span
 from flexquant.policy.plans import Plan
-from flexquant.policy.ranges import LayerRange
-from flexquant.policy.rules import Derivation, Policy, Rule
+from flexquant.policy.rules import Derivation, LayerRange, Policy, Rule
 from flexquant.policy.schema import PHASES, Phase
-from flexquant.policy.trigger import Trigger
 
 
 class Interval(NamedTuple):
@@ -31,50 +29,58 @@ class Interval(NamedTuple):
     plan: Plan
 
 
-class PhaseRoutes:
-    """The plans of one phase's passes, by span of moments and by token count."""
-
-    def __init__(self, intervals: Mapping[Span, Sequence[Interval]]) -> None:
-        self.spans = tuple(intervals)
-        self.intervals = tuple(intervals.values())
-        """The token counts of each span with their plans, ascending; neighbours have different plans."""
-        self._starts = sorted({span.first for span in self.spans})[1:]
-        self._states = len({span.unsure for span in self.spans})
-        self._routes = [([i.min_tokens for i in rows[1:]], [i.plan for i in rows]) for rows in self.intervals]
-
-    def number(self, moment: Moment) -> int:
-        """Return the number of the span that a moment belongs to."""
-        states = self._states
-        return bisect_right(self._starts, moment.since_prompt) * states + (states > 1 and moment.unsure)
-
-    def lookup(self, tokens: int, moment: Moment) -> Plan:
-        starts, plans = self._routes[self.number(moment) if len(self._routes) > 1 else 0]
-        return plans[bisect_right(starts, tokens)]
-
-
 class RouteTable:
     """Gives every forward pass its plan."""
 
     def __init__(
         self,
-        intervals: Mapping[Phase, Mapping[Span, Sequence[Interval]]],
+        intervals: Mapping[Phase, Sequence[Interval]],
         derived: dict[str, Derivation],
         tokens_per_sequence: int = 1,
-        trigger: Trigger | None = None,
     ) -> None:
-        """Take ``intervals`` for every phase and span, in ascending order and without gaps from one token."""
+        """Take ``intervals`` for every phase, in ascending order and without gaps from one token."""
         self.derived = derived
         """Name -> derivation of a variant that is computed from a checkpoint's variant while loading."""
-        self.trigger = trigger
-        """The trigger that makes passes unsure; None if no rule has ``unsure``."""
-        self._tokens_per_sequence = tokens_per_sequence
-        self._phases = {phase: PhaseRoutes(by_span) for phase, by_span in intervals.items()}
-        self.plans: tuple[Plan, ...] = tuple(dict.fromkeys(row.plan for row in self._rows()))
+        self.tokens_per_sequence = tokens_per_sequence
+        self._intervals = {phase: tuple(intervals[phase]) for phase in PHASES}
+        self._starts = {
+            phase: [row.min_tokens for row in rows[1:]] for phase, rows in self._intervals.items()
+        }
+        rows = [row for phase in PHASES for row in self._intervals[phase]]
+        self.plans: tuple[Plan, ...] = tuple(dict.fromkeys(row.plan for row in rows))
         """The plans that some pass can take, in the order of phases and token counts."""
 
-    def _rows(self) -> Iterator[Interval]:
-        for phase in PHASES:
-            yield from chain.from_iterable(self._phases[phase].intervals)
+    @classmethod
+    def from_json(cls, data: JsonObject) -> RouteTable:
+        """Return the table that :meth:`to_json` returned as data."""
+        intervals = {
+            phase: [Interval(*row[:2], Plan.from_layers(tuple(data["plans"][row[2]]))) for row in rows]
+            for phase, rows in data["intervals"].items()
+        }
+        derived = {name: Derivation(**how) for name, how in data["derived"].items()}
+        return cls(intervals, derived, data["tokens_per_sequence"])
+
+    def to_json(self) -> JsonObject:
+        """Return the table as JSON-able data."""
+        return {
+            "plans": {plan.name: list(plan.layers) for plan in self.plans},
+            "intervals": {
+                phase: [[row.min_tokens, row.max_tokens, row.plan.name] for row in rows]
+                for phase, rows in self._intervals.items()
+            },
+            "derived": {name: asdict(how) for name, how in self.derived.items()},
+            "tokens_per_sequence": self.tokens_per_sequence,
+        }
+
+    def up_to(self, max_decode_tokens: int) -> RouteTable:
+        """Return the table in which no decode pass has more than ``max_decode_tokens`` padded tokens."""
+        rows = self._intervals["decode"]
+        decode = [
+            row._replace(max_tokens=min(row.max_tokens, max_decode_tokens))
+            for row in rows
+            if row.min_tokens <= max_decode_tokens
+        ]
+        return RouteTable({**self._intervals, "decode": decode}, self.derived, self.tokens_per_sequence)
 
     @property
     def layers(self) -> dict[str, frozenset[int]]:
@@ -87,40 +93,23 @@ class RouteTable:
                     used.setdefault(self.source(variant), set()).add(number)
         return {variant: frozenset(numbers) for variant, numbers in used.items()}
 
-    @property
-    def has_moments(self) -> bool:
-        """Whether the plan of a decode pass depends on its moment."""
-        return len(self.spans("decode")) > 1
+    def intervals(self, phase: Phase) -> list[Interval]:
+        """Return a phase's token ranges with their plans, ascending; neighbours have different plans."""
+        return list(self._intervals[phase])
 
-    def spans(self, phase: Phase) -> tuple[Span, ...]:
-        """Return the spans that the policy tells apart in a phase; only decode can have more than one."""
-        return self._phases[phase].spans
-
-    def moment_name(self, phase: Phase, moment: Moment) -> str:
-        """Return the name of the span that a moment belongs to; empty for a span of all moments."""
-        routes = self._phases[phase]
-        return routes.spans[routes.number(moment)].name
-
-    def lookup(self, phase: Phase, tokens: int, moment: Moment = CALM) -> Plan:
+    def lookup(self, phase: Phase, tokens: int) -> Plan:
         """Return the plan for a pass of ``tokens`` padded tokens; beyond the table's end, its last plan."""
-        return self._phases[phase].lookup(tokens, moment)
+        return self._intervals[phase][bisect_right(self._starts[phase], tokens)].plan
 
     def reachable(self, tokens: int) -> tuple[Plan, ...]:
-        """Return the plans that a pass of ``tokens`` padded tokens can take, at any moment.
+        """Return the plans that a pass of ``tokens`` padded tokens can take.
 
         A prefill pass has more tokens than one decoding sequence; a mixed pass has a decoding sequence more.
         """
-        one = self._tokens_per_sequence
-        most_in_decode = self._phases["decode"].intervals[0][-1].max_tokens
+        one = self.tokens_per_sequence
+        most_in_decode = self._intervals["decode"][-1].max_tokens
         possible = {"prefill": tokens > one, "decode": tokens <= most_in_decode, "mixed": tokens > one + 1}
-        return tuple(
-            dict.fromkeys(
-                self.lookup(phase, tokens, span.moment)
-                for phase in PHASES
-                if possible[phase]
-                for span in self.spans(phase)
-            )
-        )
+        return tuple(dict.fromkeys(self.lookup(phase, tokens) for phase in PHASES if possible[phase]))
 
     def source(self, variant: str) -> str:
         """Return the checkpoint's variant whose weights a variant has: itself, unless it is derived."""
@@ -131,15 +120,40 @@ class RouteTable:
         return variant not in self.derived or not self.derived[variant].is_one_copy
 
     def ignores_phase(self) -> bool:
-        """Whether a pass's size alone decides its plan, whatever its phase and moment."""
-        starts = {row.min_tokens for row in self._rows()}
-        one = self._tokens_per_sequence
+        """Whether a pass's size alone decides its plan, whatever its phase."""
+        starts = {row.min_tokens for rows in self._intervals.values() for row in rows}
+        one = self.tokens_per_sequence
         return all(len(self.reachable(tokens)) <= 1 for tokens in {*starts, one + 1, one + 2})
 
-    def intervals(self, phase: Phase, moment: Moment = CALM) -> list[Interval]:
-        """Return a phase's token ranges with their plans, ascending; neighbours have different plans."""
-        routes = self._phases[phase]
-        return list(routes.intervals[routes.number(moment)])
+
+class RouteChange(NamedTuple):
+    """A phase's passes of ``min_tokens`` to ``max_tokens`` tokens, ends included, and their plans."""
+
+    phase: Phase
+    min_tokens: int
+    max_tokens: int
+    before: str
+    after: str
+
+
+def route_changes(before: RouteTable, after: RouteTable) -> list[RouteChange]:
+    """Return the passes whose plan differs between two tables of one model, by phase and token count.
+
+    Both tables have to end at the same token count, like the tables of one server. Plans are compared by
+    name.
+    """
+    changes: list[RouteChange] = []
+    for phase in PHASES:
+        old, new = before.intervals(phase), after.intervals(phase)
+        starts = sorted({row.min_tokens for row in (*old, *new)})
+        for first, following in zip(starts, [*starts[1:], old[-1].max_tokens + 1], strict=True):
+            plans = before.lookup(phase, first).name, after.lookup(phase, first).name
+            if plans[0] == plans[1]:
+                continue
+            if changes and changes[-1] == (phase, changes[-1].min_tokens, first - 1, *plans):
+                first = changes.pop().min_tokens
+            changes.append(RouteChange(phase, first, following - 1, *plans))
+    return changes
 
 
 def build_route_table(
@@ -171,29 +185,19 @@ def build_route_table(
             _check_mixable(rule, plan, policy, mixable)
         plans[rule] = plan
 
-    intervals: dict[Phase, dict[Span, list[Interval]]] = {}
+    intervals: dict[Phase, list[Interval]] = {}
     for phase in PHASES:
-        limit = max_tokens
-        if phase == "decode" and max_decode_tokens is not None:
-            limit = min(limit, max_decode_tokens)
-        intervals[phase] = {
-            span: _intervals(matching_rules(policy, phase, limit, tokens_per_sequence, span.moment), plans)
-            for span in policy.spans(phase)
-        }
-    return RouteTable(intervals, policy.derived, tokens_per_sequence, policy.trigger)
-
-
-def _intervals(matching: list[tuple[int, int, Rule]], plans: Mapping[Rule, Plan]) -> list[Interval]:
-    rows: list[Interval] = []
-    for first, last, rule in matching:
-        if rows and rows[-1].plan == plans[rule]:
-            first = rows.pop().min_tokens
-        rows.append(Interval(first, last, plans[rule]))
-    return rows
+        rows = intervals[phase] = []
+        for first, last, rule in matching_rules(policy, phase, max_tokens, tokens_per_sequence):
+            if rows and rows[-1].plan == plans[rule]:
+                first = rows.pop().min_tokens
+            rows.append(Interval(first, last, plans[rule]))
+    table = RouteTable(intervals, policy.derived, tokens_per_sequence)
+    return table if max_decode_tokens is None else table.up_to(max_decode_tokens)
 
 
 def matching_rules(
-    policy: Policy, phase: str, max_tokens: int, tokens_per_sequence: int = 1, moment: Moment = CALM
+    policy: Policy, phase: str, max_tokens: int, tokens_per_sequence: int = 1
 ) -> list[tuple[int, int, Rule]]:
     """Return ``(first, last, rule)``, ascending, for the token counts from 1 to ``max_tokens``."""
     starts = {1}
@@ -203,7 +207,7 @@ def matching_rules(
     rows: list[tuple[int, int, Rule]] = []
     for first, following in zip(cuts, [*cuts[1:], max_tokens + 1], strict=True):
         batch_size = -(-first // tokens_per_sequence)
-        rule = next(rule for rule in policy.rules if rule.matches(phase, first, batch_size, moment))
+        rule = next(rule for rule in policy.rules if rule.matches(phase, first, batch_size))
         if rows and rows[-1][2] is rule:
             first = rows.pop()[0]
         rows.append((first, following - 1, rule))

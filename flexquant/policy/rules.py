@@ -13,9 +13,6 @@ loading:
     derive:
       w4a8: {from: w4a16, activations: int8}
 
-Rules for decode can also have conditions on the number of decode passes since a prompt was computed
-(``since_prompt``), and on the policy's trigger (``unsure``, :mod:`flexquant.policy.trigger`).
-
 A policy file and a document stored in a merged checkpoint go through one validator: a file is first
 turned into a plain document plus the line of each key, which the messages then name. What depends on the
 model (its variants and layers) is checked by :func:`flexquant.policy.routes.build_route_table`. Nothing here
@@ -31,23 +28,32 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.named_files import builtin_names, read_named
 from flexquant.documents.schema import read_section
 from flexquant.documents.yaml_document import Document, KeyPath, from_data, from_yaml
-from flexquant.policy.moments import CALM, Moment, Span, spans
 from flexquant.policy.pass_times import PassTimes, measured_pass_times
 from flexquant.policy.plans import plan_name
-from flexquant.policy.ranges import Bounds, LayerRange, are_covered
 from flexquant.policy.schema import (
     Activations,
-    BoundsSection,
+    Bounds,
     DerivedSection,
     DerivedWeights,
     PolicySection,
     RuleSection,
-    ScheduleSection,
     parse_layers,
 )
-from flexquant.policy.trigger import Schedule, SignalTrigger, Trigger
 
 PACKAGE = "flexquant.policies"
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """The variant of layers ``first`` to ``last``, both included; negative ones count from the end."""
+
+    first: int
+    last: int
+    variant: str
+    text: str
+    """The range as written in the policy."""
+    place: str = field(compare=False)
+    """File, line and key, for messages."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +63,14 @@ class Rule:
     phases: tuple[str, ...]
     tokens: Bounds
     batch_size: Bounds
-    since_prompt: Bounds
-    unsure: bool | None
-    """State of the trigger; None: both."""
     variant: str
     layers: tuple[LayerRange, ...]
     place: str = field(compare=False)
     """File, line and key of ``use``, for messages."""
 
-    def matches(self, phase: str, tokens: int, batch_size: int, moment: Moment = CALM) -> bool:
-        """Whether the rule takes a pass; ``batch_size`` and ``moment`` matter in decode only."""
-        return (
-            phase in self.phases
-            and tokens in self.tokens
-            and batch_size in self.batch_size
-            and moment.since_prompt in self.since_prompt
-            and self.unsure in (None, moment.unsure)
-        )
-
-    @property
-    def ranges(self) -> tuple[Bounds, ...]:
-        return self.tokens, self.batch_size, self.since_prompt
+    def matches(self, phase: str, tokens: int, batch_size: int) -> bool:
+        """Whether the rule takes a pass; ``batch_size`` matters in decode only."""
+        return phase in self.phases and tokens in self.tokens and batch_size in self.batch_size
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -118,8 +111,6 @@ class Policy:
     rules: tuple[Rule, ...]
     derived: dict[str, Derivation]
     """Name -> derivation of a variant that is computed from a checkpoint's variant."""
-    trigger: Trigger | None
-    """The trigger that makes passes unsure; None if no rule has ``unsure``."""
     measured: PassTimes | None
     """Times of the variants' passes on the machine on which the policy was tuned."""
     document: JsonObject
@@ -128,13 +119,6 @@ class Policy:
     @property
     def variants(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for rule in self.rules for name in rule.variants))
-
-    def spans(self, phase: str) -> tuple[Span, ...]:
-        """Return the spans of moments that the rules tell apart; only decode can have more than one."""
-        if phase != "decode":
-            return (Span(),)
-        starts = {start for rule in self.rules for start in rule.since_prompt.starts()}
-        return spans(starts, any(rule.unsure is not None for rule in self.rules))
 
 
 def builtin_policies() -> list[str]:
@@ -207,31 +191,8 @@ def _validate(document: Document, name: str) -> Policy:
     for variant in derived:
         if variant not in used:
             document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
-    trigger = _trigger(found, rules, document)
     measured = None if found.measured is None else measured_pass_times(found.measured)
-    return Policy(name, found.description, tuple(rules), derived, trigger, measured, document.data)
-
-
-def _trigger(found: PolicySection, rules: Sequence[Rule], document: Document) -> Trigger | None:
-    asking = [i for i, rule in enumerate(rules) if rule.unsure is not None]
-    if found.experimental is None:
-        if asking:
-            document.fail(
-                ("rules", asking[0], "when", "unsure"),
-                "needs the key 'experimental', with a trigger that says which passes are unsure; add it",
-            )
-        return None
-    if not asking:
-        document.fail(
-            ("experimental", "trigger"), "is used by no rule; remove it, or ask for 'unsure: true' in one"
-        )
-    trigger = found.experimental.trigger
-    if isinstance(trigger, ScheduleSection):
-        return Schedule(trigger.schedule)
-    leave = trigger.enter if trigger.leave is None else trigger.leave
-    return SignalTrigger(
-        trigger.signal, trigger.aggregate, trigger.enter, leave, trigger.dwell, trigger.quantile
-    )
+    return Policy(name, found.description, tuple(rules), derived, measured, document.data)
 
 
 def _derivations(found: Mapping[str, DerivedSection], document: Document) -> dict[str, Derivation]:
@@ -259,29 +220,24 @@ def _rule(entry: RuleSection, path: KeyPath, document: Document) -> Rule:
             LayerRange(*parse_layers(text), other, text, document.place((*use_path, "layers", text)))
             for text, other in use.layers.items()
         )
-    return Rule(
-        phases=when.phases,
-        tokens=_bounds(when.tokens),
-        batch_size=_bounds(when.batch_size),
-        since_prompt=_bounds(when.since_prompt),
-        unsure=when.unsure,
-        variant=variant,
-        layers=layers,
-        place=place,
-    )
-
-
-def _bounds(section: BoundsSection) -> Bounds:
-    return Bounds(section.min, section.max)
+    return Rule(when.phases, when.tokens, when.batch_size, variant, layers, place)
 
 
 def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:
-    """Whether some pass reaches the rule, rather than an earlier one."""
-    states = (False, True) if rule.unsure is None else (rule.unsure,)
-    return not all(
-        are_covered(
-            rule.ranges, [r.ranges for r in earlier if phase in r.phases and r.unsure in (None, state)]
-        )
-        for phase in rule.phases
-        for state in states
-    )
+    """Whether some pass reaches the rule, rather than an earlier one.
+
+    Only sizes at which a range begins, or just above an end, need a test: if earlier rules miss a pass of the
+    rule, they miss one of these.
+    """
+    for phase in rule.phases:
+        in_phase = [other for other in earlier if phase in other.phases]
+        for tokens in _starts(rule.tokens, [other.tokens for other in in_phase]):
+            batches = [other.batch_size for other in in_phase if tokens in other.tokens]
+            for batch_size in _starts(rule.batch_size, batches):
+                if not any(batch_size in other for other in batches):
+                    return True
+    return False
+
+
+def _starts(bounds: Bounds, others: Sequence[Bounds]) -> set[int]:
+    return {bounds.min} | {start for other in others for start in other.starts() if start in bounds}

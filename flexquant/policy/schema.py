@@ -9,7 +9,8 @@ schema` prints it, and ``policy.schema.json`` lies beside the built-in policies.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -17,7 +18,6 @@ from flexquant.checkpoint.merged_config import VARIANT_NAME, check_variant_name
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.schema import (
     KEYS_AS_GIVEN,
-    Number,
     OptionalPositive,
     Positive,
     Problem,
@@ -27,23 +27,19 @@ from flexquant.documents.schema import (
 )
 from flexquant.errors import FlexQuantError
 from flexquant.policy.pass_times import MeasuredSection
-from flexquant.policy.trigger import AGGREGATES, SIGNALS, Aggregate, Signal
 
 SCHEMA: Literal["flexquant.policy/v1"] = "flexquant.policy/v1"
 MAX_RULES = 64
 LAYERS = re.compile(r"(0|-?[1-9]\d*)(?:-(0|-?[1-9]\d*))?")
-MAX_PATTERN = 100_000
 Phase = Literal["prefill", "decode", "mixed"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """Phases of passes: prompt chunks only, sequences in generation only, both."""
 Activations = Literal["int8", "fp8"]
 DerivedWeights = Literal["int4", "int8"]
-IN_DECODE = {
-    "batch_size": "use 'tokens' instead",
-    "since_prompt": "add 'phase: decode'",
-    "unsure": "add 'phase: decode'",
-}
-"""Condition that only decode rules may have -> what to do in other rules."""
+NO_MOMENTS = (
+    "FlexQuant no longer tells moments of decoding apart ('since_prompt', 'unsure'), since no measurement "
+    "showed a gain over chance; remove it, and tell decode passes apart by 'batch_size' or 'tokens'"
+)
 
 
 def _check_name(name: str) -> str:
@@ -85,7 +81,7 @@ LayersKey = Annotated[
 NOT_EMPTY = ConfigDict(json_schema_extra={"minProperties": 1})
 
 
-class BoundsSection(Section):
+class Bounds(Section):
     """A range of whole numbers, both ends included."""
 
     model_config = NOT_EMPTY
@@ -94,8 +90,16 @@ class BoundsSection(Section):
     max: OptionalPositive = None
     """Largest number; without it there is no upper end."""
 
+    def __contains__(self, number: int) -> bool:
+        return self.min <= number and (self.max is None or number <= self.max)
+
+    def starts(self, unit: int = 1) -> set[int]:
+        """Return the first number in the range and the first above it, both in units of 1 / ``unit``."""
+        first = (self.min - 1) * unit + 1
+        return {first} if self.max is None else {first, self.max * unit + 1}
+
     @model_validator(mode="after")
-    def _check(self) -> BoundsSection:
+    def _check(self) -> Bounds:
         if not self.model_fields_set:
             raise Problem("is empty; give min, max or both")
         if self.max is not None and self.min > self.max:
@@ -113,14 +117,12 @@ class When(Section):
         says(f"give one of {', '.join(PHASES)}, or a list of them", whole=True),
     ] = list(PHASES)
     """prefill: prompt chunks only; decode: sequences in generation only; mixed: both."""
-    batch_size: BoundsSection = BoundsSection.model_construct()
+    batch_size: Bounds = Bounds.model_construct()
     """Sequences of a decode pass."""
-    tokens: BoundsSection = BoundsSection.model_construct()
+    tokens: Bounds = Bounds.model_construct()
     """Tokens of a pass, padding included."""
-    since_prompt: BoundsSection = BoundsSection.model_construct()
-    """Decode passes since the newest sequence's prompt was computed."""
-    unsure: Annotated[bool | None, Field(strict=True), says("give true or false", whole=True)] = None
-    """Whether the policy's trigger is on."""
+
+    refused: ClassVar[Mapping[str, str]] = {"since_prompt": NO_MOMENTS, "unsure": NO_MOMENTS}
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -131,13 +133,12 @@ class When(Section):
     def _check(self) -> When:
         if not self.model_fields_set:
             raise Problem(f"is empty; give at least one of {', '.join(type(self).model_fields)}")
-        for key, advice in IN_DECODE.items():
-            if key in self.model_fields_set and self.phases != ("decode",):
-                raise Problem(
-                    f"is for a rule with 'phase: decode' only, but this one has {', '.join(self.phases)}; "
-                    f"{advice}",
-                    [key],
-                )
+        if "batch_size" in self.model_fields_set and self.phases != ("decode",):
+            raise Problem(
+                f"is for a rule with 'phase: decode' only, but this one has {', '.join(self.phases)}; "
+                "use 'tokens' instead",
+                ["batch_size"],
+            )
         return self
 
 
@@ -176,62 +177,6 @@ class DerivedSection(Section):
     """int4: a second copy, in the layout of another kernel. int8: no copy, each pass computes them."""
 
 
-class SignalSection(Section):
-    """A signal of the logits that turns the trigger on and off."""
-
-    signal: Annotated[Signal, says(f"give one of {', '.join(SIGNALS)}")]
-    """Number that is computed from the logits of each sequence."""
-    aggregate: Annotated[Aggregate, says(f"give one of {', '.join(AGGREGATES)}")]
-    """Function that combines the signals of a pass's sequences into one number."""
-    enter: Number
-    """Passes are unsure once the signal reaches this."""
-    leave: Annotated[Number | None, says("give a number of at least 0")] = None
-    """Passes are no longer unsure once the signal is below this; without it the same as `enter`."""
-    dwell: Positive = 1
-    """Least number of passes between two changes."""
-    quantile: Annotated[Number | None, says("give a number of at least 0")] = None
-    """Quantile, from 0 to 1, for `aggregate: quantile`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> SignalSection:
-        if self.leave is not None and self.leave > self.enter:
-            raise Problem(
-                f"is {self.leave}, above enter, which is {self.enter}; give at most that", ["leave"]
-            )
-        if self.aggregate != "quantile" and self.quantile is not None:
-            raise Problem(
-                f"is for 'aggregate: quantile', but this one is {self.aggregate}; remove it", ["quantile"]
-            )
-        if self.aggregate == "quantile" and self.quantile is None:
-            raise Problem("lacks the key 'quantile', which that aggregate needs; add one from 0 to 1")
-        if self.quantile is not None and self.quantile > 1:
-            raise Problem(f"is {self.quantile}; give a number from 0 to 1", ["quantile"])
-        return self
-
-
-class ScheduleSection(Section):
-    """Decode passes that are unsure by a pattern, which is repeated."""
-
-    schedule: Annotated[
-        str,
-        Field(pattern="^[01]+$", max_length=MAX_PATTERN, strict=True),
-        says(f'give 1 to {MAX_PATTERN} of the characters 0 and 1 in quotes, e.g. "1000"'),
-    ]
-    """A 1 for every pass that is unsure, a 0 for every other one."""
-
-
-class Experimental(Section):
-    """Keys that may change or be removed in later releases."""
-
-    trigger: Annotated[
-        Annotated[SignalSection, Tag("<signal>")] | Annotated[ScheduleSection, Tag("<schedule>")],
-        Discriminator(
-            lambda value: "<schedule>" if isinstance(value, dict) and "schedule" in value else "<signal>"
-        ),
-    ]
-    """Trigger that makes decode passes `unsure`."""
-
-
 def _check_count(rules: list[RuleSection]) -> list[RuleSection]:
     if len(rules) > MAX_RULES:
         raise Problem(f"has {len(rules)} rules; write at most {MAX_RULES}")
@@ -257,23 +202,19 @@ class PolicySection(Section):
         says("give a mapping such as w4a8: {from: w4a16, activations: int8}"),
     ] = {}
     """Variants that are computed from the checkpoint's while they are loaded, by name."""
-    experimental: Experimental | None = None
     measured: MeasuredSection | None = None
+
+    refused: ClassVar[Mapping[str, str]] = {"experimental": NO_MOMENTS}
 
 
 def json_schema() -> JsonObject:
-    """Return the JSON Schema of a policy document."""
-    schema = _rewritten(PolicySection.model_json_schema(by_alias=True), {})
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def inlined_json_schema() -> JsonObject:
-    """Return the JSON Schema without references, for an OpenAPI document."""
+    """Return the JSON Schema of a policy document, without references, so that it fits into OpenAPI too."""
     schema = PolicySection.model_json_schema(by_alias=True)
-    return _rewritten(schema, schema.pop("$defs"))
+    inlined = _inlined(schema, schema.pop("$defs"))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **inlined}
 
 
-def _rewritten(schema: JsonObject, definitions: JsonObject) -> JsonObject:
+def _inlined(schema: JsonObject, definitions: JsonObject) -> JsonObject:
     """Return a JSON Schema with definitions in the place of references, and without defaults of null.
 
     An editor would write such a default into a policy, where null is refused.
@@ -282,7 +223,7 @@ def _rewritten(schema: JsonObject, definitions: JsonObject) -> JsonObject:
     def rewritten(value: object) -> object:
         if isinstance(value, list):
             return [rewritten(item) for item in value]
-        return _rewritten(value, definitions) if isinstance(value, dict) else value
+        return _inlined(value, definitions) if isinstance(value, dict) else value
 
     if (name := schema.get("$ref", "").removeprefix("#/$defs/")) in definitions:
         schema = {**definitions[name], **schema}

@@ -1,21 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Build the route table from vLLM's configuration and a policy, and refuse what cannot be served."""
+"""Resolve a policy for one server: read it, build its route table, and refuse what cannot be served.
+
+The front end does all this, at the start (:func:`resolve_policy`) and for each later policy
+(:func:`served_policy`). Workers take the table, clipped to their server (:func:`clip_to_server`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
+from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.module_names import layer_number
+from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError
+from flexquant.policy.default_policy import choose_policy
 from flexquant.policy.routes import RouteTable, build_route_table
-from flexquant.policy.rules import Derivation, Policy
+from flexquant.policy.rules import Policy
+from flexquant.serving.derivations import check_derivable
+from flexquant.serving.options import RESOLVED_KEY, ServedPolicy, ServingOptions, additional_config
 from flexquant.serving.refusals import has_one_head, refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
+    """In the front end: put the policy that the options name into ``vllm_config``; return its table.
+
+    The table that workers get has the decode passes of all sizes, since vLLM may set the sizes of CUDA
+    graphs, and so the largest decode pass, afterwards. Raises :class:`FlexQuantError` for an unknown policy,
+    an unreadable file, a document that breaks the schema, and a policy that cannot be served.
+    """
+    name, policy = choose_policy(ServingOptions.from_vllm(vllm_config).policy, merged.policy)
+    served = served_policy(vllm_config, merged, name, policy)
+    vllm_config.additional_config = {
+        **additional_config(vllm_config),
+        RESOLVED_KEY: served.to_json(),
+    }
+    return served.routes.up_to(max_decode_tokens(vllm_config))
+
+
+def served_policy(vllm_config: VllmConfig, merged: MergedConfig, name: str, policy: Policy) -> ServedPolicy:
+    """In the front end: return the policy for workers; raise :class:`FlexQuantError` if it cannot be served.
+
+    The digest leaves measured times out, which serving does not use.
+    """
+    routes = build_routes(vllm_config, merged, policy)
+    check_supported(vllm_config, merged, routes.up_to(max_decode_tokens(vllm_config)))
+    document = {key: value for key, value in policy.document.items() if key != "measured"}
+    return ServedPolicy(name, digest_of(document), routes)
+
+
+def clip_to_server(vllm_config: VllmConfig, merged: MergedConfig, served: ServedPolicy) -> ServedPolicy:
+    """In a worker: return the policy with the decode passes alone that this server can run.
+
+    vLLM settles mode and sizes of CUDA graphs after the front end's check, so with graphs this raises
+    :class:`FlexQuantError` for what cannot be served with these.
+    """
+    clipped = dataclasses.replace(served, routes=served.routes.up_to(max_decode_tokens(vllm_config)))
+    if vllm_config.compilation_config.cudagraph_mode:
+        check_supported(vllm_config, merged, clipped.routes)
+    return clipped
 
 
 def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:
@@ -29,13 +77,11 @@ def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: Rou
     """In the front end: if vLLM chooses the CUDA graph mode, prevent FULL graphs that cannot be served.
 
     vLLM replays a FULL graph without calling the model, so a model with several lm_heads would not know which
-    one to use afterwards. And if a policy has several plans for one size, by moment, a FULL graph holds only
-    one of them.
+    one to use afterwards.
     """
     from vllm.config import CUDAGraphMode
 
-    cannot_be_full = routes.has_moments or not has_one_head(merged, routes)
-    if vllm_config.compilation_config.cudagraph_mode is None and cannot_be_full:
+    if vllm_config.compilation_config.cudagraph_mode is None and not has_one_head(merged, routes):
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
@@ -108,7 +154,7 @@ def max_decode_tokens(vllm_config: VllmConfig) -> int:
 
 
 def build_routes(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) -> RouteTable:
-    """Return the table of plans that this server will use.
+    """Return the table of plans for this server, in which decode passes can have as many tokens as others.
 
     Raises :class:`FlexQuantError` for a policy that does not fit the checkpoint or the device, and for a
     checkpoint that does not fit the model.
@@ -127,37 +173,7 @@ def build_routes(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) 
         max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         mixable=merged.mixable_groups,
         tokens_per_sequence=tokens_per_sequence(vllm_config),
-        max_decode_tokens=max_decode_tokens(vllm_config),
     )
     for variant, derivation in policy.derived.items():
         check_derivable(variant, derivation, merged.variants[derivation.source])
     return table
-
-
-def check_derivable(name: str, derivation: Derivation, source: StoredVariant) -> None:
-    """Refuse a derived variant if its source lacks the weights that it needs, or this device a kernel."""
-    from flexquant.serving.worker.one_copy import check_device, layer_problem
-    from flexquant.serving.worker.w4a8 import check_signs, find_kernel, group_problem
-
-    groups = source.quantization_config["config_groups"].values()
-    weights = [group.get("weights") or {} for group in groups if not group.get("input_activations")]
-    integers = [w for w in weights if w.get("type", "int") == "int"]  # layers of other types do not change
-    if derivation.is_one_copy:
-        int4 = [w for w in integers if w.get("num_bits") == 4]
-        problems = [*map(layer_problem, int4)] or ["which has no INT4 weights"]
-        check_device(f"{derivation.place} derives '{name}'")
-        needed = "INT4 weights"
-    else:
-        problems = [group_problem(w, derivation.activations) for w in integers]
-        problems = problems or ["which has no symmetric INT4 weights"]
-        needed = "symmetric INT4 weights in groups (scheme W4A16 in the recipe, not W4A16_ASYM)"
-    if any(problems):
-        raise FlexQuantError(
-            f"{derivation.place} derives '{name}' from '{derivation.source}', "
-            f"{next(filter(None, problems))}; derive it from a W4A16 variant with {needed}"
-        )
-    if derivation.is_one_copy:
-        return
-    find_kernel(derivation.activations)
-    if source.negative_scales:
-        check_signs(derivation.activations, f"variant '{derivation.source}'")

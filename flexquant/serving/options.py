@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Read the user's options and the resolved policy, which vLLM's ``--additional-config`` carries.
+"""Read the user's options and the served policy, which vLLM's ``--additional-config`` carries.
 
-The front end reads the policy once, checks it and puts the parsed document into the configuration beside the
-user's options. vLLM passes the configuration to every worker that the front end starts, so their ranks route
-by the same document, and no worker opens a file. Workers of several front ends, one on each of several
-machines, compare what they received (:mod:`flexquant.serving.worker.ranks`).
+The front end resolves the policy to a route table (:mod:`flexquant.serving.config`) and puts the table into
+the configuration beside the user's options. vLLM passes the configuration to every worker that the front end
+starts, so their ranks route by the same table, and no worker reads a policy. Workers of several front ends,
+one on each of several machines, compare what they received (:mod:`flexquant.serving.worker.ranks`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
-from flexquant.policy.choose import choose_policy
-from flexquant.policy.rules import Policy, parse_policy
+from flexquant.policy.routes import RouteTable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 OPTIONS_KEY = "flexquant"
 """Key of ``additional_config`` with the user's options."""
 RESOLVED_KEY = "flexquant_policy"
-"""Key of ``additional_config`` with the policy that the front end has read."""
+"""Key of ``additional_config`` with the policy that the front end has resolved."""
 
 KINDS = {bool: (bool, "true or false"), int: (int, "a whole number from 1 on")}
 """Type of an option's default -> type of its values, and their name in messages; other options take text."""
@@ -76,25 +74,36 @@ def additional_config(vllm_config: VllmConfig) -> JsonObject:
     return dict(additional)
 
 
-def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> Policy:
-    """In the front end: read the policy, and put its document into ``vllm_config`` for the workers.
+@dataclass(frozen=True)
+class ServedPolicy:
+    """A policy as the front end hands it to workers: its route table for one model and server."""
 
-    Measured times are left out, since serving does not use them. Raises :class:`FlexQuantError` for an
-    unknown policy, an unreadable file and a document that breaks the schema.
-    """
-    name, policy = choose_policy(ServingOptions.from_vllm(vllm_config).policy, merged.policy)
-    document = {key: value for key, value in policy.document.items() if key != "measured"}
-    resolved = {"name": name, "document": document}
-    vllm_config.additional_config = {**additional_config(vllm_config), RESOLVED_KEY: resolved}
-    return policy
+    name: str
+    """Name for users: a built-in policy's name, a file's path, or the name that they gave."""
+    digest: str
+    """SHA-256 of the policy document, in hexadecimal."""
+    routes: RouteTable
 
+    @classmethod
+    def from_json(cls, data: JsonObject) -> ServedPolicy:
+        """Return the policy that :meth:`to_json` returned as data."""
+        return cls(data["name"], data["digest"], RouteTable.from_json(data["routes"]))
 
-def resolved_policy(vllm_config: VllmConfig) -> tuple[str, Policy]:
-    """In a worker: return the name and the policy that the front end has read."""
-    resolved = additional_config(vllm_config).get(RESOLVED_KEY)
-    if resolved is None:
-        raise FlexQuantError(
-            "the configuration holds no policy, which FlexQuant's front end puts there; build it with "
-            "vLLM's EngineArgs.create_engine_config(), in a process in which the plugin is loaded"
-        )
-    return resolved["name"], parse_policy(resolved["document"], resolved["name"])
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig) -> ServedPolicy:
+        """In a worker: return the policy that the front end has resolved."""
+        resolved = additional_config(vllm_config).get(RESOLVED_KEY)
+        if resolved is None:
+            raise FlexQuantError(
+                "the configuration holds no policy, which FlexQuant's front end puts there; build it with "
+                "vLLM's EngineArgs.create_engine_config(), in a process in which the plugin is loaded"
+            )
+        return cls.from_json(resolved)
+
+    def to_json(self) -> JsonObject:
+        """Return the policy as JSON-able data."""
+        return {**self.described(), "routes": self.routes.to_json()}
+
+    def described(self) -> dict[str, str]:
+        """Return the name and the digest, for people."""
+        return {"name": self.name, "digest": self.digest}

@@ -12,7 +12,6 @@ from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfi
 from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.module_names import HEAD
 from flexquant.policy.routes import RouteTable
-from flexquant.policy.trigger import SignalTrigger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -120,11 +119,6 @@ def _of_ranks(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
             "data parallelism for a mixture-of-experts model, whose replicas run expert layers together, "
             "under a policy with several plans (use --tensor-parallel-size, or several servers)"
         )
-    if isinstance(routes.trigger, SignalTrigger) and parallel.pipeline_parallel_size > 1:
-        yield (
-            "pipeline parallelism under a policy whose trigger has a signal, which the last ranks alone "
-            "compute (use --tensor-parallel-size)"
-        )
 
 
 def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -141,11 +135,6 @@ def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
         yield (
             f"speculative method '{method}' for variants with different embeddings or lm_heads, of which the "
             "draft model shares one (use 'draft_model' or 'ngram')"
-        )
-    if isinstance(routes.trigger, SignalTrigger):
-        yield (
-            "speculative decoding under a policy whose trigger has a signal, for which each sequence needs "
-            "one row of logits in a pass (drop --speculative-config)"
         )
 
 
@@ -177,11 +166,6 @@ def _of_graphs(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
         )
     if graphs.has_full_cudagraphs() and not has_one_head(merged, routes):
         yield f"cudagraph_mode {graphs.name} for variants with different lm_heads (use PIECEWISE)"
-    if graphs.has_full_cudagraphs() and routes.has_moments:
-        yield (
-            f"cudagraph_mode {graphs.name}, which replays one graph for all decode passes of a size, under a "
-            "policy that asks for since_prompt or unsure (use PIECEWISE)"
-        )
 
 
 def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:

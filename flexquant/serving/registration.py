@@ -153,17 +153,14 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         from flexquant.serving.config import (
-            build_routes,
-            check_supported,
             choose_graph_mode,
             find_compiled_code_again,
             fuse_as_for_variants,
+            resolve_policy,
         )
-        from flexquant.serving.options import resolve_policy
 
         merged = MergedConfig.from_json(vllm_config.model_config.hf_config.quantization_config)
-        routes = build_routes(vllm_config, merged, resolve_policy(vllm_config, merged))
-        check_supported(vllm_config, merged, routes)
+        routes = resolve_policy(vllm_config, merged)
         choose_graph_mode(vllm_config, merged, routes)
         fuse_as_for_variants(vllm_config, merged, routes)
         find_compiled_code_again()

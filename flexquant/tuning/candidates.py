@@ -12,7 +12,7 @@ from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import SCHEMA as EVALUATION_SCHEMA
-from flexquant.policy.choose import find_policies
+from flexquant.policy.default_policy import find_policies
 from flexquant.policy.rules import Policy
 
 BITS_16 = 16

@@ -18,14 +18,14 @@ from vllm.compilation.counter import compilation_counter
 from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
 from tests.gpu.test_plans_in_graphs import BY_BATCH, OPPOSITE_OF_BY_BATCH
 from tests.gpu.test_replays import MODES, check_steps, traced, watch_steps
+from tests.integration.conftest import change as ask_change
 from tests.policies import LAYERED_DECODE
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="CUDA's graphs do not tell what is in them")
 
 
 def change(llm: Any, name: str, policy: str, dry_run: bool = False) -> dict[str, Any]:
-    (told,) = llm.collective_rpc("flexquant_change_policy", args=(name, yaml.safe_load(policy), dry_run))
-    return told
+    return ask_change(llm, name, yaml.safe_load(policy), dry_run)
 
 
 def add(llm: Any, sequences: int, tokens: int) -> None:

@@ -8,7 +8,6 @@ keeps the answers for the session and not the engine, or with ``take_policy``.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
@@ -22,10 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import yaml
 
+from flexquant.errors import FlexQuantError
 from flexquant.measuring import engine as in_process
+from flexquant.measuring.engine import change_policy
 from flexquant.policy.rules import Policy, load_policy, parse_policy
-from flexquant.serving.config import build_routes
-from flexquant.serving.worker.moments import running_moments
+from flexquant.serving.config import clip_to_server, served_policy
 from tests.conftest import STARTS
 from tests.integration.live_server import live  # noqa: F401 - a fixture
 
@@ -124,14 +124,23 @@ def take_policy(llm: LLM, policy: str, empty_cache: bool = True) -> None:
     """
 
     def swap(model: Any) -> None:
-        routes = build_routes(llm.llm_engine.vllm_config, model.merged, read_policy(policy))
-        assert {plan.name for plan in routes.plans} <= model._plans.keys(), "the engine lacks a plan"
-        model.policy = dataclasses.replace(model.policy, routes=routes)
-        model.observer.moments = running_moments(routes)
+        config = llm.llm_engine.vllm_config
+        served = served_policy(config, model.merged, model.policy.name, read_policy(policy))
+        model.policy = clip_to_server(config, model.merged, served)
+        assert {plan.name for plan in model.routes.plans} <= model._plans.keys(), "the engine lacks a plan"
 
     llm.apply_model(swap)
     if empty_cache:
         assert llm.reset_prefix_cache()
+
+
+def change(llm: LLM, name: str, document: dict[str, Any], *more: Any) -> dict[str, Any]:
+    """Ask an engine of one rank to take another policy, as a server does; return what it tells."""
+    try:
+        (told,) = change_policy(llm, name, document, *more)
+    except FlexQuantError as e:
+        return {"refused": str(e)}
+    return told
 
 
 class Served(NamedTuple):

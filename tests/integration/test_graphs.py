@@ -34,10 +34,9 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
-from flexquant.serving.config import build_routes, check_supported, choose_graph_mode
-from flexquant.serving.options import resolved_policy
+from flexquant.serving.config import clip_to_server
+from flexquant.serving.options import ServedPolicy
 from flexquant.serving.worker.graphs import PlanGraphs
-from tests.policies import FLOOR
 
 SIZES = [1, 2, 4, 8, 16, 24, 32, 40]
 BUDGET = 48
@@ -144,9 +143,7 @@ def configured(one_rank, tiny_merged, tmp_path_factory):
         compilation.cudagraph_capture_sizes = sizes
         compilation.max_cudagraph_capture_size = sizes[-1]
         merged = MergedConfig.from_json(config.model_config.hf_config.quantization_config)
-        routes = build_routes(config, merged, resolved_policy(config)[1])
-        check_supported(config, merged, routes)
-        return config, routes
+        return config, clip_to_server(config, merged, ServedPolicy.from_vllm(config)).routes
 
     return configure
 
@@ -191,30 +188,6 @@ def test_mode_full_is_refused_for_a_policy_that_tells_phases_apart(configured):
         FlexQuantError, match="cudagraph_mode FULL, .* tells phases apart .*FULL_AND_PIECEWISE"
     ):
         configured(POLICY, "FULL")
-
-
-@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
-def test_full_graphs_are_refused_for_a_policy_that_tells_moments_apart(mode, configured):
-    with pytest.raises(
-        FlexQuantError, match=rf"cudagraph_mode {mode}, .* since_prompt or unsure .*PIECEWISE"
-    ):
-        configured(FLOOR, mode)
-    config, routes = configured(FLOOR, "PIECEWISE")
-    captured, replay = dispatcher("V1", config)
-    for p in possible_passes("V1"):
-        kind, size = replay(p)
-        plans = {routes.lookup(p.phase, size, span.moment) for span in routes.spans(p.phase)}
-        assert plans <= {*routes.reachable(size)}, p
-        assert kind == CUDAGraphMode.NONE or (kind, size) in captured
-
-
-@pytest.mark.parametrize(("policy", "mode"), [(FLOOR, "PIECEWISE"), (POLICY, None)])
-def test_where_the_user_names_no_mode_a_policy_with_moments_gets_pieces(policy, mode, configured):
-    config, routes = configured(policy, "PIECEWISE")
-    merged = MergedConfig.from_json(config.model_config.hf_config.quantization_config)
-    config.compilation_config.cudagraph_mode = None
-    choose_graph_mode(config, merged, routes)
-    assert config.compilation_config.cudagraph_mode == (mode and CUDAGraphMode[mode])
 
 
 def test_breakable_graphs_are_refused_for_a_policy_that_tells_phases_apart(configured, monkeypatch):

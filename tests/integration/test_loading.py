@@ -19,7 +19,7 @@ from flexquant.checkpoint.module_names import layer_number
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests.checkpoints import fold_final_norm, make_checkpoint
-from tests.integration.conftest import answers, engine, generate
+from tests.integration.conftest import answers, change, engine, generate
 from tests.policies import SWITCHING, rules
 
 pytestmark = pytest.mark.engine
@@ -191,17 +191,16 @@ def test_another_policy_may_take_the_layers_that_are_there_and_no_others(tiny_me
     (expected,) = generate(merged, [within], PROMPTS, **SMALL)
     with engine(merged, str(tmp_path / "policy.yaml"), **SMALL) as llm:
 
-        def change(policy: str) -> dict[str, Any]:
-            asked = ("another", yaml.safe_load(policy), False)
-            return llm.collective_rpc("flexquant_change_policy", args=asked)[0]
+        def change_to(policy: str) -> dict[str, Any]:
+            return change(llm, "another", yaml.safe_load(policy))
 
         before = llm.collective_rpc("flexquant_status")
         assert (
             "another uses layers 1,3 of w8a8, but the server has loaded its layers 0,2 alone"
-            in (change(rules("- use: w8a8"))["refused"])
+            in (change_to(rules("- use: w8a8"))["refused"])
         )
         assert llm.collective_rpc("flexquant_status") == before
-        assert "refused" not in change(within)
+        assert "refused" not in change_to(within)
         assert [answers(llm, PROMPTS)] == expected.answers
 
 

@@ -21,10 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from benchmarks.speed.shapes import SHAPES
 from flexquant.errors import FlexQuantError
-from flexquant.policy.moments import CALM, Moment
-from flexquant.policy.trigger import Schedule
-from flexquant.serving.worker.forward_pass import Pass, PassObserver, describe_pass
-from flexquant.serving.worker.moments import RunningMoments
+from flexquant.serving.worker.forward_pass import Pass, PassObserver, PassState, describe_pass
 
 HEADS = 4
 NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
@@ -93,7 +90,7 @@ class Observed:
     ) -> None:
         """``implement`` makes what a layer of the backend computes with, for builders that ask it."""
         self.replayed: list[Pass] = []
-        self.observer = PassObserver(1, self.replayed.append)
+        self.observer = PassObserver(1, replayed=self.replayed.append)
         layers = vllm_config.compilation_config.static_forward_context
         layers.clear()
         with set_current_vllm_config(vllm_config):
@@ -110,13 +107,8 @@ class Observed:
             builder = self.backend.get_builder_cls()
             self.builder = builder(spec, NAMES, vllm_config, torch.device("cpu"))
 
-    def step(
-        self, query_lengths: list[int], capture: bool = False, prefilling: list[bool] | None = None
-    ) -> ForwardContext:
-        """Build the metadata of a step, in which each sequence has 20 tokens already.
-
-        ``prefilling`` says whose tokens are a prompt's; None means the sequences with more than one.
-        """
+    def step(self, query_lengths: list[int], capture: bool = False) -> ForwardContext:
+        """Build the metadata of a step: each sequence has 20 tokens already; several more are a prompt's."""
         starts, lengths = starts_of(query_lengths), torch.tensor(query_lengths, dtype=torch.int32)
         common = CommonAttentionMetadata(
             query_start_loc=starts,
@@ -128,7 +120,7 @@ class Observed:
             max_seq_len=20 + max(query_lengths),
             block_table_tensor=torch.zeros(len(query_lengths), 8, dtype=torch.int32),
             slot_mapping=torch.arange(sum(query_lengths)),
-            is_prefilling=lengths > 1 if prefilling is None else torch.tensor(prefilling),
+            is_prefilling=lengths > 1,
             seq_lens_cpu_upper_bound=20 + lengths,
         )
         if capture:
@@ -171,38 +163,34 @@ def test_passes_before_the_first_prompt_and_captures_are_vllms_own(vllm_config: 
         own = observed.step([1, 1], capture=capture)
         observed.observer.settle()
         assert observed.observer.read(own, 2) == Pass("decode", 2, 2, 1, 2)
-    assert not observed.observer.is_serving
+        assert observed.observer.state == PassState.WARM_UP
     observed.observer.read(observed.step([5]), 8)
-    assert observed.observer.is_serving
+    assert observed.observer.state == PassState.SCHEDULED
     observed.step([1, 1], capture=True)
     observed.observer.settle()
     assert observed.replayed == []
 
 
-def test_the_schedulers_decode_passes_are_counted_from_the_last_prompt(vllm_config: VllmConfig) -> None:
+def test_whose_pass_it_is_after_serving_has_begun(vllm_config: VllmConfig) -> None:
     observed = Observed(vllm_config)
-    observed.observer.moments = RunningMoments(Schedule("01"))
+    observer = observed.observer
 
-    def moment(query_lengths: list[int], **options: Any) -> Moment:
-        found = observed.observer.read(observed.step(query_lengths, **options), sum(query_lengths))
-        assert found is not None
-        return found.moment
+    def state(query_lengths: list[int], **options: Any) -> PassState:
+        observer.read(observed.step(query_lengths, **options), sum(query_lengths))
+        return observer.state
 
-    assert moment([1, 1]) is moment([1], capture=True) is CALM, "vLLM's own"
-    assert moment([5]) == Moment(0, False)
-    assert [moment([1]), moment([1])] == [Moment(1, False), Moment(2, True)]
-    assert moment([1], capture=True) is CALM
-    assert moment([1, 5]) == Moment(0, False)
-    assert [moment([1, 1]), moment([1, 1])] == [Moment(1, False), Moment(2, True)]
-    assert moment([1, 1, 1], prefilling=[False, False, True]) == Moment(1, False), "the last of a prompt"
-    assert moment([1, 1, 1]) == Moment(2, True)
-    with observed.observer.interrupted():
-        assert moment([1, 1, 1]) is CALM
-    observed.step([1, 1, 1])
-    observed.observer.settle()
-    assert observed.replayed[-1].moment == Moment(3, False), "also where the model is not called"
-    observed.observer.moments = None
-    assert moment([1, 1, 1]) is CALM
+    observer.expect(own=True)
+    assert state([5]) == PassState.WARM_UP, "a prompt of vLLM's own"
+    observer.expect(own=False)
+    assert [state([5]), state([1])] == [PassState.SCHEDULED] * 2
+    observer.expect(own=True)
+    assert [state([5]), state([1])] == [PassState.IN_STEP] * 2
+    observer.expect(own=False)
+    assert state([1], capture=True) == PassState.IN_STEP
+    with observer.capturing():
+        assert state([1, 1]) == state([5]) == PassState.CAPTURE, "even if waiting requests describe it"
+    assert state([1, 1, 1]) == PassState.SCHEDULED
+    assert observed.replayed == []
 
 
 def test_profiling_runs_have_no_pass(vllm_config: VllmConfig) -> None:
@@ -215,7 +203,7 @@ class Unknown:
 
 
 def test_a_layer_without_a_backend_is_refused_where_the_phase_matters() -> None:
-    observer = PassObserver(1, lambda _: None)
+    observer = PassObserver(1)
     layers: dict[str, Any] = {"model.layers.0.mixer": Unknown()}
     observer.check_phases()
     observer.observe(layers)

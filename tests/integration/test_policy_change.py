@@ -17,7 +17,7 @@ from vllm import SamplingParams
 
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import load_policy
-from tests.integration.conftest import answers, engine, generate
+from tests.integration.conftest import answers, change, engine, generate
 from tests.policies import LAYERED_DECODE
 
 pytestmark = pytest.mark.engine
@@ -40,11 +40,6 @@ rules:
 UNREACHABLE = W4A8.replace("- use: w4a8", "- when: {tokens: {min: 1000000}}\n    use: w4a8\n  - use: w8a8")
 """A policy whose derived variant is for passes larger than any."""
 OTHER_SOURCE = W4A8.replace("from: w4a16", "from: other").replace("use: w4a16", "use: other")
-
-
-def change(llm: Any, name: str, document: dict[str, Any], *more: Any) -> dict[str, Any]:
-    (told,) = llm.collective_rpc("flexquant_change_policy", args=(name, document, False, *more))
-    return told
 
 
 def served(llm: Any) -> str:
@@ -124,45 +119,26 @@ def test_a_failure_that_nobody_foresaw_changes_nothing(tiny_merged, monkeypatch)
         assert "refused" not in change(llm, "w4a16", w4a16)
 
 
-def test_a_policy_replaces_those_alone_that_its_sender_has_seen_and_goes_back_by_name(tiny_merged):
+def test_a_policy_replaces_those_alone_that_its_sender_has_seen(tiny_merged):
     w8a8, w4a16 = load_policy("w8a8").document, load_policy("w4a16").document
     with engine(tiny_merged() / "merged", "phase") as llm:
         (first,) = llm.collective_rpc("flexquant_status")
         seen = [first["policy"]["digest"]]
-        assert "refused" not in change(llm, "mine", w8a8, seen, "one")
-        refused = change(llm, "theirs", w4a16, seen, "two")["refused"]
+        assert "refused" not in change(llm, "mine", w8a8, False, seen)
+        refused = change(llm, "theirs", w4a16, False, seen)["refused"]
         assert "the server took mine while theirs was being checked; look at GET /flexquant" in refused
-        assert llm.collective_rpc("flexquant_restore_policy", args=("two",)) == [{}]
         assert served(llm) == "mine"
-        for _ in range(2):
-            assert llm.collective_rpc("flexquant_restore_policy", args=("one",)) == [{}]
-            assert llm.collective_rpc("flexquant_status") == [first]
 
 
-def test_a_policy_that_cannot_be_noted_is_taken_all_the_same_and_goes_back(tiny_merged, monkeypatch):
+def test_a_policy_that_cannot_be_noted_is_taken_all_the_same(tiny_merged, monkeypatch):
     def full(*_: Any) -> None:
         raise OSError("no space left on the device")
 
     with engine(tiny_merged() / "merged", "phase") as llm:
         model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
-        with monkeypatch.context() as patch:
-            patch.setattr(model.records, "announce_policy", full)
-            assert "refused" not in change(llm, "mine", load_policy("w8a8").document, None, "one")
+        monkeypatch.setattr(model.records, "announce_policy", full)
+        assert "refused" not in change(llm, "mine", load_policy("w8a8").document)
         assert served(llm) == "mine"
-        assert llm.collective_rpc("flexquant_restore_policy", args=("one",)) == [{}]
-        assert served(llm) == "phase"
-
-
-def test_a_policy_that_cannot_be_restored_can_be_the_next_time(tiny_merged, monkeypatch):
-    with engine(tiny_merged() / "merged", "phase") as llm:
-        model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
-        assert "refused" not in change(llm, "mine", load_policy("w8a8").document, None, "one")
-        with monkeypatch.context() as patch:
-            patch.setattr(model.observer, "settle", None)
-            (told,) = llm.collective_rpc("flexquant_restore_policy", args=("one",))
-        assert "TypeError" in told["refused"]
-        assert llm.collective_rpc("flexquant_restore_policy", args=("one",)) == [{}]
-        assert served(llm) == "phase"
 
 
 def test_another_policy_is_taken_between_two_passes_of_the_requests_under_way(tiny_merged, tmp_path):

@@ -113,7 +113,7 @@ def test_a_policy_is_checked_completed_and_explained(editor: Editor, tmp_path: P
     place = {"line": lines.index("      "), "character": 6}
     completions = editor.ask("textDocument/completion", textDocument=document, position=place)["items"]
     documented = {item["label"]: item["documentation"] for item in completions}
-    assert set(documented) == {"phase", "batch_size", "since_prompt", "unsure"}, "tokens are given already"
+    assert set(documented) == {"phase", "batch_size"}, "tokens are given already"
     assert documented["batch_size"] == "Sequences of a decode pass."
 
     place = {"line": lines.index("      tokens: {min: 2}"), "character": 8}

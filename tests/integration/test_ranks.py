@@ -15,7 +15,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import parse_policy_text
 from flexquant.serving.worker.ranks import check_ranks_agree, on_all_ranks
-from tests.policies import LAYERED_DECODE, THRESHOLD, TRIGGERED, triggered
+from tests.policies import LAYERED_DECODE, THRESHOLD
 
 CONFIG = {"variants": {"w8a8": {}, "w4a16": {}}}
 FIRST = (LAYERED_DECODE, 64, CONFIG)
@@ -24,7 +24,6 @@ OTHER_ROUTES = "rank 1 has other routes than rank 0"
 CASES = {
     "equal": (FIRST, FIRST, ""),
     "policy": (FIRST, (THRESHOLD, 64, CONFIG), OTHER_ROUTES),
-    "trigger": ((TRIGGERED, 64, CONFIG), (triggered(enter=2.5, leave=2), 64, CONFIG), OTHER_ROUTES),
     "limits": (FIRST, (LAYERED_DECODE, 128, CONFIG), OTHER_ROUTES),
     "checkpoint": (
         FIRST,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The front end reads the policy once; the workers get the document, and never look at the file again."""
+"""The front end resolves the policy once; workers get its table, and never look at the file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vllm import EngineArgs
 
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
-from flexquant.serving.config import build_routes
-from flexquant.serving.options import resolved_policy
+from flexquant.serving.config import clip_to_server
+from flexquant.serving.options import ServedPolicy
 from tests.integration.conftest import answers, engine
 
 BATCHES = """
@@ -68,15 +68,15 @@ def test_a_file_that_changes_after_the_front_end_has_read_it_changes_nothing(cha
     assert {(p["sequences"], p["plan"]) for p in decode} == {(2, "w4a16")}
 
 
-def configure(folder: Path, policy: Path):
+def configure(folder: Path, policy: Path, **options: Any):
     additional = {"flexquant": {"policy": str(policy)}, "of another plugin": 1}
     arguments = EngineArgs(
-        model=str(folder), max_model_len=256, enforce_eager=True, additional_config=additional
+        model=str(folder), max_model_len=256, enforce_eager=True, additional_config=additional, **options
     )
     return arguments.create_engine_config()
 
 
-def test_the_workers_configuration_holds_the_document_beside_the_users_options(tiny_merged, tmp_path):
+def test_the_workers_configuration_holds_the_table_beside_the_users_options(tiny_merged, tmp_path):
     policy = tmp_path / "policy.yaml"
     policy.write_text(BATCHES.format(description="mine", most=8))
     config = configure(tiny_merged() / "merged", policy)
@@ -84,10 +84,27 @@ def test_the_workers_configuration_holds_the_document_beside_the_users_options(t
     assert config.additional_config["of another plugin"] == 1
     json.dumps(config.additional_config)  # as vLLM hashes it
     policy.unlink()
-    name, parsed = resolved_policy(config)
-    assert (name, parsed.description) == (str(policy), "mine")
+    served = ServedPolicy.from_vllm(config)
+    assert (served.name, served.routes.lookup("decode", 8).name) == (str(policy), "w4a16")
     merged = MergedConfig.from_json(config.model_config.hf_config.quantization_config)
-    assert build_routes(config, merged, parsed).lookup("decode", 8).name == "w4a16"
+    sequences = config.scheduler_config.max_num_seqs
+    clipped = clip_to_server(config, merged, served).routes
+    assert served.routes.intervals("decode")[-1].max_tokens > sequences
+    assert clipped.intervals("decode")[-1].max_tokens == sequences
+
+
+def test_a_worker_serves_decode_passes_up_to_the_size_of_graphs_that_vllm_sets_last(tiny_merged, tmp_path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(BATCHES.format(description="mine", most=300))
+    config = configure(tiny_merged() / "merged", policy, max_num_seqs=300)
+    merged = MergedConfig.from_json(config.model_config.hf_config.quantization_config)
+    served = ServedPolicy.from_vllm(config)
+    found = []
+    for sizes in ([], [256, 304, 512]):
+        config.compilation_config.cudagraph_capture_sizes = sizes
+        rows = clip_to_server(config, merged, served).routes.intervals("decode")
+        found.append([(row.max_tokens, row.plan.name) for row in rows])
+    assert found == [[(300, "w4a16")], [(300, "w4a16"), (304, "w8a8")]]
 
 
 def test_a_configuration_without_a_policy_is_refused_by_the_worker(tiny_merged, tmp_path):
@@ -96,4 +113,4 @@ def test_a_configuration_without_a_policy_is_refused_by_the_worker(tiny_merged, 
     config = configure(tiny_merged() / "merged", policy)
     config.additional_config = {"flexquant": {"policy": str(policy)}}
     with pytest.raises(FlexQuantError, match="create_engine_config"):
-        resolved_policy(config)
+        ServedPolicy.from_vllm(config)

@@ -16,7 +16,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.serving.worker.pass_records import trace_file
 from tests.checkpoints import EXPERTS
 from tests.integration.conftest import engine
-from tests.policies import TRIGGERED, rules, scheduled
+from tests.policies import rules
 from tests.states import make_variants, merge_twins
 
 pytestmark = pytest.mark.oldest
@@ -122,27 +122,6 @@ def test_mistaken_options(merged, options, found):
 def test_unsupported_vllm_features(merged, options, named):
     with pytest.raises(Exception, match=named):
         configure(merged, **options)
-
-
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism .* trigger has a signal, .*tensor-parallel"),
-        (
-            {"speculative_config": DRAFTS},
-            "speculative decoding .* trigger has a signal, .*speculative-config",
-        ),
-    ],
-)
-def test_a_signal_needs_one_row_of_logits_for_each_sequence_on_all_ranks(merged, options, named, tmp_path):
-    signal, schedule = tmp_path / "signal.yaml", tmp_path / "schedule.yaml"
-    signal.write_text(TRIGGERED)
-    schedule.write_text(scheduled("10"))
-    assert re.search(named, refusal(merged, **options, **flexquant(policy=str(signal))))
-    configure(merged, **options, **flexquant(policy=str(schedule)))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from vllm.platforms import current_platform
 
 from tests.checkpoints import base_config, make_checkpoint
-from tests.integration.conftest import Answers, answers, engine, every_plan_of, take_policy
+from tests.integration.conftest import Answers, answers, change, engine, every_plan_of, take_policy
 from tests.integration.logprobs import assert_equal_but_for_ties
 
 pytestmark = [
@@ -167,8 +167,7 @@ def test_a_plan_that_a_later_policy_needs_drafts_too(drafts, merged, without):
     speculative = {"method": "eagle3", "num_speculative_tokens": DRAFTED, **drafts["eagle3"]}
     with engine(merged, "phase", speculative_config=speculative, max_model_len=256) as llm:
         for plan, policy in POLICIES.items():
-            asked = (plan, yaml.safe_load(policy), False)
-            assert "refused" not in llm.collective_rpc("flexquant_change_policy", args=asked)[0]
+            assert "refused" not in change(llm, plan, yaml.safe_load(policy))
             assert llm.reset_prefix_cache()
             found = answers(llm, PROMPTS[:1], max_tokens=TOKENS, ignore_eos=True)
             assert_equal_but_for_ties(found, without[plan].answers[:1])

@@ -10,7 +10,6 @@ from tests.checkpoints import EXPERTS, MIXTURES
 from tests.integration.logprobs import distance
 from tests.integration.two_ranks import (
     check_policy_change,
-    check_trigger,
     needs_two_cores,
     run,
     run_several,
@@ -52,10 +51,6 @@ def test_pure_plans_equal_the_static_checkpoints(variant, number, folder, severa
 
 def test_both_ranks_take_another_policy_between_the_same_two_passes(tiny_merged, tmp_path):
     check_policy_change(tiny_merged("llama", num_layers=2) / "merged", RANKS, tmp_path)
-
-
-def test_both_ranks_find_the_same_passes_unsure(tiny_merged, tmp_path):
-    check_trigger(tiny_merged("llama", num_layers=2) / "merged", RANKS, tmp_path)
 
 
 def test_each_rank_computes_int8_weights_from_its_part_of_one_copy(tiny_merged):

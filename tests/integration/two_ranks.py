@@ -10,20 +10,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-import yaml
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 
-from flexquant.policy.rules import load_policy, parse_policy
+from flexquant.measuring.engine import change_policy
+from flexquant.policy.rules import load_policy
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
 from flexquant.serving.worker.worker_extension import FlexQuantWorker
 from tests.integration.conftest import Answers, engine
 from tests.integration.test_compile import PLAN, PROMPTS, SEVERAL, SIZES, TOKENS, answers_by_number
-from tests.policies import triggered
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -99,7 +97,7 @@ def check_policy_change(merged: Path, ranks: dict[str, int], work: Path) -> None
             core.add_request(str(number), "a prompt", SamplingParams(max_tokens=8, ignore_eos=True))
         for _ in range(4):
             core.step()
-        told = llm.collective_rpc("flexquant_change_policy", args=("another", document, False))
+        told = change_policy(llm, "another", document)
         while core.has_unfinished_requests():
             core.step()
     assert told == [told[0]] * count(ranks)
@@ -113,28 +111,6 @@ def check_policy_change(merged: Path, ranks: dict[str, int], work: Path) -> None
     assert set(plans[1:changed]) == {"w4a16"}
     assert set(plans[changed + 1 :]) == {"w8a8"}
     assert len(plans) == 1 + 7 + 1
-
-
-def check_trigger(merged: Path, ranks: dict[str, int], work: Path) -> None:
-    """Check that all ranks find the same signals, and from these the same passes unsure."""
-    trace = work / "trace.jsonl"
-    (work / "never.yaml").write_text(triggered(enter=1e9))
-    prompts, parameters = ["a prompt", "another one"], SamplingParams(max_tokens=12, ignore_eos=True)
-    with engine_on(merged, ranks, str(work / "never.yaml"), {"trace": str(trace)}) as llm:
-        llm.generate(prompts, parameters, use_tqdm=False)
-        passes = [json.loads(line) for line in trace.read_text().splitlines()]
-        middle = median(p["signal"] for p in passes if "signal" in p)
-        document = parse_policy(yaml.safe_load(triggered(enter=middle, leave=middle))).document
-        llm.collective_rpc("flexquant_change_policy", args=("sometimes", document, False))
-        llm.generate(prompts, parameters, use_tqdm=False)
-    files = [trace, *(trace.with_name(f"trace.jsonl.rank{rank}") for rank in range(1, count(ranks)))]
-    first, *others = [file.read_text().splitlines()[1:] for file in files]
-    assert others == [first] * len(others)
-    decode = [p for p in map(json.loads, first) if p.get("phase") == "decode"]
-    assert len(decode) == 2 * 11
-    assert not any(p["unsure"] for p in decode[:11])
-    assert {p["unsure"] for p in decode[11:]} == {False, True}
-    assert all(p["plan"] == ("w8a8" if p["unsure"] else "w4a16") for p in decode)
 
 
 def count(ranks: dict[str, int]) -> int:

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from flexquant import cli
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.cli.policy import HELP
 from flexquant.policy.rules import builtin_policies, load_policy
 from tests.pass_times import CROSSED, make_times
-from tests.policies import FLOOR
 
 
 @pytest.fixture(autouse=True)
@@ -90,10 +88,10 @@ def test_show_with_a_model_resolves_layers(
     assert result["plans"]["w8a8+w4a16[4]"] == ["w8a8"] * 4 + ["w4a16", "w8a8"]
 
 
-def test_show_tells_the_times_of_calm_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    document = yaml.safe_load(FLOOR) | {"measured": make_times(CROSSED).to_data()}
-    (tmp_path / "floor.yaml").write_text(json.dumps(document))
-    lines, _ = run(capsys, "show", str(tmp_path / "floor.yaml"))
+def test_show_tells_the_times_beside_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    document = load_policy("phase").document | {"measured": make_times(CROSSED).to_data()}
+    (tmp_path / "tuned.yaml").write_text(json.dumps(document))
+    lines, _ = run(capsys, "show", str(tmp_path / "tuned.yaml"))
     (row,) = (line for line in lines if line.startswith("1 sequence "))
     assert row.split()[-1] == "w4a16"
 

@@ -228,7 +228,7 @@ def test_bytes_per_weight_by_hand(subject, tmp_path):
     layer_bytes = LayerBytes(subject.checkpoint)
     assert layer_bytes.weights == 2 * weights
     runs = schedule(subject, ["w8a8", "phase"])
-    w8a8, w4a16 = (Plan.from_name(name, 2) for name in ("w8a8", "w4a16"))
+    w8a8, w4a16 = (Plan.from_layers((name,) * 2) for name in ("w8a8", "w4a16"))
     pure = layer_bytes.per_weight(runs["w8a8", 4].routes, w8a8)
     assert pure.resident == pure.decode == pytest.approx((int8 + norms) / weights)
     phase = layer_bytes.per_weight(runs["phase", 4].routes, w4a16)

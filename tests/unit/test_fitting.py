@@ -16,7 +16,7 @@ from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.fitting import Fit
 from flexquant.layers.plan_losses import PlanLosses
 from flexquant.layers.sensitivity import SCHEMA
-from flexquant.policy.choose import find_policies
+from flexquant.policy.default_policy import find_policies
 from flexquant.policy.pass_times import PassTimes, Time
 from flexquant.policy.plans import all_in, describe_layers, with_layer
 from flexquant.policy.rules import Policy

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Policy documents: what is read of them, and the built-in ones."""
+"""Policy documents: what is read of them, the built-in ones, and which one is used."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from typing import Any
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.policy.choose import DEFAULT_POLICY
-from flexquant.policy.ranges import Bounds
+from flexquant.policy.default_policy import (
+    DEFAULT_POLICY,
+    choose_policy,
+    default_name,
+    find_measured,
+    find_policies,
+)
 from flexquant.policy.rules import builtin_policies, load_policy, parse_policy, parse_policy_text
-from flexquant.policy.schema import SCHEMA
+from flexquant.policy.schema import SCHEMA, Bounds
 from tests import programs, readme
 from tests.policies import rules
 
@@ -37,7 +42,7 @@ rules:
 
 def test_the_policies_of_the_pages_are_valid() -> None:
     found = [parse_policy_text(text.encode(), "a page", "its") for text in readme.documents(SCHEMA)]
-    assert any(policy.trigger for policy in found)
+    assert any(policy.rules for policy in found)
 
 
 def test_every_key_is_read(tmp_path: Path) -> None:
@@ -46,9 +51,10 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     policy = load_policy(str(path))
     assert (policy.name, policy.description) == (str(path), "every key once")
     first, second, last = policy.rules
-    assert (first.phases, first.tokens, first.batch_size) == (("prefill", "mixed"), Bounds(16, 512), Bounds())
+    assert (first.phases, first.tokens) == (("prefill", "mixed"), Bounds(min=16, max=512))
+    assert (first.batch_size.min, first.batch_size.max) == (1, None)
     assert (first.variant, first.layers) == ("w8a8", ())
-    assert (second.phases, second.batch_size, second.variant) == (("decode",), Bounds(1, 32), "w4a16")
+    assert (second.phases, second.batch_size, second.variant) == (("decode",), Bounds(max=32), "w4a16")
     assert [(r.first, r.last, r.variant) for r in second.layers] == [
         (0, 3, "w8a8"),
         (-1, -1, "fp8"),
@@ -182,3 +188,37 @@ def test_wrong_derivations_are_refused(derive: dict[str, Any], message: str) -> 
 def test_derive_has_to_be_a_mapping() -> None:
     with pytest.raises(FlexQuantError, match=r"derive is \[\"w4a8\"\]; give a mapping such as w4a8"):
         parse_policy({**deriving(), "derive": ["w4a8"]})
+
+
+TUNED = str(Path(__file__).parents[2] / "benchmarks/results/tuning/smollm2-135m.yaml")
+STORED = load_policy("w4a16").document
+
+
+def test_the_given_policy_comes_before_the_checkpoints_and_that_before_the_default() -> None:
+    assert choose_policy("w8a8", STORED)[0] == "w8a8"
+    assert choose_policy("w8a8", STORED)[1].variants == ("w8a8",)
+    name, policy = choose_policy(None, STORED)
+    assert (name, policy.variants) == ("the checkpoint's policy", ("w4a16",))
+    name, policy = choose_policy()
+    assert name == DEFAULT_POLICY and policy.document == load_policy(DEFAULT_POLICY).document
+
+
+def test_a_stored_policy_that_breaks_the_schema_is_named() -> None:
+    with pytest.raises(FlexQuantError, match="the checkpoint's policy: .*rules"):
+        choose_policy(None, {"schema": STORED["schema"], "rules": []})
+
+
+@pytest.mark.parametrize("stored", [None, STORED])
+def test_the_default_is_found_among_the_policies_that_are_compared(stored: dict | None) -> None:
+    name = default_name(stored)
+    (policy,) = find_policies([name], ["w8a8", "w4a16"], "merged", stored).values()
+    assert policy.document == choose_policy(None, stored)[1].document
+
+
+def test_measured_times_are_those_of_the_chosen_policy() -> None:
+    tuned = load_policy(TUNED)
+    assert find_measured(TUNED) == (tuned.measured, TUNED)
+    assert find_measured(None, tuned.document) == (tuned.measured, "the checkpoint's policy")
+    assert find_measured(None, STORED) is None and find_measured(None) is None
+    with pytest.raises(FlexQuantError, match="w8a8 has no measured times .*flexquant tune"):
+        find_measured("w8a8", tuned.document)

@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.policy.choose import find_policies
+from flexquant.policy.default_policy import find_policies
 from flexquant.policy.pass_times import PassTimes, Time
 from flexquant.policy.plans import Plan
 from flexquant.policy.rules import parse_policy

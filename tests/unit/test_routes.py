@@ -2,14 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 from __future__ import annotations
 
+import json
+from itertools import product
 from typing import Any
 
 import pytest
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
-from flexquant.policy.routes import RouteTable, build_route_table
-from flexquant.policy.rules import Policy, load_policy, parse_policy
+from flexquant.policy.routes import RouteTable, build_route_table, route_changes
+from flexquant.policy.rules import Policy, builtin_policies, load_policy, parse_policy
 from flexquant.policy.schema import PHASES
 
 VARIANTS = ("w8a8", "w4a16")
@@ -308,3 +310,59 @@ def test_the_largest_decode_batch_bounds_decode_alone() -> None:
 def test_the_first_layer_counts_from_the_end_too() -> None:
     table = build_route_table(policy({"use": layered(**{"-4": "w8a8"})}), VARIANTS, 4, max_tokens=8)
     assert table.lookup("decode", 1).layers == ("w8a8", "w4a16", "w4a16", "w4a16")
+
+
+@pytest.mark.parametrize("name", builtin_policies())
+def test_a_table_survives_the_way_to_a_worker(name: str) -> None:
+    table = build_route_table(
+        load_policy(name), [*VARIANTS, "fp8"], num_layers=30, max_tokens=512, tokens_per_sequence=2
+    )
+    again = RouteTable.from_json(json.loads(json.dumps(table.to_json())))
+    assert (again.plans, again.derived) == (table.plans, table.derived)
+    assert all(again.intervals(phase) == table.intervals(phase) for phase in PHASES)
+    assert again.tokens_per_sequence == 2 and again.to_json() == table.to_json()
+
+
+@pytest.mark.parametrize("name", builtin_policies())
+def test_a_clipped_table_is_the_one_that_is_built_with_the_limit(name: str) -> None:
+    def built(limit: int | None) -> RouteTable:
+        return build_route_table(load_policy(name), [*VARIANTS, "fp8"], 30, 512, max_decode_tokens=limit)
+
+    for limit in (1, 32, 33, 64, 512, 600):
+        assert built(None).up_to(limit).to_json() == built(limit).to_json()
+        assert built(limit).intervals("decode")[-1].max_tokens == min(limit, 512)
+        assert built(None).up_to(limit).plans == built(limit).plans
+
+
+TOKENS = 96
+
+
+def builtin_table(name: str) -> RouteTable:
+    return build_route_table(
+        load_policy(name), ["w8a8", "w4a16", "fp8"], 6, TOKENS, max_decode_tokens=64, tokens_per_sequence=1
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), list(product(builtin_policies(), repeat=2)))
+def test_every_pass_that_changes_is_told_and_no_other(before: str, after: str) -> None:
+    old, new = builtin_table(before), builtin_table(after)
+    told = {
+        (change.phase, tokens): (change.before, change.after)
+        for change in route_changes(old, new)
+        for tokens in range(change.min_tokens, change.max_tokens + 1)
+    }
+    expected = {}
+    for phase in PHASES:
+        for tokens in range(1, old.intervals(phase)[-1].max_tokens + 1):
+            plans = old.lookup(phase, tokens).name, new.lookup(phase, tokens).name
+            if plans[0] != plans[1]:
+                expected[phase, tokens] = plans
+    assert told == expected
+
+
+def test_neighbouring_passes_are_told_together() -> None:
+    def upto(most: int) -> RouteTable:
+        return build_route_table(policy(decode("a", max=most), {"use": "b"}), ["a", "b"], 2, 50)
+
+    assert route_changes(upto(8), upto(20)) == [("decode", 9, 20, "b", "a")]
+    assert route_changes(upto(8), upto(8)) == []

@@ -27,7 +27,6 @@ from flexquant.policy.rules import load_policy, parse_policy
 from flexquant.policy.schema import SCHEMA
 from tests.checkpoints import make_checkpoint
 from tests.pass_times import CPU_LIMITS, CROSSED, make_times, run_trace
-from tests.policies import FLOOR
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
@@ -68,20 +67,6 @@ def test_the_batch_size_decides_by_the_number_of_sequences() -> None:
         ("prefill", "w8a8"),
         ("decode", "w8a8"),
         ("decode", "w4a16"),
-    ]
-
-
-def test_the_first_passes_after_a_prompt_take_the_rule_for_them(tmp_path: Path) -> None:
-    (tmp_path / "floor.yaml").write_text(FLOOR)
-    # The second prompt has one token: a decode pass computes it, the first pass after a prompt.
-    trace = [Request(0, 5, 9), Request(0.0265, 1, 1)]
-    result = run_trace(trace, Limits(), str(tmp_path / "floor.yaml"), make_times(CROSSED))
-    assert [(p.plan, p.sequences) for p in result.passes] == [
-        ("w8a8", 1),
-        *[("w8a8", 1)] * 3,
-        ("w8a8", 2),
-        *[("w8a8", 1)] * 2,
-        *[("w4a16", 1)] * 2,
     ]
 
 

@@ -17,7 +17,7 @@ from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.measuring.comparison import Effort
 from flexquant.merge import merge_checkpoints
-from flexquant.policy.choose import find_policies
+from flexquant.policy.default_policy import find_policies
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy, parse_policy
 from flexquant.tuning.candidates import FROM_INT4, eight_bit, find_variants, leave_out_lossy

@@ -59,8 +59,7 @@ def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
     in_others: dict[str, set[int]] = {}
     for phase in PHASES:
         tried, found = (DECODE_SIZES, in_decode) if phase == "decode" else (OTHER_SIZES, in_others)
-        intervals = [row for span in routes.spans(phase) for row in routes.intervals(phase, span.moment)]
-        for first, last, plan in intervals:
+        for first, last, plan in routes.intervals(phase):
             sizes = {size for size in tried if first <= size <= last} or {min(last, max(first, tried[-1]))}
             for variant in plan.variants:
                 found.setdefault(variant, set()).update(sizes)

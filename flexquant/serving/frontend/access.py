@@ -56,8 +56,8 @@ def _require(given: Given, keys: list[str]) -> None:
         raise HTTPException(401, "Unauthorized")
 
 
-async def ask_ranks(request: Request, method: str, *args: object, timeout: float) -> Answers:
-    """Return the answers of all workers (:func:`ask_workers`).
+def merged_engine(request: Request) -> AsyncLLM:
+    """Return vLLM's client of the engine.
 
     Raises HTTPException 404 if no merged checkpoint is served, or if the workers have another extension.
     """
@@ -67,7 +67,12 @@ async def ask_ranks(request: Request, method: str, *args: object, timeout: float
         raise HTTPException(
             404, f"no merged checkpoint is served, or its workers' extension is '{extension}'"
         )
-    return await ask_workers(engine, method, *args, timeout=timeout)
+    return engine
+
+
+async def ask_ranks(request: Request, method: str, *args: object, timeout: float) -> Answers:
+    """Return the answers of all workers (:func:`ask_workers`); raise as :func:`merged_engine` does."""
+    return await ask_workers(merged_engine(request), method, *args, timeout=timeout)
 
 
 async def ask_briefly(request: Request, method: str, *args: object) -> Answers:

@@ -74,7 +74,7 @@ class Status(Reply):
 
 
 class ChangedRoute(Reply):
-    """The fields of :class:`flexquant.policy.route_changes.RouteChange`."""
+    """The fields of :class:`flexquant.policy.routes.RouteChange`."""
 
     phase: Phase
     min_tokens: int

@@ -3,22 +3,21 @@
 """Serve ``POST /flexquant/policy``, which changes a server's policy between two steps of its engine.
 
 The body is a policy document, YAML or JSON. In the query, ``name`` becomes the policy's name, and ``dry_run``
-only asks what would change. All ranks are first asked whether they can take the policy. vLLM runs such a
+only asks what would change. This process resolves the policy to its route table, which the ranks compare with
+what they have loaded; all are first asked whether they can take it. vLLM runs such a
 question in the loop of its engine, where no step is running, and passes questions and steps to the ranks in
 the same order. So all ranks change between the same two steps, without an effect on requests. If CUDA graphs
 have to be captured, vLLM's own pause holds all requests meanwhile.
 
 Each engine takes the policy only if it still has a policy that the first question saw. So if two API servers
-change the policy at once, one of them is refused, or both. If an engine refuses, the engines that have taken
-the policy go back. An engine that does not answer in time is not asked to go back, as it may be taking the
-policy.
+change the policy at once, one of them is refused, or both. If an engine refuses or does not answer after
+others have taken the policy, they differ: the answer says so, and ``GET /flexquant`` lists their policies.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
@@ -26,14 +25,25 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from vllm.logger import init_logger
 
+from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import Policy, parse_policy_text
-from flexquant.policy.schema import SCHEMA, inlined_json_schema
-from flexquant.serving.frontend.access import STATUS_TIMEOUT, answer_of, ask_ranks, authorise_admin
+from flexquant.policy.schema import SCHEMA, json_schema
+from flexquant.serving.config import served_policy
+from flexquant.serving.frontend.access import (
+    STATUS_TIMEOUT,
+    answer_of,
+    ask_ranks,
+    authorise_admin,
+    merged_engine,
+)
 from flexquant.serving.frontend.answers import PolicyChange, refusal_responses
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from flexquant.serving.options import ServedPolicy
     from flexquant.serving.vllm_api import AsyncLLM
 
 logger = init_logger("vllm.flexquant.policy")
@@ -52,7 +62,9 @@ REFUSALS = refusal_responses(
     _422="The body is no policy, or the name is not printable.",
     _504="The engines take long; what they were asked is still under way.",
 )
-DOCUMENT = inlined_json_schema() | {"examples": [{"schema": SCHEMA, "rules": [{"use": "w8a8"}]}]}
+DOCUMENT = json_schema() | {"examples": [{"schema": SCHEMA, "rules": [{"use": "w8a8"}]}]}
+
+DISAGREE = "GET /flexquant tells their policies; apply one policy to all again"
 
 _one_at_a_time = asyncio.Lock()
 
@@ -80,19 +92,22 @@ async def change_policy(
     """Change the server's policy to that in the body, and return what changes.
 
     Raises HTTPException 413 for a body of more than 128 KiB, 422 for a body that is no policy, and 409 for a
-    policy that this server cannot take, each with the reason; nothing changes then. Raises HTTPException 504
-    if the engines do not finish in time. A thread parses the body, so the server's loop does not wait.
+    policy that this server cannot take, each with the reason; nothing changes then, except on engines that
+    the reason speaks of. Raises HTTPException 504 if the engines do not finish in time. Threads parse and
+    resolve the policy, so the server's loop does not wait.
     """
     body = await read_body(request)
     async with _one_at_a_time:
         policy = await asyncio.to_thread(read_policy, body, name)
         began = time.perf_counter()
+        served = await asyncio.to_thread(resolve, merged_engine(request).vllm_config, policy)
         try:
-            ranks = await _ask_change(request, policy, True)
+            ranks = await _ask_change(request, served, True)
             if not dry_run:
                 captures = any(rank["captures_graphs"] for rank in ranks)
+                seen = [rank["before"]["digest"] for rank in ranks]
                 async with _paused(request) if captures else _running():
-                    ranks = await _change(request, policy, [rank["before"]["digest"] for rank in ranks])
+                    ranks = await _ask_change(request, served, False, seen)
                 logger.info("policy %s taken instead of %s", name, ranks[0]["before"]["name"])
         except TimeoutError as e:
             under_way = f"{e}; it is still under way: GET /flexquant tells the policy that is served"
@@ -120,49 +135,27 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _change(request: Request, policy: Policy, seen: list[str]) -> list[JsonObject]:
-    """Have all engines, or none, replace a policy that has one of the digests ``seen``."""
-    change = uuid.uuid4().hex
+def resolve(vllm_config: VllmConfig, policy: Policy) -> ServedPolicy:
+    """Return the policy as workers take it; raise HTTPException 409 if this server cannot serve it."""
     try:
-        return await _ask_change(request, policy, False, seen, change)
-    except TimeoutError:
-        raise
-    except BaseException as e:
-        await asyncio.shield(_go_back(request, change, e))
-        raise
+        merged = MergedConfig.from_json(vllm_config.model_config.hf_config.quantization_config)
+        return served_policy(vllm_config, merged, policy.name, policy)
+    except FlexQuantError as e:
+        raise HTTPException(409, str(e)) from e
 
 
-async def _go_back(request: Request, change: str, why: BaseException) -> None:
-    """Have the engines undo a change, including engines that are still making it.
-
-    Raises HTTPException, with both reasons, if an engine cannot.
-    """
-    try:
-        await _ask_all(request, CAPTURE_TIMEOUT, "flexquant_restore_policy", change)
-    except Exception as e:
-        reasons = f"{_reason(why)}; and engines could not go back ({_reason(e)})"
-        told = f"{reasons}: GET /flexquant tells their policies"
-        logger.error("%s", told)
-        raise HTTPException(why.status_code if isinstance(why, HTTPException) else 500, told) from e
-
-
-def _reason(e: BaseException) -> str:
-    return str(e.detail) if isinstance(e, HTTPException) else f"{type(e).__name__}: {e}"
-
-
-async def _ask_change(request: Request, policy: Policy, dry_run: bool, *more: object) -> list[JsonObject]:
-    document = {key: value for key, value in policy.document.items() if key != "measured"}
+async def _ask_change(
+    request: Request, served: ServedPolicy, dry_run: bool, seen: list[str] | None = None
+) -> list[JsonObject]:
+    """Return the answers of all ranks; raise HTTPException 409 with the reason if one refuses."""
     timeout = STATUS_TIMEOUT if dry_run else CAPTURE_TIMEOUT
     method = "flexquant_change_policy"
-    return await _ask_all(request, timeout, method, policy.name, document, dry_run, *more)
-
-
-async def _ask_all(request: Request, timeout: float, method: str, *args: object) -> list[JsonObject]:
-    """Return the answers of all ranks; raise HTTPException 409 with the reason if one refuses."""
-    ranks = await ask_ranks(request, method, *args, timeout=timeout)
-    for rank in ranks:
-        if "refused" in rank:
-            raise HTTPException(409, rank["refused"])
+    ranks = await ask_ranks(request, method, served.to_json(), dry_run, seen, timeout=timeout)
+    refused = [rank["refused"] for rank in ranks if "refused" in rank]
+    if refused and not dry_run and len(refused) < len(ranks):
+        raise HTTPException(409, f"{refused[0]}; other engines have taken {served.name}: {DISAGREE}")
+    if refused:
+        raise HTTPException(409, refused[0])
     return ranks
 
 

@@ -13,15 +13,14 @@ is left over; the step's logits or the next step, whichever comes first, finds i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum, auto
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
-from flexquant.policy.moments import CALM, Moment
 from flexquant.policy.schema import Phase
 from flexquant.serving.vllm_api import MambaBase, subclass_attention_backend
 from flexquant.serving.worker.state_layers import sharers, shares_state
@@ -48,20 +47,10 @@ class Pass(NamedTuple):
     """Largest number of tokens of one sequence; 0 if the backend cannot be observed."""
     scheduled_tokens: int
     """Tokens without padding, as vLLM's scheduler asked; 0 if the backend cannot be observed."""
-    moment: Moment = CALM
-    """The pass's moment; :data:`CALM` if moments are not followed, and for vLLM's own passes."""
-    signal: float | None = None
-    """Latest signal that the moment depends on; None if there is none."""
 
     def to_data(self) -> JsonObject:
         """Return JSON-able data."""
-        data = self._asdict()
-        del data["moment"], data["signal"]
-        if self.moment != CALM:
-            data |= self.moment._asdict()
-        if self.signal is not None:
-            data["signal"] = self.signal if math.isfinite(self.signal) else None
-        return data
+        return self._asdict()
 
 
 UNKNOWN = Pass("prefill", 0, 0, 0, 0)
@@ -94,14 +83,22 @@ def describe_pass(
     return Pass(phase, tokens, len(lengths), longest, sum(lengths))
 
 
-class Moments(Protocol):
-    """Follows the passes of a policy that tells moments of decoding apart (`moments`)."""
+class PassState(Enum):
+    """Whose pass the model runs."""
 
-    def place(self, begun: Pass, holds_prompt: bool) -> Pass:
-        """Return the beginning pass with its moment."""
+    WARM_UP = auto()
+    """vLLM's own before the scheduler's first: it profiles, tunes kernels or captures CUDA graphs."""
+    SCHEDULED = auto()
+    """The scheduler's, which computes tokens of requests."""
+    IN_STEP = auto()
+    """vLLM's own beside the scheduler's: data-parallel engines keep step by them."""
+    CAPTURE = auto()
+    """vLLM's own while requests wait: it captures CUDA graphs again."""
 
-    def measure(self, logits: torch.Tensor | None, device: torch.device) -> None:
-        """Take the logits that a pass computed."""
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are served, so that nothing may be tuned or captured."""
+        return self in (PassState.SCHEDULED, PassState.IN_STEP)
 
 
 @runtime_checkable
@@ -117,34 +114,30 @@ class PassObserver:
     def __init__(
         self,
         tokens_per_sequence: int,
-        replayed: Callable[[Pass], None],
-        began: Callable[[], None] | None = None,
+        *,
+        began: Callable[[], None] = lambda: None,
+        replayed: Callable[[Pass], None] = lambda _: None,
     ) -> None:
-        """Observe passes; ``replayed`` is called with every scheduler's pass that did not call the model.
+        """Observe passes in which a decoding sequence has ``tokens_per_sequence`` tokens.
 
-        ``began`` is called when a pass of the scheduler begins.
+        ``began`` is called when a pass of the scheduler begins, and ``replayed`` with each of them that did
+        not call the model.
         """
         self._tokens_per_sequence = tokens_per_sequence
-        self._replayed = replayed
         self._began = began
+        self._replayed = replayed
         self._backends: dict[type[AttentionBackend], type[AttentionBackend]] = {}
         self._first_layer: str | None = None
         self._sharers: dict[str, list[str]] = {}
         self._unobserved: str | None = None
         self._left_over: Pass | None = None
-        self._in_capture = False
-        self.is_serving = False
-        """Whether the scheduler's passes have begun; the first of them holds a prompt.
-
-        Before that, vLLM's own passes warm up and capture CUDA graphs.
-        """
-        self.is_scheduled = False
-        """Whether the pass that was read last is the scheduler's; vLLM's own can come at any time."""
-        self.is_of_vllm = False
-        """Whether the next pass has requests of vLLM's own (`model_states`)."""
-        self._is_interrupted = False
-        self.moments: Moments | None = None
-        """Gives each pass its moment; None if the policy does not tell moments apart."""
+        """The scheduler's last pass, until the model is called for it or it is reported as replayed."""
+        self._stage = PassState.WARM_UP
+        """WARM_UP until the scheduler's first pass, which holds a prompt; then SCHEDULED, or CAPTURE."""
+        self._next_is_own = False
+        """Whether the pass that vLLM describes next is its own at any stage."""
+        self.state = PassState.WARM_UP
+        """Whose pass :meth:`read` read last."""
 
     def observe(self, layers: Mapping[str, object]) -> None:
         """Give attention layers, by name, an observed backend; call this before vLLM makes their KV cache.
@@ -183,11 +176,13 @@ class PassObserver:
 
         None in vLLM's profiling runs and some of its capture runs, which have no attention metadata.
         """
+        self.state = PassState.IN_STEP if self._stage == PassState.SCHEDULED else self._stage
         metadata: Any = context.attn_metadata
         if not metadata:
             return None
+        if self._left_over is not None:
+            self.state, self._left_over = PassState.SCHEDULED, None
         described = getattr(metadata.get(self._first_layer), "flexquant_pass", UNKNOWN)
-        self.is_scheduled, self._left_over = self._left_over is not None, None
         return described if described.tokens == tokens else described._replace(tokens=tokens)
 
     def settle(self) -> None:
@@ -196,15 +191,19 @@ class PassObserver:
             replayed, self._left_over = self._left_over, None
             self._replayed(replayed)
 
+    def expect(self, *, own: bool) -> None:
+        """Note whether the pass that vLLM describes next has requests of vLLM's own (`model_states`)."""
+        self._next_is_own = own
+
     @contextmanager
-    def interrupted(self) -> Iterator[None]:
+    def capturing(self) -> Iterator[None]:
         """Treat passes in the block as vLLM's own, even if waiting requests describe them."""
         self.settle()
-        was_serving, self.is_serving, self._is_interrupted = self.is_serving, False, True
+        before, self._stage = self._stage, PassState.CAPTURE
         try:
             yield
         finally:
-            self.is_serving, self._is_interrupted = was_serving, False
+            self._stage = before
 
     def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> Pass:
         # A FULL graph's metadata has its padded size; other passes get their padded size in read().
@@ -214,26 +213,15 @@ class PassObserver:
             common.num_actual_tokens,
             self._tokens_per_sequence,
         )
-        is_own = self.is_of_vllm or self._is_interrupted
-        if not (self.is_serving or is_own) and _holds_prompt(common):
-            self.is_serving = True
-        if self._first_layer in layer_names and self.is_serving and not (self._in_capture or is_own):
-            if self._left_over is not None:
-                self.settle()
-            if self.moments is not None:
-                found = self.moments.place(found, _holds_prompt(common))
+        if self._next_is_own:
+            return found
+        if self._stage == PassState.WARM_UP and _holds_prompt(common):
+            self._stage = PassState.SCHEDULED
+        if self._stage == PassState.SCHEDULED and self._first_layer in layer_names:
+            self.settle()
             self._left_over = found
-            if self._began is not None:
-                self._began()
+            self._began()
         return found
-
-    @contextmanager
-    def _capture(self) -> Iterator[None]:
-        self._in_capture = True
-        try:
-            yield
-        finally:
-            self._in_capture = False
 
     def _observed(self, backend: type[AttentionBackend]) -> type[AttentionBackend]:
         observer = self
@@ -273,8 +261,12 @@ class PassObserver:
                         self.layer_names.append(name)
 
             def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> object:
-                with observer._capture():
+                before = observer._next_is_own
+                observer.expect(own=True)
+                try:
                     return super().build_for_cudagraph_capture(common_attn_metadata)
+                finally:
+                    observer.expect(own=before)
 
         return subclass_attention_backend("FlexQuant", backend, ObservedBuilder)
 

@@ -204,7 +204,7 @@ class PlanGraphs:
 
 @contextmanager
 def no_blocks_of_requests(runner: Runner) -> Iterator[None]:
-    """Have passes of vLLM's own find the block that no request has, as they do before the first request.
+    """Point dummy passes at the null block, so that a capture cannot overwrite a request's state.
 
     The V1 runner describes them with the block tables of the requests under way. Attention writes nothing in
     them, having no slots, but a layer that keeps a state writes into the first block of every sequence.

@@ -2,29 +2,25 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Change the policy of a serving model, on all ranks of its engine or on none.
 
-`policy_change` decides whether the model can take a policy, and what that changes.
+The policy can use the decoder layers that were loaded of each variant at the start; if plans are compiled, it
+can use only those plans. No pass runs between two steps of the engine, so the new routes apply from one pass
+to the next. The KV cache stays, as all variants read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from vllm.logger import init_logger
 
+from flexquant.checkpoint.layer_ranges import describe_ranges
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
-from flexquant.policy.rules import parse_policy
-from flexquant.serving.worker.moments import RunningMoments, running_moments
+from flexquant.policy.routes import route_changes
+from flexquant.serving.config import clip_to_server
+from flexquant.serving.options import ServedPolicy
 from flexquant.serving.worker.plan_views import decoder_path, is_compiled
-from flexquant.serving.worker.policy_change import (
-    ServedPolicy,
-    check_capture,
-    check_change,
-    check_seen,
-    describe_change,
-    served_policy,
-)
 from flexquant.serving.worker.ranks import on_all_ranks
 
 if TYPE_CHECKING:
@@ -34,6 +30,7 @@ if TYPE_CHECKING:
     from flexquant.checkpoint.merged_config import MergedConfig
     from flexquant.policy.plans import Plan
     from flexquant.policy.routes import RouteTable
+    from flexquant.policy.rules import Derivation
     from flexquant.serving.worker.forward_pass import PassObserver
     from flexquant.serving.worker.graphs import PlanGraphs, Runner
     from flexquant.serving.worker.pass_records import PassRecords
@@ -72,28 +69,21 @@ class LivePolicy:
         self._build_plan = build_plan
         self._loaded = model.routes
         """The first routes, which determine the layers that were loaded of each variant."""
-        self._before: dict[str, ServedPolicy] = {}
-        """Name of the last change -> the policy before it; the same on all ranks."""
 
     def change(
-        self,
-        name: str,
-        document: JsonObject,
-        runner: Runner | None,
-        seen: Collection[str] | None = None,
-        change: str = "",
+        self, policy: ServedPolicy, runner: Runner | None, seen: Collection[str] | None = None
     ) -> JsonObject:
         """Route by another policy from the next pass on; return what that changes.
 
-        ``name`` is the policy's name for users. ``seen`` holds digests of the policies that it may replace;
-        None: any. ``change`` names the change for :meth:`restore`. No pass may be running. ``runner``, vLLM's
-        model runner, captures missing CUDA graphs; None only returns what would change. Raises
-        :class:`FlexQuantError`, and changes nothing, if the model cannot take the policy on some rank.
+        The front end has resolved ``policy`` for this server. ``seen`` holds digests of the policies that it
+        may replace; None: any. No pass may be running. ``runner``, vLLM's model runner, captures missing CUDA
+        graphs; None only returns what would change. Raises :class:`FlexQuantError`, and changes nothing, if
+        the model cannot take the policy on some rank.
         """
 
         def check() -> tuple[ServedPolicy, JsonObject]:
-            check_seen(before, seen, name)
-            after = served_policy(self._vllm_config, self._model.merged, name, parse_policy(document, name))
+            check_seen(before, seen, policy.name)
+            after = clip_to_server(self._vllm_config, self._model.merged, policy)
             if not after.routes.ignores_phase():
                 self._model.observer.check_phases()
             compiles = any(
@@ -112,35 +102,21 @@ class LivePolicy:
         after, told = on_all_ranks(check)
         if runner is not None:
             self._take(after, runner)
-            self._before = {change: before}
         return told
-
-    def restore(self, change: str, runner: Runner) -> None:
-        """Return to the policy before ``change``, if that is the last change that was made here.
-
-        It is called if other engines have not taken the policy. Raises :class:`FlexQuantError` as
-        :meth:`change` does, and can be called again then.
-        """
-        self._take(self._before.get(change, self._model.policy), runner)
-        self._before.pop(change, None)
 
     def _take(self, after: ServedPolicy, runner: Runner) -> None:
         """Route by a policy; ranks agree after every step that can fail, and no later step can."""
         before = self._model.policy
 
-        def prepare() -> tuple[dict[str, nn.Module], RunningMoments | None]:
+        def build_missing() -> dict[str, nn.Module]:
             self._model.observer.settle()
             missing = [plan for plan in after.routes.plans if plan.name not in self._plans]
-            return {plan.name: self._build_plan(plan) for plan in missing}, running_moments(after.routes)
+            return {plan.name: self._build_plan(plan) for plan in missing}
 
-        plans, moments = on_all_ranks(prepare)
-        if after is before:
-            return
-        self._plans |= plans
+        self._plans |= on_all_ranks(build_missing)
         self._model.policy = after
         if not self._graphs.fit(after.routes):
             self._capture_again(runner, before)
-        self._model.observer.moments = moments
         logger.info("FlexQuant: policy %s instead of %s", after.name, before.name)
         try:
             self._model.records.announce_policy(after)
@@ -154,7 +130,7 @@ class LivePolicy:
             self._graphs.capture_again(runner, self._vllm_config)
 
         pieces = self._graphs.pieces()
-        with self._model.observer.interrupted():
+        with self._model.observer.capturing():
             try:
                 on_all_ranks(capture)
                 return
@@ -175,3 +151,87 @@ class LivePolicy:
             f"the CUDA graphs of {name} could not be captured on every rank ({failure}); {before.name} "
             f"{served}"
         ) from failure
+
+
+def check_seen(before: ServedPolicy, seen: Collection[str] | None, name: str) -> None:
+    """Raise :class:`FlexQuantError` if the policy ``before`` has changed since the caller saw it.
+
+    ``seen`` are the digests that the caller has seen; None: the policy ``name`` may replace any policy.
+    """
+    if seen is not None and before.digest not in seen:
+        raise FlexQuantError(
+            f"the server took {before.name} while {name} was being checked; look at GET /flexquant, and "
+            f"apply {name} again"
+        )
+
+
+def check_change(
+    after: ServedPolicy,
+    *,
+    layers: Mapping[str, Collection[int]],
+    derived: Mapping[str, Derivation],
+    compiled_plans: Collection[str] | None,
+) -> None:
+    """Raise :class:`FlexQuantError` if a policy needs layers, variants or plans that a serving model lacks.
+
+    ``layers`` are the loaded layers of each variant, ``derived`` the derived variants. ``compiled_plans`` are
+    the names of the compiled plans; None if the model is not compiled.
+    """
+    needed = after.routes.layers
+    if missing := sorted(needed.keys() - layers.keys()):
+        raise FlexQuantError(
+            f"{after.name} uses {' and '.join(missing)}, but the server has loaded {', '.join(layers)}; "
+            "take a policy that uses these alone, or start a server with one that uses all of them"
+        )
+    for name, numbers in needed.items():
+        if absent := numbers - set(layers[name]):
+            raise FlexQuantError(
+                f"{after.name} uses layers {describe_ranges(absent)} of {name}, but the server has loaded "
+                f"its layers {describe_ranges(layers[name])} alone; take a policy that uses no others of it, "
+                "or start a server with one that uses them all"
+            )
+    for name in sorted(needed):
+        if after.routes.derived.get(name) != derived.get(name):
+            raise FlexQuantError(
+                f"{after.name} derives {name} otherwise than the policy that the server was started with; "
+                "derive it in the same way, or start a server with this policy"
+            )
+    if compiled_plans is None:
+        return
+    unknown = [plan.name for plan in after.routes.plans if plan.name not in compiled_plans]
+    if unknown:
+        compiled = ", ".join(compiled_plans)
+        raise FlexQuantError(
+            f"{after.name} has the plan {unknown[0]}, but the server has compiled {compiled}, and "
+            "compiles no more; use these alone, or start a server with this policy"
+        )
+
+
+def check_capture(vllm_config: VllmConfig, graphs: PlanGraphs, after: ServedPolicy) -> bool:
+    """Return whether CUDA graphs have to be captured for a policy; raise FlexQuantError if they cannot be."""
+    if graphs.fit(after.routes):
+        return False
+    for asked, what in (
+        (vllm_config.speculative_config, "speculative decoding"),
+        (vllm_config.kv_transfer_config, "a KV connector"),
+    ):
+        if asked is not None:
+            raise FlexQuantError(
+                f"{after.name} needs other CUDA graphs, and with {what} they are captured at the start only; "
+                "start a server with this policy"
+            )
+    return True
+
+
+def describe_change(before: ServedPolicy, after: ServedPolicy, *, captures: bool) -> JsonObject:
+    """Describe a change as JSON-able data.
+
+    It has both policies, whether CUDA graphs are captured, and in ``routes`` the passes that get another
+    plan.
+    """
+    return {
+        "before": before.described(),
+        "after": after.described(),
+        "captures_graphs": captures,
+        "routes": [change._asdict() for change in route_changes(before.routes, after.routes)],
+    }

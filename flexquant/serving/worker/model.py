@@ -18,9 +18,9 @@ from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable
-from flexquant.serving.config import tokens_per_sequence
+from flexquant.serving.config import clip_to_server
 from flexquant.serving.cpu.kernels import provide_cpu_kernels
-from flexquant.serving.options import resolved_policy
+from flexquant.serving.options import ServedPolicy
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     IntermediateTensors,
@@ -31,15 +31,13 @@ from flexquant.serving.vllm_api import (
     get_forward_context,
 )
 from flexquant.serving.worker.adapters import offer_to_adapters, share_adapters, tell_devices
-from flexquant.serving.worker.forward_pass import Pass, PassObserver
+from flexquant.serving.worker.forward_pass import Pass, PassObserver, PassState
 from flexquant.serving.worker.graphs import PlanGraphs
 from flexquant.serving.worker.live_policy import LivePolicy
 from flexquant.serving.worker.model_states import observed_model_state
-from flexquant.serving.worker.moments import running_moments
 from flexquant.serving.worker.one_copy import find_scales
 from flexquant.serving.worker.pass_records import PassRecords
 from flexquant.serving.worker.plan_views import build_plan
-from flexquant.serving.worker.policy_change import served_policy
 from flexquant.serving.worker.ranks import check_ranks_agree
 from flexquant.serving.worker.state_layers import HybridModel
 from flexquant.serving.worker.variants import build_variants
@@ -67,58 +65,67 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        provide_cpu_kernels()
         self.config = vllm_config.model_config.hf_config
         self.merged = MergedConfig.from_json(self.config.quantization_config)
-        self.policy = served_policy(vllm_config, self.merged, *resolved_policy(vllm_config))
-        routes = self.policy.routes
-        check_ranks_agree(routes, self.config.quantization_config)
-
-        names = [name for name in (*self.merged.variants, *routes.derived) if name in routes.layers]
-        variants = build_variants(vllm_config, self.merged, names, routes, prefix)
-        self.variants = nn.ModuleDict(variants)
-        self.records = PassRecords.of_worker(vllm_config)
-        self.observer = PassObserver(
-            tokens_per_sequence(vllm_config), self._replayed, lambda: self.records.begin()
-        )
-        registered = vllm_config.compilation_config.static_forward_context
-        self.observer.observe(
-            {name: layer for name, layer in registered.items() if isinstance(layer, AttentionLayerBase)}
-        )
-        if not routes.ignores_phase():
-            self.observer.check_phases()
-        self.observer.moments = running_moments(routes)
+        self.policy = clip_to_server(vllm_config, self.merged, ServedPolicy.from_vllm(vllm_config))
+        check_ranks_agree(self.routes, self.config.quantization_config)
         self._vllm_config = vllm_config
-        self._derived = routes.derived
-        loaded = {name: variant for name, variant in variants.items() if routes.has_weights(name)}
-        self._loader = VariantLoader(
-            loaded,
-            self.merged,
-            routes.derived,
-            routes.layers,
-            must_be_unsmoothed=vllm_config.lora_config is not None,
-        )
-        self._aux_layers: tuple[int, ...] | None = None
-        """Layers that EAGLE-3 reads, as vLLM set them; plans that are built later get them too."""
-        # Use a plain dict: plans are views, and vLLM must not see their weights a second time.
-        self._plans: dict[str, Any] = {plan.name: self._build_plan(plan) for plan in routes.plans}
-        self._lora_manager: LoRAModelManager | None = None
-        if vllm_config.lora_config is not None:
-            offer_to_adapters(self, self._plans[routes.plans[0].name])
-        # What pipeline-parallel ranks pass on has the same shape in all variants.
-        if make_empty := getattr(next(iter(variants.values())), "make_empty_intermediate_tensors", None):
-            self.make_empty_intermediate_tensors = make_empty
-        self._last_plan = routes.plans[0].name
-        mode = vllm_config.compilation_config.cudagraph_mode
-        self._graphs = PlanGraphs(has_full=mode is not None and mode.has_full_cudagraphs())
+        self._build_variants(prefix)
+        self._observe_passes()
+        self._build_plans()
         self.live_policy = LivePolicy(self, vllm_config, self._plans, self._graphs, self._build_plan)
         """Changes the policy while serving."""
-        self._memory: WeightMemory | None = WeightMemory(variants)
         self.weight_bytes: dict[str, int] = {}
         """Variant -> bytes of its weights as kernels keep them; known once all are loaded."""
         self.weight_bytes_by_layers: BytesByRange = {}
         # vLLM 0.26 does not call the model's process_weights_after_loading.
         self._until_first_pass = self.register_forward_pre_hook(lambda *_: self._announce())
+
+    def _build_variants(self, prefix: str) -> None:
+        """Build the variants that plans need, with the loader of their weights."""
+        provide_cpu_kernels()
+        routes, vllm_config = self.routes, self._vllm_config
+        names = [name for name in (*self.merged.variants, *routes.derived) if name in routes.layers]
+        variants = build_variants(vllm_config, self.merged, names, routes, prefix)
+        self.variants = nn.ModuleDict(variants)
+        self._derived = routes.derived
+        self._loader = VariantLoader(
+            {name: variant for name, variant in variants.items() if routes.has_weights(name)},
+            self.merged,
+            routes.derived,
+            routes.layers,
+            must_be_unsmoothed=vllm_config.lora_config is not None,
+        )
+        self._memory: WeightMemory | None = WeightMemory(variants)
+        # What pipeline-parallel ranks pass on has the same shape in all variants.
+        if make_empty := getattr(next(iter(variants.values())), "make_empty_intermediate_tensors", None):
+            self.make_empty_intermediate_tensors = make_empty
+
+    def _observe_passes(self) -> None:
+        """Observe the attention layers of the variants, and record the passes."""
+        self.records = PassRecords.of_worker(self._vllm_config)
+        self.observer = PassObserver(
+            self.routes.tokens_per_sequence, began=lambda: self.records.begin(), replayed=self._replayed
+        )
+        registered = self._vllm_config.compilation_config.static_forward_context
+        self.observer.observe(
+            {name: layer for name, layer in registered.items() if isinstance(layer, AttentionLayerBase)}
+        )
+        if not self.routes.ignores_phase():
+            self.observer.check_phases()
+
+    def _build_plans(self) -> None:
+        """Build the plans as views over the variants, and prepare for their CUDA graphs."""
+        self._aux_layers: tuple[int, ...] | None = None
+        """Layers that EAGLE-3 reads, as vLLM set them; plans that are built later get them too."""
+        # Use a plain dict: plans are views, and vLLM must not see their weights a second time.
+        self._plans: dict[str, Any] = {plan.name: self._build_plan(plan) for plan in self.routes.plans}
+        self._last_plan = self.routes.plans[0].name
+        self._lora_manager: LoRAModelManager | None = None
+        if self._vllm_config.lora_config is not None:
+            offer_to_adapters(self, self._plans[self._last_plan])
+        mode = self._vllm_config.compilation_config.cudagraph_mode
+        self._graphs = PlanGraphs(has_full=mode is not None and mode.has_full_cudagraphs())
 
     def _build_plan(self, plan: Plan) -> nn.Module:
         built = build_plan(dict(self.variants.items()), plan, self.merged, self._derived)
@@ -226,28 +233,28 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         context = get_forward_context()
         in_pieces = context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
         forward_pass = self.observer.read(context, tokens)
-        is_serving = self.observer.is_serving
-        if in_pieces and not is_serving:
+        state = self.observer.state
+        if in_pieces and not state.is_serving:
             reachable = [plan.name for plan in self.routes.reachable(tokens)]
             self._graphs.capture_missing(self._plans, reachable, context, inputs, tokens)
         if forward_pass is None:
             any_plan = self.routes.reachable(tokens)[0].name
             return self._plans[any_plan](**inputs) if in_pieces else self._run_all(inputs)
-        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment)
-        if not (in_pieces or is_serving):
+        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)
+        if not (in_pieces or state.is_serving):
             self._warm_up_others(plan.name, tokens, inputs)
             self._graphs.watch_full_capture(plan.name, forward_pass.phase, tokens)
         if in_pieces:
             output = self._graphs.replay(plan.name, self._plans[plan.name], context, inputs)
         else:
             output = self._plans[plan.name](**inputs)
-        if self.observer.is_scheduled:  # a GPU computes meanwhile
+        if state == PassState.SCHEDULED:  # a GPU computes meanwhile
             self._served(forward_pass, plan.name, context.cudagraph_runtime_mode)
         vars(self)["_last_plan"] = plan.name  # Module.__setattr__ looks through all of its parts
         return output
 
     def _warm_up_others(self, plan: str, tokens: int, inputs: Mapping[str, object]) -> None:
-        """In a pass of vLLM's own, run the other plans of its size, so that their kernels are tuned too.
+        """During warm-up, run every plan possible at this size, so that all kernels are tuned.
 
         With data parallelism vLLM's passes also keep engines in step while one serves, so all run one plan.
         """
@@ -263,7 +270,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         self.records.serve(forward_pass, plan, graph)
 
     def _replayed(self, forward_pass: Pass) -> None:
-        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens, forward_pass.moment).name
+        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens).name
         self._served(forward_pass, plan, CUDAGraphMode.FULL)
 
     def _run_all(self, inputs: Mapping[str, object]) -> Output:
@@ -279,8 +286,6 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         logits = self._plans[self._last_plan].compute_logits(hidden_states)
         self.observer.settle()  # counts a replayed pass, whose time is recorded then
         self.records.time()
-        if self.observer.moments is not None:
-            self.observer.moments.measure(logits, hidden_states.device)
         return logits
 
 

@@ -31,7 +31,7 @@ def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> typ
 
     class ObservedModelState(base):
         def prepare_attn(self, input_batch: InputBatch, *args: object, **options: object) -> object:
-            observer.is_of_vllm = any(map(OF_VLLM.fullmatch, input_batch.req_ids))
+            observer.expect(own=any(map(OF_VLLM.fullmatch, input_batch.req_ids)))
             return super().prepare_attn(input_batch, *args, **options)
 
     return ObservedModelState

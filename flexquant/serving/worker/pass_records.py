@@ -14,10 +14,9 @@ from vllm.logger import init_logger
 from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
-from flexquant.serving.options import ServingOptions
+from flexquant.serving.options import ServedPolicy, ServingOptions
 from flexquant.serving.worker.forward_pass import Pass
 from flexquant.serving.worker.metrics import PassMetrics
-from flexquant.serving.worker.policy_change import ServedPolicy
 
 logger = init_logger("vllm.flexquant.trace")
 

@@ -2,15 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Check that all ranks have the same routes and the same quantisation; if not, none serves.
 
-On one machine they always agree, since the front end reads the policy for all workers. With several machines,
-each has a front end of its own, which reads its own files.
+On one machine they always agree, since the front end resolves the policy for all workers. With several
+machines, each has a front end of its own, which reads its own files.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TypeVar, cast
 
 import torch
@@ -20,7 +19,6 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.digest import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
-from flexquant.policy.schema import PHASES
 from flexquant.serving.vllm_api import get_pp_group, get_tp_group, get_world_group
 
 logger = init_logger("vllm.flexquant.ranks")
@@ -37,17 +35,9 @@ def check_ranks_agree(routes: RouteTable, quantization_config: JsonObject) -> No
     world = get_world_group()
     if world.world_size == 1:
         return
-    intervals = {
-        phase: [
-            (*span, [(row.min_tokens, row.max_tokens, row.plan.layers) for row in rows])
-            for span in routes.spans(phase)
-            if (rows := routes.intervals(phase, span.moment))
-        ]
-        for phase in PHASES
-    }
-    trigger = routes.trigger and asdict(routes.trigger)
+    table = routes.to_json()
     mine = {
-        "routes": digest_of({"intervals": intervals, "trigger": trigger}),
+        "routes": digest_of([table["intervals"], table["plans"]]),
         "quantization_config in config.json": digest_of(quantization_config),
     }
     everyones: list[dict[str, str]] = [{}] * world.world_size

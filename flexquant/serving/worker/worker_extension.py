@@ -10,6 +10,7 @@ from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.schema import PHASES
+from flexquant.serving.options import ServedPolicy
 from flexquant.serving.worker.linear_kernels import kernel_names
 
 if TYPE_CHECKING:
@@ -39,33 +40,18 @@ class FlexQuantWorker:
         return told and {**told, "weight_bytes_by_layers": model.weight_bytes_by_layers}
 
     def flexquant_change_policy(
-        self: ServingWorker,
-        name: str,
-        document: JsonObject,
-        dry_run: bool,
-        seen: list[str] | None = None,
-        change: str = "",
+        self: ServingWorker, policy: JsonObject, dry_run: bool, seen: list[str] | None = None
     ) -> JsonObject:
         """Change the policy, as :meth:`LivePolicy.change` does; ``dry_run`` only returns what would change.
 
-        If the policy cannot be taken, ``{"refused": reason}`` is returned.
+        ``policy`` is the data of a :class:`ServedPolicy`. If it cannot be taken, ``{"refused": reason}`` is
+        returned.
         """
         try:
             runner = None if dry_run else self.model_runner
-            return self.get_model().live_policy.change(name, document, runner, seen, change)
+            return self.get_model().live_policy.change(ServedPolicy.from_json(policy), runner, seen)
         except FlexQuantError as e:
             return {"refused": str(e)}
-
-    def flexquant_restore_policy(self: ServingWorker, change: str) -> JsonObject:
-        """Undo a change that other engines have not taken (:meth:`LivePolicy.restore`).
-
-        If that is not possible, ``{"refused": reason}`` is returned.
-        """
-        try:
-            self.get_model().live_policy.restore(change, self.model_runner)
-        except FlexQuantError as e:
-            return {"refused": str(e)}
-        return {}
 
 
 def status_of(model: FlexQuantForCausalLM) -> JsonObject:
