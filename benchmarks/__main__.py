@@ -45,8 +45,7 @@ def main(arguments: list[str]) -> int:
             compare_live_policies(args)
             return 0
         left = run(args) if args.command == "run" else 0
-        for name in write_report(args.output):
-            print(f"wrote {args.output / name}", flush=True)
+        print(f"wrote {write_report(args.output)}", flush=True)
     except FlexQuantError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

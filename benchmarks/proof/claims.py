@@ -59,7 +59,7 @@ class Found(NamedTuple):
     outcomes: Outcomes
     cells: Sequence[Cell]
     first_tokens: Mapping[str, Any]
-    """Runner -> prompt -> what benchmarks.first_token_ab wrote."""
+    """Runner -> prompt -> what benchmarks.proof.first_token wrote."""
     live: Mapping[str, Mapping[str, Sequence[dict[str, Any]]]]
     """Workload -> policy -> the result of every round, as `benchmarks policies` wrote them."""
 

@@ -39,7 +39,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    report = commands.add_parser("report", help="tables and plots from the cells of a run")
+    report = commands.add_parser("report", help="tables from the cells of a run")
     report.add_argument("output", type=Path, metavar="DIR", help="the --output of a run")
     add_arguments(commands.add_parser("prove", help="what FlexQuant claims, tried on this machine"))
     add_policies_arguments(commands.add_parser("policies", help="policies on one live server"))

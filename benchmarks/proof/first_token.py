@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What does FlexQuant add before a request's first token? One engine exchanges its parts, request by request.
 
-    python -m benchmarks.first_token_ab MERGED --output benchmarks/results/first-token-ab.json
+    python -m benchmarks.proof.first_token MERGED --output benchmarks/results/first-token-ab.json
 
 Two servers differ by more than FlexQuant's own code takes: in cores, memory, and the order of their start. So
 one engine serves one variant, and before each request takes one of these modes, in random order:
@@ -14,8 +14,7 @@ one engine serves one variant, and before each request takes one of these modes,
 
 All modes run the same compiled plan and replay the same CUDA graphs. A request's time to the first token, and
 to each later one, is taken by the clock and as CPU time of the engine's thread, which other programs disturb
-less. Each mode is compared with *vllm* request by request, in pairs of one round. ``--calls`` counts the
-functions in Python that a prefill and a decode pass call, which no noise disturbs.
+less. Each mode is compared with *vllm* request by request, in pairs of one round.
 
 A checkpoint without tensors is served with dummy weights: times do not depend on them. On a GPU the runner
 is the one that ``VLLM_USE_V2_MODEL_RUNNER`` chooses (1 or 0; without it, vLLM's own choice).
@@ -31,7 +30,6 @@ import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from benchmarks.origin import origin
+from benchmarks.result import origin, write_result
 from flexquant.measuring.comparison import compare
 from flexquant.measuring.engine import engine, prepare_environment
 
@@ -52,8 +50,6 @@ MODES = (ALL, NO_EVENTS, NO_COUNTERS, VLLM)
 LATER = 8
 """Tokens of an answer after the first."""
 WARM_UP = 3
-COUNTED = 5
-"""Requests whose calls are counted for each mode; the median leaves out those that clean up."""
 
 
 class Times(NamedTuple):
@@ -137,7 +133,7 @@ class Requests:
 
 
 def exchange_by_request(
-    requests: Requests, take: Callable[[str], None], modes: Sequence[str], rounds: int, idle: float = 0.0
+    requests: Requests, take: Callable[[str], None], modes: Sequence[str], rounds: int
 ) -> dict[str, list[Times]]:
     """Return each mode's times in ``rounds`` rounds, each of one request a mode in random order."""
     for mode in modes:
@@ -148,7 +144,6 @@ def exchange_by_request(
     for _ in range(rounds):
         for mode in requests.random.sample(modes, len(modes)):
             take(mode)
-            time.sleep(idle)
             times[mode].append(requests.send())
     return times
 
@@ -173,41 +168,6 @@ def describe(times: dict[str, list[Times]]) -> dict[str, Any]:
         }
         for mode, samples in times.items()
     }
-
-
-def count_calls(work: Callable[[], object]) -> int:
-    """Return how many functions in Python ``work`` calls."""
-    count = 0
-
-    def note(_frame: object, event: str, _argument: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def calls_by_pass(
-    requests: Requests, take: Callable[[str], None], modes: Sequence[str]
-) -> dict[str, dict[str, float]]:
-    """Return how many functions in Python a prefill and a decode pass call in each mode.
-
-    A request for one token takes a prefill pass; each token more takes a decode pass.
-    """
-    found = {}
-    for mode in modes:
-        take(mode)
-        requests.send()
-        short, long = (
-            statistics.median(count_calls(lambda n=answer: requests.send(n)) for _ in range(COUNTED))
-            for answer in (1, 1 + LATER)
-        )
-        found[mode] = {"prefill": short, "decode": (long - short) / LATER}
-    return found
 
 
 @contextmanager
@@ -252,8 +212,6 @@ def main() -> None:
         "--tokens", type=int, nargs="+", default=[48], help="lengths of prompts (%(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=100, help="requests of each mode (%(default)s)")
-    parser.add_argument("--idle", type=float, default=0.0, help="seconds before a request (%(default)s)")
-    parser.add_argument("--calls", action="store_true", help="count calls of functions too")
     parser.add_argument("--software-graphs", choices=("V1", "V2"), help="runner to record CUDA graphs of")
     parser.add_argument("--label", default="now", help="what is measured, a key of the results (%(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to add to, by label and tokens")
@@ -264,14 +222,11 @@ def main() -> None:
         take = Exchange(llm, args.variant).take
         for tokens in args.tokens:
             requests = Requests(llm, tokens)
-            found = describe(exchange_by_request(requests, take, MODES, args.rounds, args.idle))
-            calls = {"calls": calls_by_pass(requests, take, MODES)} if args.calls else {}
-            run = {**origin("benchmarks.first_token_ab"), "rounds": args.rounds, "modes": found, **calls}
+            found = describe(exchange_by_request(requests, take, MODES, args.rounds))
+            run = {**origin("benchmarks.proof.first_token"), "rounds": args.rounds, "modes": found}
             results.setdefault(args.label, {})[f"{tokens} tokens"] = run
-            args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-            print(
-                json.dumps({f"{tokens} tokens": {mode: found[mode] for mode in MODES}, **calls}), flush=True
-            )
+            write_result(args.output, results)
+            print(json.dumps({f"{tokens} tokens": found}), flush=True)
 
 
 if __name__ == "__main__":
