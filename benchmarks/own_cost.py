@@ -58,8 +58,9 @@ def compare_in_turns(
 ) -> dict[str, Any]:
     """Time ``step`` with and without what ``switch`` switches on, in rounds; return the ratio of times.
 
-    A round takes PASSES steps with it and as many without, in turn, and adds up the times of each. One process
-    does both, so that no two processes differ by chance. Rounds are doubled until the interval is narrow.
+    A round takes PASSES steps with it and as many without, in turn, and adds up the times of each. One
+    process does both, so that no two processes differ by chance. Rounds are doubled until the interval is
+    narrow.
     """
     for on in (True, False):
         switch(on)

@@ -6,22 +6,18 @@
 
 Quantises SmolLM2-135M-Instruct by benchmarks/recipes/methods.yaml on one half of the sections of The Debian
 Administrator's Handbook (the Debian package debian-handbook, which apt fetches), dealt out in turn by file
-name, measures on the other half through vLLM, and writes to benchmarks/results: `quality`
-(the policies), `quality-methods` (ways to W8A8 and W4A16) and `smoothing.json` (SmoothQuant's strength,
-searched per mapping). Needs both environments of `make setup`. Started again it keeps the variants that are
-finished.
+name, measures on the other half through vLLM, and writes to benchmarks/results: `quality` (the policies) and
+`quality-methods` (ways to W8A8 and W4A16). Needs both environments of `make setup`. Started again it keeps
+the variants that are finished.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
-
-from benchmarks.result import write_result
 
 ROOT = Path(__file__).parents[1]
 MODEL = ".work/SmolLM2-135M-Instruct"
@@ -88,20 +84,6 @@ def evaluate(flexquant: Path, checkpoint: Path, output: Path, policies: list[str
     run(*command, "--policies", ",".join(policies), "--output", output, *rows, *options)
 
 
-def write_smoothing(variant: Path, quality: Path, output: Path) -> None:
-    """Write what the search for SmoothQuant's strength found, with the machine and versions of the run."""
-    report = json.loads((variant / "quantization_report.json").read_text())
-    measured = json.loads((quality / "quality.json").read_text())
-    document = {
-        "argv": ["python", "-m", "benchmarks.quality"],
-        "machine": measured["machine"],
-        "recipe": (variant / "recipe.yaml").read_text(),
-        "calibration": report["calibration"],
-        "smoothing": report["smoothing"],
-    }
-    write_result(output, document)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -125,7 +107,6 @@ def main() -> None:
     options = ["--batch-sizes", "16", "--samples", "32", "--no-questions"]
     every = ["w8a8", "w4a16", *methods]
     evaluate(flexquant, work / "merged", results / "quality-methods", every, *options)
-    write_smoothing(work / "variants/w8a8", results / "quality", ROOT / results / "smoothing.json")
 
 
 if __name__ == "__main__":

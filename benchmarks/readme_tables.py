@@ -28,11 +28,7 @@ from flexquant.measuring.comparison import compare
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PAGES = [
-    *sorted((ROOT / "benchmarks").glob("*.md")),
-    ROOT / "examples/disaggregated/README.md",
-    ROOT / "merge/README.md",
-]
+PAGES = sorted((ROOT / "benchmarks").glob("*.md"))
 BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 H100 = RESULTS / "llama-3.1-8b-h100"
 RUNS_ON_CPUS = (
@@ -140,27 +136,6 @@ def merging() -> str:
     return markdown(header, rows)
 
 
-def merging_memory() -> str:
-    found, awq = read("merge.json"), read("merge-awq.json")
-    return (
-        f"Merging {found['input_bytes'] / 1e9:.1f} GB took at most "
-        f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory, PyTorch included "
-        "([measured](../benchmarks/SERVER.md#merging)); a larger model takes no more. "
-        f"With a source in AWQ's format it took {awq['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB: each "
-        "thread holds the tensor that it converts."
-    )
-
-
-def disaggregated() -> str:
-    """Return the MiB of weights in each server, by variant, for both policies of the decode server."""
-    rows = []
-    for policy in ("w4a16", "phase-batch"):
-        for server, weights in read(f"disaggregated-{policy}.json")["weights_mib"].items():
-            parts = ", ".join(f"{variant} {mib:.1f}" for variant, mib in weights.items())
-            rows.append([f"`{policy}`", server, parts, f"{sum(weights.values()):.1f}"])
-    return markdown(["policy of the decode server", "server", "MiB of weights", "together"], rows)
-
-
 def gpu_live() -> str:
     """Return policies over static W8A8 on a live server of the 32 B shape."""
     cells = read("qwen2.5-32b-h200/policies.json")["cells"]
@@ -174,7 +149,7 @@ def gpu_live() -> str:
 
 def gpu_ratios() -> str:
     """Return FlexQuant over each static variant on an H100."""
-    return ratio_table(by_workload(read_cells(H100), "serving"), constant=False)
+    return ratio_table(by_workload(read_cells(H100), "serving"))
 
 
 def cpu_ratios() -> str:
@@ -256,7 +231,7 @@ def one_server_or_two() -> str:
 
 
 BLOCKS: tuple[Callable[[], str], ...] = (
-    *(policies, one_copy_policies, methods, generation, own_cost, merging, merging_memory, disaggregated),
+    *(policies, one_copy_policies, methods, generation, own_cost, merging),
     *(gpu_live, gpu_ratios, gpu_kernels, cpu_ratios, cpu_kernels, one_copy_live, one_server_or_two),
 )
 

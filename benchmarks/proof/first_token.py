@@ -5,16 +5,11 @@
     python -m benchmarks.proof.first_token MERGED --output benchmarks/results/first-token-ab.json
 
 Two servers differ by more than FlexQuant's own code takes: in cores, memory, and the order of their start. So
-one engine serves one variant, and before each request takes one of these modes, in random order:
-
-*all*              FlexQuant as it serves;
-*without events*   the same without the times of passes, which on a GPU are events in its stream;
-*without counters* the same without metrics, times included;
-*vllm*             vLLM's runner calls the plan itself, with vLLM's own metadata builders and model state.
-
-All modes run the same compiled plan and replay the same CUDA graphs. A request's time to the first token, and
-to each later one, is taken by the clock and as CPU time of the engine's thread, which other programs disturb
-less. Each mode is compared with *vllm* request by request, in pairs of one round.
+one engine serves one variant, and before each request takes one of two modes, in random order: *all* is
+FlexQuant as it serves; in *vllm* vLLM's runner calls the plan itself, with vLLM's own metadata builders and
+model state. Both run the same compiled plan and replay the same CUDA graphs. A request's time to the first
+token, and to each later one, is taken by the clock and as CPU time of the engine's thread, which other
+programs disturb less. The modes are compared request by request, in pairs of one round.
 
 A checkpoint without tensors is served with dummy weights: times do not depend on them. On a GPU the runner
 is the one that ``VLLM_USE_V2_MODEL_RUNNER`` chooses (1 or 0; without it, vLLM's own choice).
@@ -45,8 +40,8 @@ from flexquant.measuring.engine import engine, prepare_environment
 if TYPE_CHECKING:
     from vllm import LLM
 
-ALL, NO_EVENTS, NO_COUNTERS, VLLM = "all", "without events", "without counters", "vllm"
-MODES = (ALL, NO_EVENTS, NO_COUNTERS, VLLM)
+ALL, VLLM = "all", "vllm"
+MODES = (ALL, VLLM)
 LATER = 8
 """Tokens of an answer after the first."""
 WARM_UP = 3
@@ -70,9 +65,6 @@ class Exchange:
         (self._runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
         (self._served,) = llm.apply_model(lambda model: getattr(model, "runnable", model))
         self._plan = self._served._plans[plan]
-        self._metrics = self._served.records._metrics
-        if self._metrics is None:
-            raise RuntimeError("this engine does not count, so that there is nothing to leave out")
         groups = (group for groups in self._runner.attn_groups for group in groups)
         observed = [builder for group in groups for builder in group.metadata_builders]
         if hasattr(self._runner, "model_state"):
@@ -90,12 +82,6 @@ class Exchange:
             self._runner.model = model
         for thing, kind in self._classes:
             thing.__class__ = kind.__mro__[1] if mode == VLLM else kind
-        self._served.records._metrics = None if mode == NO_COUNTERS else self._metrics
-        clock = vars(self._metrics.clock)
-        for name in ("begin", "end"):
-            clock.pop(name, None)
-            if mode == NO_EVENTS:
-                clock[name] = lambda *_: None
 
 
 class Requests:

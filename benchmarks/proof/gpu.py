@@ -25,7 +25,6 @@ SERVING = [
     Workload(32, 512, 64),
     Workload(24, 512, 64, rate=16, spread=0.5),
 ]
-OVERHEAD = SERVING[:1]
 MINIATURE = [Workload(30, 16, 2, at_once=1), Workload(2, 32, 4)]
 SUBJECTS = {
     "w8a8": 1.0,
@@ -33,12 +32,11 @@ SUBJECTS = {
     "flexquant:phase-batch": 1.55,
     f"w8a8{AGAIN}": 1.0,
     f"w4a16{AGAIN}": 0.55,
-    "flexquant:w8a8": 1.0,
     "flexquant:one-copy": 0.6,
     "bf16": 2.0,
 }
 """Subjects that are served side by side, the most valuable first -> their bytes a weight."""
-MINIATURE_SUBJECTS = ["w8a8", f"w8a8{AGAIN}", "flexquant:w8a8"]
+MINIATURE_SUBJECTS = ["w8a8", f"w8a8{AGAIN}", "flexquant:phase-batch"]
 
 
 def driver_problem(built_for: str | None, library: str = "libcuda.so.1") -> str:
@@ -95,13 +93,11 @@ def serving_options(model: Model, on_gpu: bool) -> list[str]:
     workloads = SERVING if on_gpu else MINIATURE
     cache = max(1.0, kv_cache_gib(model.shape, most_tokens(workloads)))
     subjects = fitting_subjects(model.shape, cache, free_gib()) if on_gpu else MINIATURE_SUBJECTS
-    paired = "flexquant:w8a8" in subjects
     return [
-        *("--parts", "serving,overhead" if paired else "serving"),
+        *("--parts", "serving"),
         *("--subjects", ",".join(subjects)),
         *(("--rounds", "6", "--max-rounds", "20") if on_gpu else ("--rounds", "1")),
         *("--serving", *(workload.name for workload in workloads)),
-        *("--overhead", *(workload.name for workload in (OVERHEAD if on_gpu else MINIATURE[:1]))),
         *("--kv-cache-gib", f"{cache:.2f}"),
     ]
 

@@ -159,16 +159,7 @@ def tests_alone(proof: Proof, seconds: float) -> Outcome:
 
 def run_tests(file: Path, arguments: list[str], seconds: float) -> Outcome:
     """Run those tests that have not passed yet; the step is done when each has an outcome."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--tb=short",
-        "-p",
-        "benchmarks.proof.outcomes",
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "benchmarks.proof.outcomes"]
     environment = {**os.environ, VARIABLE: str(file.absolute())}
     found = run_bounded([*command, *arguments], seconds, environment, file.with_name(LOG))
     left = sum(outcome["outcome"] == NOT_RUN for outcome in read_outcomes(file).values())

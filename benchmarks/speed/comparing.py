@@ -38,25 +38,16 @@ def second_server(subjects: dict[str, Rounds], static: str, metric: Metric) -> l
     return paired_ratios(subjects.get(static + AGAIN, {}), subjects[static], metric)
 
 
-def pairs(subjects: Sequence[str], constant: bool) -> list[tuple[str, str]]:
+def pairs(subjects: Iterable[str]) -> list[tuple[str, str]]:
     """Return the pairs (FlexQuant's subject, static subject) that are worth a ratio.
 
-    ``constant``: each constant policy with its own static checkpoint; else all other pairs.
+    A constant policy is not compared: `benchmarks.own_cost` tells what it costs, within one engine.
     """
-    return [
-        (subject, static)
-        for subject in subjects
-        if subject.startswith(FLEXQUANT)
-        for static in STATIC
-        if static in subjects
-        and (
-            subject.removeprefix(FLEXQUANT) == static
-            if constant
-            else subject.removeprefix(FLEXQUANT) not in STATIC
-        )
-    ]
+    names = list(subjects)
+    routed = [s for s in names if s.startswith(FLEXQUANT) and s.removeprefix(FLEXQUANT) not in STATIC]
+    return [(subject, static) for subject in routed for static in STATIC if static in names]
 
 
 def routed(subjects: Iterable[str]) -> list[str]:
     """Return FlexQuant's subjects that are no constant policy and have a static subject beside them."""
-    return list(dict.fromkeys(subject for subject, _ in pairs(list(subjects), constant=False)))
+    return list(dict.fromkeys(subject for subject, _ in pairs(subjects)))

@@ -23,18 +23,13 @@ from flexquant.errors import FlexQuantError
 REPORT = "report.md"
 READING = (
     "Requests are written REQUESTSxINPUT+OUTPUT in tokens: a batch that arrives at once, with /1 one request "
-    "after another, or with @RATE a stream of that many requests a second (Poisson), with ~SPREAD for "
-    "uniformly random lengths. Numbers are medians over rounds, with the smallest and the largest. In a "
-    "round every subject gets the same requests, one subject at a time, all servers alive; no prefix "
-    "caching, answers never end early."
+    "after another, with @RATE a stream of that many requests a second, with ~SPREAD of random lengths. "
+    "Numbers are medians over rounds, with the smallest and the largest."
 )
-
 COMPARING = (
-    "Ratios of paired rounds with their 95 % interval (by Wilcoxon's signed ranks; of 5 rounds the smallest "
-    "and the largest, at 94 %); below 1 is faster, for tokens/s above. The rounds of one server do not show "
-    "how far two servers of the same checkpoint differ, so where a second one was measured the interval is "
-    "wider by their ratio on both sides. Faster or slower by x %: the interval leaves 1 out. Equal within "
-    "x %: it does not, and x % is how far from 1 it reaches."
+    "Ratios of paired rounds with their 95 % interval; below 1 is faster, for tokens/s above. Where a second "
+    "server of the static checkpoint was measured, the interval is wider by their ratio. Equal within x %: "
+    "the interval holds 1 and reaches x % from it."
 )
 
 
@@ -62,13 +57,7 @@ def _sections(cells: Sequence[Cell]) -> Iterable[str]:
         yield " ".join(["## Latency and throughput\n\n" + READING, short_of_memory(results)]).rstrip()
         yield latency_table(serving)
         yield f"## FlexQuant against static\n\n{COMPARING}"
-        yield ratio_table(serving, constant=False)
-    if overhead := by_workload(cells, "overhead"):
-        yield (
-            "## Overhead\n\nFlexQuant with one plan for everything, against the same weights in stock vLLM: "
-            "ratios as above."
-        )
-        yield ratio_table(overhead, constant=True)
+        yield ratio_table(serving)
     if memory := start_results(cells):
         yield (
             "## Memory and start\n\nWeights as FlexQuant reports them; of a static checkpoint the size on "

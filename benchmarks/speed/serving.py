@@ -26,7 +26,7 @@ from benchmarks.speed.subjects import Subject
 from benchmarks.speed.worker import Worker, WorkerError
 from benchmarks.speed.workloads import Workload
 
-START = "start"
+START, SERVING = "start", "serving"
 WARM_UP_TOKENS = 2
 WAKE_UP = Workload(1, 16, WARM_UP_TOKENS)
 """Requests before every cell: the system may have taken memory back from a server that was idle meanwhile."""
@@ -71,7 +71,7 @@ class ServingRun:
             try:
                 if left := self._measure_all(missing, pool, client):
                     return left
-                for cells in plan.added(lambda part, workload: self._rounds(plan, part, workload)):
+                for cells in plan.added(lambda workload: self._rounds(plan, workload)):
                     if left := self._measure_all(self._missing(cells), pool, client):
                         return left
             finally:
@@ -79,14 +79,14 @@ class ServingRun:
         return 0
 
     def _missing(self, cells: Sequence[Cell]) -> list[Cell]:
-        return [cell for cell in cells if self.results.find(cell.part, self._parameters(cell)) is None]
+        return [cell for cell in cells if self.results.find(SERVING, self._parameters(cell)) is None]
 
-    def _rounds(self, plan: Plan, part: str, workload: Workload) -> dict[str, Rounds]:
+    def _rounds(self, plan: Plan, workload: Workload) -> dict[str, Rounds]:
         """Return the rounds that a workload has, by the names of the subjects that can be measured."""
         found: dict[str, Rounds] = {}
         for number in range(plan.effort.max_rounds):
-            for cell in plan.cells(part, workload, number):
-                there = self.results.find(part, self._parameters(cell))
+            for cell in plan.cells(workload, number):
+                there = self.results.find(SERVING, self._parameters(cell))
                 if there and cell.subject.name not in self._left_out:
                     found.setdefault(cell.subject.name, {})[number] = there["result"]
         return found
@@ -163,11 +163,11 @@ class ServingRun:
             result = self._bench(cell.workload, cell.round, server, client)
             result[STALLED] = round(stalled_seconds() - stalled, 3)
         except WorkerError as e:
-            self.results.save(cell.part, self._parameters(cell), time.monotonic() - started, failure=str(e))
+            self.results.save(SERVING, self._parameters(cell), time.monotonic() - started, failure=str(e))
             print(f"failed: {e}", flush=True)
             return
         result["side_by_side"] = list(self._servers)
-        self.results.save(cell.part, self._parameters(cell), time.monotonic() - started, result=result)
+        self.results.save(SERVING, self._parameters(cell), time.monotonic() - started, result=result)
         print(
             f"TTFT {result['median_ttft_ms']:.1f} ms, TPOT {result['median_tpot_ms']:.2f} ms, "
             f"{result['output_throughput']:.1f} tokens/s",
@@ -201,4 +201,4 @@ class ServingRun:
 
 
 def _line(cell: Cell) -> str:
-    return f"{cell.part}, round {cell.round}, {cell.workload.name}, {cell.subject.name}"
+    return f"round {cell.round}, {cell.workload.name}, {cell.subject.name}"

@@ -112,14 +112,11 @@ def said(comparison: Comparison, metric: str) -> str:
     return comparison.words("slower", "faster") if metric == "tokens/s" else comparison.words()
 
 
-def ratio_table(measured: Measured, constant: bool) -> str:
-    """Return FlexQuant over static, by paired rounds.
-
-    ``constant``: each constant policy against its own static checkpoint; else all other pairs.
-    """
+def ratio_table(measured: Measured) -> str:
+    """Return FlexQuant over static, by paired rounds."""
     rows = []
     for workload, subjects in measured.items():
-        for subject, reference in pairs(list(subjects), constant):
+        for subject, reference in pairs(subjects):
             cells = []
             for metric in RATIOS:
                 get = METRICS[metric][0]

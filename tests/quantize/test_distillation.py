@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
-from benchmarks.calibration import load, log_probabilities
 from flexquant.documents.texts import draw_rows, read_documents
 from flexquant.quantization.recipe import load_recipe
 from tests.quantize.folders import digests
@@ -34,10 +33,14 @@ def divergence(model: Path, variant: Path) -> float:
     """Return the KL divergence of a variant to the 16-bit model on other rows of the text calibrated on."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     teacher = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    student = load(variant, "w4a16")
+    config = CompressedTensorsConfig(dequantize=True)
+    student = AutoModelForCausalLM.from_pretrained(variant, dtype=torch.float32, quantization_config=config)
     found = []
     for ids in draw_rows(read_documents(None), tokenizer, samples=8, length=64, seed=1):
-        expected, given = (log_probabilities(m, torch.tensor([ids])) for m in (teacher, student))
+        with torch.inference_mode():
+            expected, given = (
+                m(torch.tensor([ids])).logits[0, :-1].log_softmax(-1) for m in (teacher, student)
+            )
         found.append(float((expected.exp() * (expected - given)).sum(-1).mean()))
     return sum(found) / len(found)
 

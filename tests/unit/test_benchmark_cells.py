@@ -22,8 +22,8 @@ from benchmarks.speed.results import (
     read_header,
     read_lines,
 )
+from benchmarks.speed.servers import announcement, kv_cache_size
 from benchmarks.speed.settings import CPU, GPU, QUICK, Settings
-from benchmarks.speed.startup import announcement, kv_cache_size
 from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.workloads import Workload
 from flexquant.checkpoint.layer_ranges import describe_bytes

@@ -13,12 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.proof.gpu import driver_problem, fitting, kv_cache_gib, server_gib
+from benchmarks.proof.gpu import (
+    SERVING,
+    driver_problem,
+    fitting,
+    fitting_subjects,
+    kv_cache_gib,
+    most_tokens,
+    server_gib,
+)
 from benchmarks.proof.live import BYTES_A_WEIGHT, CANDIDATES, WORKLOADS
 from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, VARIABLE, read_outcomes
 from benchmarks.proof.proving import STEPS
 from benchmarks.proof.report import PROOF, TESTS_FILE, write_proof
-from benchmarks.proof.side_by_side import SERVING, fitting_subjects, most_tokens
 from benchmarks.proof.steps import DONE, OUT_OF_TIME, Outcome, append_step, read_steps, run_bounded
 from benchmarks.speed.results import Results
 from benchmarks.speed.shapes import SHAPES

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.first_token_ab import (
+from benchmarks.proof.first_token import (
     ALL,
     MODES,
-    NO_COUNTERS,
-    NO_EVENTS,
     VLLM,
     Exchange,
     Requests,
-    calls_by_pass,
     difference,
     exchange_by_request,
 )
@@ -50,13 +47,10 @@ def test_a_planted_delay_is_found_and_the_modes_are_what_they_say(runner: str, c
         requests = Requests(llm, TOKENS)
         times = exchange_by_request(requests, take_or_delay, (ALL, LATE, VLLM), ROUNDS[runner])
         counted = {mode: passes_counted(model, requests, take, mode) for mode in MODES}
-        calls = calls_by_pass(requests, take, (ALL, VLLM))
     found = difference(times[LATE], times[ALL], "first_cpu")
     assert 0 < found["low"] <= found["ms"] <= found["high"], found
     assert difference(times[LATE], times[VLLM], "first_cpu")["low"] > 0
-    assert counted == {ALL: (3, True), NO_EVENTS: (3, False), NO_COUNTERS: (0, False), VLLM: (0, False)}
-    assert calls[ALL]["prefill"] > calls[VLLM]["prefill"] > 0
-    assert calls[ALL]["decode"] > calls[VLLM]["decode"] > 0
+    assert counted == {ALL: (3, True), VLLM: (0, False)}
 
 
 def passes_counted(model: Any, requests: Requests, take: Any, mode: str) -> tuple[float, bool]:
