@@ -13,17 +13,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.generation.results import table as answers_table
 from benchmarks.result import markdown
-from benchmarks.speed.comparing import compare_beside, paired_ratios, routed, second_server
+from benchmarks.speed.comparing import compare_beside, paired_ratios, pairs, second_server
 from benchmarks.speed.live_policies import ratios
 from benchmarks.speed.results import read_cells
 from benchmarks.speed.subjects import STATIC
-from benchmarks.speed.tables import METRICS, RATIOS, by_workload, kernel_results, ratio_table
+from benchmarks.speed.tables import METRICS, RATIOS, by_workload, kernel_results
 from flexquant.measuring.comparison import compare
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +36,7 @@ RUNS_ON_CPUS = (
     *("0.5b-avx512-stock", "1.5b-zen4", "1.5b-zen4-w4a8", "1.5b-zen4-again", "0.5b-zen4", "smollm2-135m-cpu"),
     *("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"),
 )
+LATENCIES = ("TTFT ms", "TPOT ms")
 ONE_COPY = {"SmolLM2-135M": "smollm2", "0.5 B": "0.5b", "1.5 B": "1.5b"}
 """Models -> the end of the name of their result of one server that took the policies in turns."""
 METHODS = {
@@ -136,20 +137,38 @@ def merging() -> str:
     return markdown(header, rows)
 
 
+def interval(of_rounds: Sequence[float]) -> str:
+    """Return the ratio of paired rounds with its 95 % interval."""
+    found = compare(of_rounds)
+    return f"{found.ratio:.2f} ({found.low:.2f}–{found.high:.2f})"
+
+
 def gpu_live() -> str:
     """Return policies over static W8A8 on a live server of the 32 B shape."""
     cells = read("qwen2.5-32b-h200/policies.json")["cells"]
     rows = [
-        [f"`{workload}`", f"`{policy}`", *(str(compare(ratios(found, policy, metric))) for metric in RATIOS)]
-        for workload, found in cells.items()
+        [f"`{w}`", f"`{policy}`", *(interval(ratios(found, policy, metric)) for metric in LATENCIES)]
+        for w, found in cells.items()
         for policy in list(found)[1:]
     ]
-    return markdown(["requests", "policy", *(metric.removesuffix(" ms") for metric in RATIOS)], rows)
+    return markdown(["requests", "policy", "TTFT", "TPOT"], rows)
 
 
 def gpu_ratios() -> str:
     """Return FlexQuant over each static variant on an H100."""
-    return ratio_table(by_workload(read_cells(H100), "serving"))
+    rows = [
+        [
+            f"`{workload.name}`",
+            f"`{static}`",
+            *(
+                interval(paired_ratios(subjects[policy], subjects[static], METRICS[metric][0]))
+                for metric in LATENCIES
+            ),
+        ]
+        for workload, subjects in by_workload(read_cells(H100), "serving").items()
+        for policy, static in pairs(subjects)
+    ]
+    return markdown(["requests", "over", "TTFT", "TPOT"], rows)
 
 
 def cpu_ratios() -> str:
@@ -172,8 +191,8 @@ def over(measured: Any, static: str, metric: str) -> list[float]:
             paired_ratios(subjects[policy], subjects[static], get), second_server(subjects, static, get)
         ).ratio
         for subjects in measured.values()
-        for policy in routed(subjects)
-        if static in subjects
+        for policy, other in pairs(subjects)
+        if other == static
     ]
 
 
@@ -191,7 +210,7 @@ def kernels(folder: Path) -> str:
     schemes = list(next(iter(by_tokens.values())))
     rows = [
         [str(tokens), *(f"{found[scheme]['microseconds']:.0f}" for scheme in schemes)]
-        for tokens, found in list(by_tokens.items())[::2]
+        for tokens, found in list(by_tokens.items())[::4]
     ]
     names = [scheme.removesuffix("LinearKernel").removesuffix("ScaledMM") for scheme in schemes]
     return f"`{layer}`, {inputs} to {outputs}, µs:\n\n" + markdown(["tokens", *names], rows)
@@ -204,8 +223,8 @@ def one_copy_live() -> str:
             model,
             f"`{workload}`",
             *(
-                str(compare(ratios(found, policy, metric)))
-                for metric in ("TTFT ms", "TPOT ms")
+                interval(ratios(found, policy, metric))
+                for metric in LATENCIES
                 for policy in ("one-copy", "phase-batch")
             ),
         ]
@@ -222,11 +241,11 @@ def one_server_or_two() -> str:
     together = read("1.5b-one-server.json")["cells"]
     rows = []
     for workload, subjects in apart.items():
-        for metric in ("TTFT ms", "TPOT ms"):
+        for metric in LATENCIES:
             of_two = paired_ratios(subjects["w8a8"], subjects["w4a16-chosen"], METRICS[metric][0])
             of_one = ratios(together[workload.name], "w8a8", metric)
             name = f"{metric.removesuffix(' ms')} of `{workload.name}`"
-            rows.append([name, str(compare(of_two)), str(compare(of_one))])
+            rows.append([name, interval(of_two), interval(of_one)])
     return markdown(["W8A8 over W4A16", "two servers", "one server"], rows)
 
 

@@ -46,8 +46,3 @@ def pairs(subjects: Iterable[str]) -> list[tuple[str, str]]:
     names = list(subjects)
     routed = [s for s in names if s.startswith(FLEXQUANT) and s.removeprefix(FLEXQUANT) not in STATIC]
     return [(subject, static) for subject in routed for static in STATIC if static in names]
-
-
-def routed(subjects: Iterable[str]) -> list[str]:
-    """Return FlexQuant's subjects that are no constant policy and have a static subject beside them."""
-    return list(dict.fromkeys(subject for subject, _ in pairs(subjects)))
