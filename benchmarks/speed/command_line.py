@@ -129,7 +129,7 @@ def choose_settings(args: argparse.Namespace, on_gpu: bool) -> Settings:
     settings = QUICK if args.quick else GPU if on_gpu else CPU
     given = {
         "subjects": args.subjects,
-        "schemes": _checked_schemes(args.schemes),
+        "schemes": _checked(args.schemes, SCHEMES, "scheme"),
         "layers": _checked(args.layers, LAYERS, "layer"),
         "tokens": _each(args.tokens, _count),
         "serving": _each(args.serving, Workload.parse),
@@ -159,13 +159,7 @@ def _each(values: Iterable[str] | None, read: Callable[[str], T]) -> tuple[T, ..
 
 def _checked(values: tuple[str, ...] | None, allowed: tuple[str, ...], what: str) -> tuple[str, ...] | None:
     for value in values or ():
-        _check(value, allowed, what)
-    return values
-
-
-def _checked_schemes(values: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    for value in values or ():
-        _check(value.partition("@")[0], SCHEMES, "scheme")
+        _check(value.partition("@")[0] if what == "scheme" else value, allowed, what)
     return values
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.speed.pressure import short_of_memory
 from benchmarks.speed.results import Cell, read_cells, read_header
+from benchmarks.speed.serving import short_of_memory
 from benchmarks.speed.tables import (
     by_workload,
     kernel_results,

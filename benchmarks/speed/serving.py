@@ -9,6 +9,7 @@ pairwise.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,6 @@ from typing import Any
 from benchmarks.speed.comparing import Rounds
 from benchmarks.speed.kernels import has_stock_w4a8
 from benchmarks.speed.models import Model
-from benchmarks.speed.pressure import STALLED, stalled_seconds
 from benchmarks.speed.results import Results
 from benchmarks.speed.rounds import Cell, Plan
 from benchmarks.speed.servers import MODEL_NAME, Server, ServerError, ServerOptions, ServerPool
@@ -28,6 +28,11 @@ from benchmarks.speed.workloads import Workload
 
 START, SERVING = "start", "serving"
 WARM_UP_TOKENS = 2
+PRESSURE = Path("/proc/pressure/memory")
+STALLED = "memory_stalled_seconds"
+"""Key in a measurement's result: the seconds for which all programs waited for memory."""
+TOO_LONG = 0.01
+"""Share of a measurement's time; one that waited for longer counts as disturbed."""
 WAKE_UP = Workload(1, 16, WARM_UP_TOKENS)
 """Requests before every cell: the system may have taken memory back from a server that was idle meanwhile."""
 
@@ -202,3 +207,25 @@ class ServingRun:
 
 def _line(cell: Cell) -> str:
     return f"round {cell.round}, {cell.workload.name}, {cell.subject.name}"
+
+
+def stalled_seconds(file: Path = PRESSURE) -> float:
+    """Return for how long all programs at once have waited for memory; 0 where the system does not tell.
+
+    The time is the total of the line "full" in Linux's pressure stall information.
+    """
+    if not file.is_file():
+        return 0.0
+    found = re.search(r"^full .*total=(\d+)", file.read_text(), re.MULTILINE)
+    return int(found[1]) / 1e6 if found else 0.0
+
+
+def short_of_memory(results: Sequence[dict[str, Any]]) -> str:
+    """Return how many of the measurements were disturbed, in a sentence; empty if none was."""
+    disturbed = sum(result.get(STALLED, 0.0) > TOO_LONG * result["duration"] for result in results)
+    if not disturbed:
+        return ""
+    return (
+        f"In {disturbed} of {len(results)} measurements all programs waited for memory for more than "
+        f"{TOO_LONG:.0%} of the time: take fewer subjects at once."
+    )
