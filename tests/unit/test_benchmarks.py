@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The child processes of the speed benchmarks, what they note and write, and every refusal of the commands."""
+"""The child processes of the speed benchmarks, what they note and write, and refusals of the commands."""
 
 from __future__ import annotations
 
