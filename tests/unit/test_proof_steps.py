@@ -132,6 +132,7 @@ def test_a_report_is_there_before_anything_is_known_and_while_steps_are_under_wa
     assert [file.name for file in folder.iterdir() if file.name.startswith(PROOF[:5])] == [PROOF]
 
 
+@pytest.mark.full
 def test_a_proof_that_is_killed_leaves_its_report_and_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "prove", "tiny", "--commit", "0123456789ab"]
     command += ["--output", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
