@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Speed and memory of FlexQuant against stock vLLM on the same weights.
 
-Measures vLLM's linear layers by scheme (kernels), servers under load (serving) and FlexQuant's own cost
-(overhead). Every cell is written as it finishes: started again, the same command goes on where it stopped.
-Synthetic models are made in --work. benchmarks/README.md tells how to read the report.
+Measures vLLM's linear layers by scheme (kernels) and servers under load (serving). Every cell is written as
+it finishes: started again, the same command goes on where it stopped. Synthetic models are made in --work.
+benchmarks/README.md tells how to read the report. The other benchmarks are programs of their own: `python -m`
+with benchmarks.own_cost, .merge, .quality, .generation, .overview (the README's picture) or .readme_tables.
 
 examples:
   python -m benchmarks --quick
@@ -45,8 +46,7 @@ def main(arguments: list[str]) -> int:
             compare_live_policies(args)
             return 0
         left = run(args) if args.command == "run" else 0
-        for name in write_report(args.output):
-            print(f"wrote {args.output / name}", flush=True)
+        print(f"wrote {write_report(args.output)}", flush=True)
     except FlexQuantError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

@@ -6,8 +6,8 @@
     python -m benchmarks.merge --gib 8 --hidden 8192 --folder /data
     python -m benchmarks.merge --awq
 
-Makes two random checkpoints of one model, Llama-shaped, W8A8 and W4A16, several shards each; with ``--awq``
-the second is in AWQ's format, which merging converts. Merging compares the weights (the KV caches must be
+Makes two random checkpoints of one model, Llama-shaped, W8A8 and W4A16, a shard a layer; with ``--awq`` the
+second is in AWQ's format, which merging converts. Merging compares the weights (the KV caches must be
 interchangeable), hashes every tensor and waits for the disk. ``cp`` does none of it, so a merge that compares
 nothing is timed too, and ``cp -r`` and ``sync``. ``flexquant verify`` of the result is timed against ``cat``
 of its files, once with none of them in the page cache and once with what the cache holds by then. Prints a
@@ -31,14 +31,22 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from benchmarks.merge_sources import make_source, weights_of_layer
+from benchmarks.speed.shapes import Shape
 from flexquant.serving.cpu.machine import cpu_model
 
 GIB = 1 << 30
+AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
+"""The output that each place of a word of AWQ's holds, of eight neighbouring ones."""
+TIMED = (
+    *("cp", "cp_and_sync", "merge", "merge_without_comparing"),
+    *("read", "verify", "read_cached", "verify_cached"),
+)
+"""What is timed: ``cp -r``, merges, and ``cat`` and ``flexquant verify`` with empty and full page cache."""
 
 T = TypeVar("T")
 
@@ -111,63 +119,83 @@ def in_child(function: Callable[..., T], *arguments: object) -> T:
         return child.submit(function, *arguments).result()
 
 
-def measure_verify(folder: str, times: dict[str, list[float]]) -> None:
-    """Time verifying and reading, and append the seconds to the four lists."""
-    for name, function in (("read", read_once), ("verify", verify_once)):
-        drop_from_cache(folder)
-        times[name].append(in_child(function, folder))
-        times[f"{name}_cached"].append(in_child(function, folder))
+def make_sources(folder: Path, gib: float, hidden: int, awq: bool) -> tuple[dict[str, str], int]:
+    """Write the two checkpoints, of ``gib`` GiB together; return their folders and the number of layers."""
+    # Here, as the processes whose memory is measured import this module too.
+    from benchmarks.speed.synthetic import write_checkpoint
+
+    shape = Shape(hidden, 4 * hidden, 1, heads=32, kv_heads=8, head_dim=hidden // 32, vocabulary=1024)
+    weights = sum(outputs * inputs for outputs, inputs in shape.projections().values())
+    shape = replace(shape, layers=max(1, round(gib * GIB / (1.5 * weights))), tied=True)
+    sources = {scheme: folder / scheme for scheme in ("w8a8", "w4a16")}
+    for scheme, path in sources.items():
+        write_checkpoint(path, shape, scheme)
+    if awq:
+        convert_to_awq(sources["w4a16"])
+    return {scheme: str(path) for scheme, path in sources.items()}, shape.layers
 
 
-def measure(folder: Path, gib: float, hidden: int, repeats: int, int4: str) -> dict[str, object]:
-    num_layers = max(1, round(gib * GIB / (1.5 * weights_of_layer(hidden))))
-    pool = os.urandom(max(32 << 20, 3 * hidden * hidden))  # the largest packed projection has 2 * hidden^2
-    sources = {name: str(folder / name) for name in ("w8a8", "w4a16")}
-    for path, scheme in zip(sources.values(), ("w8a8", int4), strict=True):
-        make_source(Path(path), scheme, num_layers, hidden, pool)
-    nbytes = sum(f.stat().st_size for path in sources.values() for f in Path(path).iterdir())
-    copies, synced, merges, streams, peaks = [], [], [], [], []
-    readings: dict[str, list[float]] = {
-        name: [] for name in ("read", "read_cached", "verify", "verify_cached")
-    }
+def convert_to_awq(folder: Path) -> None:
+    """Rewrite a checkpoint in W4A16, groups of 128, in AWQ's format."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weight_map = {}
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith(".weight_packed")]:
+            module = name.removesuffix("weight_packed")
+            packed, scale = tensors.pop(name), tensors.pop(f"{module}weight_scale")
+            del tensors[f"{module}weight_shape"]
+            rows, groups = scale.shape
+            pairs = packed.view(torch.uint8)  # [rows, columns / 2], the first of two in the lower half
+            values = torch.stack([pairs & 15, pairs >> 4], -1).view(rows // 8, 8, -1)[:, AWQ_COLUMNS]
+            words = (values[:, 0::2] | values[:, 1::2] << 4).permute(2, 0, 1).contiguous()
+            tensors[f"{module}qweight"] = words.view(torch.int32).squeeze(-1)
+            tensors[f"{module}qzeros"] = torch.full((groups, rows // 8), -0x77777778, dtype=torch.int32)  # 8s
+            tensors[f"{module}scales"] = scale.T.contiguous()
+        weight_map |= dict.fromkeys(tensors, file.name)
+        save_file(tensors, file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = json.loads((folder / "config.json").read_text())
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": awq}))
+
+
+def measure(folder: Path, gib: float, hidden: int, repeats: int, awq: bool) -> dict[str, Any]:
+    """Return the sizes, the seconds of every kind of run, and their medians over `cp -r` or reading."""
+    sources, num_layers = make_sources(folder, gib, hidden, awq)
+    times: dict[str, list[float]] = {name: [] for name in TIMED}
+    peaks = []
+    output = str(folder / "output")
     for _ in range(repeats):
-        for kind in ("cp", "merge without comparing", "merge"):
-            output = str(folder / "output")
+        for kind in ("cp", "merge_without_comparing", "merge"):
             os.sync()
             if kind == "cp":
-                seconds, seconds_synced = copy_once(sources, output)
-                copies.append(seconds)
-                synced.append(seconds_synced)
-            elif kind == "merge without comparing":
-                streams.append(in_child(merge_without_comparing_once, sources, output))
+                copied, synced = copy_once(sources, output)
+                times["cp"].append(copied)
+                times["cp_and_sync"].append(synced)
+            elif kind == "merge_without_comparing":
+                times[kind].append(in_child(merge_without_comparing_once, sources, output))
             else:
                 seconds, peak = in_child(merge_once, sources, output)
-                merges.append(seconds)
+                times[kind].append(seconds)
                 peaks.append(peak)
-                measure_verify(output, readings)
+                for name, function in (("read", read_once), ("verify", verify_once)):
+                    drop_from_cache(output)
+                    times[name].append(in_child(function, output))
+                    times[f"{name}_cached"].append(in_child(function, output))
             shutil.rmtree(output)
-    cp, cp_sync, merge, stream = (statistics.median(times) for times in (copies, synced, merges, streams))
-    read, read_cached, verify, verify_cached = (statistics.median(times) for times in readings.values())
+    median = {name: statistics.median(seconds) for name, seconds in times.items()}
+    compared = [("verify", "read"), ("merge", "cp"), ("merge", "cp_and_sync")]
+    compared += [("merge_without_comparing", base) for base in ("cp", "cp_and_sync")]
     return {
         "hidden_size": hidden,
         "num_layers": num_layers,
-        "input_bytes": nbytes,
-        "seconds_cp": copies,
-        "seconds_cp_and_sync": synced,
-        "seconds_merge": merges,
-        "seconds_merge_without_comparing": streams,
-        **{f"seconds_{name}": times for name, times in readings.items()},
-        **{f"{name}_gb_per_s": nbytes / statistics.median(times) / 1e9 for name, times in readings.items()},
-        "verify_to_read": verify / read,
-        "verify_to_read_cached": verify_cached / read_cached,
-        "cp_gb_per_s": nbytes / cp / 1e9,
-        "cp_and_sync_gb_per_s": nbytes / cp_sync / 1e9,
-        "merge_gb_per_s": nbytes / merge / 1e9,
-        "merge_without_comparing_gb_per_s": nbytes / stream / 1e9,
-        "merge_to_cp": merge / cp,
-        "merge_to_cp_and_sync": merge / cp_sync,
-        "merge_without_comparing_to_cp": stream / cp,
-        "merge_without_comparing_to_cp_and_sync": stream / cp_sync,
+        "input_bytes": sum(f.stat().st_size for path in sources.values() for f in Path(path).iterdir()),
+        **{f"seconds_{name}": seconds for name, seconds in times.items()},
+        **{f"{one}_to_{base}": median[one] / median[base] for one, base in compared},
+        "verify_to_read_cached": median["verify_cached"] / median["read_cached"],
         "peak_rss_above_interpreter_bytes": max(peaks),
     }
 
@@ -184,7 +212,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="flexquant-merge-") as folder:
-        measured = measure(Path(folder), args.gib, args.hidden, args.repeats, "awq" if args.awq else "w4a16")
+        measured = measure(Path(folder), args.gib, args.hidden, args.repeats, args.awq)
     result = {
         "benchmark": "merge",
         "argv": sys.argv[1:],
@@ -192,20 +220,10 @@ def main() -> None:
         "versions": {"python": platform.python_version()} | {p: version(p) for p in ("flexquant", "torch")},
         **measured,
     }
-    rows = {
-        "cp -r": "cp",
-        "cp -r and sync": "cp_and_sync",
-        "flexquant merge": "merge",
-        "  without comparing": "merge_without_comparing",
-        "cat": "read",
-        "flexquant verify": "verify",
-        "cat, cached": "read_cached",
-        "verify, cached": "verify_cached",
-    }
-    print(f"{'':19}  {'median s':>8}  {'GB/s':>6}")
-    for label, key in rows.items():
-        seconds = statistics.median(measured[f"seconds_{key}"])
-        print(f"{label:19}  {seconds:8.2f}  {measured[f'{key}_gb_per_s']:6.2f}")
+    print(f"{'':23}  {'median s':>8}  {'GB/s':>6}")
+    for name in TIMED:
+        seconds = statistics.median(measured[f"seconds_{name}"])
+        print(f"{name:23}  {seconds:8.2f}  {measured['input_bytes'] / seconds / 1e9:6.2f}")
     peak = measured["peak_rss_above_interpreter_bytes"]
     print(f"peak memory above the interpreter, torch included: {peak / 1e6:.0f} MB")
     line = json.dumps(result)

@@ -2,21 +2,21 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What each policy and each way of quantising costs in quality: build, serve, measure on unseen text.
 
-    python benchmarks/quality.py
+    python -m benchmarks.quality
 
-Quantises SmolLM2-135M-Instruct by benchmarks/recipes/methods.yaml on one half of a real English text
-(benchmarks/prose.py), measures on the other half through vLLM, and writes to benchmarks/results: `quality`
-(the policies), `quality-methods` (ways to W8A8 and W4A16) and `smoothing.json` (SmoothQuant's strength,
-searched per mapping). Needs both environments of `make setup`. Started again it keeps the variants that are
-finished.
+Quantises SmolLM2-135M-Instruct by benchmarks/recipes/methods.yaml on one half of the sections of The Debian
+Administrator's Handbook (the Debian package debian-handbook, which apt fetches), dealt out in turn by file
+name, measures on the other half through vLLM, and writes to benchmarks/results: `quality` (the policies) and
+`quality-methods` (ways to W8A8 and W4A16). Needs both environments of `make setup`. Started again it keeps
+the variants that are finished.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
-import sys
+import tempfile
+from html.parser import HTMLParser
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +24,51 @@ MODEL = ".work/SmolLM2-135M-Instruct"
 RECIPE = "benchmarks/recipes/methods.yaml"
 POLICIES = ["w8a8", "w4a16", "phase", "phase-batch", "phase-batch-layer"]
 BATCH_SIZES = "16,64"
+PACKAGE = "debian-handbook"
+SECTIONS = "usr/share/doc/debian-handbook/html/en-US/sect.*.html"
+NAMES = ("calibration.txt", "held-out.txt")
 ROWS = {"prompt-tokens": 128, "tokens": 64}
+
+
+class Paragraphs(HTMLParser):
+    """Collects the text of every <div class="para">, with white space squeezed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._open_divs: list[bool] = []
+        self._text: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag == "div":
+            self._open_divs.append(("class", "para") in attributes)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "div" and self._open_divs.pop() and not any(self._open_divs):
+            self.found.append(" ".join("".join(self._text).split()))
+            self._text = []
+
+    def handle_data(self, data: str) -> None:
+        if any(self._open_divs):
+            self._text.append(data)
+
+
+def read_section(path: Path) -> str:
+    parser = Paragraphs()
+    parser.feed(path.read_text(encoding="utf-8"))
+    return "\n\n".join(filter(None, parser.found))
+
+
+def write_texts(output: Path) -> None:
+    """Write the text to calibrate on and the text to measure on into a folder."""
+    with tempfile.TemporaryDirectory() as scratch:
+        subprocess.run(["apt-get", "download", PACKAGE], cwd=scratch, check=True)
+        (package,) = Path(scratch).glob("*.deb")
+        subprocess.run(["dpkg", "-x", str(package), scratch], check=True)
+        sections = [read_section(path) for path in sorted(Path(scratch).glob(SECTIONS))]
+    output.mkdir(parents=True, exist_ok=True)
+    for i, name in enumerate(NAMES):
+        (output / name).write_text("\n\n".join(sections[i :: len(NAMES)]) + "\n", encoding="utf-8")
 
 
 def run(*command: str | Path) -> None:
@@ -40,20 +84,6 @@ def evaluate(flexquant: Path, checkpoint: Path, output: Path, policies: list[str
     run(*command, "--policies", ",".join(policies), "--output", output, *rows, *options)
 
 
-def write_smoothing(variant: Path, quality: Path, output: Path) -> None:
-    """Write what the search for SmoothQuant's strength found, with the machine and versions of the run."""
-    report = json.loads((variant / "quantization_report.json").read_text())
-    measured = json.loads((quality / "quality.json").read_text())
-    document = {
-        "argv": ["benchmarks/quality.py"],
-        "machine": measured["machine"],
-        "recipe": (variant / "recipe.yaml").read_text(),
-        "calibration": report["calibration"],
-        "smoothing": report["smoothing"],
-    }
-    output.write_text(json.dumps(document, indent=2) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -66,7 +96,7 @@ def main() -> None:
     work, results = args.work, args.results
 
     if not (ROOT / work / "held-out.txt").exists():
-        run(sys.executable, "benchmarks/prose.py", "--output", work)
+        write_texts(ROOT / work)
     build = [args.quantize / "flexquant", "build", MODEL, "--output", work / "merged", "--recipe", RECIPE]
     run(*build, "--variants-folder", work / "variants", "--calibration", work / "calibration.txt")
     variants = sorted(path.name for path in (ROOT / work / "variants").iterdir())
@@ -77,7 +107,6 @@ def main() -> None:
     options = ["--batch-sizes", "16", "--samples", "32", "--no-questions"]
     every = ["w8a8", "w4a16", *methods]
     evaluate(flexquant, work / "merged", results / "quality-methods", every, *options)
-    write_smoothing(work / "variants/w8a8", results / "quality", ROOT / results / "smoothing.json")
 
 
 if __name__ == "__main__":

@@ -1,44 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Write the numbers of the README pages from the committed results: each stands between two comments.
+"""Write the tables of the pages from the committed results: each stands between two comments.
 
 python -m benchmarks.readme_tables           # write them
 python -m benchmarks.readme_tables --check   # fail if they are not what the results say
+
+Tables without these comments are of results whose scripts are gone (see benchmarks/README.md).
 """
 
 from __future__ import annotations
 
+import json
 import re
-import statistics
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import left_out_tables, one_copy_tables, speed_tables
-from benchmarks.calibration_table import calibration_table
-from benchmarks.decode_quality_tables import layered, trigger
-from benchmarks.serving_tables import (
-    disaggregated,
-    generation,
-    generation_one_copy,
-    layers_in_use,
-    loaded,
-    memory,
-    operators,
-    own_cost,
-    own_time,
-    read,
-    starting,
-    switching,
-    watching,
-)
-from benchmarks.table import markdown
+from benchmarks.generation.results import table as answers_table
+from benchmarks.result import markdown
+from benchmarks.speed.comparing import compare_beside, paired_ratios, pairs, second_server
+from benchmarks.speed.live_policies import ratios
+from benchmarks.speed.results import read_cells
+from benchmarks.speed.subjects import STATIC
+from benchmarks.speed.tables import METRICS, RATIOS, by_workload, kernel_results
+from flexquant.measuring.comparison import compare
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = (ROOT / "examples/disaggregated/README.md", ROOT / "merge/README.md")
-PAGES = [*sorted((ROOT / "benchmarks").glob("*.md")), *ELSEWHERE]
+RESULTS = ROOT / "benchmarks/results"
+PAGES = sorted((ROOT / "benchmarks").glob("*.md"))
 BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
+H100 = RESULTS / "llama-3.1-8b-h100"
+RUNS_ON_CPUS = (
+    *("smollm2-135m-avx512", "smollm2-135m-avx512-stock", "1.5b-avx512", "1.5b-avx512-stock", "0.5b-avx512"),
+    *("0.5b-avx512-stock", "1.5b-zen4", "1.5b-zen4-w4a8", "1.5b-zen4-again", "0.5b-zen4", "smollm2-135m-cpu"),
+    *("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"),
+)
+LATENCIES = ("TTFT ms", "TPOT ms")
+ONE_COPY = {"SmolLM2-135M": "smollm2", "0.5 B": "0.5b", "1.5 B": "1.5b"}
+"""Models -> the end of the name of their result of one server that took the policies in turns."""
 METHODS = {
     "w8a8": "W8A8: SmoothQuant searched per layer + GPTQ (default)",
     "w8a8-alpha06": "W8A8: SmoothQuant 0.6 + GPTQ",
@@ -46,8 +46,6 @@ METHODS = {
     "w4a16": "W4A16: GPTQ on normalised tokens, importance-weighted scales (default)",
     "w4a16-norm2": "the same, scales searched by squared error",
     "w4a16-g32": "the same, groups of 32",
-    "w4a16-spared-16bit": "the same, the most sensitive 5 % of weights in 16 bit",
-    "w4a16-spared-w8a8": "the same, the most sensitive 5 % of weights in W8A8",
     "w4a16-gptq-imatrix": "W4A16: GPTQ, importance-weighted scales",
     "w4a16-gptq": "W4A16: GPTQ as llm-compressor does it",
     "w4a16-awq": "W4A16: AWQ without v → o, rounding to nearest",
@@ -56,184 +54,209 @@ METHODS = {
 }
 
 
+def read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
 def quality_cells(result: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+    """Return the change of perplexity, and the KL divergence with its standard error."""
     quality = result["quality"]
     change = quality["perplexity"] / reference["quality"]["perplexity"] - 1
-    kl = "–" if quality["mean_kl"] is None else f"{quality['mean_kl']:.4f} ± {quality['mean_kl_error']:.4f}"
-    top = "–" if quality["top1_agreement"] is None else f"{quality['top1_agreement']:.1%}"
-    return [f"{quality['perplexity']:.2f}", "–" if result is reference else f"{change:+.1%}", kl, top]
+    return [f"{change:+.1%}", f"{quality['mean_kl']:.4f} ± {quality['mean_kl_error']:.4f}"]
 
 
 def policies() -> str:
     return policies_of("quality/quality.json")
 
 
-def demo_policies() -> str:
-    """Return the table of policies for the checkpoint that `make demo` builds."""
-    return policies_of("quality-demo/quality.json")
-
-
-def demo_policies_untrained() -> str:
-    """Return the same table for a checkpoint whose scales were not trained."""
-    return policies_of("quality-demo-untrained/quality.json")
-
-
 def one_copy_policies() -> str:
-    """Return the table of one copy, two copies, and what lies between."""
     return policies_of("quality-one-copy/quality.json")
 
 
 def policies_of(file: str) -> str:
+    """Return a row for each policy and batch size, but for those that only repeat the same passes."""
     reference, *results = read(file)["results"]
-    rows = []
-    for result in [reference, *(r for r in results if not same_policy(r))]:
-        name = f"`{result['policy']}`" if result is not reference else "16 bit"
-        answers = result.get("answers")
-        size = result["bytes_per_weight"]
-        rows.append(
-            [
-                name,
-                str(result["batch_size"]),
-                *quality_cells(result, reference),
-                f"{answers['identical']}/{answers['questions']}" if answers else "–",
-                f"{size['resident']:.2f}",
-                f"{size['decode']:.2f}",
-            ]
-        )
-    header = ["policy", "batch", "perplexity", "change", "KL to 16 bit (nats)", "same top token"]
-    return markdown([*header, "same answers", "bytes/weight held", "read in decode"], rows)
-
-
-def same_policy(result: dict[str, Any]) -> bool:
-    """Return whether a row only repeats the same policy at another batch size."""
-    return (result.get("same_as") or {}).get("policy") == result["policy"]
-
-
-def methods() -> str:
-    reference, *results = read("quality-methods/quality.json")["results"]
-    found = {result["policy"]: result for result in results}
-    rows = [["16 bit", *quality_cells(reference, reference), "2.00"]]
-    for name, text in METHODS.items():
-        size = found[name]["bytes_per_weight"]["decode"]
-        rows.append([text, *quality_cells(found[name], reference), f"{size:.2f}"])
-    header = ["how", "perplexity", "change", "KL to 16 bit (nats)", "same top token", "bytes/weight"]
+    rows = [
+        [
+            f"`{result['policy'].removesuffix('.yaml')}`",
+            str(result["batch_size"]),
+            *quality_cells(result, reference),
+            *(f"{result['bytes_per_weight'][size]:.2f}" for size in ("resident", "decode")),
+        ]
+        for result in results
+        if result["quality"]["mean_kl"] is not None
+        and (result.get("same_as") or {}).get("policy") != result["policy"]
+    ]
+    header = ["policy", "batch", "perplexity", "KL, nats", "bytes/weight held", "read in decode"]
     return markdown(header, rows)
 
 
-def calibration() -> str:
-    """Return what variants lose that were calibrated on different texts, the model's own among them."""
-    return calibration_table(read("calibration.json"))
+def methods() -> str:
+    """Return a row for each way to quantise."""
+    reference, *results = read("quality-methods/quality.json")["results"]
+    found = {result["policy"]: result for result in results}
+    rows = [
+        [text, *quality_cells(found[name], reference), f"{found[name]['bytes_per_weight']['decode']:.2f}"]
+        for name, text in METHODS.items()
+    ]
+    return markdown(["how", "perplexity", "KL, nats", "bytes/weight"], rows)
 
 
-def calibration_self() -> str:
-    """Return what variants lose with `--calibration self`, beside Python's documentation alone."""
-    return calibration_table(read("calibration-self.json"))
+def generation() -> str:
+    return answers_table(read("generation-one-copy.json"))
 
 
-def int4_smollm2() -> str:
-    """Return what the ways to W4A16 in groups of 32 lose on SmolLM2-135M-Instruct."""
-    return calibration_table(read("int4-smollm2.json"), "how")
-
-
-def int4_qwen3() -> str:
-    """Return what the ways to W4A16 lose on the small Qwen3 of benchmarks/small_model.py."""
-    return calibration_table(read("int4-qwen3.json"), "how")
-
-
-def smoothing() -> str:
-    found = read("smoothing.json")["smoothing"]
-    ratios, best = found["ratios_to_per_mapping"], found["best_single_alpha"]
-    summed, relative = ratios["summed_mse"], ratios["relative_mse"]
-    return (
-        f"Searching SmoothQuant's strength for each of {len(found['mappings'])} mappings leaves "
-        f"{summed['all_0.5']:.2f} times less output MSE, summed over the layers, than 0.5 everywhere, "
-        f"{summed['best_single']:.2f} times less than the best single strength ({best}) "
-        f"and {summed['none']:.2f} times less than no smoothing; relative to each layer's output "
-        f"{relative['all_0.5']:.2f}, {relative['best_single']:.2f} and {relative['none']:.2f} times."
-    )
+def own_cost() -> str:
+    """Return what FlexQuant adds to a decode pass of each model, in percent with the interval."""
+    rows = []
+    for model, found in read("own-cost.json").items():
+        percents = (f"{100 * (found[end] - 1):+.2f} %" for end in ("ratio", "low", "high"))
+        rows.append([model.rpartition("/")[2], f"{found['pass_ms']:.1f}", *percents])
+    return markdown(["model", "ms a pass", "time", "at least", "at most"], rows)
 
 
 def merging() -> str:
     found, wide, awq = read("merge.json"), read("merge-8192.json"), read("merge-awq.json")
-    verifying = ""
-    if "verify_to_read" in found:
-        verifying = (
-            f". `flexquant verify` took {found['verify_to_read']:.1f} times as long as reading the files "
-            f"from the disk, and {found['verify_to_read_cached']:.1f} times where they were in memory"
+    rows = [
+        [
+            name,
+            f"{one['input_bytes'] / 1e9:.1f}",
+            f"{one['merge_to_cp']:.1f}",
+            f"{one['merge_without_comparing_to_cp']:.1f}",
+            f"{one['merge_to_cp'] / one['merge_to_cp_and_sync']:.1f}",
+            f"{one['peak_rss_above_interpreter_bytes'] / 1e6:.0f}",
+        ]
+        for name, one in (
+            (f"{found['hidden_size']} wide", found),
+            (f"{wide['hidden_size']} wide", wide),
+            ("INT4 in AWQ's format", awq),
         )
-    merge, alone = found["merge_to_cp"], found["merge_without_comparing_to_cp"]
-    synced = merge / found["merge_to_cp_and_sync"]
-    return (
-        f"Merging {found['input_bytes'] / 1e9:.1f} GB on two CPU cores took {merge:.1f} times as long as "
-        f"`cp -r` of the same bytes ({alone:.1f} times without comparing the weights; `cp -r` and `sync` "
-        "together took "
-        f"{synced:.1f} times as long), and at most "
-        f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory{verifying}. Of layers "
-        f"{wide['hidden_size']} wide, {wide['input_bytes'] / 1e9:.1f} GB took {wide['merge_to_cp']:.1f} "
-        f"times as long as `cp -r`, and {wide['merge_without_comparing_to_cp']:.1f} times without comparing. "
-        f"With the INT4 source in AWQ's format, which merging converts, {awq['input_bytes'] / 1e9:.1f} GB "
-        f"took {awq['merge_to_cp']:.1f} times as long as `cp -r` "
-        f"({awq['merge_without_comparing_to_cp']:.1f} times without comparing), and "
-        f"{awq['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB."
-    )
+    ]
+    header = ["layers", "GB", "merge", "without comparing", "`cp -r` and `sync`", "peak memory, MB"]
+    return markdown(header, rows)
 
 
-def merging_memory() -> str:
-    found, awq = read("merge.json"), read("merge-awq.json")
-    return (
-        f"Merging {found['input_bytes'] / 1e9:.1f} GB took at most "
-        f"{found['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB of memory, PyTorch included "
-        "([measured](../benchmarks/SERVER.md#merging)); a larger model takes no more. "
-        f"With a source in AWQ's format it took {awq['peak_rss_above_interpreter_bytes'] / 1e6:.0f} MB: each "
-        "thread holds the tensor that it converts."
-    )
+def interval(of_rounds: Sequence[float]) -> str:
+    """Return the ratio of paired rounds with its 95 % interval."""
+    found = compare(of_rounds)
+    return f"{found.ratio:.2f} ({found.low:.2f}–{found.high:.2f})"
 
 
-def simulated() -> str:
-    """Return the means over the rounds of a real server, and of the simulation of its requests."""
+def gpu_live() -> str:
+    """Return policies over static W8A8 on a live server of the 32 B shape."""
+    cells = read("qwen2.5-32b-h200/policies.json")["cells"]
+    rows = [
+        [f"`{w}`", f"`{policy}`", *(interval(ratios(found, policy, metric)) for metric in LATENCIES)]
+        for w, found in cells.items()
+        for policy in list(found)[1:]
+    ]
+    return markdown(["requests", "policy", "TTFT", "TPOT"], rows)
+
+
+def gpu_ratios() -> str:
+    """Return FlexQuant over each static variant on an H100."""
+    rows = [
+        [
+            f"`{workload.name}`",
+            f"`{static}`",
+            *(
+                interval(paired_ratios(subjects[policy], subjects[static], METRICS[metric][0]))
+                for metric in LATENCIES
+            ),
+        ]
+        for workload, subjects in by_workload(read_cells(H100), "serving").items()
+        for policy, static in pairs(subjects)
+    ]
+    return markdown(["requests", "over", "TTFT", "TPOT"], rows)
+
+
+def cpu_ratios() -> str:
+    """Return FlexQuant over each static subject, for every run on a CPU: the ends of the ratios."""
     rows = []
-    for policy, rounds in read("simulation-cpu.json")["results"].items():
-        row = [f"`{policy}`"]
-        for key, form in (("mean_ttft_ms", ".0f"), ("mean_tpot_ms", ".1f"), ("output_throughput", ".1f")):
-            real, replayed = (
-                statistics.fmean(r[kind][key] for r in rounds) for kind in ("measured", "simulated")
-            )
-            row.append(f"{real:{form}} / {replayed:{form}} ({replayed / real - 1:+.0%})")
-        rows.append(row)
-    return markdown(["policy", "mean TTFT ms: served / simulated", "mean TPOT ms", "tokens/s"], rows)
+    for folder in RUNS_ON_CPUS:
+        measured = by_workload(read_cells(RESULTS / folder), "serving")
+        for static in STATIC:
+            found = {metric: over(measured, static, metric) for metric in RATIOS}
+            ends = [f"{min(ratios):.2f}–{max(ratios):.2f}" for ratios in found.values() if ratios]
+            rows += [[f"[{folder}](results/{folder})", f"`{static}`", *ends]] if ends else []
+    return markdown(["run", "over", *(metric.removesuffix(" ms") for metric in RATIOS)], rows)
+
+
+def over(measured: Any, static: str, metric: str) -> list[float]:
+    """Return FlexQuant's ratio to a static subject for every kind of requests."""
+    get = METRICS[metric][0]
+    return [
+        compare_beside(
+            paired_ratios(subjects[policy], subjects[static], get), second_server(subjects, static, get)
+        ).ratio
+        for subjects in measured.values()
+        for policy, other in pairs(subjects)
+        if other == static
+    ]
+
+
+def cpu_kernels() -> str:
+    return kernels(RESULTS / "cpu-kernels-zen4")
+
+
+def gpu_kernels() -> str:
+    return kernels(H100)
+
+
+def kernels(folder: Path) -> str:
+    """Return medians in microseconds of one linear layer."""
+    ((layer, outputs, inputs), by_tokens), *_ = kernel_results(read_cells(folder)).items()
+    schemes = list(next(iter(by_tokens.values())))
+    rows = [
+        [str(tokens), *(f"{found[scheme]['microseconds']:.0f}" for scheme in schemes)]
+        for tokens, found in list(by_tokens.items())[::4]
+    ]
+    names = [scheme.removesuffix("LinearKernel").removesuffix("ScaledMM") for scheme in schemes]
+    return f"`{layer}`, {inputs} to {outputs}, µs:\n\n" + markdown(["tokens", *names], rows)
+
+
+def one_copy_live() -> str:
+    """Return one copy and two over W4A16, on one live server of each model."""
+    rows = [
+        [
+            model,
+            f"`{workload}`",
+            *(
+                interval(ratios(found, policy, metric))
+                for metric in LATENCIES
+                for policy in ("one-copy", "phase-batch")
+            ),
+        ]
+        for model, name in ONE_COPY.items()
+        for workload, found in read(f"one-copy-live-{name}.json")["cells"].items()
+    ]
+    header = [f"{metric}: {what}" for metric in ("TTFT", "TPOT") for what in ("one copy", "two")]
+    return markdown(["model", "requests", *header], rows)
+
+
+def one_server_or_two() -> str:
+    """Return W8A8 over W4A16 at the 1.5 B shape, on a server each and on one that takes both in turns."""
+    apart = by_workload(read_cells(RESULTS / "1.5b-two-servers"), "serving")
+    together = read("1.5b-one-server.json")["cells"]
+    rows = []
+    for workload, subjects in apart.items():
+        for metric in LATENCIES:
+            of_two = paired_ratios(subjects["w8a8"], subjects["w4a16-chosen"], METRICS[metric][0])
+            of_one = ratios(together[workload.name], "w8a8", metric)
+            name = f"{metric.removesuffix(' ms')} of `{workload.name}`"
+            rows.append([name, interval(of_two), interval(of_one)])
+    return markdown(["W8A8 over W4A16", "two servers", "one server"], rows)
+
+
+BLOCKS: tuple[Callable[[], str], ...] = (
+    *(policies, one_copy_policies, methods, generation, own_cost, merging),
+    *(gpu_live, gpu_ratios, gpu_kernels, cpu_ratios, cpu_kernels, one_copy_live, one_server_or_two),
+)
 
 
 def main() -> int:
-    functions = (
-        policies,
-        demo_policies,
-        demo_policies_untrained,
-        one_copy_policies,
-        methods,
-        calibration,
-        calibration_self,
-        int4_smollm2,
-        int4_qwen3,
-        smoothing,
-        merging,
-        merging_memory,
-        simulated,
-    )
-    servers = (
-        own_cost,
-        own_time,
-        watching,
-        switching,
-        starting,
-        layers_in_use,
-        loaded,
-        memory,
-        disaggregated,
-        operators,
-    )
-    quality = (generation, generation_one_copy, layered, trigger)
-    of_modules = (*speed_tables.BLOCKS, *one_copy_tables.BLOCKS, *left_out_tables.BLOCKS)
-    blocks = {f.__name__: f for f in (*functions, *servers, *quality, *of_modules)}
+    blocks = {block.__name__: block for block in BLOCKS}
     wrong = False
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.generation.answering import KINDS, Answers, Settings, answer_all
-from benchmarks.generation.results import results_of
-from benchmarks.generation.tables import table
+from benchmarks.generation.results import results_of, table
 from benchmarks.generation.task import text_of
-from benchmarks.origin import origin
+from benchmarks.result import origin, write_result
 from flexquant.checkpoint.output import staged_file
 from flexquant.checkpoint.provenance import folder_label
 from flexquant.cli._arguments import parse_count, parse_names
@@ -110,7 +109,7 @@ def main(arguments: list[str]) -> int:
         with writable_folder(args.output.parent, "--output"):
             document = measure(args)
             with staged_file(args.output) as partial:
-                partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                write_result(partial, document)
     except FlexQuantError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.generation.arithmetic import arithmetic
 from benchmarks.generation.instructions import instructions
-from benchmarks.generation.long import long
-from benchmarks.generation.task import Task, prompt_of
+from benchmarks.generation.task import Task, long, prompt_of
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.evaluating import REFERENCE
 from flexquant.evaluation.inputs import Subject

@@ -60,14 +60,6 @@ def has_words(*expected: str) -> Check:
     return lambda text: set(expected) <= set(words_of(text))
 
 
-def is_in_capitals(text: str) -> bool:
-    return text.isupper()
-
-
-def is_in_small_letters(text: str) -> bool:
-    return text.islower()
-
-
 def has_no_comma(text: str) -> bool:
     return "," not in text
 
@@ -135,13 +127,13 @@ def _include(random: Random) -> Task:
 def _capitals(random: Random) -> Task:
     demand = "USE CAPITAL LETTERS ONLY."
     example = sentence("snow", demand), "SNOW FELL ON THE QUIET FIELDS."
-    return Task("capitals", sentence(random.choice(TOPICS), demand), is_in_capitals, (example,))
+    return Task("capitals", sentence(random.choice(TOPICS), demand), str.isupper, (example,))
 
 
 def _small_letters(random: Random) -> Task:
     demand = "use small letters only, no capital letters."
     example = sentence("trees", demand), "trees give us shade and clean air."
-    return Task("small letters", sentence(random.choice(TOPICS), demand), is_in_small_letters, (example,))
+    return Task("small letters", sentence(random.choice(TOPICS), demand), str.islower, (example,))
 
 
 def _no_comma(random: Random) -> Task:

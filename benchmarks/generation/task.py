@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A task: a question, how such questions are answered, and what an answer has to hold."""
+"""A task: a question, how such questions are answered, what an answer has to hold; and open questions."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flexquant.errors import FlexQuantError
@@ -79,3 +80,33 @@ def is_right(task: Task, text: str) -> bool:
     """Return whether an answer is right; an empty one never is."""
     assert task.check is not None
     return bool(text) and task.check(text)
+
+
+OPEN = {
+    "explanation": (
+        "Explain in detail how {} works, step by step.",
+        ("a bicycle", "the human heart", "a refrigerator", "the water cycle", "a library", "an election"),
+    ),
+    "story": (
+        "Write a long story about {}.",
+        ("a lost key", "two brothers", "a lighthouse", "a talking cat", "the last tree", "a night train"),
+    ),
+    "essay": (
+        "Write a detailed essay about {}.",
+        ("the history of bread", "life in a village", "public transport", "friendship", "the Moon", "work"),
+    ),
+    "guide": (
+        "Write a complete beginner's guide to {}.",
+        ("gardening", "saving money", "cooking rice", "learning a language", "painting", "hiking"),
+    ),
+}
+
+
+def _open(family: str, numbers: random.Random) -> Task:
+    question, subjects = OPEN[family]
+    return Task(family, question.format(numbers.choice(subjects)))
+
+
+def long(number: int, seed: int) -> list[Task]:
+    """Return ``number`` open questions: no answer is right or wrong, but where do two answers part?"""
+    return draw([partial(_open, family) for family in OPEN], number, seed)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, Outcomes
-from benchmarks.speed.comparing import Measured, Metric, compare_beside, paired_ratios, pairs, second_server
+from benchmarks.speed.comparing import Measured, Metric, compare_beside, paired_ratios, second_server
 from benchmarks.speed.results import Cell
 from benchmarks.speed.subjects import FLEXQUANT
 from benchmarks.speed.tables import METRICS, by_workload, decode_ms, kernel_results, prefill_ms
@@ -59,7 +59,7 @@ class Found(NamedTuple):
     outcomes: Outcomes
     cells: Sequence[Cell]
     first_tokens: Mapping[str, Any]
-    """Runner -> prompt -> what benchmarks.first_token_ab wrote."""
+    """Runner -> prompt -> what benchmarks.proof.first_token wrote."""
     live: Mapping[str, Mapping[str, Sequence[dict[str, Any]]]]
     """Workload -> policy -> the result of every round, as `benchmarks policies` wrote them."""
 
@@ -71,13 +71,12 @@ def judge(found: Found) -> dict[str, list[Verdict]]:
         for name, policies in found.live.items()
     }
     serving = by_workload(found.cells, "serving")
-    overhead = by_workload(found.cells, "overhead")
     return {
         FIRST_TOKEN: list(_first_tokens(found.first_tokens)),
         LIVE: list(_by_phase(live, "phase-batch")),
         COPY: [_kernel(found.cells)],
         TESTS: list(_tested(found.outcomes)),
-        SERVERS: [*_constant(overhead), *_by_phase(serving, ROUTED), _one_copy(serving)],
+        SERVERS: [*_by_phase(serving, ROUTED), _one_copy(serving)],
     }
 
 
@@ -146,13 +145,6 @@ def _kernel(cells: Sequence[Cell]) -> Verdict:
     )
     claim = f"from {MANY_TOKENS} tokens on, INT8 from one copy multiplies a layer sooner than W4A16"
     return Verdict(claim, verdict, said or "not measured")
-
-
-def _constant(overhead: Measured) -> Iterator[Verdict]:
-    constant = [(s, r) for subjects in overhead.values() for s, r in pairs(list(subjects), constant=True)]
-    for name, metric in (("first token", "TTFT ms"), ("time per token", "TPOT ms")):
-        ratios = _compare(overhead, dict.fromkeys(constant), METRICS[metric][0])
-        yield _no_slower(f"one variant for everything costs nothing over stock vLLM: {name}", ratios)
 
 
 def _by_phase(measured: Measured, routed: str) -> Iterator[Verdict]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.proof.claims import QUESTIONS, judge
-from benchmarks.proof.gpu import driver_problem, fitting, free_gib, server_gib
+from benchmarks.proof.gpu import driver_problem, fitting, free_gib, server_gib, serving_options
 from benchmarks.proof.live import VARIANTS, compare_on_a_large_shape
 from benchmarks.proof.outcomes import NOT_RUN, VARIABLE, read_outcomes
 from benchmarks.proof.report import (
@@ -32,7 +32,6 @@ from benchmarks.proof.report import (
     read_found,
     write_proof,
 )
-from benchmarks.proof.side_by_side import serving_options
 from benchmarks.proof.steps import (
     DONE,
     FAILED,
@@ -113,7 +112,7 @@ def first_token(runner: str, proof: Proof, seconds: float) -> Outcome:
         arguments = ["--software-graphs", runner, "--tokens", "12", "--rounds", "3"]
         environment |= {"TRITON_INTERPRET": "1"} if runner == "V2" else {}
     folder = model.without_weights(VARIANTS)
-    command = [sys.executable, "-m", "benchmarks.first_token_ab", folder, "--label", runner]
+    command = [sys.executable, "-m", "benchmarks.proof.first_token", folder, "--label", runner]
     found = run_bounded(
         [*command, *arguments, "--output", (proof.output / FIRST_TOKENS).absolute()],
         seconds,
@@ -160,16 +159,7 @@ def tests_alone(proof: Proof, seconds: float) -> Outcome:
 
 def run_tests(file: Path, arguments: list[str], seconds: float) -> Outcome:
     """Run those tests that have not passed yet; the step is done when each has an outcome."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--tb=short",
-        "-p",
-        "benchmarks.proof.outcomes",
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "benchmarks.proof.outcomes"]
     environment = {**os.environ, VARIABLE: str(file.absolute())}
     found = run_bounded([*command, *arguments], seconds, environment, file.with_name(LOG))
     left = sum(outcome["outcome"] == NOT_RUN for outcome in read_outcomes(file).values())

@@ -13,9 +13,9 @@ from typing import Any
 from benchmarks.proof.claims import FIRST_TOKEN, LIVE, TESTS, Found, Verdict, judge
 from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, read_outcomes
 from benchmarks.proof.steps import read_steps
+from benchmarks.result import markdown
 from benchmarks.speed.live_policies import table
 from benchmarks.speed.results import read_cells, read_header
-from benchmarks.table import markdown
 
 TESTS_FILE, FIRST_TOKENS, LIVE_POLICIES = "tests.jsonl", "first-token.json", "policies.json"
 DOCTOR, PROOF = "doctor.txt", "proof.md"

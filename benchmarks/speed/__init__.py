@@ -4,5 +4,6 @@
 
 The way through: `settings` (how much) -> `shapes` and `synthetic` (or real checkpoints) -> `models` (folders)
 -> `subjects` (what is compared) -> `rounds` (which cells, and how often) -> `kernels`, `serving` (measure) ->
-`results` (one line a cell) -> `comparing` (what noise leaves open) -> `tables`, `plots`, `report`.
+`results` (one line a cell) -> `comparing` (what noise leaves open) -> `tables`, `report`. `live_policies`
+compares policies on one server that runs already.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.proof.proving import add_arguments
-from benchmarks.speed.kernel_cells import measure_kernels
+from benchmarks.speed.kernels import measure_kernels
 from benchmarks.speed.live_policies import add_policies_arguments
 from benchmarks.speed.models import open_model
 from benchmarks.speed.results import Results
@@ -39,7 +39,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    report = commands.add_parser("report", help="tables and plots from the cells of a run")
+    report = commands.add_parser("report", help="tables from the cells of a run")
     report.add_argument("output", type=Path, metavar="DIR", help="the --output of a run")
     add_arguments(commands.add_parser("prove", help="what FlexQuant claims, tried on this machine"))
     add_policies_arguments(commands.add_parser("policies", help="policies on one live server"))
@@ -48,11 +48,10 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--model", nargs="+", help="a synthetic model's name, or VARIANT=DIR for each checkpoint")
     add("--output", type=Path, metavar="DIR", help="results (default: benchmarks/results/MODEL)")
     add("--work", type=Path, default=Path(".work/benchmarks"), help="models and logs (default: %(default)s)")
-    add("--parts", type=parse_names, default=("kernels", "serving", "overhead"), help=f"of {','.join(PARTS)}")
+    add("--parts", type=parse_names, default=PARTS, help=f"of {','.join(PARTS)}")
     add("--subjects", type=parse_names, help=f"of {','.join(STATIC)},flexquant:POLICY")
     add("--serving", nargs="+", metavar="REQUESTSxINPUT+OUTPUT[@RATE|/AT_ONCE][~SPREAD]", help="workloads")
-    add("--overhead", nargs="+", metavar="REQUESTSxINPUT+OUTPUT", help="workloads")
-    add_effort(add, "serving and overhead")
+    add_effort(add, "serving")
     add("--schemes", type=parse_names, help=f"kernels: of {','.join(SCHEMES)}, each also @KERNEL")
     add("--layers", type=parse_names, help=f"kernels: of {','.join(LAYERS)}")
     add("--tokens", type=parse_names, help="kernels: numbers of tokens, e.g. 1,16,256")
@@ -88,9 +87,8 @@ def run(args: argparse.Namespace) -> int:
     model = open_model(args.model or ["small"], args.work)
     args.output = args.output or Path("benchmarks/results") / ("quick" if args.quick else model.name)
     subjects = [parse_subject(name) for name in settings.subjects]
-    parts = {part: getattr(settings, part) for part in ("serving", "overhead") if part in args.parts}
-    plan = Plan(parts, subjects, settings.effort)
-    if model.folders is not None and set(args.parts) - {"kernels"}:
+    plan = Plan(settings.serving, subjects, settings.effort)
+    if model.folders is not None and "serving" in args.parts:
         for subject in subjects:
             model.folder(subject)
     results = Results(args.output, model.name, args.commit)
@@ -111,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             timeout=args.cell_timeout,
         )
     options = server_options(args, settings, subjects, on_gpu)
-    if parts:
+    if "serving" in args.parts:
         serving = ServingRun(
             model,
             results,
@@ -131,11 +129,10 @@ def choose_settings(args: argparse.Namespace, on_gpu: bool) -> Settings:
     settings = QUICK if args.quick else GPU if on_gpu else CPU
     given = {
         "subjects": args.subjects,
-        "schemes": _checked_schemes(args.schemes),
+        "schemes": _checked(args.schemes, SCHEMES, "scheme"),
         "layers": _checked(args.layers, LAYERS, "layer"),
         "tokens": _each(args.tokens, _count),
         "serving": _each(args.serving, Workload.parse),
-        "overhead": _each(args.overhead, Workload.parse),
         "effort": settings.effort.changed(args.rounds, args.max_rounds, args.width),
         "seconds": args.seconds,
     }
@@ -146,10 +143,9 @@ def server_options(
     args: argparse.Namespace, settings: Settings, subjects: list[Subject], on_gpu: bool
 ) -> ServerOptions:
     """Return how to serve, with room for the longest request and the largest batch that is planned."""
-    workloads = [*settings.serving, *settings.overhead]
     return ServerOptions(
-        max_length=max(w.longest for w in workloads),
-        max_sequences=max(128, *(w.most_at_once for w in workloads if w.rate is None)),
+        max_length=max(w.longest for w in settings.serving),
+        max_sequences=max(128, *(w.most_at_once for w in settings.serving if w.rate is None)),
         eager=not on_gpu if args.eager is None else args.eager,
         kv_cache_gib=args.kv_cache_gib if on_gpu else max(1, round(args.kv_cache_gib or 1)),
         memory_share=args.memory_share or GPU_MEMORY / len(subjects),
@@ -163,13 +159,7 @@ def _each(values: Iterable[str] | None, read: Callable[[str], T]) -> tuple[T, ..
 
 def _checked(values: tuple[str, ...] | None, allowed: tuple[str, ...], what: str) -> tuple[str, ...] | None:
     for value in values or ():
-        _check(value, allowed, what)
-    return values
-
-
-def _checked_schemes(values: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    for value in values or ():
-        _check(value.partition("@")[0], SCHEMES, "scheme")
+        _check(value.partition("@")[0] if what == "scheme" else value, allowed, what)
     return values
 
 

@@ -7,24 +7,29 @@ Layers are built as a model builds them: from a compressed-tensors section, weig
 time. Each scheme gets several copies of its layer, together larger than the caches, and runs through them in
 turn: a model too finds its weights in memory. On a GPU a pass over the copies is one CUDA graph, timed with
 events; schemes take turns.
+
+Run as a program, this is the process that measures; :func:`measure_kernels` asks it for what is missing.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.speed.models import Model
+from benchmarks.speed.results import Results
 from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.synthetic import group_size, linear_tensors, quantisation_section
-from benchmarks.speed.worker import answer_requests
+from benchmarks.speed.worker import Worker, WorkerError, answer_requests
 from examples.vllm_server import free_port
 from flexquant.serving.cpu.choosing import has_zentorch, possible_kernels
 from flexquant.serving.worker.linear_kernels import kernel_of_layer, remake
@@ -34,6 +39,7 @@ ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
 MAX_COPIES = 16
 MIN_ROUNDS, MAX_ROUNDS = 5, 40
 NAME = "model.layers.0.mlp.down_proj"
+KERNELS = "kernels"
 
 
 class NoKernelError(Exception):
@@ -268,6 +274,62 @@ def prepare_process() -> None:
     with set_current_vllm_config(vllm_config()):
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, backend="gloo")
         initialize_model_parallel(tensor_model_parallel_size=1)
+
+
+def measure_kernels(
+    model: Model,
+    results: Results,
+    *,
+    layers: Sequence[str],
+    tokens: Sequence[int],
+    schemes: Sequence[str],
+    seconds: float,
+    logs: Path,
+    deadline: float,
+    timeout: float,
+) -> int:
+    """Measure what is missing, ``seconds`` a cell; return how many cells are left because time ran out."""
+    shapes = model.shape.fused_projections()
+    cells: list[dict[str, Any]] = [
+        {
+            "model": model.name,
+            "layer": layer,
+            "outputs": shapes[layer][0],
+            "inputs": shapes[layer][1],
+            "tokens": count,
+            "schemes": list(schemes),
+        }
+        for layer in layers
+        for count in tokens
+    ]
+    missing = [cell for cell in cells if results.find(KERNELS, cell) is None]
+    print(f"kernels: {len(cells) - len(missing)} of {len(cells)} cells are there already", flush=True)
+    # As many threads as vLLM serves with on a CPU: it leaves one core to its front end.
+    threads = str(max(1, (os.cpu_count() or 1) - 1))
+    worker = Worker("benchmarks.speed.kernels", logs / "kernels.log", {"OMP_NUM_THREADS": threads})
+    try:
+        for done, cell in enumerate(missing):
+            if time.monotonic() > deadline:
+                return len(missing) - done
+            print(
+                f"[{done + 1}/{len(missing)}] {cell['layer']}, {cell['tokens']} tokens: ", end="", flush=True
+            )
+            started = time.monotonic()
+            try:
+                result = worker.call({**cell, "seconds": seconds}, timeout)
+            except WorkerError as e:
+                results.save(KERNELS, cell, time.monotonic() - started, failure=str(e))
+                print(f"failed: {e}", flush=True)
+                continue
+            results.save(KERNELS, cell, time.monotonic() - started, result=result)
+            print(", ".join(f"{scheme} {_text(found)}" for scheme, found in result.items()), flush=True)
+    finally:
+        worker.close()
+    return 0
+
+
+def _text(found: dict[str, Any]) -> str:
+    return "no kernel" if "unavailable" in found else f"{found['microseconds']:.1f} us"
 
 
 if __name__ == "__main__":

@@ -17,11 +17,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.origin import origin
+from benchmarks.result import markdown, origin, write_result
 from benchmarks.speed.tables import METRICS, RATIOS
 from benchmarks.speed.worker import Worker, WorkerError
 from benchmarks.speed.workloads import Workload
-from benchmarks.table import markdown
 from flexquant.cli._arguments import add_effort
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.comparison import Effort, compare
@@ -85,7 +84,7 @@ def compare_live_policies(args: argparse.Namespace) -> None:
                     for workload in wide:
                         cells[workload.name][name].append(bench(workload, number))
                 print(f"round {number}: {', '.join(workload.name for workload in wide)}", flush=True)
-                write(args.output, cells)
+                write_result(args.output, {**origin("benchmarks"), "cells": cells})
         finally:
             client.close()
     print(table(cells))
@@ -131,8 +130,3 @@ def table(cells: Cells) -> str:
             rows.append(row)
     first = next(iter(next(iter(cells.values()))))
     return markdown(["requests", "policy", *(f"{metric}, over `{first}`" for metric in RATIOS)], rows)
-
-
-def write(output: Path, cells: Cells) -> None:
-    result = {**origin("benchmarks"), "cells": cells}
-    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The report of a results folder: ``report.md`` and the plots, made from the cells alone."""
+"""The report of a results folder, ``report.md``, made from the cells alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.speed.plots import draw_plots
-from benchmarks.speed.pressure import short_of_memory
 from benchmarks.speed.results import Cell, read_cells, read_header
+from benchmarks.speed.serving import short_of_memory
 from benchmarks.speed.tables import (
-    batch_table,
-    best_static_table,
     by_workload,
     kernel_results,
     kernel_table,
@@ -20,37 +17,24 @@ from benchmarks.speed.tables import (
     memory_table,
     ratio_table,
     start_results,
-    summary_table,
 )
 from flexquant.errors import FlexQuantError
 
 REPORT = "report.md"
 READING = (
     "Requests are written REQUESTSxINPUT+OUTPUT in tokens: a batch that arrives at once, with /1 one request "
-    "after another, or with @RATE a stream of that many requests a second (Poisson), with ~SPREAD for "
-    "uniformly random lengths. Numbers are medians over rounds, with the smallest and the largest. In a "
-    "round every subject gets the same requests, one subject at a time, all servers alive; no prefix "
-    "caching, answers never end early."
+    "after another, with @RATE a stream of that many requests a second, with ~SPREAD of random lengths. "
+    "Numbers are medians over rounds, with the smallest and the largest."
 )
-
 COMPARING = (
-    "Ratios of paired rounds with their 95 % interval (by Wilcoxon's signed ranks; of 5 rounds the smallest "
-    "and the largest, at 94 %); below 1 is faster, for tokens/s above. The rounds of one server do not show "
-    "how far two servers of the same checkpoint differ, so where a second one was measured the interval is "
-    "wider by their ratio on both sides. Faster or slower by x %: the interval leaves 1 out. Equal within "
-    "x %: it does not, and x % is how far from 1 it reaches."
-)
-SUMMARISING = (
-    "The same over all kinds of requests: how many comparisons say what (those of fewer than 5 rounds say "
-    "nothing), their ratios, and the middle of their intervals. One comparison tells only differences beyond "
-    "its interval; all rounds together, taken as independent, tell smaller ones, on the average over the "
-    "kinds of requests. The best is chosen by its first server's medians, so chance favours that server: "
-    "'the best again' tells by how much."
+    "Ratios of paired rounds with their 95 % interval; below 1 is faster, for tokens/s above. Where a second "
+    "server of the static checkpoint was measured, the interval is wider by their ratio. Equal within x %: "
+    "the interval holds 1 and reaches x % from it."
 )
 
 
-def write_report(folder: Path) -> list[str]:
-    """Write ``report.md`` and, with matplotlib, the plots; return the files' names.
+def write_report(folder: Path) -> Path:
+    """Write ``report.md`` into ``folder``; return its path.
 
     Raises FlexQuantError for a folder without results.
     """
@@ -61,15 +45,8 @@ def write_report(folder: Path) -> list[str]:
     newest = cells[-1]["machine"]
     here = [cell for cell in cells if cell["machine"] == newest]
     sections = [f"# Speed of {header['model']}", _origin(here, len(cells) - len(here)), *_sections(here)]
-    title = f"{header['model']}, {newest['gpu'] or newest['cpu']}"
-    try:
-        plots = draw_plots(here, folder, title)
-    except ImportError:
-        print("no plots: matplotlib is missing; run 'python -m benchmarks report' where it is installed")
-        plots = []
-    sections += [f"![{name.removesuffix('.png')}]({name})" for name in plots]
     (folder / REPORT).write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    return [REPORT, *plots]
+    return folder / REPORT
 
 
 def _sections(cells: Sequence[Cell]) -> Iterable[str]:
@@ -79,26 +56,8 @@ def _sections(cells: Sequence[Cell]) -> Iterable[str]:
         ]
         yield " ".join(["## Latency and throughput\n\n" + READING, short_of_memory(results)]).rstrip()
         yield latency_table(serving)
-        yield (
-            "## Batches\n\nPrefill: until the last prompt of the batch has its first token. Decode: one pass "
-            "after that. GiB: weights, and the batch's KV cache at its end."
-        )
-        yield batch_table(serving, start_results(cells))
         yield f"## FlexQuant against static\n\n{COMPARING}"
-        yield ratio_table(serving, constant=False)
-        yield (
-            "Against whichever static variant has the smaller median there; 'the best again' is a second "
-            "server of it against the first."
-        )
-        yield best_static_table(serving)
-        yield SUMMARISING
-        yield summary_table(serving)
-    if overhead := by_workload(cells, "overhead"):
-        yield (
-            "## Overhead\n\nFlexQuant with one plan for everything, against the same weights in stock vLLM: "
-            "ratios as above."
-        )
-        yield ratio_table(overhead, constant=True)
+        yield ratio_table(serving)
     if memory := start_results(cells):
         yield (
             "## Memory and start\n\nWeights as FlexQuant reports them; of a static checkpoint the size on "

@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""``vllm serve`` processes: started side by side, kept alive, stopped together."""
+"""``vllm serve`` processes: started side by side, kept alive, stopped together; what a started one tells."""
 
 from __future__ import annotations
 
 import os
+import re
+import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from benchmarks.speed.results import ROOT, end_of_log
-from benchmarks.speed.startup import announcement, kv_cache_size, read_metrics
 from benchmarks.speed.subjects import Subject
 from examples.vllm_server import LOG_LINES, ServerError, VLLMServer
 
 MODEL_NAME = "model"
 CPU_WORKER = "benchmarks.speed.cpu_worker.CPUWorkerWithKernels"
 CHOOSING_CPU_WORKER = "benchmarks.speed.cpu_worker.CPUWorkerWithChosenKernels"
+CACHE = "vllm:cache_config_info"
+FLEXQUANT = re.compile(r"FlexQuant \S+: (policy .*)")
+VARIANT_SIZE = re.compile(r"([\w-]+)(?: layers [\d-]+| outside layers)?: ([\d.]+) (bytes|KiB|MiB|GiB)")
+GIB = {"bytes": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 
 
 @dataclass(frozen=True)
@@ -130,3 +138,37 @@ class ServerPool:
             raise
         finally:
             pool.shutdown()
+
+
+def read_metrics(url: str) -> str:
+    """Return the Prometheus metrics of the server at ``url``; raise URLError if there are none."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
+        return reply.read().decode()
+
+
+def kv_cache_size(metrics: str) -> dict[str, int]:
+    """Return the blocks of the KV cache, their size and the tokens in all; nothing if the server tells none.
+
+    From 0.32 on vLLM tells the tokens itself: as many as the most requests of the greatest length have, each
+    in whole blocks. Before, all blocks count.
+    """
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name == CACHE:
+                told = {name: int(text) for name, text in sample.labels.items() if text.isdigit()}
+                if {"num_gpu_blocks", "block_size"} <= told.keys():
+                    blocks, size = told["num_gpu_blocks"], told["block_size"]
+                    tokens = told.get("kv_cache_size_tokens", blocks * size)
+                    return {"kv_cache_blocks": blocks, "kv_cache_block_size": size, "kv_cache_tokens": tokens}
+    return {}
+
+
+def announcement(log: str) -> dict[str, Any]:
+    """Return what FlexQuant says of itself when it has loaded, and the GiB of each variant's weights."""
+    match = FLEXQUANT.search(log)
+    if match is None:
+        return {}
+    sizes: Counter[str] = Counter()
+    for name, size, unit in VARIANT_SIZE.findall(match[1].partition("; weights ")[2]):
+        sizes[name] += float(size) * GIB[unit]
+    return {"flexquant": match[1].strip(), "variant_gib": dict(sizes)}

@@ -9,6 +9,7 @@ pairwise.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,6 @@ from typing import Any
 from benchmarks.speed.comparing import Rounds
 from benchmarks.speed.kernels import has_stock_w4a8
 from benchmarks.speed.models import Model
-from benchmarks.speed.pressure import STALLED, stalled_seconds
 from benchmarks.speed.results import Results
 from benchmarks.speed.rounds import Cell, Plan
 from benchmarks.speed.servers import MODEL_NAME, Server, ServerError, ServerOptions, ServerPool
@@ -26,8 +26,13 @@ from benchmarks.speed.subjects import Subject
 from benchmarks.speed.worker import Worker, WorkerError
 from benchmarks.speed.workloads import Workload
 
-START = "start"
+START, SERVING = "start", "serving"
 WARM_UP_TOKENS = 2
+PRESSURE = Path("/proc/pressure/memory")
+STALLED = "memory_stalled_seconds"
+"""Key in a measurement's result: the seconds for which all programs waited for memory."""
+TOO_LONG = 0.01
+"""Share of a measurement's time; one that waited for longer counts as disturbed."""
 WAKE_UP = Workload(1, 16, WARM_UP_TOKENS)
 """Requests before every cell: the system may have taken memory back from a server that was idle meanwhile."""
 
@@ -71,7 +76,7 @@ class ServingRun:
             try:
                 if left := self._measure_all(missing, pool, client):
                     return left
-                for cells in plan.added(lambda part, workload: self._rounds(plan, part, workload)):
+                for cells in plan.added(lambda workload: self._rounds(plan, workload)):
                     if left := self._measure_all(self._missing(cells), pool, client):
                         return left
             finally:
@@ -79,14 +84,14 @@ class ServingRun:
         return 0
 
     def _missing(self, cells: Sequence[Cell]) -> list[Cell]:
-        return [cell for cell in cells if self.results.find(cell.part, self._parameters(cell)) is None]
+        return [cell for cell in cells if self.results.find(SERVING, self._parameters(cell)) is None]
 
-    def _rounds(self, plan: Plan, part: str, workload: Workload) -> dict[str, Rounds]:
+    def _rounds(self, plan: Plan, workload: Workload) -> dict[str, Rounds]:
         """Return the rounds that a workload has, by the names of the subjects that can be measured."""
         found: dict[str, Rounds] = {}
         for number in range(plan.effort.max_rounds):
-            for cell in plan.cells(part, workload, number):
-                there = self.results.find(part, self._parameters(cell))
+            for cell in plan.cells(workload, number):
+                there = self.results.find(SERVING, self._parameters(cell))
                 if there and cell.subject.name not in self._left_out:
                     found.setdefault(cell.subject.name, {})[number] = there["result"]
         return found
@@ -163,11 +168,11 @@ class ServingRun:
             result = self._bench(cell.workload, cell.round, server, client)
             result[STALLED] = round(stalled_seconds() - stalled, 3)
         except WorkerError as e:
-            self.results.save(cell.part, self._parameters(cell), time.monotonic() - started, failure=str(e))
+            self.results.save(SERVING, self._parameters(cell), time.monotonic() - started, failure=str(e))
             print(f"failed: {e}", flush=True)
             return
         result["side_by_side"] = list(self._servers)
-        self.results.save(cell.part, self._parameters(cell), time.monotonic() - started, result=result)
+        self.results.save(SERVING, self._parameters(cell), time.monotonic() - started, result=result)
         print(
             f"TTFT {result['median_ttft_ms']:.1f} ms, TPOT {result['median_tpot_ms']:.2f} ms, "
             f"{result['output_throughput']:.1f} tokens/s",
@@ -201,4 +206,26 @@ class ServingRun:
 
 
 def _line(cell: Cell) -> str:
-    return f"{cell.part}, round {cell.round}, {cell.workload.name}, {cell.subject.name}"
+    return f"round {cell.round}, {cell.workload.name}, {cell.subject.name}"
+
+
+def stalled_seconds(file: Path = PRESSURE) -> float:
+    """Return for how long all programs at once have waited for memory; 0 where the system does not tell.
+
+    The time is the total of the line "full" in Linux's pressure stall information.
+    """
+    if not file.is_file():
+        return 0.0
+    found = re.search(r"^full .*total=(\d+)", file.read_text(), re.MULTILINE)
+    return int(found[1]) / 1e6 if found else 0.0
+
+
+def short_of_memory(results: Sequence[dict[str, Any]]) -> str:
+    """Return how many of the measurements were disturbed, in a sentence; empty if none was."""
+    disturbed = sum(result.get(STALLED, 0.0) > TOO_LONG * result["duration"] for result in results)
+    if not disturbed:
+        return ""
+    return (
+        f"In {disturbed} of {len(results)} measurements all programs waited for memory for more than "
+        f"{TOO_LONG:.0%} of the time: take fewer subjects at once."
+    )

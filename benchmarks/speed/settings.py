@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.speed.workloads import Workload
 from flexquant.measuring.comparison import Effort
 
-PARTS = ("kernels", "serving", "overhead")
+PARTS = ("kernels", "serving")
 LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
@@ -23,9 +23,8 @@ class Settings:
     tokens: tuple[int, ...]
     """Numbers of tokens (M) of the kernel measurements."""
     serving: tuple[Workload, ...]
-    overhead: tuple[Workload, ...]
     effort: Effort
-    """Rounds of serving and overhead."""
+    """Rounds of serving."""
     seconds: float
     """Time for each kernel cell."""
 
@@ -43,12 +42,11 @@ def batches(requests: tuple[int, ...], inputs: tuple[int, ...], output: int) -> 
 
 
 QUICK = Settings(
-    subjects=("w8a8", "w4a16", "flexquant:w8a8", "flexquant:w4a16", "flexquant:phase-batch"),
+    subjects=("w8a8", "w4a16", "flexquant:phase-batch"),
     schemes=("bf16", "w8a8", "w4a16"),
     layers=("gate_up_proj", "down_proj"),
     tokens=(1, 16, 128),
     serving=(in_turn(64, 4), Workload(8, 64, 16), Workload(10, 64, 12, rate=8, spread=0.5)),
-    overhead=(Workload(4, 32, 16),),
     effort=Effort(rounds=2, max_rounds=2),
     seconds=0.5,
 )
@@ -58,12 +56,11 @@ CPU = Settings(
     layers=LAYERS,
     tokens=(1, 4, 16, 64, 256),
     serving=(in_turn(64, 8), *batches((8,), (64, 256), 32), Workload(24, 128, 32, rate=1, spread=0.5)),
-    overhead=(in_turn(64, 8), *batches((8,), (64,), 32)),
     effort=Effort(rounds=6, max_rounds=12),
     seconds=1.0,
 )
 GPU = Settings(
-    subjects=("w8a8", "w4a16", "w4a8", "bf16", "flexquant:phase-batch", "flexquant:w8a8", "flexquant:w4a16"),
+    subjects=("w8a8", "w4a16", "w4a8", "bf16", "flexquant:phase-batch"),
     schemes=("bf16", "w8a8", "fp8", "w4a16", "w4a8", "one-copy"),
     layers=LAYERS,
     tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
@@ -73,7 +70,6 @@ GPU = Settings(
         *(Workload(15 * rate, 1024, 256, rate=rate, spread=0.5) for rate in (5, 20)),
         *batches((8, 64), (128, 4096), 128),
     ),
-    overhead=(in_turn(128, 16), *batches((32,), (128,), 128)),
     effort=Effort(rounds=6, max_rounds=20),
     seconds=0.3,
 )

@@ -8,22 +8,19 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from benchmarks.result import markdown
 from benchmarks.speed.comparing import (
     Measured,
     Metric,
     Rounds,
-    best_static,
     compare_beside,
     paired_ratios,
     pairs,
-    routed,
     second_server,
-    summarise,
 )
 from benchmarks.speed.results import Cell
 from benchmarks.speed.workloads import Workload
-from benchmarks.table import markdown
-from flexquant.measuring.comparison import HIGHER, LOWER, Comparison, compare
+from flexquant.measuring.comparison import Comparison
 
 
 def with_range(values: Sequence[float], form: str) -> str:
@@ -77,43 +74,11 @@ def latency_table(measured: Measured) -> str:
     return markdown(["requests", "subject", *METRICS], rows)
 
 
-def batch_table(measured: Measured, memory: dict[str, dict[str, Any]]) -> str:
-    """Return the table of batches at once: batch x input x output -> prefill ms, decode ms, tokens/s, GiB."""
-    rows = []
-    for workload, subjects in measured.items():
-        if workload.rate is not None or workload.at_once is not None:
-            continue
-        for subject, rounds in subjects.items():
-            times = [
-                with_range([get(r) for r in rounds.values()], form)
-                for get, form in ((prefill_ms, ".1f"), (decode_ms, ".2f"), METRICS["tokens/s"])
-            ]
-            gib = used_gib(workload, memory.get(subject, {}))
-            sizes = [str(n) for n in (workload.requests, workload.input, workload.output)]
-            rows.append([*sizes, f"`{subject}`", *times, "–" if gib is None else f"{gib:.2f}"])
-    header = ["batch", "input", "output", "subject", "prefill ms", "decode ms", "tokens/s", "GiB"]
-    return markdown(header, rows)
-
-
-def used_gib(workload: Workload, started: dict[str, Any]) -> float | None:
-    """Return the GiB of the weights and of the batch's KV cache at its end; None if a size is unknown."""
-    weights, per_token = weights_gib(started), kv_gib_per_token(started)
-    if weights is None or per_token is None:
-        return None
-    return weights + per_token * workload.requests * (workload.input + workload.output)
-
-
 def weights_gib(started: dict[str, Any]) -> float | None:
     """Return the GiB of the weights: as FlexQuant says, else as on disk."""
     if "variant_gib" in started:
         return sum(started["variant_gib"].values())
     return started.get("checkpoint_gib")
-
-
-def kv_gib_per_token(started: dict[str, Any]) -> float | None:
-    if not started.get("kv_cache_gib") or not started.get("kv_cache_tokens"):
-        return None
-    return started["kv_cache_gib"] / started["kv_cache_tokens"]
 
 
 def start_results(cells: Iterable[Cell]) -> dict[str, dict[str, Any]]:
@@ -140,7 +105,6 @@ def memory_table(memory: dict[str, dict[str, Any]]) -> str:
 
 
 RATIOS = ("TTFT ms", "TPOT ms", "tokens/s")
-LATENCIES = ("TTFT ms", "TPOT ms")
 
 
 def said(comparison: Comparison, metric: str) -> str:
@@ -148,14 +112,11 @@ def said(comparison: Comparison, metric: str) -> str:
     return comparison.words("slower", "faster") if metric == "tokens/s" else comparison.words()
 
 
-def ratio_table(measured: Measured, constant: bool) -> str:
-    """Return FlexQuant over static, by paired rounds.
-
-    ``constant``: each constant policy against its own static checkpoint; else all other pairs.
-    """
+def ratio_table(measured: Measured) -> str:
+    """Return FlexQuant over static, by paired rounds."""
     rows = []
     for workload, subjects in measured.items():
-        for subject, reference in pairs(list(subjects), constant):
+        for subject, reference in pairs(subjects):
             cells = []
             for metric in RATIOS:
                 get = METRICS[metric][0]
@@ -167,73 +128,6 @@ def ratio_table(measured: Measured, constant: bool) -> str:
                 rounds = str(len(subjects[subject].keys() & subjects[reference].keys()))
                 rows.append([workload.name, f"`{subject}` / `{reference}`", *cells, rounds])
     return markdown(["requests", "ratio", *(m.removesuffix(" ms") for m in RATIOS), "rounds"], rows)
-
-
-def best_static_table(measured: Measured) -> str:
-    """Return FlexQuant over the best static variant for each metric, by paired rounds."""
-    rows = []
-    for workload, subjects in measured.items():
-        for subject in routed(subjects):
-            cells = []
-            for metric in LATENCIES:
-                get = METRICS[metric][0]
-                best = best_static(subjects, get)
-                ratios = paired_ratios(subjects[subject], subjects[best], get)
-                again = second_server(subjects, best, get)
-                found = compare_beside(ratios, again) if ratios else None
-                cells += [
-                    f"`{best}`",
-                    f"{found}, {said(found, metric)}" if found else "–",
-                    str(compare(again)) if again else "–",
-                ]
-            rows.append([workload.name, f"`{subject}`", *cells])
-    metrics = ([f"best {m}", f"{m} ratio", "the best again"] for m in ("TTFT", "TPOT"))
-    return markdown(["requests", "subject", *(name for header in metrics for name in header)], rows)
-
-
-SUMMARY = [
-    "metric",
-    "comparisons",
-    "faster",
-    "equal",
-    "slower",
-    "their ratios",
-    "their interval (median)",
-    "all rounds together",
-    "the best again",
-]
-
-
-def summary_table(measured: Measured) -> str:
-    """Return how FlexQuant compares with the best static variant over all workloads, a row a metric."""
-    subjects = dict.fromkeys(s for found in measured.values() for s in routed(found))
-    rows = [[f"`{subject}`", *row] for subject in subjects for row in summary_rows(measured, subject)]
-    return markdown(["subject", *SUMMARY], rows)
-
-
-def summary_rows(measured: Measured, subject: str) -> list[list[str]]:
-    """Return the cells of SUMMARY for each of LATENCIES."""
-    rows = []
-    for metric in LATENCIES:
-        found = summarise(measured, subject, METRICS[metric][0])
-        ratios = [comparison.ratio for comparison in found.workloads]
-        low, high = (
-            statistics.median(ends) for ends in zip(*((c.low, c.high) for c in found.workloads), strict=True)
-        )
-        rows.append(
-            [
-                metric.removesuffix(" ms"),
-                str(len(found.workloads)),
-                str(found.count(LOWER)),
-                found.equal(),
-                str(found.count(HIGHER)),
-                f"{min(ratios):.2f} – {max(ratios):.2f}",
-                f"{low:.2f} – {high:.2f}",
-                f"{found.together}, {said(found.together, metric)}",
-                str(found.again) if found.again else "–",
-            ]
-        )
-    return rows
 
 
 def kernel_results(cells: Iterable[Cell]) -> dict[tuple[str, int, int], dict[int, dict[str, Any]]]:

@@ -20,10 +20,10 @@ from tests import programs
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 COMMIT = "0123456789ab"
-SUBJECTS = ["w8a8", "flexquant:w8a8"]
+SUBJECTS = ["w8a8", "flexquant:phase"]
 OPTIONS = [
-    *("--quick", "--eager", "--model", "tiny", "--parts", "kernels,serving,overhead"),
-    *("--subjects", ",".join(SUBJECTS), "--serving", "2x8+4", "--overhead", "1x8+3", "--rounds", "1"),
+    *("--quick", "--eager", "--model", "tiny", "--parts", "kernels,serving"),
+    *("--subjects", ",".join(SUBJECTS), "--serving", "2x8+4", "--rounds", "1"),
     *("--layers", "o_proj", "--schemes", "bf16,w8a8", "--tokens", "4", "--seconds", "0.01"),
     *("--kv-cache-gib", "1", "--commit", COMMIT),
 ]
@@ -57,8 +57,8 @@ def run(tmp_path_factory) -> Iterator[Run]:
 
 
 def test_every_cell_says_where_it_comes_from(run):
-    cells = [cell for part in ("kernels", "start", "serving", "overhead") for cell in run.cells(part)]
-    assert len(cells) == 1 + 3 * len(SUBJECTS)
+    cells = [cell for part in ("kernels", "start", "serving") for cell in run.cells(part)]
+    assert len(cells) == 1 + 2 * len(SUBJECTS)
     given = [Path(option).name if option.startswith("/") else option for option in OPTIONS]
     for cell in cells:
         assert cell["machine"] == describe_machine()
@@ -86,9 +86,9 @@ def test_kernels_are_timed(run):
     assert cell["result"]["w8a8"]["kernel"].endswith("Kernel")
 
 
-@pytest.mark.parametrize("part, requests, tokens", [("serving", 2, 4), ("overhead", 1, 3)])
-def test_every_subject_answers_the_same_requests_in_full(run, part, requests, tokens):
-    cells = run.by_subject(part)
+def test_every_subject_answers_the_same_requests_in_full(run):
+    requests, tokens = 2, 4
+    cells = run.by_subject("serving")
     assert set(cells) == set(SUBJECTS)
     for cell in cells.values():
         result = cell["result"]
@@ -113,12 +113,12 @@ def test_servers_tell_memory_and_start(run):
         assert tokens * SHAPES["tiny"].kv_bytes_per_token == pytest.approx(2**30, rel=0.01)
     static, flexquant = (cells[name]["result"] for name in SUBJECTS)
     assert static["kv_cache_tokens"] == flexquant["kv_cache_tokens"]
-    assert flexquant["flexquant"].startswith("policy w8a8; ")
+    assert flexquant["flexquant"].startswith("policy phase; ")
     assert flexquant["variant_gib"]["w8a8"] > 0
     assert "flexquant" not in static
 
 
-def test_report_names_machine_versions_commit_and_plots(run):
+def test_report_names_machine_versions_and_commit(run):
     report = (run.output / "report.md").read_text()
     machine = describe_machine()
     assert f"{machine['cpu']}, {machine['cores']} cores" in report
@@ -127,14 +127,11 @@ def test_report_names_machine_versions_commit_and_plots(run):
     assert f"- commit: {COMMIT}\n" in report
     assert "## Not measured" not in report
     for row in (
-        "| 2 | 8 | 4 | `w8a8` | ",
-        "| 1x8+3 | `flexquant:w8a8` / `w8a8` | ",
+        "| 2x8+4 | `w8a8` | ",
+        "| 2x8+4 | `flexquant:phase` / `w8a8` | ",
         "### o_proj, 128 to 128",
     ):
         assert row in report
-    for name in ("kernels", "serving", "overhead"):
-        assert f"![{name}]({name}.png)" in report
-        assert (run.output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_same_command_measures_nothing_again(run):
@@ -143,6 +140,6 @@ def test_same_command_measures_nothing_again(run):
     report = (run.output / "report.md").read_text()
     run.start()
     assert "kernels: 1 of 1 cells are there already" in run.stdout
-    assert f"serving: {2 * len(SUBJECTS)} of {2 * len(SUBJECTS)} cells are there already" in run.stdout
+    assert f"serving: {len(SUBJECTS)} of {len(SUBJECTS)} cells are there already" in run.stdout
     assert (cells.stat().st_mtime_ns, cells.read_bytes()) == before
     assert (run.output / "report.md").read_text() == report

@@ -22,8 +22,8 @@ from benchmarks.speed.results import (
     read_header,
     read_lines,
 )
+from benchmarks.speed.servers import announcement, kv_cache_size
 from benchmarks.speed.settings import CPU, GPU, QUICK, Settings
-from benchmarks.speed.startup import announcement, kv_cache_size
 from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.workloads import Workload
 from flexquant.checkpoint.layer_ranges import describe_bytes
@@ -90,14 +90,14 @@ def test_rounds_differ_in_their_prompts_and_subjects_do_not():
 
 @pytest.mark.parametrize("settings", [QUICK, CPU, GPU])
 def test_a_cell_of_single_requests_holds_many(settings: Settings) -> None:
-    alone = [w for w in (*settings.serving, *settings.overhead) if w.rate is None and w.most_at_once == 1]
+    alone = [w for w in settings.serving if w.rate is None and w.most_at_once == 1]
     assert alone and all(workload.requests >= 30 for workload in alone)
     assert "at_once" not in Workload(8, 16, 4).describe()
 
 
 def test_servers_have_room_for_the_longest_request_and_the_largest_batch():
     args = make_parser("").parse_args(
-        ["run", "--quick", "--serving", "200x8+4", "300x64+12@8~0.5", "400x8+4/1", "--overhead", "2x8+4"]
+        ["run", "--quick", "--serving", "200x8+4", "300x64+12@8~0.5", "400x8+4/1"]
     )
     settings = choose_settings(args, on_gpu=False)
     options = server_options(args, settings, [parse_subject("w8a8")], on_gpu=False)

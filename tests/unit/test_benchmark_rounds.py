@@ -12,7 +12,7 @@ import pytest
 from benchmarks.speed.kernels import has_stock_w4a8
 from benchmarks.speed.models import Model
 from benchmarks.speed.results import Results
-from benchmarks.speed.rounds import Plan, paired_subjects
+from benchmarks.speed.rounds import Plan
 from benchmarks.speed.servers import ServerOptions
 from benchmarks.speed.serving import ServingRun
 from benchmarks.speed.shapes import SHAPES
@@ -20,29 +20,19 @@ from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.workloads import Workload
 from flexquant.measuring.comparison import Effort
 
-
-def test_rounds_go_forward_and_backward_and_overhead_takes_pairs():
-    subjects = [parse_subject(name) for name in ("bf16", "w8a8", "flexquant:phase-batch", "flexquant:w8a8")]
-    assert [s.name for s in paired_subjects(subjects)] == ["w8a8", "flexquant:w8a8"]
-    parts = {"serving": [Workload(1, 8, 4)], "overhead": [Workload(2, 8, 4)]}
-    plan = Plan(parts, subjects, Effort(2, 2))
-    assert [(c.round, c.part, c.subject.name) for c in plan.first] == [
-        (0, "serving", "bf16"),
-        (0, "serving", "w8a8"),
-        (0, "serving", "flexquant:phase-batch"),
-        (0, "serving", "flexquant:w8a8"),
-        (0, "overhead", "w8a8"),
-        (0, "overhead", "flexquant:w8a8"),
-        (1, "serving", "flexquant:w8a8"),
-        (1, "serving", "flexquant:phase-batch"),
-        (1, "serving", "w8a8"),
-        (1, "serving", "bf16"),
-        (1, "overhead", "flexquant:w8a8"),
-        (1, "overhead", "w8a8"),
-    ]
-
-
 SMALL, LARGE = Workload(1, 8, 4), Workload(8, 8, 4)
+
+
+def test_rounds_go_forward_and_backward():
+    subjects = [parse_subject(name) for name in ("bf16", "w8a8", "flexquant:phase-batch")]
+    plan = Plan([SMALL, LARGE], subjects, Effort(2, 2))
+    names = [subject.name for subject in subjects]
+    assert [(c.round, c.workload, c.subject.name) for c in plan.first] == [
+        (number, workload, name)
+        for number, order in ((0, names), (1, names[::-1]))
+        for workload in (SMALL, LARGE)
+        for name in order
+    ]
 
 
 def result(milliseconds: float) -> dict[str, float]:
@@ -70,7 +60,7 @@ def rounds_of(effort: Effort, **times: Callable[[int], float]) -> dict[str, int]
     """
     workloads = {"small": SMALL, "large": LARGE}
     subjects = [parse_subject(name) for name in ("w8a8", "w4a16", "flexquant:phase-batch")]
-    plan = Plan({"serving": list(workloads.values())}, subjects, effort)
+    plan = Plan(list(workloads.values()), subjects, effort)
     found: dict[Workload, dict[str, dict[int, dict[str, float]]]] = {w: {} for w in workloads.values()}
     routed = {workloads[name]: time for name, time in times.items()}
 
@@ -82,7 +72,7 @@ def rounds_of(effort: Effort, **times: Callable[[int], float]) -> dict[str, int]
             rounds[cell.round] = result(time(cell.round))
 
     take(plan.first)
-    for cells in plan.added(lambda part, workload: found[workload]):
+    for cells in plan.added(lambda workload: found[workload]):
         take(cells)
     return {name: len(found[workload]["w8a8"]) for name, workload in workloads.items()}
 
@@ -96,23 +86,23 @@ def test_a_workload_gets_more_rounds_until_its_ratios_are_narrow_or_the_most_are
     assert rounds_of(Effort(2, 2), small=noisy, large=noisy) == {"small": 2, "large": 2}
 
 
-def left(folder: Path, rounds: int, times: Callable[[int], float], part: str = "overhead", *more: str) -> int:
+def left(folder: Path, rounds: int, times: Callable[[int], float], *more: str) -> int:
     """Return how many cells a run without time leaves if it goes on from ``rounds`` rounds.
 
     ``more`` names subjects that have no rounds.
     """
-    subjects = [parse_subject(name) for name in ("w8a8", "flexquant:w8a8", *more)]
-    plan = Plan({part: [SMALL]}, subjects, Effort(6, 8))
+    subjects = [parse_subject(name) for name in ("w8a8", "flexquant:phase", *more)]
+    plan = Plan([SMALL], subjects, Effort(6, 8))
     model = Model("tiny", SHAPES["tiny"], None, folder / "work")
     options = ServerOptions(64, 8, eager=True, kv_cache_gib=1, memory_share=0.5)
     timeouts = {"deadline": 0.0, "start_timeout": 1.0, "cell_timeout": 1.0}
     results = Results(folder / "results", "tiny", "abc")
     run = ServingRun(model, results, options, folder, on_gpu=False, **timeouts)
     for number in range(rounds):
-        for cell in plan.cells(part, SMALL, number):
+        for cell in plan.cells(SMALL, number):
             if cell.subject.name not in more:
                 time = times if cell.subject.is_merged else steady
-                results.save(part, run._parameters(cell), 1, result=result(time(number)))
+                results.save("serving", run._parameters(cell), 1, result=result(time(number)))
     return run.measure(plan)
 
 
@@ -129,4 +119,4 @@ def test_a_run_goes_on_with_the_rounds_that_are_there(tmp_path, rounds, times, c
 @pytest.mark.parametrize("subject", ["w4a8", "w4a16"])
 def test_a_subject_that_cannot_run_here_is_not_waited_for(tmp_path, subject):
     can_run = subject != "w4a8" or has_stock_w4a8()  # with AMX or zentorch
-    assert left(tmp_path, 6, steady, "serving", subject) == (6 if can_run else 0)
+    assert left(tmp_path, 6, steady, subject) == (6 if can_run else 0)

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The speed benchmarks' child processes, and their command line with every refusal."""
+"""The child processes of the speed benchmarks, what they note and write, and refusals of the commands."""
 
 from __future__ import annotations
 
+import gc
+import json
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.result import write_result
+from benchmarks.speed.bench_client import bench
 from benchmarks.speed.command_line import make_parser
 from benchmarks.speed.results import ROOT, Results
+from benchmarks.speed.serving import STALLED, short_of_memory, stalled_seconds
 from benchmarks.speed.worker import Worker, WorkerError
+from benchmarks.speed.workloads import Workload
+from tests.checkpoints import make_checkpoint
 
 # the child processes
 
@@ -56,6 +64,45 @@ def test_worker_survives_errors_and_comes_back_after_a_loss(tmp_path):
     assert "this is no reply" in log and "nor is this" in log and "Traceback" in log
 
 
+def test_a_call_leaves_nothing_that_is_never_collected(tmp_path: Path) -> None:
+    model = str(make_checkpoint(tmp_path / "model", scheme=None))
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        arguments = Workload.parse("1x8+4").bench_arguments(url, model, model, 0)
+        with pytest.raises(ValueError, match="Initial test run failed"):
+            bench([*arguments, "--ready-check-timeout-sec", "1"])
+    assert gc.get_freeze_count() == 0
+
+
+TOLD = """some avg10=0.14 avg60=25.67 avg300=39.13 total=249795381
+full avg10=0.10 avg60=19.99 avg300=30.56 total=186911466
+"""
+
+
+def test_the_time_that_all_programs_waited(tmp_path: Path) -> None:
+    (tmp_path / "memory").write_text(TOLD)
+    assert stalled_seconds(tmp_path / "memory") == 186.911466
+    assert stalled_seconds(tmp_path / "missing") == 0
+    assert stalled_seconds() >= 0
+
+
+def test_measurements_that_were_disturbed_are_counted() -> None:
+    calm = {"duration": 2.0, STALLED: 0.01}
+    assert short_of_memory([calm, {"duration": 2.0}]) == ""
+    told = short_of_memory([calm, {"duration": 2.0, STALLED: 0.3}])
+    assert told.startswith("In 1 of 2 measurements") and "fewer subjects" in told
+
+
+def test_a_result_has_a_record_a_line(tmp_path: Path) -> None:
+    records = [{"ms": [1.5, 2.0], "name": f"record {number} µs"} for number in range(40)]
+    document = {"cells": {"a": records, "b": []}, "machine": {"cores": 2}}
+    write_result(tmp_path / "result.json", document)
+    text = (tmp_path / "result.json").read_text(encoding="utf-8")
+    assert json.loads(text) == document
+    assert [line.count("record") for line in text.splitlines() if "record" in line] == [1] * len(records)
+
+
 # the command line
 
 
@@ -88,10 +135,6 @@ def command(capsys):
         (["--model", "tiny", "--serving", "8x8"], "'8x8' is not a workload; write REQUESTSxINPUT+OUTPUT"),
         (["--model", "tiny", "--subjects", "w2a16"], "'w2a16' is not a subject; choose from bf16, "),
         (["--model", "tiny", "--subjects", "flexquant:none"], "none"),
-        (
-            ["--model", "tiny", "--subjects", "w8a8,flexquant:w4a16"],
-            "the subjects are w8a8, flexquant:w4a16; add such a pair to --subjects, or leave the part out",
-        ),
         (["--model", "w2a16=x"], "'w2a16=x' does not name a checkpoint; write VARIANT=FOLDER"),
         (["--model", "w8a8=", "w4a16=x"], "'w8a8=' does not name a checkpoint; write VARIANT=FOLDER"),
         (["--model", "w8a8=absent"], "absent is not a checkpoint folder (no config.json); correct 'w8a8="),
@@ -155,4 +198,4 @@ def test_help_names_every_part(capsys):
     with pytest.raises(SystemExit) as caught:
         make_parser("").parse_args(["run", "--help"])
     assert caught.value.code == 0
-    assert "of kernels,serving,overhead" in capsys.readouterr().out
+    assert "of kernels,serving" in capsys.readouterr().out

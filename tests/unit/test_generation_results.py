@@ -10,8 +10,7 @@ import random
 import pytest
 
 from benchmarks.generation.intervals import Median, compare_paired, mcnemar, median_of, wilson
-from benchmarks.generation.results import first_difference
-from benchmarks.generation.tables import difference, parting, share
+from benchmarks.generation.results import difference, first_difference, parting, share
 
 
 def paired(both: int, only_first: int, only_second: int, neither: int):

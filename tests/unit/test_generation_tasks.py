@@ -9,8 +9,7 @@ import pytest
 from benchmarks.generation import instructions as on
 from benchmarks.generation.arithmetic import arithmetic, has_result, last_number
 from benchmarks.generation.instructions import instructions
-from benchmarks.generation.long import long
-from benchmarks.generation.task import is_right, prompt_of, text_of
+from benchmarks.generation.task import is_right, long, prompt_of, text_of
 from flexquant.errors import FlexQuantError
 from tests.checkpoints import base_config, byte_tokenizer
 
@@ -75,8 +74,8 @@ def test_last_number(text, number):
         (on.ends_with("door"), ["By the door.", "Door!", 'the "door".'], ["doors", "door is open"]),
         (on.begins_with("honey"), ["Honey is sweet.", "'honey'"], ["The honey"]),
         (on.has_words("clock", "soup"), ["Soup, then a clock."], ["soup", "clockwork soup"]),
-        (on.is_in_capitals, ["SNOW FELL, TWICE 2."], ["Snow", "123", "SNOW fELL"]),
-        (on.is_in_small_letters, ["trees give shade."], ["Trees", "12"]),
+        (str.isupper, ["SNOW FELL, TWICE 2."], ["Snow", "123", "SNOW fELL"]),
+        (str.islower, ["trees give shade."], ["Trees", "12"]),
         (on.has_no_comma, ["One. Two."], ["One, two"]),
         (on.has_number_of_words(3), ["Red, hot - sun", "a b c."], ["a b", "a b c d"]),
     ],

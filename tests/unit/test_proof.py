@@ -22,8 +22,8 @@ from benchmarks.proof.claims import (
     Verdict,
     judge,
 )
+from benchmarks.proof.gpu import SERVING
 from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, Outcomes
-from benchmarks.proof.side_by_side import OVERHEAD, SERVING
 from flexquant.measuring.comparison import compare
 
 ALONE, BATCH, _ = SERVING
@@ -67,11 +67,11 @@ def test_a_claim_of_tests_is_shown_by_all_and_contradicted_by_one(
     assert verdict(TESTS, "V2 runner", found).verdict == NOT_SHOWN
 
 
-def cells(part: str, workload: Any, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+def cells(workload: Any, times: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Return cells in which all of a subject's times, ms, are the round's, and its rate is the inverse."""
     return [
         {
-            "part": part,
+            "part": "serving",
             "parameters": {"workload": workload.describe(), "subject": subject, "round": number},
             "result": {
                 "ttfts": [time / 1000],
@@ -97,41 +97,39 @@ def cells(part: str, workload: Any, times: dict[str, list[float]]) -> list[dict[
 )
 def test_equality_is_shown_within_three_percent_by_five_rounds(times: list[float], expected: str) -> None:
     static = [1.0] * len(times)
-    overhead = cells("overhead", OVERHEAD[0], {"w8a8": static, "flexquant:w8a8": times})
-    assert verdict(SERVERS, "nothing over stock vLLM: time per token", cells=overhead).verdict == expected
-    decode = cells("serving", ALONE, {"w4a16": static, "flexquant:phase-batch": times})
+    decode = cells(ALONE, {"w4a16": static, "flexquant:phase-batch": times})
     assert verdict(SERVERS, "at the pace of static W4A16", cells=decode).verdict == expected
-    assert verdict(SERVERS, "at the pace of static W4A16", cells=overhead).evidence == "not measured"
+    assert verdict(SERVERS, "at the pace of static W4A16").evidence == "not measured"
     words = compare(times).words()
     assert verdict(SERVERS, "at the pace of static W4A16", cells=decode).evidence.endswith(f"), {words}")
-    prefill = cells("serving", BATCH, {"w8a8": static, "flexquant:phase-batch": times})
+    prefill = cells(BATCH, {"w8a8": static, "flexquant:phase-batch": times})
     assert verdict(SERVERS, "has its first tokens", cells=prefill).verdict == expected
 
 
 @pytest.mark.parametrize(("milliseconds", "expected"), [(0.9, SHOWN), (1.0, NOT_SHOWN), (1.1, CONTRADICTED)])
 def test_a_higher_rate_is_shown_beyond_the_interval(milliseconds: float, expected: str) -> None:
-    both = cells("serving", BATCH, {"w8a8": [1.0] * 6, "flexquant:phase-batch": [milliseconds] * 6})
+    both = cells(BATCH, {"w8a8": [1.0] * 6, "flexquant:phase-batch": [milliseconds] * 6})
     assert verdict(SERVERS, "more tokens a second than under static W8A8", cells=both).verdict == expected
 
 
 @pytest.mark.parametrize(("milliseconds", "expected"), [(0.9, SHOWN), (1.0, NOT_SHOWN), (1.1, CONTRADICTED)])
 def test_less_time_is_shown_below_the_interval(milliseconds: float, expected: str) -> None:
-    both = cells("serving", BATCH, {"w4a16": [1.0] * 6, "flexquant:one-copy": [milliseconds] * 6})
+    both = cells(BATCH, {"w4a16": [1.0] * 6, "flexquant:one-copy": [milliseconds] * 6})
     assert verdict(SERVERS, "prefills a batch sooner than static W4A16", cells=both).verdict == expected
 
 
 def test_a_second_server_that_is_slower_takes_the_certainty() -> None:
     both = {"w8a8": [1.0] * 6, "flexquant:phase-batch": [0.9] * 6}
     claim = "more tokens a second than under static W8A8"
-    assert verdict(SERVERS, claim, cells=cells("serving", BATCH, both)).verdict == SHOWN
+    assert verdict(SERVERS, claim, cells=cells(BATCH, both)).verdict == SHOWN
     again = both | {"w8a8:again": [1.2] * 6}
-    assert verdict(SERVERS, claim, cells=cells("serving", BATCH, again)).verdict == NOT_SHOWN
+    assert verdict(SERVERS, claim, cells=cells(BATCH, again)).verdict == NOT_SHOWN
 
 
 @pytest.mark.parametrize(("milliseconds", "expected"), [(0.6, SHOWN), (1.0, NOT_SHOWN), (1.1, CONTRADICTED)])
 def test_policies_on_one_server_are_judged_by_their_rounds(milliseconds: float, expected: str) -> None:
     def rounds(time: float) -> list[dict[str, Any]]:
-        return [c["result"] for c in cells("serving", ALONE, {"any": [time] * 5})]
+        return [c["result"] for c in cells(ALONE, {"any": [time] * 5})]
 
     live = {ALONE.name: {"w8a8": rounds(1.0), "w4a16": rounds(1.0), "phase-batch": rounds(milliseconds)}}
     assert verdict(LIVE, "a batch is decoded sooner", live=live).evidence == "not measured"

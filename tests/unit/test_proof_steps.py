@@ -13,12 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.proof.gpu import driver_problem, fitting, kv_cache_gib, server_gib
+from benchmarks.proof.gpu import (
+    SERVING,
+    driver_problem,
+    fitting,
+    fitting_subjects,
+    kv_cache_gib,
+    most_tokens,
+    server_gib,
+)
 from benchmarks.proof.live import BYTES_A_WEIGHT, CANDIDATES, WORKLOADS
 from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, VARIABLE, read_outcomes
 from benchmarks.proof.proving import STEPS
 from benchmarks.proof.report import PROOF, TESTS_FILE, write_proof
-from benchmarks.proof.side_by_side import SERVING, fitting_subjects, most_tokens
 from benchmarks.proof.steps import DONE, OUT_OF_TIME, Outcome, append_step, read_steps, run_bounded
 from benchmarks.speed.results import Results
 from benchmarks.speed.shapes import SHAPES
@@ -125,6 +132,7 @@ def test_a_report_is_there_before_anything_is_known_and_while_steps_are_under_wa
     assert [file.name for file in folder.iterdir() if file.name.startswith(PROOF[:5])] == [PROOF]
 
 
+@pytest.mark.full
 def test_a_proof_that_is_killed_leaves_its_report_and_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "prove", "tiny", "--commit", "0123456789ab"]
     command += ["--output", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
