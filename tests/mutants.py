@@ -93,7 +93,9 @@ def mutmut(folder: Path, *arguments: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("paths", nargs="+", help=f"rooms or files of one of them: {', '.join(ROOMS)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--record", action="store_true", help=f"add the counts to {RECORD.relative_to(ROOT)}")
@@ -106,6 +108,7 @@ def main() -> None:
 
     folder = ROOT / "mutants" / room.replace("/", "-")
     copy_tree(folder, paths, room)
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
     start = time.monotonic()
     run = [sys.executable, "-m", "mutmut", "run", "--max-children", str(arguments.jobs)]
     subprocess.run(run, cwd=folder, check=True)
@@ -114,12 +117,11 @@ def main() -> None:
     for module, statuses in {**files, "total": dict(total)}.items():
         print(f"{module:45}", ", ".join(f"{count} {status}" for status, count in sorted(statuses.items())))
     if arguments.record:
-        commit = ["git", "rev-parse", "--short", "HEAD"]
         runs = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
         runs.append(
             {
                 "paths": paths,
-                "commit": subprocess.check_output(commit, cwd=ROOT, text=True).strip(),
+                "commit": commit,
                 "command": f"make mutants PATHS='{' '.join(paths)}'",
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores, {arguments.jobs} at a time",
                 "versions": {
