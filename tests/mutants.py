@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Mutation tests of a room (`make mutants PATHS=flexquant/policy`): mutmut in a copy of the tree, the counts by file.
+"""Mutation tests of a room (``make mutants PATHS=flexquant/policy``), and how many mutants each file kept.
 
-mutmut knows one selection of tests for a whole project; here each room has its own (``TESTS``), so that a room without
-torch and vLLM is not slowed down by the others' tests. The copy stays in ``mutants/``: a second run tests only the
-functions that changed since, and there `mutmut results` and `mutmut show NAME` say what survived.
+mutmut knows one selection of tests for a whole project; here each room has its own, so that one without torch
+and vLLM is not slowed down by the others' tests. It works in a copy of the tree, ``mutants/ROOM``, where
+afterwards ``python -m mutmut results`` names the mutants that survived, and ``python -m mutmut show NAME``
+shows one.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "mutants.json"
 ROOMS = {
     "flexquant/policy": (
-        "policy policy_refusals policy_schema routes route_changes choose moments trigger cli_policy pass_cost "
-        "yaml_document"
+        "policy policy_refusals policy_schema routes route_changes choose moments trigger cli_policy "
+        "pass_cost yaml_document"
     ),
     "flexquant/checkpoint": (
-        "output hub layer_ranges merge model_shape same_model same_processor same_tokenizer served_config sidecars "
-        "source_errors split_verify tied_heads"
+        "output hub layer_ranges merge model_shape same_model same_processor same_tokenizer served_config "
+        "sidecars source_errors split_verify tied_heads"
     ),
     "merge": (
         "conversion dequantize foreign_errors kv_compat kv_proof kv_safety kv_sampling kv_states merge "
-        "merging_experts merging_formats merging_vision mixing quark_format rescaling same_model same_processor "
-        "same_tokenizer settings_by_layer sidecars source_errors split_verify tied_heads"
+        "merging_experts merging_formats merging_vision mixing quark_format rescaling same_model "
+        "same_processor same_tokenizer settings_by_layer sidecars source_errors split_verify tied_heads"
     ),
     "flexquant/serving/worker": (
-        "one_copy pass_clock plan_digest process_group running_moments server_limits trace_file w4a8_scales workers"
+        "one_copy pass_clock plan_digest process_group running_moments server_limits trace_file w4a8_scales "
+        "workers"
     ),
 }
 """Room -> its tests in tests/unit, of those that exist."""
@@ -107,6 +109,7 @@ def main() -> None:
     (room,) = rooms
 
     folder = ROOT / "mutants" / room.replace("/", "-")
+    shutil.rmtree(folder, ignore_errors=True)  # mutmut does not see that a test has changed
     copy_tree(folder, paths, room)
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
     start = time.monotonic()

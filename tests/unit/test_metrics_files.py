@@ -14,7 +14,6 @@ import pytest
 from flexquant.errors import FlexQuantError
 from flexquant.serving.worker.metrics import FILE_BYTES, SharedNumber, SharedNumbers
 from tests import programs
-from tests.interruptions.full_disk import OWN_MOUNTS
 
 KEYS = [f"{number} {'k' * 300}" for number in range(4000)]
 """Keys as long as those of 32 plans of 80 layers in all phases: they take more than FILE_BYTES."""
@@ -52,10 +51,10 @@ def test_a_place_that_has_no_room_is_named(tmp_path: Path, files_of_4_kib: None)
 
 
 def test_on_a_full_disk_the_numbers_that_have_a_place_go_on(tmp_path: Path) -> None:
-    if subprocess.run([*OWN_MOUNTS, "true"], check=False).returncode:
+    if subprocess.run([*programs.OWN_MOUNTS, "true"], check=False).returncode:
         pytest.skip("this system lets its users mount nothing")
     mount = f'mount -t tmpfs -o size={FILE_BYTES + 65536} tmpfs "$1" && exec "$2" -c "$3" "$1"'
-    command = [*OWN_MOUNTS, "sh", "-c", mount, "sh", tmp_path, sys.executable, COUNT]
+    command = [*programs.OWN_MOUNTS, "sh", "-c", mount, "sh", tmp_path, sys.executable, COUNT]
     done = programs.run(command, timeout=300)
     values = json.loads(done.stdout.splitlines()[-1])
     assert values == [2] * len(values) and 2000 < len(values) < len(KEYS)
