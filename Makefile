@@ -110,7 +110,7 @@ check-vllm: .venv/serve/.done
 setup: .venv/serve/.done .venv/quantize/.done
 
 clean:
-	rm -rf .work build mutants
+	rm -rf .work build
 
 # One environment is installed after the other: pip writes flexquant.egg-info into this folder.
 .venv/quantize/.done: | .venv/serve/.done

@@ -3,7 +3,7 @@
 """Mutation tests of a room (``make mutants PATHS=flexquant/policy``), and how many mutants each file kept.
 
 mutmut knows one selection of tests for a whole project; here each room has its own, so that one without torch
-and vLLM is not slowed down by the others' tests. It works in a copy of the tree, ``mutants/ROOM``, where
+and vLLM is not slowed down by the others' tests. It works in a copy of the tree, ``.work/mutants/ROOM``, where
 afterwards ``python -m mutmut results`` names the mutants that survived, and ``python -m mutmut show NAME``
 shows one.
 """
@@ -108,7 +108,7 @@ def main() -> None:
         parser.error(f"name paths in one of {', '.join(ROOMS)}")
     (room,) = rooms
 
-    folder = ROOT / "mutants" / room.replace("/", "-")
+    folder = ROOT / ".work" / "mutants" / room.replace("/", "-")
     shutil.rmtree(folder, ignore_errors=True)  # mutmut does not see that a test has changed
     copy_tree(folder, paths, room)
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()

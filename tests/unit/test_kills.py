@@ -31,7 +31,7 @@ def test_a_killed_merge_leaves_nothing_half_done_and_can_run_again(
         named = [f"{name}={folder}" for name, folder in sources.items()]
         return ["merge", *named, "--output", str(output / "merged"), "--overwrite"]
 
-    kill_often(command, tmp_path, 3, prepare)
+    kill_often(command, tmp_path, 2, prepare)
 
 
 OLD, NEW = ({f"merged/{n}": f"{age} {n}" for n in ("config.json", "weights")} for age in ("old", "new"))
