@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Mutation tests of a room (``make mutants PATHS=flexquant/policy``), and how many mutants each file kept.
 
-mutmut knows one selection of tests for a whole project; here each room has its own, so that one without torch
-and vLLM is not slowed down by the others' tests. It works in a copy of the tree, ``.work/mutants/ROOM``, where
+mutmut knows one selection of tests for a whole project; here each room has its own, so that one without
+torch and vLLM is not slowed down by others. It works in a copy of the tree, ``.work/mutants/ROOM``, where
 afterwards ``python -m mutmut results`` names the mutants that survived, and ``python -m mutmut show NAME``
 shows one.
 """
