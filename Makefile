@@ -8,7 +8,9 @@
 #             models: RECIPE=default for larger ones
 # make test   lint, then the tests of every day: test-quantize and test-serve
 # make test-full   everything: also the tests marked "full", and test-oldest on the oldest supported vLLM
-# make test-faults   break copies of the source, each in one small way, which has to turn a test red
+# make mutants PATHS=flexquant/policy   break a copy of a room's source in many small ways, of which each should
+#             turn one of the room's unit tests red (RECORD=--record adds the counts to tests/mutants.json)
+# make coverage   the lines that no unit test reaches
 # make lint   ruff and mypy
 # make check-vllm   have mypy check FlexQuant against a published vLLM's types, without installing
 #             it (VERSION=0.33.0; without it all supported versions, and the page of them is written)
@@ -62,7 +64,7 @@ FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/yaml-language-server/node_modu
 # In the order of their names, so that the many short files of tests/unit fill the cores in the end.
 PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: demo test test-full test-quantize test-serve test-oldest test-faults lint check-vllm setup clean
+.PHONY: demo test test-full test-quantize test-serve test-oldest mutants coverage lint check-vllm setup clean
 .SECONDARY:
 
 demo: .venv/serve/.done $(MERGED)/config.json $(MERGED).tuned.yaml
@@ -91,14 +93,16 @@ test-serve: .venv/serve/.done .venv/torchvision/.done $(if $(IS_ZEN),.venv/zen/.
 test-oldest: .venv/oldest/.done .work/merged/$(TEST_NAME)/config.json
 	CUDA_VISIBLE_DEVICES= $(OLDEST)/python $(PYTEST) -m oldest $(OLDEST_TESTS)
 
-test-faults: .venv/serve/.done .venv/quantize/.done
-	$(SERVE)/python -m tests.faults.run
+mutants: .venv/mutants/.done
+	OMP_NUM_THREADS=1 .venv/mutants/bin/python -m tests.mutants $(RECORD) $(PATHS)
+
+coverage: .venv/serve/.done
+	$(SERVE)/python -m pytest --numprocesses $(JOBS) --cov flexquant --cov-report term:skip-covered tests/unit
 
 lint: .venv/serve/.done
 	$(SERVE)/ruff check .
 	$(SERVE)/ruff format --check .
-	rm -rf build && $(SERVE)/pip install --quiet --no-deps --target build/typecheck .
-	$(SERVE)/mypy build/typecheck/flexquant
+	$(SERVE)/mypy flexquant
 
 check-vllm: .venv/serve/.done
 	$(SERVE)/python -m tests.check_vllm $(VERSION)
@@ -126,6 +130,14 @@ clean:
 .venv/torchvision/.done: .venv/serve/.done
 	$(if $(HAS_CUDA),mkdir -p $(dir $@),$(SERVE)/pip install --quiet --no-deps --target $(dir $@) torchvision==0.28.0)
 	$(if $(HAS_CUDA),,: > $(dir $@)torchvision/_meta_registrations.py)
+	touch $@
+
+# mutmut beside what the tests take from .venv/serve.
+.venv/mutants/.done: pyproject.toml | .venv/serve/.done
+	$(PYTHON) -m venv .venv/mutants
+	$(SERVE)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$(.venv/mutants/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/serve.pth
+	.venv/mutants/bin/pip install --quiet mutmut==3.8.1
 	touch $@
 
 .venv/zen/.done: pyproject.toml | .venv/serve/.done

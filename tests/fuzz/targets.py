@@ -24,7 +24,6 @@ from flexquant.policy.rules import parse_policy, parse_policy_text
 from flexquant.policy.schema import PHASES
 from flexquant.quantization.recipe import parse_recipe
 from tests.fuzz.checkpoint_files import write_folder
-from tests.fuzz.corpus import sound
 
 LAYERS, MAX_TOKENS = 6, 96
 SHARD = "model-00001-of-00002.safetensors"
@@ -38,6 +37,11 @@ def _folder() -> Path:
 
 
 FOLDER = _folder()
+
+
+def sound(target: str) -> list[bytes]:
+    """Return the inputs of a target that were written by hand."""
+    return [path.read_bytes() for path in sorted((Path(__file__).parent / "sound" / target).iterdir())]
 
 
 def _write(name: str, content: bytes) -> Path:

@@ -9,42 +9,22 @@ from vllm.compilation.counter import compilation_counter
 
 from tests.gpu.conftest import RUNNERS, SEQUENCES, SIZES, graph_engine
 from tests.integration.conftest import answers
+from tests.policies import rules
 
 MODES = ["PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
-BY_BATCH = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: decode, batch_size: {max: 4}}
-    use: w4a16
-  - when: {phase: decode, batch_size: {max: 8}}
-    use: w8a8
-  - when: {phase: decode}
-    use: w4a16
-  - use: w8a8
-"""
-OPPOSITE_OF_BY_BATCH = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: decode, batch_size: {max: 4}}
-    use: w8a8
-  - when: {phase: decode, batch_size: {max: 8}}
-    use: w4a16
-  - use: w8a8
-"""
-BY_SIZE = """
-schema: flexquant.policy/v1
-rules:
-  - when: {tokens: {max: 4}}
-    use: w4a16
-  - use: w8a8
-"""
-OPPOSITE_OF_BY_SIZE = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: decode, batch_size: {min: 5}}
-    use: w4a16
-  - use: w8a8
-"""
+BY_BATCH = rules(
+    "- {when: {phase: decode, batch_size: {max: 4}}, use: w4a16}",
+    "- {when: {phase: decode, batch_size: {max: 8}}, use: w8a8}",
+    "- {when: {phase: decode}, use: w4a16}",
+    "- use: w8a8",
+)
+OPPOSITE_OF_BY_BATCH = rules(
+    "- {when: {phase: decode, batch_size: {max: 4}}, use: w8a8}",
+    "- {when: {phase: decode, batch_size: {max: 8}}, use: w4a16}",
+    "- use: w8a8",
+)
+BY_SIZE = rules("- {when: {tokens: {max: 4}}, use: w4a16}", "- use: w8a8")
+OPPOSITE_OF_BY_SIZE = rules("- {when: {phase: decode, batch_size: {min: 5}}, use: w4a16}", "- use: w8a8")
 DERIVE = "derive: {from-int4: {from: w4a16, activations: int8, weights: int8}}\nrules:"
 ONE_COPY, OPPOSITE_OF_ONE_COPY = (
     policy.replace("use: w4a16", "use: from-int4").replace("rules:", DERIVE)

@@ -37,6 +37,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.serving.config import clip_to_server
 from flexquant.serving.options import ServedPolicy
 from flexquant.serving.worker.graphs import PlanGraphs
+from tests.policies import rules
 
 SIZES = [1, 2, 4, 8, 16, 24, 32, 40]
 BUDGET = 48
@@ -52,13 +53,7 @@ rules:
     use: {default: w4a16, layers: {"0": w8a8}}
   - use: w8a8
 """
-ANY_PHASE = """
-schema: flexquant.policy/v1
-rules:
-  - when: {tokens: {max: 8}}
-    use: w4a16
-  - use: w8a8
-"""
+ANY_PHASE = rules("- {when: {tokens: {max: 8}}, use: w4a16}", "- use: w8a8")
 MODES = ["PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "FULL"]
 RUNNERS = ["V1", "V2"]
 

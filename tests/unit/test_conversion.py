@@ -177,11 +177,6 @@ def test_files_that_a_variant_needs_are_taken_along_and_no_others(w4a16: Path, t
     assert found == written | {*needed, "tokenizer.json", "tokenizer_config.json"}
 
 
-def reorder(state: dict[str, torch.Tensor]) -> None:
-    key = "model.layers.1.self_attn.o_proj.g_idx"
-    state[key] = state[key].flip(0)
-
-
 def shift_a_zero(state: dict[str, torch.Tensor]) -> None:
     state["model.layers.0.self_attn.k_proj.qzeros"] += 1
 
@@ -191,11 +186,6 @@ def quantise_the_head(state: dict[str, torch.Tensor]) -> None:
         if (key := f"model.layers.0.mlp.up_proj.{part}") in state:
             state[f"lm_head.{part}"] = state[key].clone()
     del state["lm_head.weight"]
-
-
-def pack_for_marlin(state: dict[str, torch.Tensor]) -> None:
-    for key in [key for key in state if key.endswith(".qweight")]:
-        state[f"{key.removesuffix('qweight')}B"] = state.pop(key)
 
 
 def lose(key: str) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -226,16 +216,16 @@ AWQ = {"quant_method": "awq"}
     [
         ({"bits": 3}, None, "3 bits"),
         ({"dynamic": {"-:.*down_proj": {}, "+:.*up_proj": {"bits": 8}}}, None, "bits and group_size"),
-        ({"desc_act": True}, reorder, r"layers\.1\.self_attn\.o_proj .*desc_act"),
+        ({"desc_act": True}, edits.reordered, r"layers\.1\.self_attn\.o_proj .*desc_act"),
         ({}, shift_a_zero, r"layers\.0\.self_attn\.k_proj has zero points"),
         ({"quant_method": "squeezellm"}, None, "squeezellm"),
         ({"quant_method": "compressed-tensors"}, None, "a part of an AWQ or GPTQ linear"),
         ({**AWQ, "version": "gemv"}, None, "GEMM"),
         ({"lm_head": True}, quantise_the_head, "'lm_head' .* is quantised"),
         (AWQ, quantise_the_head, "'lm_head' .* is quantised"),
-        ({"checkpoint_format": "marlin"}, pack_for_marlin, "'marlin'"),
-        ({"is_marlin_format": True}, pack_for_marlin, "no linear"),
-        (AWQ, pack_for_marlin, "no linear"),
+        ({"checkpoint_format": "marlin"}, edits.packed_for_marlin, "'marlin'"),
+        ({"is_marlin_format": True}, edits.packed_for_marlin, "no linear"),
+        (AWQ, edits.packed_for_marlin, "no linear"),
         ({"desc_act": True}, without_g_idx, "desc_act"),
         ({"sym": False}, lose(f"{UP}.qzeros"), rf"{UP}.qzeros is missing"),
         (AWQ, lose(f"{UP}.scales"), rf"{UP}.scales is missing"),

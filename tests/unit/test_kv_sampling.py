@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from flexquant.merge.kv.sampling import BLOCK_ROWS, row_numbers, sample_rows
 from tests.checkpoints import StateDict, make_checkpoint, quantise_int4, quantise_int8
-from tests.unit.edits import in_float32, rotate_residual
+from tests.unit.edits import Edit, in_float32, orthogonal, rotate_residual, scale_up_to_down
 from tests.unit.full_merge import compare_and_refuse
 
 SIZES = {128: 1, 576: 4, 1024: 8, 2048: 16, 4096: 16}
@@ -31,7 +30,6 @@ SIZES = {128: 1, 576: 4, 1024: 8, 2048: 16, 4096: 16}
 LARGE = 4096
 HEAD_DIM, KV_HEADS, HEADS, TOKENS = 32, 2, 4, 64
 LAYERS = 2
-Edit = Callable[[StateDict], None]
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -106,10 +104,6 @@ def compare(
     return compare_and_refuse([reference, other], tmp_path / "out")
 
 
-def orthogonal(size: int) -> torch.Tensor:
-    return torch.linalg.qr(torch.randn(size, size))[0]
-
-
 def rotate_heads(projection: str) -> Edit:
     def edit(state: StateDict) -> None:
         for layer in range(LAYERS):
@@ -134,13 +128,6 @@ def rotate_input(projection: str) -> Edit:
         state[name] = state[name] @ orthogonal(state[name].shape[1])
 
     return edit
-
-
-def scale_up_to_down(state: StateDict) -> None:
-    for layer in range(LAYERS):
-        scale = torch.empty(256).uniform_(0.5, 2)
-        state[f"model.layers.{layer}.mlp.up_proj.weight"] /= scale[:, None]
-        state[f"model.layers.{layer}.mlp.down_proj.weight"] *= scale
 
 
 def replace_weights(*projections: str) -> Edit:

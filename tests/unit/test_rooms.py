@@ -37,10 +37,6 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def room_of(module: str) -> str:
-    return module.partition(".")[0]
-
-
 def imports(file: Path) -> set[str]:
     """Return the FlexQuant modules, without ``flexquant.``, that a file imports anywhere in it."""
     found = set()
@@ -56,25 +52,14 @@ def imports(file: Path) -> set[str]:
     return found
 
 
-def found() -> dict[str, set[str]]:
+def test_the_rooms_import_each_other_as_the_table_says_and_only_those_above() -> None:
     rooms: dict[str, set[str]] = {}
     for module, file in modules().items():
-        room = room_of(module)
+        room = module.split(".")[0]
         if room not in ENTRANCES:
-            imported = {room_of(name) for name in imports(file) if not name.startswith("__")}
+            imported = {name.split(".")[0] for name in imports(file) if not name.startswith("__")}
             rooms.setdefault(room, set()).update(imported - EVERYBODYS - {room})
-    return rooms
-
-
-def test_the_rooms_are_those_of_the_table() -> None:
-    assert set(documented()) == set(found())
-
-
-def test_they_import_each_other_as_the_table_says() -> None:
-    assert found() == documented()
-
-
-def test_there_is_no_circle_since_each_imports_rooms_above_it() -> None:
+    assert rooms == documented()
     above: set[str] = set()
     for room, imported in documented().items():
         assert imported <= above, f"{room} imports a room that stands below it"
@@ -102,9 +87,3 @@ def test_the_entrances_import_lazily_what_they_open() -> None:
     tree = ast.parse((ROOT / "flexquant" / "__init__.py").read_text())
     at_the_top = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
     assert not {name for name in at_the_top if name and name.startswith("flexquant")}
-
-
-def test_every_file_that_the_page_links_to_exists() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README.read_text(encoding="utf-8"))
-    missing = [link for link in links if not (README.parent / link).exists()]
-    assert links and not missing

@@ -36,7 +36,7 @@ _library.define(
 
 
 @triton.jit
-def _int4_to_8_bit(
+def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types itself
     packed,
     scale,
     zero,

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Mutation tests of a room (``make mutants PATHS=flexquant/policy``), and how many mutants each file kept.
+
+mutmut knows one selection of tests for a whole project; here each room has its own, so that one without
+torch and vLLM is not slowed down by others. It works in a copy of the tree, ``.work/mutants/ROOM``, where
+afterwards ``python -m mutmut results`` names the mutants that survived, and ``python -m mutmut show NAME``
+shows one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "tests" / "mutants.json"
+ROOMS = {
+    "flexquant/policy": (
+        "policy policy_refusals policy_schema routes route_changes choose moments trigger cli_policy "
+        "pass_cost yaml_document"
+    ),
+    "flexquant/checkpoint": (
+        "output hub layer_ranges merge model_shape same_model same_processor same_tokenizer served_config "
+        "sidecars source_errors split_verify tied_heads"
+    ),
+    "merge": (
+        "conversion dequantize foreign_errors kv_compat kv_proof kv_safety kv_sampling kv_states merge "
+        "merging_experts merging_formats merging_vision mixing quark_format rescaling same_model "
+        "same_processor same_tokenizer settings_by_layer sidecars source_errors split_verify tied_heads"
+    ),
+    "flexquant/serving/worker": (
+        "one_copy pass_clock plan_digest process_group running_moments server_limits trace_file w4a8_scales "
+        "workers"
+    ),
+}
+"""Room -> its tests in tests/unit, of those that exist."""
+
+
+def copy_tree(folder: Path, paths: list[str], room: str) -> None:
+    """Copy what git lists into ``folder``, links followed, with mutmut's settings for ``paths``."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout.split("\n")
+    for name in filter(None, listed):
+        source, target = ROOT / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        elif source.is_file():
+            shutil.copy2(source, target)
+    tests = [f"tests/unit/test_{name}.py" for name in ROOMS[room].split()]
+    settings = {
+        "only_mutate": [in_package(path) + ("" if path.endswith(".py") else "/*.py") for path in paths],
+        "pytest_add_cli_args_test_selection": [test for test in tests if (ROOT / test).exists()],
+    }
+    lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (folder / "pyproject.toml").write_text(
+        text.replace("[tool.mutmut]\n", "[tool.mutmut]\n" + lines), encoding="utf-8"
+    )
+
+
+def in_package(path: str) -> str:
+    """Return a path under merge/ as the package has it: mutmut tells modules by their path."""
+    return f"flexquant/{path}" if path.split("/")[0] == "merge" else path
+
+
+def counts(folder: Path) -> dict[str, dict[str, int]]:
+    """Return module -> mutants by what became of them, as `mutmut results` lists them."""
+    lines = mutmut(folder, "results", "--all", "true").splitlines()
+    found: dict[str, Counter[str]] = {}
+    for line in lines:
+        mutant, _, status = line.strip().rpartition(": ")
+        found.setdefault(mutant.rpartition(".")[0], Counter())[status] += 1
+    return {module: dict(sorted(statuses.items())) for module, statuses in sorted(found.items())}
+
+
+def mutmut(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "mutmut", *arguments]
+    return subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", nargs="+", help=f"rooms or files of one of them: {', '.join(ROOMS)}")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--record", action="store_true", help=f"add the counts to {RECORD.relative_to(ROOT)}")
+    arguments = parser.parse_args()
+    paths = [path.rstrip("/") for path in arguments.paths]
+    rooms = {room for room in ROOMS for path in paths if path == room or path.startswith(room + "/")}
+    if len(rooms) != 1:
+        parser.error(f"name paths in one of {', '.join(ROOMS)}")
+    (room,) = rooms
+
+    folder = ROOT / ".work" / "mutants" / room.replace("/", "-")
+    shutil.rmtree(folder, ignore_errors=True)  # mutmut does not see that a test has changed
+    copy_tree(folder, paths, room)
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    start = time.monotonic()
+    run = [sys.executable, "-m", "mutmut", "run", "--max-children", str(arguments.jobs)]
+    subprocess.run(run, cwd=folder, check=True)
+    files = counts(folder)
+    total = sum((Counter(statuses) for statuses in files.values()), Counter())
+    for module, statuses in {**files, "total": dict(total)}.items():
+        print(f"{module:45}", ", ".join(f"{count} {status}" for status, count in sorted(statuses.items())))
+    if arguments.record:
+        runs = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
+        runs.append(
+            {
+                "paths": paths,
+                "commit": commit,
+                "command": f"make mutants PATHS='{' '.join(paths)}'",
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores, {arguments.jobs} at a time",
+                "versions": {
+                    "python": platform.python_version(),
+                    **{name: version(name) for name in ("mutmut", "pytest")},
+                },
+                "minutes": round((time.monotonic() - start) / 60, 1),
+                "total": dict(sorted(total.items())),
+                "files": files,
+            }
+        )
+        RECORD.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
