@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.speed.results import git_commit
 from flexquant.checkpoint.output import staged_file
 from flexquant.cli._arguments import add_study, study_of, tell
-from flexquant.documents.figures import new_figure
+from flexquant.documents.results import new_figure
 from flexquant.layers.budget import Budget
 from flexquant.layers.searching import Search
 from flexquant.layers.sensitivity import Study

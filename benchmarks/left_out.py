@@ -6,7 +6,7 @@
     python -m benchmarks.left_out MODEL --own v/calibration.jsonl --recipe benchmarks/recipes/left_out.yaml \\
         --output benchmarks/results/left-out/NAME.json
 
-For each variant of the recipe and each kind of ``flexquant.documents.corpus``, the model is quantised on half
+For each variant of the recipe and each kind of ``flexquant.documents.texts``, the model is quantised on half
 of the model's own text (--own), and half real text of all the other kinds; then the loss on all documents of
 that kind is measured. With --before, as before there was a corpus: the real text is Python's documentation.
 ``--share`` changes the half that is the model's own. The result holds a loss for each variant and kind, and
@@ -24,10 +24,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from flexquant.checkpoint.known_models import load_tokenizer
+from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.corpus import Corpus, read_corpus
-from flexquant.documents.texts import draw_rows, tokens_needed
+from flexquant.documents.texts import Corpus, draw_rows, read_corpus, tokens_needed
 from flexquant.measuring.machine import describe_command, describe_machine
 from flexquant.quantization.architecture import empty_model
 from flexquant.quantization.in_memory import quantize_in_memory

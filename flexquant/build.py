@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from flexquant.checkpoint.contents import CheckpointReport, report_checkpoint
+from flexquant.checkpoint.folder import COPIED, find_files
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import SHARED_PREFIX
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.output import prepare_output, remove_leftovers
-from flexquant.checkpoint.sidecars import COPIED, find_files
 from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE, plan_shards
-from flexquant.documents.digest import hash_file
+from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, verify_checkpoint
 from flexquant.merge.merging import policy_to_store

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Find how two configs differ in what a server reads, whatever release of which tool wrote them."""
+"""Find how two configs differ in what a server reads, and give two sources' tensors the same names."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.known_models import known_config
+from flexquant.checkpoint.built_model import known_config
+from flexquant.checkpoint.model_class import find_model_class
 from flexquant.checkpoint.model_config import (
     ABSENT,
     JsonObject,
@@ -18,6 +19,7 @@ from flexquant.checkpoint.model_config import (
     count_layers,
     text_config,
 )
+from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError, explained
 from flexquant.merge.sidecar_plan import named
@@ -100,6 +102,44 @@ NOT_READ = {
 }
 """Reason -> keys of a config that may differ between variants of one model."""
 IGNORED = frozenset(key for keys in NOT_READ.values() for key in keys)
+
+
+def with_names(source: Source, names: Collection[str]) -> Source:
+    """Return a source whose tensors have those of ``names`` that mean the same to the source's class.
+
+    The modules that its ``quantization_config`` names are renamed with them. Raises FlexQuantError if a
+    pattern there then fits other modules.
+    """
+    own, theirs = ({name.rpartition(".")[0] for name in of} for of in (source.tensors, names))
+    other = own - theirs
+    model = find_model_class(source.config, str(source.folder / "config.json")) if other else None
+    if model is None:
+        return source
+    by_class = {model.name_of(f"{module}.weight"): module for module in theirs - own}
+    modules = {old: by_class.get(model.name_of(f"{old}.weight"), old) for old in other}
+    section = dict(source.quantization_config)
+    section["ignore"] = [modules.get(name, name) for name in section.get("ignore") or ()]
+    section["config_groups"] = {
+        key: {**group, "targets": [modules.get(name, name) for name in group["targets"]]}
+        for key, group in section["config_groups"].items()
+    }
+    tensors = {}
+    for name, ref in source.tensors.items():
+        module, dot, parameter = name.rpartition(".")
+        tensors[f"{modules.get(module, module)}{dot}{parameter}"] = ref
+    before = LinearSchemes(source.quantization_config, source.owner, source.tensors)
+    after = LinearSchemes(section, source.owner, tensors)
+    for old, new in modules.items():
+        found = [
+            scheme and scheme.model_dump(exclude={"targets"}) for scheme in (before.of(old), after.of(new))
+        ]
+        if found[0] != found[1]:
+            raise FlexQuantError(
+                f"the quantization_config of {source.owner} fits '{old}' by a pattern that does not fit "
+                f"'{new}', as the other variant names it; list the modules in "
+                f"{source.folder / 'config.json'} by their names"
+            )
+    return replace(source, tensors=tensors, quantization_config=section)
 
 
 def model_differences(a: JsonObject, b: JsonObject) -> list[Difference]:

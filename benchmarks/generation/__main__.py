@@ -30,8 +30,8 @@ from benchmarks.generation.results import results_of
 from benchmarks.generation.tables import table
 from benchmarks.generation.task import text_of
 from benchmarks.origin import origin
+from flexquant.checkpoint.merged_checkpoint import folder_label
 from flexquant.checkpoint.output import staged_file
-from flexquant.checkpoint.provenance import folder_label
 from flexquant.cli._arguments import parse_count, parse_names
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.inputs import Subject

@@ -20,9 +20,8 @@ from flexquant.checkpoint.merged_config import (
     StoredVariant,
     served_architecture,
 )
-from flexquant.checkpoint.model_config import JsonObject, count_layers
-from flexquant.checkpoint.packed_settings import AWQ, GPTQ, complete_settings
-from flexquant.documents.named_files import read_named
+from flexquant.checkpoint.model_config import AWQ, GPTQ, JsonObject, complete_settings, count_layers
+from flexquant.documents.yaml_document import read_named
 from flexquant.errors import FlexQuantError
 
 VARIANT = "w4a16"

@@ -30,11 +30,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.checkpoint.contents import bytes_in_use, report_checkpoint
+    from flexquant.checkpoint.folder import recipe_name
     from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
     from flexquant.checkpoint.measured_loss import loss_lines, read_losses
     from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
     from flexquant.checkpoint.model_config import count_layers
-    from flexquant.checkpoint.sidecars import recipe_name
     from flexquant.errors import FlexQuantError
     from flexquant.policy.choose import choose_policy
     from flexquant.policy.routes import build_route_table
@@ -66,7 +66,7 @@ def format_checkpoint_report(report: CheckpointReport) -> str:
     """Return the report as text for a terminal."""
     from flexquant.checkpoint.contents import describe_kv, describe_mixing
     from flexquant.checkpoint.layer_ranges import SHARED, format_bytes
-    from flexquant.documents.tables import table_lines
+    from flexquant.documents.results import table_lines
 
     parameters = max(v.parameters for v in report.variants.values())
     of_16_bit = (

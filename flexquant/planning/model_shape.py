@@ -11,8 +11,8 @@ from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 
+from flexquant.checkpoint.built_model import known_config
 from flexquant.checkpoint.contents import report_checkpoint
-from flexquant.checkpoint.known_models import known_config
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import count_layers, text_config
 from flexquant.checkpoint.module_names import layer_number

@@ -10,8 +10,7 @@ from random import Random
 from transformers import PreTrainedTokenizerBase
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.corpus import read_corpus
-from flexquant.documents.texts import TextOrMessages, document_tokens, plain_text, read_documents
+from flexquant.documents.texts import TextOrMessages, document_tokens, plain_text, read_corpus, read_documents
 from flexquant.quantization.sampling import Language, is_known
 
 PASSAGE = 1000

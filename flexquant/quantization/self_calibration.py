@@ -6,7 +6,7 @@ The model's own text resembles what it will compute on, in its languages and its
 documents are answers to requests, if it has a template; the others continue from first words, every second of
 them from a word of the tokenizer's vocabulary. Each document is sampled at one of several temperatures, and
 left out if it repeats itself: the more often a model does so, the less of the text is its own. The rest, half
-of it or more, is real text of many kinds, about as much of each: those of ``flexquant.documents.corpus`` in
+of it or more, is real text of many kinds, about as much of each: those of ``flexquant.documents.texts`` in
 English and the languages that the model knows, and Python's documentation. The text is kept in one JSONL
 file, which a later run reuses.
 """
@@ -22,11 +22,11 @@ from random import Random
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from flexquant.checkpoint.folder import NOTICES, find_files
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
-from flexquant.checkpoint.sidecars import NOTICES, find_files
 from flexquant.checkpoint.writer import Progress
-from flexquant.documents.digest import different_keys, digest_of
+from flexquant.documents.results import different_keys, digest_of
 from flexquant.documents.texts import (
     TextOrMessages,
     as_text,

@@ -12,7 +12,7 @@ from pathlib import Path
 from flexquant.checkpoint.layer_ranges import format_bytes
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
-from flexquant.documents.figures import MatplotlibMissing, new_figure
+from flexquant.documents.results import MatplotlibMissing, new_figure
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
 from flexquant.measuring.comparison import EQUAL, FEWEST_ROUNDS, percent

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import write_text
-from flexquant.documents.digest import different_keys
+from flexquant.documents.results import different_keys
 from flexquant.errors import UsageError
 from flexquant.measuring.comparison import Comparison, compare
 from flexquant.policy.pass_times import PassTimes, Time

@@ -27,8 +27,7 @@ from flexquant.checkpoint.schemes import (
 )
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
-from flexquant.merge.kv.sampling import row_numbers
-from flexquant.merge.kv.scaled_rows import ScaledRows
+from flexquant.merge.kv.agreement import ScaledRows, row_numbers
 
 E4M3_MANTISSA, E4M3_MIN_EXPONENT = 3, -6
 FLOAT32_EXPONENT = 0x7F800000

@@ -16,9 +16,8 @@ from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tenso
 from flexquant.checkpoint.schemes import QUANTISATION_PARAMETER
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.kv.agreement import BLOCK_ROWS, ScaledMatrix, ScaledRows, row_numbers, sample_rows
 from flexquant.merge.kv.dequantize import WeightReader
-from flexquant.merge.kv.sampling import BLOCK_ROWS, row_numbers, sample_rows
-from flexquant.merge.kv.scaled_rows import ScaledMatrix, ScaledRows
 from flexquant.merge.kv.skeleton import Skeleton, is_experts, shape_of
 
 CHUNK_WEIGHTS = 1 << 18  # weights of a chunk: 1 MiB as float32, which fits into a core's cache

@@ -18,8 +18,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from flexquant import cli
-from flexquant.documents.corpus import read_corpus
-from flexquant.documents.texts import plain_text
+from flexquant.documents.texts import plain_text, read_corpus
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.recipe import load_recipe
 from tests.checkpoints import StateDict, make_checkpoint

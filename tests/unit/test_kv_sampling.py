@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from benchmarks.speed.synthetic import quantisation_section
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.kv.agreement import BLOCK_ROWS, row_numbers, sample_rows
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
-from flexquant.merge.kv.sampling import BLOCK_ROWS, row_numbers, sample_rows
 from tests.checkpoints import StateDict, make_checkpoint, quantise_int4, quantise_int8
 from tests.unit.edits import in_float32, rotate_residual
 from tests.unit.full_merge import compare_and_refuse

@@ -15,7 +15,7 @@ from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.merge.merge_plan import plan_merge
-from flexquant.merge.same_processor import processor_difference
+from flexquant.merge.same_inputs import processor_difference
 from tests.vision import KINDS, make_vision_checkpoint
 
 Files = dict[str, dict[str, Any]]

@@ -17,7 +17,7 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
-from flexquant.merge.generation import SAMPLING, generation_settings
+from flexquant.merge.sidecar_plan import SAMPLING, generation_settings
 from tests.checkpoints import make_checkpoint
 from tests.publishers.edits import (
     Edit,

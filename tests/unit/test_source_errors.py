@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE
-from flexquant.checkpoint.known_models import load_tokenizer
 from flexquant.checkpoint.safetensors_io import load_tensor, read_header
 from flexquant.checkpoint.source import Source
 from flexquant.cli import main

@@ -9,8 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from flexquant.checkpoint.folder import read_tensors
-from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.provenance import PROVENANCE_FILE
+from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.arrivals import BUILTIN, make_builtin
 from benchmarks.simulation import find_trace, sent_requests
-from flexquant.documents.named_files import builtin_names
+from flexquant.documents.yaml_document import builtin_names
 from flexquant.errors import FlexQuantError
 from flexquant.planning.trace import PACKAGE, SUFFIX, Request, read_trace, write_trace
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from flexquant.checkpoint.layer_ranges import describe_ranges
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.digest import digest_of
+from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.route_changes import route_changes
 from flexquant.serving.config import build_routes, check_supported

@@ -17,7 +17,7 @@ import torch
 from vllm.logger import init_logger
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.digest import digest_of
+from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.schema import PHASES
