@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexquant.checkpoint.contents import CheckpointReport, report_checkpoint
 from flexquant.checkpoint.folder import COPIED, find_files
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import SHARED_PREFIX
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.output import prepare_output, remove_leftovers
 from flexquant.checkpoint.source import Source
+from flexquant.checkpoint.weight_bytes import CheckpointReport, report_checkpoint
 from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE, plan_shards
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError

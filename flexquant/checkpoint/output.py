@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flexquant.checkpoint.layer_ranges import format_bytes
+from flexquant.checkpoint.weight_bytes import format_bytes
 from flexquant.errors import FlexQuantError
 
 AT_FDCWD = -100

@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from flexquant.checkpoint.layer_ranges import ranges
+from flexquant.checkpoint.module_names import ranges
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor, same_bytes
 from flexquant.merge.kv.agreement import (
     ERROR_CAP,

@@ -31,7 +31,7 @@ from prometheus_client.utils import floatToGoString
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 
-from flexquant.checkpoint.layer_ranges import BytesByRange
+from flexquant.checkpoint.weight_bytes import BytesByRange
 from flexquant.errors import FlexQuantError
 from flexquant.serving.metric_names import (
     FORWARD,

@@ -12,8 +12,8 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 
 from flexquant import __version__
-from flexquant.checkpoint.layer_ranges import BytesByRange
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.weight_bytes import BytesByRange
 from flexquant.errors import FlexQuantError
 from flexquant.serving.options import ServingOptions
 from flexquant.serving.worker.forward_pass import Pass
