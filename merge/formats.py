@@ -25,11 +25,16 @@ from flexquant.checkpoint.folder import (
 )
 from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.model_config import ConfigGroup, JsonObject, QuantizedNumbers
 from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.checkpoint.source import Source, cast_tensors, with_dtype
 from flexquant.errors import FlexQuantError
-from flexquant.merge.packed_formats import PACKED_PARTS, from_packed_format, matrices_in_16_bit
+from flexquant.merge.packed_formats import (
+    PACKED_PARTS,
+    compressed_tensors_section,
+    from_packed_format,
+    matrices_in_16_bit,
+)
 from flexquant.merge.packed_settings import AUTO_ROUND, PACKED_METHODS
 from flexquant.merge.quark_format import QUARK, from_quark
 
@@ -49,14 +54,7 @@ AUTO_ROUND_BLOCKS: JsonObject = {
     "fmt": "e4m3",
 }
 """AutoRound's settings of block FP8, as vLLM asks for them; what is not written has these values."""
-IN_16_BIT: JsonObject = {
-    "quant_method": COMPRESSED_TENSORS,
-    "format": "dense",
-    "quantization_status": "compressed",
-    "config_groups": {},
-    "ignore": [],
-}
-"""The ``quantization_config`` of a variant that is not quantised."""
+FP8: QuantizedNumbers = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
 CACHE_SCALE = re.compile(r"\.([kv])_proj\.output_(scale|zero_point)$")
@@ -126,20 +124,14 @@ def from_block_fp8(
     # which vLLM does by default for every checkpoint in block FP8.
     found = {_renamed(name): ref for name, ref in tensors.items()}
     quantised = {name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
-    number = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = {
+    group: ConfigGroup = {
         "targets": ["Linear"],
-        "weights": {**number, "strategy": "block", "block_structure": block, "dynamic": False},
-        "input_activations": {**number, "strategy": "group", "group_size": sizes[1], "dynamic": True},
+        "weights": {**FP8, "strategy": "block", "block_structure": sizes, "dynamic": False},
+        "input_activations": {**FP8, "strategy": "group", "group_size": sizes[1], "dynamic": True},
         "format": "float-quantized",
     }
-    return {
-        "quant_method": COMPRESSED_TENSORS,
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": sorted(matrices_in_16_bit(tensors) - quantised),
-    }, found
+    ignored = matrices_in_16_bit(tensors) - quantised
+    return compressed_tensors_section([group], "float-quantized", ignored), found
 
 
 def _renamed(name: str) -> str:
@@ -160,7 +152,7 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     section = quantization_section(folder, config)
     method = section.get("quant_method") if section else None
     if section is None:
-        section = IN_16_BIT
+        section = compressed_tensors_section((), "dense", ())
     elif is_auto_round_fp8(section):
         section, tensors = from_auto_round_fp8(folder, section, tensors)
     elif method in PACKED_METHODS:

@@ -77,20 +77,13 @@ CONFIG = "processor_config.json"
 """The processor's own settings; transformers 5 nests those of its parts there."""
 PARTS = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
 """Part of a processor -> the file in which transformers 4 wrote its settings."""
-NOT_READ = {
-    "It is a setting of a call, which vLLM gives.": (
-        "data_format",
-        "device",
-        "disable_grouping",
-        "input_data_format",
-        "return_tensors",
-    ),
-    "It names code, which is not run.": ("auto_map",),
-    "It is compared by itself.": (CLASS,),
-    "It is compared with the tokenizer.": ("chat_template",),
-}
-"""Reason -> settings that may differ."""
-IGNORED = frozenset(key for keys in NOT_READ.values() for key in keys)
+NOT_READ = (
+    *("data_format", "device", "disable_grouping", "input_data_format", "return_tensors"),  # vLLM gives them
+    "auto_map",  # names code, which is not run
+    CLASS,  # compared by itself
+    "chat_template",  # compared with the tokenizer
+)
+"""Settings that may differ."""
 SQUARE = "default_to_square"
 """Setting by which a class reads a ``size`` that is one number; built, it has another form."""
 EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
@@ -287,7 +280,7 @@ def _of_itself(settings: JsonObject) -> JsonObject:
 
 def _stated(settings: JsonObject) -> JsonObject:
     absent = (None, inspect.Parameter.empty)
-    return {key: value for key, value in settings.items() if key not in IGNORED and value not in absent}
+    return {key: value for key, value in settings.items() if key not in NOT_READ and value not in absent}
 
 
 def _class(name: str, base: type) -> Any:

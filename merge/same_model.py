@@ -39,69 +39,23 @@ Difference = tuple[str, object, object]
 """Dotted key, value in the first, value in the second."""
 
 NOT_READ = {
-    "It says where the files come from.": (
-        "_commit_hash",
-        "_from_model_config",
-        "_name_or_path",
-        "license",
-        "transformers_version",
-        "unsloth_fixed",
-        "unsloth_version",
-    ),
-    "It says how transformers' own model runs; vLLM's model runs in its own way.": (
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "chunk_size_feed_forward",
-        "output_attentions",
-        "output_hidden_states",
-        "pretraining_tp",
-        "return_dict",
-        "tf_legacy_loss",
-        "torchscript",
-        "use_bfloat16",
-        "use_cache",
-    ),
-    "It acts in training alone.": (
-        "attention_dropout",
-        "attn_pdrop",
-        "embd_pdrop",
-        "gradient_checkpointing",
-        "hidden_dropout",
-        "initializer_range",
-        "output_router_logits",
-        "resid_pdrop",
-        "router_aux_loss_coef",
-    ),
-    "It describes another task than writing text.": (
-        "classifier_dropout",
-        "finetuning_task",
-        "id2label",
-        "is_decoder",
-        "label2id",
-        "num_labels",
-        "problem_type",
-        "pruned_heads",
-        "task_specific_params",
-    ),
-    "The generation settings are compared by themselves (`generation.py`).": (
-        "bos_token_id",
-        "decoder_start_token_id",
-        "do_sample",
-        "eos_token_id",
-        "max_length",
-        "min_length",
-        "pad_token_id",
-        "repetition_penalty",
-        "sep_token_id",
-        "temperature",
-        "top_k",
-        "top_p",
-    ),
-    "The tokenizers are compared by what they do (`same_tokenizer.py`).": ("tokenizer_class",),
-    "It describes the quantisation, which may differ.": ("compression_config", "quantization_config"),
+    "It says where the files come from.": "_commit_hash _from_model_config _name_or_path license "
+    "transformers_version unsloth_fixed unsloth_version",
+    "It says how transformers' own model runs; vLLM's model runs in its own way.": "_attn_implementation "
+    "_attn_implementation_autoset chunk_size_feed_forward output_attentions output_hidden_states "
+    "pretraining_tp return_dict tf_legacy_loss torchscript use_bfloat16 use_cache",
+    "It acts in training alone.": "attention_dropout attn_pdrop embd_pdrop gradient_checkpointing "
+    "hidden_dropout initializer_range output_router_logits resid_pdrop router_aux_loss_coef",
+    "It describes another task than writing text.": "classifier_dropout finetuning_task id2label is_decoder "
+    "label2id num_labels problem_type pruned_heads task_specific_params",
+    "The generation settings are compared by themselves (`sidecar_plan.py`).": "bos_token_id "
+    "decoder_start_token_id do_sample eos_token_id max_length min_length pad_token_id repetition_penalty "
+    "sep_token_id temperature top_k top_p",
+    "The tokenizers are compared by what they do (`same_inputs.py`).": "tokenizer_class",
+    "It describes the quantisation, which may differ.": "compression_config quantization_config",
 }
 """Reason -> keys of a config that may differ between variants of one model."""
-IGNORED = frozenset(key for keys in NOT_READ.values() for key in keys)
+IGNORED = frozenset(key for keys in NOT_READ.values() for key in keys.split())
 
 
 def with_names(source: Source, names: Collection[str]) -> Source:

@@ -5,12 +5,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from flexquant.errors import FlexQuantError
 
 JsonObject = dict[str, Any]
 """A JSON object as Python reads it."""
+
+
+class QuantizedNumbers(TypedDict, total=False):
+    """How weights or activations are quantised, in a group of compressed-tensors' ``quantization_config``."""
+
+    num_bits: int
+    type: Literal["int", "float"]
+    symmetric: bool
+    strategy: Literal["tensor", "channel", "group", "block", "token"]
+    group_size: int | None
+    block_structure: list[int]
+    actorder: str | None
+    dynamic: bool
+    """Whether activations are scaled as they arrive."""
+
+
+class ConfigGroup(TypedDict, total=False):
+    """One of the ``config_groups`` of compressed-tensors' ``quantization_config``."""
+
+    targets: list[str]
+    """Names or classes of modules, or patterns of names after ``re:``."""
+    weights: QuantizedNumbers
+    input_activations: QuantizedNumbers | None
+    format: str
+
 
 # Key in transformers 4 -> key in transformers 5.
 RENAMED = {"torch_dtype": "dtype", "sliding_window_pattern": "_sliding_window_pattern"}

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.built_model import check_heads
-from flexquant.checkpoint.folder import check_folder, confined_file, read_json, read_tensors
-from flexquant.checkpoint.loadable import COMPRESSED_TENSORS
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_class import find_model_class
 from flexquant.checkpoint.model_config import JsonObject
@@ -54,24 +52,6 @@ class Source:
     @property
     def architecture(self) -> str:
         return self.config["architectures"][0]
-
-    @classmethod
-    def open(cls, name: str, folder: str | Path) -> Source:
-        """Read headers and configs of a compressed-tensors checkpoint.
-
-        Raises FlexQuantError, naming the file, for an unusable folder and for another format.
-        """
-        folder = Path(folder)
-        check_folder(folder)
-        config_file = confined_file(folder, "config.json")
-        config = read_json(config_file)
-        section = config.get("quantization_config")
-        if not isinstance(section, dict) or section.get("quant_method") != COMPRESSED_TENSORS:
-            raise FlexQuantError(
-                f"{config_file} does not describe a compressed-tensors checkpoint, such as llmcompressor or "
-                "'flexquant quantize' write"
-            )
-        return cls.make(name, folder, config, section, read_tensors(folder))
 
     @classmethod
     def make(

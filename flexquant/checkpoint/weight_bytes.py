@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from flexquant.checkpoint.merged_config import SHARED, SHARED_PREFIX, MergedConfig, StoredVariant
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.model_config import JsonObject, QuantizedNumbers
 from flexquant.checkpoint.module_names import EXPERTS, HEAD, describe_range, is_in, layer_number, ranges
 from flexquant.checkpoint.safetensors_io import TensorRef, total_bytes
 from flexquant.checkpoint.schemes import logical_shapes
@@ -189,7 +189,7 @@ def describe_kv(kv_compatibility: JsonObject) -> str:
     )
 
 
-def _describe(arguments: JsonObject | None, what: str) -> str:
+def _describe(arguments: QuantizedNumbers | None, what: str) -> str:
     if not arguments:
         return f"16-bit {what}"
     details = [str(arguments.get("strategy", "")).replace("_", " ")]

@@ -15,7 +15,6 @@ import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -168,33 +167,19 @@ def _read_folder(folder: Path) -> Iterator[TextOrMessages]:
 
 
 def _read_file(path: Path) -> Iterator[TextOrMessages]:
-    return _read_jsonl(path) if path.suffix == ".jsonl" else iter([_read_text(path)])
-
-
-def _read_text(path: Path) -> str:
-    with _explained_text(path):
-        return path.read_text(encoding="utf-8")
-
-
-def _read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file lazily."""
-    with _explained_text(path), path.open(encoding="utf-8") as file:
-        yield from file
-
-
-def _explained_text(path: Path) -> AbstractContextManager[None]:
-    return explained(f"cannot read {path} as UTF-8 text", "save it as UTF-8")
-
-
-def _read_jsonl(path: Path) -> Iterator[TextOrMessages]:
-    for number, line in enumerate(_read_lines(path), 1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as e:
-                raise FlexQuantError(f"{where} is not JSON ({e})") from e
-            yield _text_of(record, where)
+    """Yield the text of a file or, line by line, the records of a ``.jsonl`` file."""
+    with explained(f"cannot read {path} as UTF-8 text", "save it as UTF-8"), path.open(encoding="utf-8") as f:
+        if path.suffix != ".jsonl":
+            yield f.read()
+            return
+        for number, line in enumerate(f, 1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError as e:
+                    raise FlexQuantError(f"{where} is not JSON ({e})") from e
+                yield _text_of(record, where)
 
 
 def _read_dataset(name: str) -> Iterator[TextOrMessages]:

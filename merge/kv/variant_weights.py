@@ -85,7 +85,7 @@ class VariantWeights:
         for name, shape in self._skeleton.parameters(layer).items():
             module, _, own = name.rpartition(".")
             if own == "weight" and module in tensors.matrices:
-                loaded[name] = self.reader.read(tensors.matrices[module]).weight
+                loaded[name] = self.reader.open(tensors.matrices[module]).read().matrix()
             elif (ref := tensors.parameters.get(name)) is not None:
                 self._check_shape(ref.name, ref.shape, shape)
                 loaded[name] = self._load_finite(ref)

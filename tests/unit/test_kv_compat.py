@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from tests.architectures.models import random_model, small_config, split
 from tests.checkpoints import StateDict, make_checkpoint, write_checkpoint
@@ -52,7 +52,7 @@ def report(
     transform = None if edit is None else in_float32(edit)
     other = make_checkpoint(tmp_path / "b", architecture, schemes[1], transform=transform, **overrides)
     return compare_and_refuse(
-        [Source.open("first", reference), Source.open("second", other)], tmp_path / "out"
+        [open_source("first", reference), open_source("second", other)], tmp_path / "out"
     )
 
 
@@ -113,7 +113,7 @@ def test_norms_of_an_unknown_model_have_to_be_equal(tmp_path):
         "rounded": make_checkpoint(tmp_path / "b", scheme="w4a16"),
         "smoothed": make_checkpoint(tmp_path / "c", scheme="w4a16", transform=transform),
     }
-    plain, rounded, smoothed = (Source.open(n, as_unknown_model(f)) for n, f in folders.items())
+    plain, rounded, smoothed = (open_source(n, as_unknown_model(f)) for n, f in folders.items())
     assert check_kv_compatibility([plain, rounded]).layered_plans
     found = check_kv_compatibility([plain, smoothed])
     assert "'plain' and 'smoothed'" in found.message
@@ -194,7 +194,7 @@ def test_a_column_counts_however_small_its_inputs_are(tmp_path):
         return state
 
     sources = [make_checkpoint(tmp_path / t.__name__, transform=t) for t in (quiet, edited)]
-    found = check_kv_compatibility([Source.open(folder.name, folder) for folder in sources])
+    found = check_kv_compatibility([open_source(folder.name, folder) for folder in sources])
     assert "layer 1 self_attn.k_proj differs by more than quantisation noise" in found.message
 
 
@@ -205,7 +205,7 @@ def test_rotation_of_the_cache_in_one_variant_is_caught(tmp_path):
     r3 = {"type": "hadamard", "apply": [{"targets": ["self_attn"], "location": "k_cache"}]}
     config["quantization_config"]["transform_config"] = {"config_groups": {"R3": r3}}
     path.write_text(json.dumps(config))
-    found = check_kv_compatibility([Source.open(f"v{i}", f) for i, f in enumerate(folders)])
+    found = check_kv_compatibility([open_source(f"v{i}", f) for i, f in enumerate(folders)])
     assert not found.compatible and "rotation of the KV cache is {} in 'v0' and {'R3'" in found.message
 
 
@@ -250,7 +250,7 @@ def test_another_kind_of_attention_is_caught(tmp_path):
         for i, edit in enumerate((None, plain))
     ]
     with pytest.raises(FlexQuantError, match="'v1' has no weight for 'self_attn.kv_a_proj_with_mqa'"):
-        check_kv_compatibility([Source.open(folder.name, folder) for folder in folders])
+        check_kv_compatibility([open_source(folder.name, folder) for folder in folders])
 
 
 @pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
@@ -276,7 +276,7 @@ def test_an_outlier_hides_nothing(tmp_path):
         make_checkpoint(tmp_path / scheme, "qwen2", scheme, transform=in_float32(with_outlier(factor)))
         for scheme, factor in (("w8a8", 1), ("w4a16", 1), ("fp8", 1.5))
     ]
-    first, same, other = (Source.open(f"v{i}", folder) for i, folder in enumerate(folders))
+    first, same, other = (open_source(f"v{i}", folder) for i, folder in enumerate(folders))
     assert check_kv_compatibility([first, same]).layered_plans
     assert "layer 0 self_attn.k_proj.bias differs" in check_kv_compatibility([first, other]).message
 
@@ -293,7 +293,7 @@ def test_a_routers_bias_has_to_be_equal_however_large_it_is(tmp_path, spread, na
             if name.endswith("e_score_correction_bias"):
                 state[name] = 7.5 + size * torch.randn_like(state[name])
         folder = write_checkpoint(tmp_path / scheme, model.config, state, scheme, quantised, left_out)
-        sources.append(Source.open(scheme, folder))
+        sources.append(open_source(scheme, folder))
     message = check_kv_compatibility(sources).message
     assert ("mlp.gate.e_score_correction_bias, which helps to choose experts, differs" in message) is named
 
@@ -317,7 +317,7 @@ def test_what_no_layer_reads_has_to_be_equal(tmp_path):
             folder = make_checkpoint(tmp_path / f"{scheme} {values}", scheme=scheme)
             file = folder / "model.safetensors"
             save_file({**load_file(file), f"{LAYERS[1]}self_attn.sink": torch.tensor([value])}, file)
-            sources.append(Source.open(scheme, folder))
+            sources.append(open_source(scheme, folder))
         return check_kv_compatibility(sources)
 
     assert compare((1.0, 1.0)).layered_plans
@@ -340,7 +340,7 @@ def test_variants_rotated_alike_may_be_mixed_with_one_another(tmp_path):
         make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
         make_checkpoint(tmp_path / "spin8", scheme="w8a8", transform=rotate),
     ]
-    found = check_kv_compatibility([Source.open(f.name, f) for f in folders])
+    found = check_kv_compatibility([open_source(f.name, f) for f in folders])
     assert found.compatible and not found.layered_plans, found
     assert sorted(map(sorted, found.mixable)) == [["spin4", "spin8"], ["w4a16", "w8a8"]]
     assert len(found.residual_messages) == 2, "spin4 and spin8, each against w8a8"
@@ -395,7 +395,7 @@ def test_every_row_is_compared_where_layers_have_heads_of_other_sizes(tmp_path, 
             if scheme == "w4a16" and "self_attn.v_proj" in name and state[name].shape[0] == 128:
                 state[name] = torch.cat([state[name][:-1], -state[name][-1:]])
         folders.append(write_checkpoint(tmp_path / scheme, model.config, state, scheme, quantised, left_out))
-    message = check_kv_compatibility([Source.open(folder.name, folder) for folder in folders]).message
+    message = check_kv_compatibility([open_source(folder.name, folder) for folder in folders]).message
     assert "self_attn.v_proj differs" in message and "row 127" in message
 
 
@@ -405,7 +405,7 @@ def test_what_all_layers_compute_with_has_to_be_equal(tmp_path):
     sources = []
     for scheme in ("w8a8", "w4a16"):
         folder = write_checkpoint(tmp_path / scheme, model.config, state, scheme, quantised, left_out)
-        sources.append(Source.open(scheme, folder))
+        sources.append(open_source(scheme, folder))
         state = {n: 3 * t if "per_layer_projection_norm" in n else t for n, t in state.items()}
     message = check_kv_compatibility(sources).message
     assert "per_layer_projection_norm.weight', which all layers compute with, is not equal" in message
@@ -435,7 +435,7 @@ def test_embeddings_in_another_16_bit_dtype_are_the_same(tmp_path):
     state = load_file(file)
     name = "model.embed_tokens.weight"
     save_file({**state, name: state[name].to(torch.float16)}, file)
-    found = check_kv_compatibility([Source.open(f.name, f) for f in folders])
+    found = check_kv_compatibility([open_source(f.name, f) for f in folders])
     assert found.layered_plans, found.message
 
 
@@ -460,7 +460,7 @@ def test_cache_scales_must_have_equal_values(tmp_path, scales, refused):
         file = folder / "model.safetensors"
         of_layers = {f"{layer}self_attn.k_scale": scale.clone() for layer in LAYERS}
         save_file(load_file(file) | of_layers, file)
-    found = check_kv_compatibility([Source.open(f"v{i}", f) for i, f in enumerate(folders)])
+    found = check_kv_compatibility([open_source(f"v{i}", f) for i, f in enumerate(folders)])
     assert found.compatible != refused
     assert refused == ("the cache scale 'model.layers.0.self_attn.k_scale' differs" in found.message)
 
@@ -473,7 +473,7 @@ def test_the_third_source_is_compared_too(tmp_path):
     ]
     calls = []
     found = check_kv_compatibility(
-        [Source.open(f.name, f) for f in folders], progress=lambda *done: calls.append(done)
+        [open_source(f.name, f) for f in folders], progress=lambda *done: calls.append(done)
     )
     assert "'a' and 'c'" in found.message
     assert calls == [(1, 4), (2, 4)]
@@ -507,10 +507,10 @@ def test_fused_projections_are_split(tmp_path):
     plain = fuse(make_checkpoint(tmp_path / "a", scheme="w8a8"))
     good = make_checkpoint(tmp_path / "b", scheme="w4a16", transform=in_float32(scale_up_to_down))
     bad = make_checkpoint(tmp_path / "c", scheme="w4a16", transform=in_float32(smooth_v_to_o(0.7, 1.4)))
-    reference = Source.open("a", plain)
-    found = check_kv_compatibility([reference, Source.open("b", fuse(good))])
+    reference = open_source("a", plain)
+    found = check_kv_compatibility([reference, open_source("b", fuse(good))])
     assert found.layered_plans, found
-    message = check_kv_compatibility([reference, Source.open("c", fuse(bad))]).message
+    message = check_kv_compatibility([reference, open_source("c", fuse(bad))]).message
     assert "layer 0 self_attn.qkv_proj" in message and "gain error of row" in message
 
 
@@ -520,7 +520,7 @@ def test_a_layer_without_plain_attention_names_what_was_looked_for(tmp_path):
     latent = {name.replace("k_proj", "kv_b_proj"): tensor for name, tensor in load_file(file).items()}
     save_file(latent, file)
     with pytest.raises(FlexQuantError, match=r"layer 0 of variant 'v0' has no weight for 'self_attn.k_proj'"):
-        check_kv_compatibility([Source.open(f"v{i}", f) for i, f in enumerate(folders)])
+        check_kv_compatibility([open_source(f"v{i}", f) for i, f in enumerate(folders)])
 
 
 def test_layers_like_none_that_transformers_has_are_refused(tmp_path):
@@ -529,7 +529,7 @@ def test_layers_like_none_that_transformers_has_are_refused(tmp_path):
         file = folder / "model.safetensors"
         renamed = {name.replace("mlp.gate_proj", "mlp.gate"): t for name, t in load_file(file).items()}
         save_file(renamed, file)
-    sources = [Source.open(folder.name, folder) for folder in folders]
+    sources = [open_source(folder.name, folder) for folder in folders]
     with pytest.raises(
         FlexQuantError, match="cannot build the LlamaForCausalLM .*my-own.* llama, qwen3, phi3"
     ):
@@ -546,7 +546,7 @@ def test_a_norm_that_is_not_finite_is_named(tmp_path, value):
 
 
 def test_one_source_is_compatible_with_itself(tmp_path):
-    assert check_kv_compatibility([Source.open("a", make_checkpoint(tmp_path / "a"))]).layered_plans
+    assert check_kv_compatibility([open_source("a", make_checkpoint(tmp_path / "a"))]).layered_plans
 
 
 @pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w8a8", "w8a8")])

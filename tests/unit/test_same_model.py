@@ -13,10 +13,10 @@ import pytest
 from vllm.model_executor import models
 from vllm.model_executor.models.registry import ModelRegistry
 
-from flexquant.checkpoint.source import Source
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import plan_merge
 from flexquant.merge.same_model import IGNORED, TIED, model_differences
 from tests.checkpoints import make_checkpoint
@@ -54,7 +54,7 @@ def test_variants_saved_by_transformers_4_and_5_merge(tmp_path, architecture, op
     verify_checkpoint(tmp_path / "merged", sources)
     for name, source in sources.items():
         split_checkpoint(tmp_path / "merged", name, tmp_path / f"{name} again")
-        plan_merge([Source.open("source", source), Source.open("again", tmp_path / f"{name} again")])
+        plan_merge([open_source("source", source), open_source("again", tmp_path / f"{name} again")])
 
 
 def plan_with(tmp_path: Path, edit: Config, **options: Any) -> None:
@@ -66,7 +66,7 @@ def plan_with(tmp_path: Path, edit: Config, **options: Any) -> None:
     path.write_text(
         json.dumps({key: value for key, value in edited.items() if edit.get(key, "") is not None})
     )
-    plan_merge([Source.open(f"v{i}", folder) for i, folder in enumerate(folders)])
+    plan_merge([open_source(f"v{i}", folder) for i, folder in enumerate(folders)])
 
 
 @pytest.mark.parametrize(

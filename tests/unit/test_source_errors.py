@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE
 from flexquant.checkpoint.safetensors_io import load_tensor, read_header
-from flexquant.checkpoint.source import Source
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
+from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import plan_merge
 from tests.checkpoints import make_checkpoint
 
@@ -147,7 +147,7 @@ def test_hub_cache_links_are_followed(sources, tmp_path):
     for i, file in enumerate(sorted(sources["w8a8"].iterdir())):
         file.rename(blobs / str(i))
         (snapshot / file.name).symlink_to(f"../../blobs/{i}")
-    assert len(Source.open("w8a8", snapshot).tensors) > 10
+    assert len(open_source("w8a8", snapshot).tensors) > 10
     merge_checkpoints({"w8a8": snapshot, "w4a16": sources["w4a16"]}, tmp_path / "merged")
     provenance = json.loads((tmp_path / "merged" / "flexquant_provenance.json").read_text())
     assert provenance["sources"]["w8a8"]["folder"] == "org/model@abc"
@@ -156,7 +156,7 @@ def test_hub_cache_links_are_followed(sources, tmp_path):
         (snapshot / "config.json").unlink()
         (snapshot / "config.json").symlink_to(elsewhere)
         with pytest.raises(FlexQuantError, match="outside"):
-            Source.open("w8a8", snapshot)
+            open_source("w8a8", snapshot)
 
 
 def test_index_and_shards_disagree(sources):
@@ -245,7 +245,7 @@ def test_cache_schemes_are_compared_by_what_serving_reads(sources):
     with_cache_scheme(sources["w8a8"], **served)
     of_calibrating = {"observer": "minmax", "observer_kwargs": {"averaging_constant": 0.1}}
     with_cache_scheme(sources["w4a16"], **served, **of_calibrating, dynamic=False, group_size=None)
-    plan_merge([Source.open(name, folder) for name, folder in sources.items()])
+    plan_merge([open_source(name, folder) for name, folder in sources.items()])
     with_cache_scheme(sources["w4a16"], type="float", symmetric=False)
     fails(sources, "kv_cache_scheme", "'symmetric': True", "'symmetric': False")
     with_cache_scheme(sources["w4a16"], type="half")
