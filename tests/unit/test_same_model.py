@@ -21,6 +21,7 @@ from flexquant.merge.merge_plan import plan_merge
 from flexquant.merge.same_model import IGNORED, TIED, model_differences
 from tests.checkpoints import make_checkpoint
 from tests.config_pairs import Config, as_transformers_4_wrote_it, config_of
+from tests.publishers import edits
 
 LLAMA3 = {
     "factor": 8.0,
@@ -156,14 +157,9 @@ def test_no_served_model_of_vllm_reads_a_key_that_may_differ():
     assert readers <= LOOKED_AT
 
 
-def edit_config(folder: Path, **edit: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | edit))
-
-
 def test_a_choice_says_whose_config_a_model_gets(tmp_path):
     sources = {s: make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")}
-    edit_config(sources["w4a16"], rope_parameters={"rope_type": "default", "rope_theta": 5e4})
+    edits.config(rope_parameters={"rope_type": "default", "rope_theta": 5e4})(sources["w4a16"])
     message = "rope_theta: 10000.0 against 50000.0.*choose with --config-from w8a8 or --config-from w4a16"
     with pytest.raises(FlexQuantError, match=message):
         merge_checkpoints(sources, tmp_path / "merged")
@@ -199,7 +195,7 @@ def test_no_choice_of_a_config_merges_two_models(tmp_path, of_the_other, refused
 
 def test_names_of_code_count_for_nothing_where_transformers_has_the_model(tmp_path):
     sources = {s: make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")}
-    edit_config(sources["w8a8"], auto_map={"AutoModelForCausalLM": "modeling.Mine"})  # without its file
+    edits.config(auto_map={"AutoModelForCausalLM": "modeling.Mine"})(sources["w8a8"])  # without its file
     merge_checkpoints(sources, tmp_path / "merged")
     assert "auto_map" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 
