@@ -331,7 +331,7 @@ def build_skeleton(source: Source) -> Skeleton:
             skeleton = Skeleton({**source.config, **WITH_BIASES, "model_type": kind}, stands_in=True)
         except Exception:  # as above
             continue
-        if skeleton.matrices(0).keys() <= names:
+        if skeleton.matrices[0].keys() <= names:
             return skeleton
     raise FlexQuantError(
         f"transformers cannot build the {source.architecture} of variant '{source.name}' ({reason}), and its "

@@ -181,7 +181,7 @@ class LayerComparison:
         if self.cache_difference:
             return self
         seen = self._run(self._parameters[0], gains=self._compare_matrix, rotation=self._rotation)
-        for name, matrix in self._skeleton.matrices(self._layer).items():
+        for name, matrix in self._skeleton.matrices[self._layer].items():
             if self._rotation is not None or name in seen.inputs:
                 continue
             if is_experts(name):
@@ -215,7 +215,7 @@ class LayerComparison:
                         "since the installed transformers cannot build it; update transformers, or quantise "
                         "without moving scales into the norms"
                     )
-        for matrix in self._skeleton.matrices(self._layer):
+        for matrix in self._skeleton.matrices[self._layer]:
             if matrix.endswith(LATENT_UP):
                 a, b = (
                     of.stored(own.matrices[matrix])
@@ -230,7 +230,7 @@ class LayerComparison:
 
     def _compare_beside_matrices(self, steps: Mapping[str, float]) -> None:
         """Compare parameters whose differences a pass does not show, or not after so few tokens."""
-        matrices = self._skeleton.matrices(self._layer)
+        matrices = self._skeleton.matrices[self._layer]
         a, b = self._parameters
         for name in a:
             router, _, own = name.rpartition(".")
@@ -242,7 +242,7 @@ class LayerComparison:
 
     def _run_reference(self) -> tuple[LayerPass, Cached]:
         """Run the reference's layer; return the pass, and what ``RowsCached`` says of such a layer."""
-        matrices, parameters = self._skeleton.matrices(self._layer), self._parameters[1]
+        matrices, parameters = self._skeleton.matrices[self._layer], self._parameters[1]
         kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
         if (known := self._known_rows.get(kind)) is not None:
             return cut_off(self._pass(parameters)), known
@@ -286,7 +286,7 @@ class LayerComparison:
 
     def _compare_rows(self, name: str, columns: Columns) -> torch.Tensor | None:
         """Compare the rows that reach the cache and a sample of the others; return as ``_compare_matrix``."""
-        matrices = self._skeleton.matrices(self._layer)
+        matrices = self._skeleton.matrices[self._layer]
         out = shape_of(matrices[name])[0]
         modules = (self._tensors[0].matrices[name], self._tensors[1].matrices[name])
         cached = self._rows.get(name, torch.zeros(out, dtype=torch.bool))
@@ -319,7 +319,7 @@ class LayerComparison:
 
     def _cancelling_gains(self, name: str, rows: Sequence[range], columns: Columns) -> torch.Tensor | None:
         """Return row factors [out] that change nothing later in the layer but columns; None if they do."""
-        matrix = self._skeleton.matrices(self._layer)[name]
+        matrix = self._skeleton.matrices[self._layer][name]
         if self._rotation is not None or not is_linear(matrix):
             return None
         found = unexplained_gains(self._sums(name, rows, columns).rows).float()

@@ -126,10 +126,14 @@ class Skeleton:
         for module in self._model.modules():
             if id(module) not in inside and isinstance(module, (nn.Linear, nn.Embedding)):
                 self._ask(module, "")
-        self._matrices = [dict(self._find_matrices(layer)) for layer in self.layers]
-        self._parameters = [
-            _shapes_beside(layer, found) for layer, found in zip(self.layers, self._matrices, strict=True)
+        self.matrices: list[Mapping[str, nn.Module]] = [
+            dict(self._find_matrices(layer)) for layer in self.layers
         ]
+        """Linears of each layer, and other modules with a matrix, by name in the layer."""
+        self.parameters: list[Mapping[str, torch.Size]] = [
+            _shapes_beside(layer, found) for layer, found in zip(self.layers, self.matrices, strict=True)
+        ]
+        """Shapes of what ``run`` takes of each layer: all parameters but weights of Linears and experts."""
         self._calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
         self._cache = Written(self._config)
         self._written_before: list[int] = []
@@ -143,7 +147,7 @@ class Skeleton:
 
     def rename(self, layer: int, name: str) -> str:
         """Return the name in transformers' layer of a parameter with this name in the checkpoint's layer."""
-        if name in self._parameters[layer] or name.removesuffix(".weight") in self._matrices[layer]:
+        if name in self.parameters[layer] or name.removesuffix(".weight") in self.matrices[layer]:
             return name
         stack = f"layers.{layer}."
         return rename_source_key(stack + name, self._conversions[0], [])[0].removeprefix(stack)
@@ -153,15 +157,7 @@ class Skeleton:
         stack = f"layers.{layer}."
         renamed, _ = rename_source_key(stack + name, *self._conversions)
         holder, _, parameter = renamed.removeprefix(stack).rpartition(".")
-        return (holder, parameter) if is_experts(holder) and holder in self._matrices[layer] else None
-
-    def matrices(self, layer: int) -> Mapping[str, nn.Module]:
-        """Return the Linears of a layer, and other modules with a matrix, by name in the layer."""
-        return self._matrices[layer]
-
-    def parameters(self, layer: int) -> Mapping[str, torch.Size]:
-        """Return the shapes of the parameters that ``run`` takes: all but weights of Linears and experts."""
-        return self._parameters[layer]
+        return (holder, parameter) if is_experts(holder) and holder in self.matrices[layer] else None
 
     def writes(self, layer: int) -> list[str]:
         """Return the names of what a layer writes into its cache, in the order of writing."""

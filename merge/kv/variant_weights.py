@@ -82,7 +82,7 @@ class VariantWeights:
         """
         tensors = self._layers[layer]
         loaded = {}
-        for name, shape in self._skeleton.parameters(layer).items():
+        for name, shape in self._skeleton.parameters[layer].items():
             module, _, own = name.rpartition(".")
             if own == "weight" and module in tensors.matrices:
                 loaded[name] = self.reader.open(tensors.matrices[module]).read().matrix()
@@ -97,7 +97,7 @@ class VariantWeights:
         """Return the largest relative rounding error of each parameter's stored dtype, by name."""
         refs = self._layers[layer].parameters
         dtypes = {
-            name: refs[name].dtype if name in refs else "BF16" for name in self._skeleton.parameters(layer)
+            name: refs[name].dtype if name in refs else "BF16" for name in self._skeleton.parameters[layer]
         }
         return {name: 2.0 ** -MANTISSA_BITS.get(dtype, 8) for name, dtype in dtypes.items()}
 
@@ -180,7 +180,7 @@ class VariantWeights:
 
     def _sort(self, layer: int, name: str, start: int, ref: TensorRef) -> None:
         """Add one tensor to its LayerTensors; ``name[start:]`` is its name in the layer."""
-        tensors, matrices = self._layers[layer], self._skeleton.matrices(layer)
+        tensors, matrices = self._layers[layer], self._skeleton.matrices[layer]
         module, _, own = name.rpartition(".")
         local = name[start:]
         if INDEXER in name or (STATE.search(name) and not self._skeleton.keeps_state(layer)):
@@ -195,7 +195,7 @@ class VariantWeights:
         parameter = self._skeleton.rename(layer, local)
         of_matrix = own in WEIGHTS or QUANTISATION_PARAMETER.search(name) is not None
         is_read = CACHE_SCALE.search(name) is not None
-        if parameter in self._skeleton.parameters(layer):
+        if parameter in self._skeleton.parameters[layer]:
             tensors.parameters[parameter] = ref
             is_read = True
         if of_matrix and matrix in matrices:
@@ -216,7 +216,7 @@ class VariantWeights:
 
     def _check_complete(self, layer: int) -> None:
         """Raise FlexQuantError if a matrix of transformers' layer has no tensor."""
-        for name in self._skeleton.matrices(layer):
+        for name in self._skeleton.matrices[layer]:
             if name not in self._layers[layer].matrices and not is_experts(name):
                 raise FlexQuantError(
                     f"layer {layer} of variant '{self.source.name}' has no weight for '{name}', which a "

@@ -100,7 +100,7 @@ def test_folds_are_compatible(tmp_path, edit, architecture, schemes):
 
 
 def opened(*folders: Path) -> list[Source]:
-    return opened(*folders)
+    return [open_source(folder.name, folder) for folder in folders]
 
 
 def as_unknown_model(folder: Path) -> Path:
