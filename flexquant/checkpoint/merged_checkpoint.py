@@ -40,10 +40,19 @@ BOOKKEEPING = (".git", ".gitattributes", ".cache")
 """Files and folders that git and downloads from the hub add; nothing that loads a model reads them."""
 
 
+class RecordedSource(BaseModel):
+    """What is read of the entry of one source."""
+
+    folder: str = ""
+    """The folder's name, or ``org/model@revision``."""
+    transformers_version: str | None = None
+    """The one that its ``config.json`` stated."""
+
+
 class Provenance(BaseModel):
     """The keys of the document that are read; all are empty if the document has been removed."""
 
-    sources: dict[str, JsonObject] = {}
+    sources: dict[str, RecordedSource] = {}
     dtype: str | None = None
     """The dtype that what is in 16 bit was cast to; None: nothing was cast."""
     config_from: str | None = None
@@ -169,9 +178,9 @@ class MergedCheckpoint:
             "architectures": [self.merged.base_architecture],
             "quantization_config": self.merged.variants[name].quantization_config,
         }
-        origin = self.provenance.sources.get(name, {})
-        if origin.get("transformers_version"):
-            config["transformers_version"] = origin["transformers_version"]
+        origin = self.provenance.sources.get(name)
+        if origin is not None and origin.transformers_version:
+            config["transformers_version"] = origin.transformers_version
         return config
 
 

@@ -244,8 +244,7 @@ def page(results: dict[str, Any]) -> str:
         f"transformers' own model, as a share of its norm; what changes less than {STATED} may be merged.",
         "Every change is in `tests/architectures/kv_proof.json`.",
         "",
-        "The first layer of a model with states carries one; what a state is computed with is refused",
-        "for differing at all, since a difference may show after thousands of tokens only.",
+        "What a state is computed with is refused for differing at all: it may show after thousands of tokens.",
         "",
         f"transformers {versions['transformers']}, torch {versions['torch']}.",
     ]
@@ -271,7 +270,7 @@ def page(results: dict[str, Any]) -> str:
         least = min(refused, key=lambda c: c["change"])
         merged += [f"{name} {c['parameter']} {c['change']:.2g}" for c in changes if c["verdict"] != "refused"]
         lines.append(f"| {name} | {len(refused)} | {least['parameter']} {least['change']:.2g} |")
-    lines += ["", f"Merged with a change: {', '.join(merged) or 'none'}."]
+    lines += ["", f"Merged with a change: {', '.join(merged)}."] if merged else []
     return "\n".join(lines) + "\n"
 
 

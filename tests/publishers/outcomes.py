@@ -29,8 +29,8 @@ Of the other {not_served} it does not load one of the two either.
 | pair | outcome |
 |---|---|
 """
-REASON = re.compile(r"(?:\([^)]*\)|[^;(])*")
-"""Matches a message up to its advice, which stands behind a semicolon outside of parentheses."""
+REASON = re.compile(r"(?:\([^)]*\)|(?!, (?:which|and vLLM|but) )[^;(])*")
+"""Matches a message up to its explanation, or to its advice behind a semicolon outside of parentheses."""
 NOT_SERVED = (
     "AutoAWQ's GEMV",
     "AutoGPTQ with desc_act",
@@ -72,7 +72,7 @@ def outcome_of(shape: Shape, folder: Path) -> str:
 
 
 def row(shape: Shape, outcome: str) -> str:
-    """Return a pair's row of the page, with the reason of a refusal up to its advice."""
+    """Return a pair's row of the page, with what a refusal found, without explanation and advice."""
     reason, _, _ = outcome.partition(". One ")
     found = REASON.match(reason)
     assert found is not None
