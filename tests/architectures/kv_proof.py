@@ -244,7 +244,8 @@ def page(results: dict[str, Any]) -> str:
         f"transformers' own model, as a share of its norm; what changes less than {STATED} may be merged.",
         "Every change is in `tests/architectures/kv_proof.json`.",
         "",
-        "What a state is computed with is refused for differing at all: it may show after thousands of tokens.",
+        "What a state is computed with is refused for differing at all: it may show after thousands",
+        "of tokens.",
         "",
         f"transformers {versions['transformers']}, torch {versions['torch']}.",
     ]
