@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexquant.checkpoint.contents import CheckpointReport, report_checkpoint
+from flexquant.checkpoint.folder import COPIED, find_files
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import SHARED_PREFIX
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.output import prepare_output, remove_leftovers
-from flexquant.checkpoint.sidecars import COPIED, find_files
-from flexquant.checkpoint.source import Source
+from flexquant.checkpoint.weight_bytes import CheckpointReport, report_checkpoint
 from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE, plan_shards
-from flexquant.documents.digest import hash_file
+from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, verify_checkpoint
+from flexquant.merge.formats import open_source
 from flexquant.merge.merging import policy_to_store
 from flexquant.merge.sidecar_plan import plan_sidecars
 from flexquant.policy.default_policy import choose_policy
@@ -154,7 +154,7 @@ def _check_finished(output: Path, variants: Sequence[str], policy: str | None, m
 
 def _check_files(output: Path, sources: Sequence[tuple[str, str]]) -> None:
     """Raise FlexQuantError unless the files beside the weights equal those that merging would write."""
-    expected = plan_sidecars([Source.open(name, folder) for name, folder in sources]).files
+    expected = plan_sidecars([open_source(name, folder) for name, folder in sources]).files
     for name in sorted({*expected, *find_files(output, COPIED)}):
         paths = [path for path in (expected.get(name), output / name) if path and path.is_file()]
         if len(paths) < 2 or hash_file(paths[0]) != hash_file(paths[1]):

@@ -9,9 +9,8 @@
 This folder is imported as `flexquant.merge`. README.md says which module does what.
 """
 
-from flexquant.merge.conversion import convert_checkpoint
 from flexquant.merge.merging import merge_checkpoints
-from flexquant.merge.split import split_checkpoint
+from flexquant.merge.plain_checkpoint import convert_checkpoint, split_checkpoint
 from flexquant.merge.verify import verify_checkpoint
 
 __all__ = ["convert_checkpoint", "merge_checkpoints", "split_checkpoint", "verify_checkpoint"]

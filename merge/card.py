@@ -9,15 +9,13 @@ from pathlib import Path
 
 import yaml
 
-from flexquant.checkpoint.contents import CheckpointReport, describe_kv, describe_mixing
-from flexquant.checkpoint.folder import confined_file
-from flexquant.checkpoint.layer_ranges import format_bytes
+from flexquant.checkpoint.folder import CARD, confined_file, recipe_name
 from flexquant.checkpoint.measured_loss import loss_table, read_losses, too_much
+from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, folder_label
 from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.provenance import PROVENANCE_FILE, folder_label
-from flexquant.checkpoint.sidecars import CARD, recipe_name
 from flexquant.checkpoint.source import Source
+from flexquant.checkpoint.weight_bytes import CheckpointReport, describe_kv, describe_mixing, format_bytes
 from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from flexquant.checkpoint.built_model import written_or_default
 from flexquant.checkpoint.loadable import check_loadable
+from flexquant.checkpoint.merged_checkpoint import match_each
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
 from flexquant.checkpoint.model_class import ModelClass, find_model_class
 from flexquant.checkpoint.model_config import count_layers
@@ -21,13 +22,11 @@ from flexquant.checkpoint.module_names import (
     decoder_roots,
     tower,
 )
-from flexquant.checkpoint.recorded_hashes import match_each
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.schemes import logical_shapes
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
-from flexquant.merge.same_model import cache_scheme, model_differences
-from flexquant.merge.same_names import with_names
+from flexquant.merge.same_model import cache_scheme, model_differences, with_names
 from flexquant.merge.sidecar_plan import SidecarPlan, choice, plan_sidecars
 
 LM_HEAD = "lm_head"

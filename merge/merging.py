@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from flexquant.checkpoint.contents import CheckpointReport, report_checkpoint
 from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, make_provenance
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, served_architecture
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
-from flexquant.checkpoint.provenance import PROVENANCE_FILE, make_provenance
 from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.checkpoint.source import Source
+from flexquant.checkpoint.weight_bytes import CheckpointReport, report_checkpoint
 from flexquant.checkpoint.writer import (
     DEFAULT_SHARD_SIZE,
     Progress,

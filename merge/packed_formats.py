@@ -16,14 +16,14 @@ unsigned integers,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.model_config import ConfigGroup, JsonObject, QuantizedNumbers
 from flexquant.checkpoint.module_names import EMBEDDINGS
 from flexquant.checkpoint.safetensors_io import TensorRef, computed, load_tensor
 from flexquant.errors import FlexQuantError
@@ -185,31 +185,34 @@ def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
 
 
 def section_by_layer(
-    forms: Mapping[str, Form], scheme: Callable[[Form], JsonObject], file_format: str, ignored: set[str]
+    forms: Mapping[str, Form], scheme: Callable[[Form], ConfigGroup], file_format: str, ignored: set[str]
 ) -> JsonObject:
     """Return the ``quantization_config``: a group for each form, which names its linears if several."""
     linears: dict[Form, list[str]] = {}
     for name in sorted(forms):
         linears.setdefault(forms[name], []).append(name)
-    groups = {
-        f"group_{number}": {
-            "targets": names if len(linears) > 1 else ["Linear"],
-            **scheme(form),
-            "format": file_format,
-        }
-        for number, (form, names) in enumerate(linears.items())
-    }
+    groups = [
+        ConfigGroup(targets=names if len(linears) > 1 else ["Linear"], **scheme(form), format=file_format)
+        for form, names in linears.items()
+    ]
+    return compressed_tensors_section(groups, file_format, ignored)
+
+
+def compressed_tensors_section(
+    groups: Sequence[ConfigGroup], file_format: str, ignored: Iterable[str]
+) -> JsonObject:
+    """Return the ``quantization_config`` of a checkpoint of compressed-tensors."""
     return {
         "quant_method": COMPRESSED_TENSORS,
         "format": file_format,
         "quantization_status": "compressed",
-        "config_groups": groups,
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
         "ignore": sorted(ignored),
     }
 
 
-def _scheme(form: PackedFormat) -> JsonObject:
-    weights = {
+def _scheme(form: PackedFormat) -> ConfigGroup:
+    weights: QuantizedNumbers = {
         "num_bits": form.bits,
         "type": "int",
         "symmetric": form.symmetric,

@@ -14,8 +14,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.entrypoints.convert import AutoAWQConverter
 from torch.nn.functional import pad
 
-from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.packed_settings import AWQ, GPTQ, complete_settings
+from flexquant.checkpoint.model_config import AWQ, GPTQ, JsonObject, complete_settings
 from flexquant.errors import FlexQuantError
 
 AUTO_ROUND = ("auto-round", "intel/auto-round")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.model_config import ConfigGroup, JsonObject
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
 from flexquant.errors import FlexQuantError
 from flexquant.merge.packed_formats import matrices_in_16_bit, section_by_layer
@@ -38,23 +38,24 @@ class Int8Settings:
     symmetric: bool
     """Whether activations have no zero points."""
 
-    def scheme(self) -> JsonObject:
+    def scheme(self) -> ConfigGroup:
         """Return what a group of compressed-tensors says of its linears."""
-        weights = {
-            "num_bits": 8,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "channel" if self.by_channel else "tensor",
-            "dynamic": False,
+        return {
+            "weights": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "channel" if self.by_channel else "tensor",
+                "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": self.symmetric,
+                "strategy": "tensor" if self.static else "token",
+                "dynamic": not self.static,
+            },
         }
-        activations = {
-            "num_bits": 8,
-            "type": "int",
-            "symmetric": self.symmetric,
-            "strategy": "tensor" if self.static else "token",
-            "dynamic": not self.static,
-        }
-        return {"weights": weights, "input_activations": activations}
 
 
 def from_quark(

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Find how two configs differ in what a server reads, whatever release of which tool wrote them."""
+"""Find how two configs differ in what a server reads, and give two sources' tensors the same names."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.known_models import known_config
+from flexquant.checkpoint.built_model import known_config
+from flexquant.checkpoint.model_class import find_model_class
 from flexquant.checkpoint.model_config import (
     ABSENT,
     JsonObject,
@@ -18,6 +19,7 @@ from flexquant.checkpoint.model_config import (
     count_layers,
     text_config,
 )
+from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError, explained
 from flexquant.merge.sidecar_plan import named
@@ -37,69 +39,61 @@ Difference = tuple[str, object, object]
 """Dotted key, value in the first, value in the second."""
 
 NOT_READ = {
-    "It says where the files come from.": (
-        "_commit_hash",
-        "_from_model_config",
-        "_name_or_path",
-        "license",
-        "transformers_version",
-        "unsloth_fixed",
-        "unsloth_version",
-    ),
-    "It says how transformers' own model runs; vLLM's model runs in its own way.": (
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "chunk_size_feed_forward",
-        "output_attentions",
-        "output_hidden_states",
-        "pretraining_tp",
-        "return_dict",
-        "tf_legacy_loss",
-        "torchscript",
-        "use_bfloat16",
-        "use_cache",
-    ),
-    "It acts in training alone.": (
-        "attention_dropout",
-        "attn_pdrop",
-        "embd_pdrop",
-        "gradient_checkpointing",
-        "hidden_dropout",
-        "initializer_range",
-        "output_router_logits",
-        "resid_pdrop",
-        "router_aux_loss_coef",
-    ),
-    "It describes another task than writing text.": (
-        "classifier_dropout",
-        "finetuning_task",
-        "id2label",
-        "is_decoder",
-        "label2id",
-        "num_labels",
-        "problem_type",
-        "pruned_heads",
-        "task_specific_params",
-    ),
-    "The generation settings are compared by themselves (`generation.py`).": (
-        "bos_token_id",
-        "decoder_start_token_id",
-        "do_sample",
-        "eos_token_id",
-        "max_length",
-        "min_length",
-        "pad_token_id",
-        "repetition_penalty",
-        "sep_token_id",
-        "temperature",
-        "top_k",
-        "top_p",
-    ),
-    "The tokenizers are compared by what they do (`same_tokenizer.py`).": ("tokenizer_class",),
-    "It describes the quantisation, which may differ.": ("compression_config", "quantization_config"),
+    "It says where the files come from.": "_commit_hash _from_model_config _name_or_path license "
+    "transformers_version unsloth_fixed unsloth_version",
+    "It says how transformers' own model runs; vLLM's model runs in its own way.": "_attn_implementation "
+    "_attn_implementation_autoset chunk_size_feed_forward output_attentions output_hidden_states "
+    "pretraining_tp return_dict tf_legacy_loss torchscript use_bfloat16 use_cache",
+    "It acts in training alone.": "attention_dropout attn_pdrop embd_pdrop gradient_checkpointing "
+    "hidden_dropout initializer_range output_router_logits resid_pdrop router_aux_loss_coef",
+    "It describes another task than writing text.": "classifier_dropout finetuning_task id2label is_decoder "
+    "label2id num_labels problem_type pruned_heads task_specific_params",
+    "The generation settings are compared by themselves (`sidecar_plan.py`).": "bos_token_id "
+    "decoder_start_token_id do_sample eos_token_id max_length min_length pad_token_id repetition_penalty "
+    "sep_token_id temperature top_k top_p",
+    "The tokenizers are compared by what they do (`same_inputs.py`).": "tokenizer_class",
+    "It describes the quantisation, which may differ.": "compression_config quantization_config",
 }
 """Reason -> keys of a config that may differ between variants of one model."""
-IGNORED = frozenset(key for keys in NOT_READ.values() for key in keys)
+IGNORED = frozenset(key for keys in NOT_READ.values() for key in keys.split())
+
+
+def with_names(source: Source, names: Collection[str]) -> Source:
+    """Return a source whose tensors have those of ``names`` that mean the same to the source's class.
+
+    The modules that its ``quantization_config`` names are renamed with them. Raises FlexQuantError if a
+    pattern there then fits other modules.
+    """
+    own, theirs = ({name.rpartition(".")[0] for name in of} for of in (source.tensors, names))
+    other = own - theirs
+    model = find_model_class(source.config, str(source.folder / "config.json")) if other else None
+    if model is None:
+        return source
+    by_class = {model.name_of(f"{module}.weight"): module for module in theirs - own}
+    modules = {old: by_class.get(model.name_of(f"{old}.weight"), old) for old in other}
+    section = dict(source.quantization_config)
+    section["ignore"] = [modules.get(name, name) for name in section.get("ignore") or ()]
+    section["config_groups"] = {
+        key: {**group, "targets": [modules.get(name, name) for name in group["targets"]]}
+        for key, group in section["config_groups"].items()
+    }
+    tensors = {}
+    for name, ref in source.tensors.items():
+        module, dot, parameter = name.rpartition(".")
+        tensors[f"{modules.get(module, module)}{dot}{parameter}"] = ref
+    before = LinearSchemes(source.quantization_config, source.owner, source.tensors)
+    after = LinearSchemes(section, source.owner, tensors)
+    for old, new in modules.items():
+        found = [
+            scheme and scheme.model_dump(exclude={"targets"}) for scheme in (before.of(old), after.of(new))
+        ]
+        if found[0] != found[1]:
+            raise FlexQuantError(
+                f"the quantization_config of {source.owner} fits '{old}' by a pattern that does not fit "
+                f"'{new}', as the other variant names it; list the modules in "
+                f"{source.folder / 'config.json'} by their names"
+            )
+    return replace(source, tensors=tensors, quantization_config=section)
 
 
 def model_differences(a: JsonObject, b: JsonObject) -> list[Difference]:

@@ -7,22 +7,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.recorded_hashes import (
+from flexquant.checkpoint.merged_checkpoint import (
+    MergedCheckpoint,
     check_recorded_files,
     check_recorded_tensors,
     check_same_names,
     match_each,
     report_differences,
 )
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import same_bytes
 from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import open_source
-from flexquant.merge.same_model import model_differences
-from flexquant.merge.same_names import with_names
+from flexquant.merge.same_model import model_differences, with_names
 
 
 def verify_checkpoint(

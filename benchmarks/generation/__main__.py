@@ -29,8 +29,8 @@ from benchmarks.generation.answering import KINDS, Answers, Settings, answer_all
 from benchmarks.generation.results import results_of, table
 from benchmarks.generation.task import text_of
 from benchmarks.result import origin, write_result
+from flexquant.checkpoint.merged_checkpoint import folder_label
 from flexquant.checkpoint.output import staged_file
-from flexquant.checkpoint.provenance import folder_label
 from flexquant.cli._arguments import parse_count, parse_names
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.inputs import Subject

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Read a checkpoint folder without trusting it: its JSON files, and its tensors by name.
+"""Read a checkpoint folder without trusting it: its JSON files, its tensors by name, the files beside them.
 
 Every file has to lie inside the folder after links are followed. The one exception is the Hugging Face hub's
 cache, whose snapshot folders hold links to ``../../blobs/`` of the same repository folder.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,29 @@ NAME_SHOWN = 80
 
 UNBOUNDED = "time_step_limit"
 """Key of a state-space model's config in which transformers writes Infinity."""
+GENERATION_CONFIG = "generation_config.json"
+RECIPE = "recipe.yaml"
+CARD = "README.md"
+
+MISTRAL_TOKENIZER = ("tekken.json", "*.model.v*")
+"""Files that mistral-common reads."""
+CHAT_TEMPLATES = ("chat_template*", "additional_chat_templates/*")
+TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    *MISTRAL_TOKENIZER,
+    *CHAT_TEMPLATES,
+)
+PROCESSOR = ("*processor_config.json",)
+CODE = ("*.py",)
+NOTICES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+COPIED = (*TOKENIZER, *PROCESSOR, *CODE, *NOTICES, GENERATION_CONFIG)
+"""Patterns of the files that a new checkpoint takes unchanged from the one that it is made from."""
 
 
 def check_folder(folder: Path) -> None:
@@ -192,3 +216,18 @@ def _may_link(root: Path, target: Path) -> bool:
     repository = root.parent.parent
     in_hub_cache = root.parent.name == "snapshots" and repository.name.startswith("models--")
     return in_hub_cache and target.is_relative_to(repository / "blobs")
+
+
+def find_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
+    """Return the files that match, sorted: name relative to the folder -> path.
+
+    Raises FlexQuantError as :func:`confined_file` does: what matches may be read, copied and published.
+    """
+    found = {path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}
+    names = sorted(path.relative_to(folder).as_posix() for path in found)
+    return {name: confined_file(folder, name) for name in names}
+
+
+def recipe_name(variant: str) -> str:
+    """Return the name of a source's recipe in the merged checkpoint."""
+    return f"recipe.{variant}.yaml"

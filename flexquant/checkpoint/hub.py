@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexquant.checkpoint.sidecars import CARD, COPIED
-from flexquant.documents.digest import hash_file
+from flexquant.checkpoint.folder import CARD, COPIED
+from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
 
 HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from flexquant.documents.tables import table_lines
+from flexquant.documents.results import table_lines
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
 

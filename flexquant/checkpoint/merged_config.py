@@ -20,7 +20,6 @@ from pydantic import Field, StrictBool, StrictStr, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from flexquant.checkpoint.folder import wrong_key
-from flexquant.checkpoint.layer_ranges import SHARED
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 
@@ -37,6 +36,8 @@ VISION_ARCHITECTURES = (
 """Served base architectures that read images as well as text."""
 QUANT_METHOD = "flexquant"
 SCHEMA_VERSION = 1
+SHARED = "shared"
+"""Key, in place of a variant's name, of what several variants share; no variant can have this name."""
 SHARED_PREFIX = f"{SHARED}."
 VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 

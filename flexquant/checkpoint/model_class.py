@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from flexquant.checkpoint.built_model import nothing_fetched
-from flexquant.checkpoint.known_models import NOT_BUILT, known_config, refused
+from flexquant.checkpoint.built_model import NOT_BUILT, known_config, nothing_fetched, refused
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 

@@ -1,16 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Read a model's ``config.json`` as plain data, whatever release of transformers wrote it."""
+"""Read a model's ``config.json`` as plain data, whatever release of which tool wrote it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from flexquant.errors import FlexQuantError
 
 JsonObject = dict[str, Any]
 """A JSON object as Python reads it."""
+
+
+class QuantizedNumbers(TypedDict, total=False):
+    """How weights or activations are quantised, in a group of compressed-tensors' ``quantization_config``."""
+
+    num_bits: int
+    type: Literal["int", "float"]
+    symmetric: bool
+    strategy: Literal["tensor", "channel", "group", "block", "token"]
+    group_size: int | None
+    block_structure: list[int]
+    actorder: str | None
+    dynamic: bool
+    """Whether activations are scaled as they arrive."""
+
+
+class ConfigGroup(TypedDict, total=False):
+    """One of the ``config_groups`` of compressed-tensors' ``quantization_config``."""
+
+    targets: list[str]
+    """Names or classes of modules, or patterns of names after ``re:``."""
+    weights: QuantizedNumbers
+    input_activations: QuantizedNumbers | None
+    format: str
+
 
 # Key in transformers 4 -> key in transformers 5.
 RENAMED = {"torch_dtype": "dtype", "sliding_window_pattern": "_sliding_window_pattern"}
@@ -28,6 +53,13 @@ SECTIONS = ("quantization_config", "compression_config")
 MODELOPT_FILE = "hf_quant_config.json"
 SETTINGS_FILES = ("quantize_config.json", "quant_config.json", MODELOPT_FILE)
 """Files in which AutoGPTQ, AutoAWQ and ModelOpt wrote what ``config.json`` lacks."""
+AWQ, GPTQ = "awq", "gptq"
+NUMBERS = {"bits": ("w_bit", 4), "group_size": ("q_group_size", 128)}
+"""Setting -> the name that AutoAWQ also gives it, and the value of one that is left out."""
+TEXTS = ("4", "8")
+"""Numbers of bits that some releases wrote as text."""
+SWITCHES = {AWQ: {"zero_point": True}, GPTQ: {"sym": True, "desc_act": False}}
+"""Method -> setting -> the value of one that is left out."""
 
 
 def stored_section(
@@ -135,3 +167,28 @@ def _one_rope(rope: JsonObject, beside: JsonObject, length: int | None) -> JsonO
     if one["rope_type"] in EXTENDED_ROPES:
         one.setdefault("original_max_position_embeddings", length)
     return one
+
+
+def complete_settings(section: JsonObject, place: str, method: str = GPTQ) -> JsonObject:
+    """Return a section with each setting of a linear by ``method``, under one name and of one type.
+
+    Raises FlexQuantError, which begins with ``place``, for a value of another type.
+    """
+    found = {key: value for key, value in section.items() if value is not None}
+    for key, (alias, default) in NUMBERS.items():
+        number = found.setdefault(key, found.get(alias, default))
+        found.pop(alias, None)
+        if number in TEXTS:
+            found[key] = number = int(number)
+        if type(number) is not int:
+            raise FlexQuantError(
+                f"{place} has {key} {number!r}, expected a whole number, in its quantization_config; correct "
+                "it, or get the checkpoint again"
+            )
+    for key, is_on in SWITCHES[method].items():
+        if not isinstance(found.setdefault(key, is_on), bool):
+            raise FlexQuantError(
+                f"{place} has {key} {found[key]!r}, expected true or false, in its quantization_config; "
+                "correct it, or get the checkpoint again"
+            )
+    return found

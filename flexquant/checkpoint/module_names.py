@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Parse names of modules and tensors: the decoder layer they lie in, and which linears vLLM fuses."""
+"""Parse names of modules: their decoder layer, and which linears vLLM fuses; describe ranges of layers."""
 
 from __future__ import annotations
 
@@ -92,3 +92,24 @@ def layer_of(linear: str) -> str:
     """Return the name of the layer that vLLM makes of a linear and others: its experts, or what it fuses."""
     experts = EXPERTS.match(linear)
     return experts[0] if experts else fused_name(linear)
+
+
+def ranges(numbers: Iterable[int]) -> list[range]:
+    """Return the runs of consecutive numbers, ascending."""
+    runs: list[range] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs
+
+
+def describe_range(run: range) -> str:
+    """Return e.g. ``0-3``, or ``29`` for one layer."""
+    return str(run.start) if len(run) == 1 else f"{run.start}-{run.stop - 1}"
+
+
+def describe_ranges(numbers: Iterable[int]) -> str:
+    """Return e.g. ``0-3,29``."""
+    return ",".join(map(describe_range, ranges(numbers)))

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from flexquant.checkpoint.layer_ranges import format_bytes
-from flexquant.documents.digest import different_keys
+from flexquant.checkpoint.weight_bytes import format_bytes
+from flexquant.documents.results import different_keys
 from flexquant.errors import FlexQuantError, UsageError
 
 Content = TypeVar("Content")

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
@@ -64,6 +64,16 @@ NOT_FINITE: dict[str, tuple[str, int]] = {
     "F32": ("<u4", 0x7F800000),
     "F64": ("<u8", 0x7FF << 52),
 }
+
+
+class HeaderEntry(TypedDict):
+    """What the header of a safetensors file says of one tensor."""
+
+    dtype: str
+    """Key of DTYPES."""
+    shape: list[int]
+    data_offsets: list[int]
+    """First byte and the one behind the last, counted from the end of the header."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ A published checkpoint with INT4 weights is read as a merged one that has the va
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -20,9 +19,17 @@ from flexquant.checkpoint.merged_config import (
     StoredVariant,
     served_architecture,
 )
-from flexquant.checkpoint.model_config import JsonObject, count_layers
-from flexquant.checkpoint.packed_settings import AWQ, GPTQ, complete_settings
-from flexquant.documents.named_files import read_named
+from flexquant.checkpoint.model_config import (
+    AWQ,
+    GPTQ,
+    SECTIONS,
+    ConfigGroup,
+    JsonObject,
+    QuantizedNumbers,
+    complete_settings,
+    count_layers,
+)
+from flexquant.documents.yaml_document import read_named
 from flexquant.errors import FlexQuantError
 
 VARIANT = "w4a16"
@@ -122,12 +129,9 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
     }
 
 
-def _section(config: JsonObject) -> dict[str, Any]:
-    """Return how a checkpoint is quantised; older compressed-tensors wrote ``compression_config``."""
-    for key in ("quantization_config", "compression_config"):
-        if isinstance(section := config.get(key), dict):
-            return section
-    return {}
+def _section(config: JsonObject) -> JsonObject:
+    """Return how a checkpoint's ``config.json`` says that it is quantised; empty if it does not."""
+    return next((found for key in SECTIONS if isinstance(found := config.get(key), dict)), {})
 
 
 def _complete(section: JsonObject, place: str) -> JsonObject:
@@ -138,7 +142,7 @@ def _complete(section: JsonObject, place: str) -> JsonObject:
         return {**section, "config_groups": groups if isinstance(groups, dict) else {}}
     found = complete_settings(section, place, method)
     in_groups = found["group_size"] > 0
-    weights = {
+    weights: QuantizedNumbers = {
         "num_bits": found["bits"],
         "type": "int",
         "symmetric": not found["zero_point"] if method == AWQ else found["sym"],
@@ -146,5 +150,5 @@ def _complete(section: JsonObject, place: str) -> JsonObject:
         "group_size": found["group_size"] if in_groups else None,
         "actorder": "group" if in_groups and found.get("desc_act") else None,
     }
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
-    return {**found, "config_groups": groups}
+    group = ConfigGroup(targets=["Linear"], weights=weights, input_activations=None)
+    return {**found, "config_groups": {"group_0": group}}

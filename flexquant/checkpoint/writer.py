@@ -23,7 +23,7 @@ from threading import Event
 
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, check_finite
 from flexquant.checkpoint.output import sync
-from flexquant.checkpoint.safetensors_io import METADATA_KEY, TensorRef, read_finite
+from flexquant.checkpoint.safetensors_io import METADATA_KEY, HeaderEntry, TensorRef, read_finite
 
 Progress = Callable[[int, int], object]
 """Called with (bytes of tensors done, bytes in all)."""
@@ -154,14 +154,11 @@ def write_json(path: Path, content: object) -> None:
 def _lay_out(file: str, tensors: Mapping[str, TensorRef]) -> Shard:
     """Lay out a shard with the widest dtypes first, like the safetensors library, so that all are aligned."""
     placed: list[tuple[str, TensorRef, int]] = []
-    header: dict[str, object] = {METADATA_KEY: {"format": "pt"}}
+    header: dict[str, HeaderEntry | dict[str, str]] = {METADATA_KEY: {"format": "pt"}}
     position = 0
     for key, ref in sorted(tensors.items(), key=lambda item: (-item[1].alignment, item[0])):
-        header[key] = {
-            "dtype": ref.dtype,
-            "shape": list(ref.shape),
-            "data_offsets": [position, position + ref.nbytes],
-        }
+        offsets = [position, position + ref.nbytes]
+        header[key] = HeaderEntry(dtype=ref.dtype, shape=list(ref.shape), data_offsets=offsets)
         placed.append((key, ref, position))
         position += ref.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.cast import CASTS
+from flexquant.checkpoint.source import CASTS
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from flexquant.checkpoint.model_config import JsonObject
 
 if TYPE_CHECKING:
-    from flexquant.checkpoint.contents import CheckpointReport
+    from flexquant.checkpoint.weight_bytes import CheckpointReport
 
 HELP = "show what a merged checkpoint holds"
 
@@ -29,12 +29,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> JsonObject:
-    from flexquant.checkpoint.contents import bytes_in_use, report_checkpoint
-    from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
+    from flexquant.checkpoint.folder import recipe_name
     from flexquant.checkpoint.measured_loss import loss_lines, read_losses
     from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
     from flexquant.checkpoint.model_config import count_layers
-    from flexquant.checkpoint.sidecars import recipe_name
+    from flexquant.checkpoint.weight_bytes import (
+        BytesByRange,
+        bytes_in_use,
+        describe_bytes,
+        report_checkpoint,
+    )
     from flexquant.errors import FlexQuantError
     from flexquant.policy.default_policy import choose_policy
     from flexquant.policy.routes import build_route_table
@@ -64,9 +68,9 @@ def run(args: argparse.Namespace) -> JsonObject:
 
 def format_checkpoint_report(report: CheckpointReport) -> str:
     """Return the report as text for a terminal."""
-    from flexquant.checkpoint.contents import describe_kv, describe_mixing
-    from flexquant.checkpoint.layer_ranges import SHARED, format_bytes
-    from flexquant.documents.tables import table_lines
+    from flexquant.checkpoint.merged_config import SHARED
+    from flexquant.checkpoint.weight_bytes import describe_kv, describe_mixing, format_bytes
+    from flexquant.documents.results import table_lines
 
     parameters = max(v.parameters for v in report.variants.values())
     of_16_bit = (

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import add_options
-from flexquant.documents.tables import table_lines
+from flexquant.documents.results import table_lines
 from flexquant.policy.default_policy import DEFAULT_POLICY, choose_policy
 from flexquant.policy.pass_times import device_name, format_times
 from flexquant.policy.routes import build_route_table, matching_rules

@@ -20,7 +20,7 @@ from pathlib import Path
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import add_options, add_traffic
-from flexquant.documents.tables import table_lines
+from flexquant.documents.results import table_lines
 from flexquant.errors import UsageError
 from flexquant.policy.default_policy import choose_policy, find_measured
 from flexquant.policy.rules import load_policy

@@ -106,7 +106,7 @@ def print_variants(variants: Sequence[QuantizedVariant], max_loss: float) -> Non
 
     A loss above ``max_loss`` percent is said to be too much.
     """
-    from flexquant.checkpoint.layer_ranges import format_bytes
+    from flexquant.checkpoint.weight_bytes import format_bytes
 
     for v in variants:
         took = "kept from an earlier run" if v.kept else f"{v.seconds:.0f} s"

@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> JsonObject:
-    from flexquant.checkpoint.layer_ranges import format_bytes
+    from flexquant.checkpoint.weight_bytes import format_bytes
     from flexquant.merge import split_checkpoint
 
     with progress_bar("splitting") as progress:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexquant.checkpoint.layer_ranges import SHARED
+from flexquant.checkpoint.merged_config import SHARED
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.doctor.examining import built_without_weights, engine_config
 from flexquant.errors import FlexQuantError

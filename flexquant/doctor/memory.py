@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from flexquant.checkpoint.layer_ranges import describe_bytes, format_bytes
+from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes
 from flexquant.doctor.findings import Finding, Level
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import AttentionLayerBase

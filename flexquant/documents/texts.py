@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Read text for calibration or evaluation from files or a dataset, and cut it into rows of token ids."""
+"""Read text for calibration or evaluation, and cut it into rows of token ids.
+
+The text comes from files, from a dataset, or from the corpus of many kinds that comes with FlexQuant. Its
+folder has a file for each kind, and one for each language but English. A line of equal signs stands between
+two documents. A document whose first line begins with "User:" is a conversation. Every fourth document of a
+file is held out: nothing calibrates on it, and quantising measures with it.
+"""
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +34,14 @@ SELF = "self"
 """Name of the calibration data of which the model itself writes half."""
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
+SEPARATOR = "\n=====\n"
+HELD_OUT = 4
+"""Number of documents in a row of which the last one is held out."""
+LANGUAGES = "languages/"
+TURN = re.compile(r"^(User|Assistant): ", re.MULTILINE)
+
+Corpus = dict[str, list[TextOrMessages]]
+"""Kind, e.g. ``prose`` or ``languages/de``, -> its documents, in the order of the file."""
 
 
 def read_documents(source: str | Path | None) -> Iterator[TextOrMessages]:
@@ -152,33 +167,19 @@ def _read_folder(folder: Path) -> Iterator[TextOrMessages]:
 
 
 def _read_file(path: Path) -> Iterator[TextOrMessages]:
-    return _read_jsonl(path) if path.suffix == ".jsonl" else iter([_read_text(path)])
-
-
-def _read_text(path: Path) -> str:
-    with _explained_text(path):
-        return path.read_text(encoding="utf-8")
-
-
-def _read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file lazily."""
-    with _explained_text(path), path.open(encoding="utf-8") as file:
-        yield from file
-
-
-def _explained_text(path: Path) -> AbstractContextManager[None]:
-    return explained(f"cannot read {path} as UTF-8 text", "save it as UTF-8")
-
-
-def _read_jsonl(path: Path) -> Iterator[TextOrMessages]:
-    for number, line in enumerate(_read_lines(path), 1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as e:
-                raise FlexQuantError(f"{where} is not JSON ({e})") from e
-            yield _text_of(record, where)
+    """Yield the text of a file or, line by line, the records of a ``.jsonl`` file."""
+    with explained(f"cannot read {path} as UTF-8 text", "save it as UTF-8"), path.open(encoding="utf-8") as f:
+        if path.suffix != ".jsonl":
+            yield f.read()
+            return
+        for number, line in enumerate(f, 1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError as e:
+                    raise FlexQuantError(f"{where} is not JSON ({e})") from e
+                yield _text_of(record, where)
 
 
 def _read_dataset(name: str) -> Iterator[TextOrMessages]:
@@ -203,3 +204,30 @@ def _text_of(record: object, where: str) -> TextOrMessages:
             return text
     found = ", ".join(f"'{key}'" for key in record) if isinstance(record, Mapping) else type(record).__name__
     raise FlexQuantError(f"{where} has {found or 'no keys'}; expected 'text' or a list of 'messages'")
+
+
+def read_corpus(*, held_out: bool) -> Corpus:
+    """Return the documents that are held out for measuring, or all the others, by sorted kind."""
+    root = importlib.resources.files("flexquant.documents").joinpath("corpus")
+    files = {file.name.removesuffix(".txt"): file for file in root.iterdir() if file.is_file()}
+    of_languages = root.joinpath("languages").iterdir()
+    files |= {LANGUAGES + file.name.removesuffix(".txt"): file for file in of_languages}
+    corpus: Corpus = {}
+    for kind in sorted(files):
+        documents = files[kind].read_text(encoding="utf-8").strip("\n").split(SEPARATOR)
+        corpus[kind] = [
+            _parse(text) for number, text in enumerate(documents, 1) if (number % HELD_OUT == 0) == held_out
+        ]
+    return corpus
+
+
+def _parse(text: str) -> TextOrMessages:
+    """Return a document's text or, for a conversation, its messages."""
+    if not text.startswith("User: "):
+        return text
+    _, *parts = TURN.split(text)
+    roles, contents = parts[::2], parts[1::2]
+    return [
+        {"role": role.lower(), "content": content.strip()}
+        for role, content in zip(roles, contents, strict=True)
+    ]

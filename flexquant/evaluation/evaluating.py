@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from flexquant.checkpoint.merged_checkpoint import folder_label
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space
-from flexquant.checkpoint.provenance import folder_label
-from flexquant.documents.digest import hash_file
+from flexquant.documents.results import hash_file
 from flexquant.evaluation.inputs import Settings, Subject, question_prompts, read_questions, read_rows
 from flexquant.evaluation.measure import (
     TokenIds,

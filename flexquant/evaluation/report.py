@@ -14,8 +14,7 @@ from tempfile import TemporaryFile, mkstemp
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file, write_text
-from flexquant.documents.figures import new_figure
-from flexquant.documents.tables import align_cells
+from flexquant.documents.results import align_cells, new_figure
 from flexquant.errors import FlexQuantError
 from flexquant.policy.pass_times import device_name
 

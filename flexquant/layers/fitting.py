@@ -13,10 +13,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flexquant.checkpoint.layer_ranges import describe_ranges, format_bytes
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.module_names import describe_ranges
+from flexquant.checkpoint.weight_bytes import format_bytes
 from flexquant.doctor.loaded_bytes import LoadedBytes
-from flexquant.documents.tables import table_lines
+from flexquant.documents.results import table_lines
 from flexquant.errors import FlexQuantError
 from flexquant.layers.plan_losses import PlanLosses
 from flexquant.policy.pass_times import PassTimes

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.figures import new_figure
+from flexquant.documents.results import new_figure
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.layers.budget import Budget, MeasuredPlan, front
 from flexquant.layers.searching import SearchResult

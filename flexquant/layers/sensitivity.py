@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.merged_checkpoint import folder_label
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, read_earlier, staged_file
-from flexquant.checkpoint.provenance import folder_label
-from flexquant.documents.digest import hash_file
+from flexquant.documents.results import hash_file
 from flexquant.evaluation.inputs import Settings, Subject, read_rows
 from flexquant.evaluation.measure import decode_forced, engine_options
 from flexquant.evaluation.scores import Scores

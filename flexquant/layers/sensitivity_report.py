@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.figures import new_figure
+from flexquant.documents.results import new_figure
 from flexquant.policy.plans import Layers, all_in, describe_layers, with_layer
 
 RESAMPLES = 10_000

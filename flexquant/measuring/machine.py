@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.digest import versions_of
+from flexquant.documents.results import versions_of
 from flexquant.serving.cpu.machine import cpu_model
 
 

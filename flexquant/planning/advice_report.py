@@ -9,7 +9,7 @@ from dataclasses import asdict
 from textwrap import wrap
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.tables import table_lines
+from flexquant.documents.results import table_lines
 from flexquant.planning.advising import (
     MARGIN,
     ONE_COPY,

@@ -28,9 +28,17 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WrapValidator, model_validator
 
-from flexquant.documents.named_files import builtin_names, read_named
-from flexquant.documents.schema import Problem, Section, Text, read_section, says
-from flexquant.documents.yaml_document import from_yaml, show
+from flexquant.documents.yaml_document import (
+    Problem,
+    Section,
+    Text,
+    builtin_names,
+    from_yaml,
+    read_named,
+    read_section,
+    says,
+    show,
+)
 from flexquant.errors import FlexQuantError
 
 SCHEMA: Literal["flexquant.device/v1"] = "flexquant.device/v1"
@@ -236,7 +244,7 @@ def builtin_devices() -> list[str]:
 def load_device(name_or_path: str) -> Device:
     """Load a built-in device by name, or a device file by path.
 
-    :func:`~flexquant.documents.named_files.read_named` tells names from paths. Raises
+    :func:`~flexquant.documents.yaml_document.read_named` tells names from paths. Raises
     :class:`FlexQuantError` for an unknown name, an unreadable file, and a missing or absurd number, with its
     file, line and key.
     """

@@ -11,11 +11,11 @@ from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 
-from flexquant.checkpoint.contents import report_checkpoint
-from flexquant.checkpoint.known_models import known_config
+from flexquant.checkpoint.built_model import known_config
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import count_layers, text_config
 from flexquant.checkpoint.module_names import layer_number
+from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.errors import FlexQuantError
 from flexquant.planning.config_numbers import (
     active_experts,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.tables import table_lines
+from flexquant.documents.results import table_lines
 from flexquant.planning.device import Device
 from flexquant.planning.model_shape import ModelShape
 from flexquant.planning.predicting import (

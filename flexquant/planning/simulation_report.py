@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.tables import table_lines
+from flexquant.documents.results import table_lines
 from flexquant.planning.replaying import Replay
 
 COLUMNS = {

@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.named_files import read_named
-from flexquant.documents.yaml_document import show
+from flexquant.documents.yaml_document import read_named, show
 from flexquant.errors import FlexQuantError
 
 PACKAGE = "flexquant.planning.traces"

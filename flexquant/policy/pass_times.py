@@ -27,9 +27,8 @@ from typing import Annotated, NamedTuple
 from pydantic import AfterValidator, Field, model_validator
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.schema import KEYS_AS_GIVEN, Number, Positive, Problem, Section, says
-from flexquant.documents.tables import table_lines
-from flexquant.documents.yaml_document import show
+from flexquant.documents.results import table_lines
+from flexquant.documents.yaml_document import KEYS_AS_GIVEN, Number, Positive, Problem, Section, says, show
 from flexquant.policy.plans import Layers
 
 DIGITS = 4

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from flexquant.checkpoint.layer_ranges import describe_range, describe_ranges
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.module_names import describe_range, describe_ranges
 from flexquant.errors import FlexQuantError
 
 Layers = tuple[str, ...]

@@ -25,9 +25,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.named_files import builtin_names, read_named
-from flexquant.documents.schema import read_section
-from flexquant.documents.yaml_document import Document, KeyPath, from_data, from_yaml
+from flexquant.documents.yaml_document import (
+    Document,
+    KeyPath,
+    builtin_names,
+    from_data,
+    from_yaml,
+    read_named,
+    read_section,
+)
 from flexquant.policy.pass_times import PassTimes, measured_pass_times
 from flexquant.policy.plans import plan_name
 from flexquant.policy.schema import (
@@ -129,7 +135,7 @@ def builtin_policies() -> list[str]:
 def load_policy(name_or_path: str) -> Policy:
     """Load a built-in policy by name, or a policy file by path.
 
-    :func:`~flexquant.documents.named_files.read_named` tells names from paths. Raises
+    :func:`~flexquant.documents.yaml_document.read_named` tells names from paths. Raises
     :class:`FlexQuantError` for an unknown name, an unreadable file, and a document that breaks the schema.
     """
     content, source = read_named(name_or_path, PACKAGE, "policy")

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, mode
 
 from flexquant.checkpoint.merged_config import VARIANT_NAME, check_variant_name
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.schema import (
+from flexquant.documents.yaml_document import (
     KEYS_AS_GIVEN,
     OptionalPositive,
     Positive,

@@ -22,12 +22,11 @@ from random import Random
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from flexquant.checkpoint.folder import NOTICES, find_files
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, staged_file
-from flexquant.checkpoint.sidecars import NOTICES, find_files
 from flexquant.checkpoint.writer import Progress
-from flexquant.documents.corpus import read_corpus
-from flexquant.documents.digest import digest_of
+from flexquant.documents.results import digest_of
 from flexquant.documents.texts import (
     SELF,
     TextOrMessages,
@@ -35,6 +34,7 @@ from flexquant.documents.texts import (
     document_tokens,
     draw_rows,
     plain_text,
+    read_corpus,
     read_documents,
     start_of_row,
     tokens_needed,

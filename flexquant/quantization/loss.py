@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Measure what quantising lost: a variant against the 16-bit model, on texts of many kinds that neither saw.
 
-The texts are those of ``flexquant.documents.corpus`` that are held out: the first tokens of each document.
+The texts are those of ``flexquant.documents.texts`` that are held out: the first tokens of each document.
 The 16-bit model answers once, and its likeliest tokens are kept; the variants are compared with them while
 they are in memory. KL divergences count all tokens beyond the likeliest as one, so they are a little small.
 """
@@ -17,8 +17,7 @@ from llmcompressor.utils.dev import get_main_device
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flexquant.checkpoint.measured_loss import Loss
-from flexquant.documents.corpus import Corpus, read_corpus
-from flexquant.documents.texts import document_tokens, plain_text, start_of_row
+from flexquant.documents.texts import Corpus, document_tokens, plain_text, read_corpus, start_of_row
 from flexquant.quantization.oneshot import load_whole
 from flexquant.quantization.sampling import Language, is_known, known_languages
 from flexquant.quantization.source_model import SourceModel

@@ -31,7 +31,7 @@ from transformers import (
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 
 from flexquant.checkpoint.built_model import nothing_fetched
-from flexquant.checkpoint.sidecars import COPIED, GENERATION_CONFIG, find_files
+from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files
 from flexquant.checkpoint.writer import Progress, copy_files
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import decoder_layers

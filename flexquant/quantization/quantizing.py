@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.known_models import load_tokenizer
+from flexquant.checkpoint.built_model import load_tokenizer
+from flexquant.checkpoint.folder import RECIPE
 from flexquant.checkpoint.output import (
     check_free_space,
     prepare_output,
     remove_leftovers,
     staged_folder,
 )
-from flexquant.checkpoint.sidecars import RECIPE
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.architecture import empty_model

@@ -23,10 +23,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, create_model
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.named_files import builtin_names, read_named
-from flexquant.documents.schema import Positive, Section, Text, read_section, says
 from flexquant.documents.texts import SELF
-from flexquant.documents.yaml_document import Document, from_yaml
+from flexquant.documents.yaml_document import (
+    Document,
+    Positive,
+    Section,
+    Text,
+    builtin_names,
+    from_yaml,
+    read_named,
+    read_section,
+    says,
+)
 from flexquant.policy.schema import VariantName
 from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, REFUSED
 
@@ -129,7 +137,7 @@ def builtin_recipes() -> list[str]:
 def load_recipe(name_or_path: str | Path) -> Recipe:
     """Load a built-in recipe by name, or a recipe file by path.
 
-    :func:`~flexquant.documents.named_files.read_named` tells names from paths. Raises FlexQuantError, with
+    :func:`~flexquant.documents.yaml_document.read_named` tells names from paths. Raises FlexQuantError, with
     the line and what is allowed, for an unknown name, a file that cannot be read, a document that breaks the
     schema, and a recipe that would change the KV cache.
     """

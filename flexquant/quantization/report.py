@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 import flexquant
-from flexquant.checkpoint.folder import read_json
+from flexquant.checkpoint.folder import RECIPE, read_json
 from flexquant.checkpoint.measured_loss import KEY, LossByKind, read_losses
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.sidecars import RECIPE
 from flexquant.checkpoint.writer import MAX_THREADS
-from flexquant.documents.digest import different_keys, digest_of, hash_file, versions_of
+from flexquant.documents.results import different_keys, digest_of, hash_file, versions_of
 from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError

@@ -26,8 +26,7 @@ from transformers import (
 )
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.corpus import LANGUAGES
-from flexquant.documents.texts import start_of_row
+from flexquant.documents.texts import LANGUAGES, start_of_row
 
 KNOWN = 1.6
 """Largest ratio of a sentence's nats to those in the model's best language at which a language is known."""
@@ -142,7 +141,7 @@ def known_languages(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 def is_known(kind: str, languages: Sequence[Language]) -> bool:
-    """Return whether a kind of ``flexquant.documents.corpus`` is in English or in one of the languages."""
+    """Return whether a kind of ``flexquant.documents.texts`` is in English or in one of the languages."""
     code = kind.removeprefix(LANGUAGES)
     return code == kind or any(code == language.code for language in languages)
 

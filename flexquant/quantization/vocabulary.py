@@ -22,8 +22,7 @@ from typing import Annotated, Literal, TypeGuard
 
 from pydantic import AfterValidator, Field, model_validator
 
-from flexquant.documents.schema import Positive, Problem, Section, says
-from flexquant.documents.yaml_document import show
+from flexquant.documents.yaml_document import Positive, Problem, Section, says, show
 
 SHARED_CACHE = (
     "would make this variant's KV cache another than that of the variants it is to share one cache with"

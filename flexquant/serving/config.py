@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.module_names import layer_number
-from flexquant.documents.digest import digest_of
+from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.default_policy import choose_policy
 from flexquant.policy.routes import RouteTable, build_route_table

@@ -178,8 +178,11 @@ def verify_if_asked(vllm_config: VllmConfig) -> None:
     Each front end does so once; workers do not. Raises :class:`FlexQuantError`, which names the shard, for a
     byte that differs from what the merge wrote, and for a model that is no folder on this machine.
     """
-    from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-    from flexquant.checkpoint.recorded_hashes import check_recorded_files, check_recorded_tensors
+    from flexquant.checkpoint.merged_checkpoint import (
+        MergedCheckpoint,
+        check_recorded_files,
+        check_recorded_tensors,
+    )
     from flexquant.serving.options import ServingOptions
 
     if not ServingOptions.from_vllm(vllm_config).verify:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from flexquant.checkpoint.layer_ranges import format_bytes
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
-from flexquant.documents.figures import MatplotlibMissing, new_figure
+from flexquant.checkpoint.weight_bytes import format_bytes
+from flexquant.documents.results import MatplotlibMissing, new_figure
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
 from flexquant.measuring.comparison import EQUAL, FEWEST_ROUNDS, percent

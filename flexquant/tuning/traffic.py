@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from flexquant.checkpoint.layer_ranges import describe_range
+from flexquant.checkpoint.module_names import describe_range
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.serving.frontend.metrics import POLICY, SECONDS, SIZE, WEIGHT_BYTES
 

@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexquant.checkpoint.contents import bytes_in_use, report_checkpoint
-from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint, folder_label
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
-from flexquant.checkpoint.provenance import folder_label
+from flexquant.checkpoint.weight_bytes import bytes_in_use, report_checkpoint
 from flexquant.errors import UsageError
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.measuring.workers import Worker, start_workers

@@ -9,22 +9,16 @@ such model is right on its own cache, and silently wrong on the other's.
 
 What is compared. Each layer runs in transformers' own code for both variants, without its matrices
 (`skeleton`): in their place both variants get the same outputs. Whatever runs (norms, biases, attention,
-rotary embedding) has to cache and return the same numbers, but for the rounding of parameters (`all_else`).
-The matrices are compared with one another (`layer_comparison`): they have to agree up to quantisation noise,
-after factors between the two variants' inputs are multiplied out, so that a legitimate fold cancels.
-Gradients tell which rows reach the cache. Cache scales and run-time rotations have to be equal
-(`pair`), and so do the projection that expands the latent cache of multi-head latent attention and
-tensors that no layer of transformers reads. Rotating the whole residual stream (QuaRot, SpinQuant's R1) keeps
-K and V but changes their matrices: the rotation is found from the embeddings (`residual_basis`) and undone,
-and layers are compared up to the cache only. Behind the layers, the final norm and the lm_head together have
-to make the same logits (`head_comparison`).
+rotary embedding) has to cache and return the same numbers, up to the rounding of parameters (`layer_pass`).
+The matrices are compared with one another (`layer_comparison`): they have to agree up to quantisation noise
+(`agreement`), after factors between the two variants' inputs are multiplied out, so that a legitimate fold
+cancels. Gradients tell which rows reach the cache. Cache scales, run-time rotations, the projection that
+expands a latent cache and tensors that no layer of transformers reads have to be equal. A rotation of the
+whole residual stream is undone (`outside_layers`), and layers are then compared up to the cache only.
 
-States. Linear attention (gated delta net, Kimi's), state spaces (Mamba) and short convolutions carry a state
-from token to token, and a variant reads what another wrote there. What a layer writes into transformers'
-cache (`written_cache`) is compared like K and V, after more tokens: the state itself, and all inputs of a
-convolution, the last of which are its state. Gradients tell the rows that reach it: those of q, k, v and the
-gates of input and forgetting, not those of the gate behind the state. A projection or gate that one variant
-alone quantises is noise like any other. A state that transformers does not keep in its cache is refused.
+States. Linear attention, state spaces and short convolutions carry a state from token to token, and a variant
+reads what another wrote there. What a layer writes into transformers' cache is compared like K and V, after
+more tokens. A state that transformers does not keep in its cache is refused.
 
     Noise of matrices does not grow with the length, so its bounds are those of K and V. A head that keeps the
     share exp(-g) of its state from token to token, g = exp(A_log) softplus(a + dt_bias), forgets errors as it
@@ -36,34 +30,28 @@ alone quantises is noise like any other. A state that transformers does not keep
 
     A parameter that the state is computed with (A_log, dt_bias, conv1d, norms inside) could add up unseen:
     in a head that forgets slowly, another A_log shows after thousands of tokens only. So each of its numbers
-    may differ by the rounding of its dtype and no more. Gradients tell these parameters too; no method of
-    quantising changes them.
+    may differ by the rounding of its dtype and no more.
 
 What a difference forbids. These forbid a shared cache: a difference in a row that reaches the cache, in a
 parameter, in a 16-bit matrix, or in a module outside of the layers; another matrix that differs by more than
-quantisation ever explains (`ERROR_CAP`, `OF_ANOTHER`); and columns that are larger or smaller on the whole,
-because the layers behind them then cache something else. A matrix that differs by more than noise, but by
-less than that, forbids only plans that mix layers, and so does another residual basis. Every row that reaches
-the cache is compared, and a sample of the other rows: `sampling` says which, and what the sample can miss.
+quantisation ever explains; and columns that are larger or smaller on the whole, because the layers behind
+them then cache something else. A matrix that differs by more than noise, but by less than that, forbids only
+plans that mix layers, and so does another residual basis.
 
 The expected noise. Rounding to steps of width s has an error of variance s^2 / 12, so the scales predict how
-far two variants are apart (`dequantize`): the root of the sum of both variances, relative to the reference's
-norm. Measured errors, as multiples of that prediction: rounding to nearest 1.00 to 1.13 on SmolLM2-135M (0.62
-to 1.03 on Gaussian, Student-t and outlier-heavy random weights); llmcompressor's GPTQ, which trades weight
-error for output error, 1.35 to 1.73 (W4A16 g64 against SmoothQuant W8A8, K and V of all 30 layers). The
-bounds, in `agreement`:
+far two variants are apart: the root of the sum of both variances, relative to the reference's norm. Measured
+errors, as multiples of that prediction: rounding to nearest 1.00 to 1.13 on SmolLM2-135M; llmcompressor's
+GPTQ, which trades weight error for output error, 1.35 to 1.73 (W4A16 g64 against SmoothQuant W8A8, K and V of
+all 30 layers). The bounds, in `agreement`:
 
-    relative error    4 times the prediction, which is 2.3 times what GPTQ needs; at most 0.8. Measured
-                      0.12-0.20 under bounds of 0.32-0.55; rotations and other models have 1.41. Each KV head
-                      is judged too. Other matrices: 6 times; GPTQ reaches 3.1 behind massive activations
-                      (down_proj).
-    gain of a row     an output channel's least-squares factor, within 10 %. Noise has no preferred sign
-                      along a row: GPTQ reaches 5 %, while v -> o smoothing by 0.8-1.25 shows 20 %, though its
-                      error (0.23) would pass as INT4 noise. Other matrices: 25 %; GPTQ reaches 9.6 %.
+    relative error    4 times the prediction, 2.3 times what GPTQ needs; at most 0.8. Measured 0.12-0.20 under
+                      bounds of 0.32-0.55; rotations and other models have 1.41. Other matrices: 6 times; GPTQ
+                      reaches 3.1 behind massive activations (down_proj).
+    gain of a row     an output channel's least-squares factor, within 10 %: GPTQ reaches 5 %, while v -> o
+                      smoothing by 0.8-1.25 shows 20 %. Other matrices: 25 %; GPTQ reaches 9.6 %.
     gain of columns   the median over input channels, within 3 %; it shows a norm that was changed without its
-                      projections (6 % for changes by 0.8-1.25) and stays below 0.6 % otherwise. The worst
-                      column would not do: GPTQ legitimately moved one by 107 %, and scales of amax / 7.5 clip
-                      an outlier channel by 7 %.
+                      projections (6 % for changes by 0.8-1.25) and stays below 0.6 % otherwise. GPTQ moves a
+                      single column by up to 107 %, so the worst one says nothing.
     other numbers     6 times the effect of rounding every parameter to its dtype, plus the effect of float32
                       arithmetic in another order.
 
@@ -74,7 +62,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -82,20 +70,118 @@ import torch
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import decoder_layer
+from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.agreement import MatrixDistance
-from flexquant.merge.kv.layer_comparison import LayerComparison
-from flexquant.merge.kv.pair import Pair
+from flexquant.merge.kv.layer_comparison import LayerComparison, RowsCached, equal
+from flexquant.merge.kv.outside_layers import ResidualBasis, compare_bases, logits_difference
 from flexquant.merge.kv.skeleton import Skeleton
-from flexquant.merge.kv.variant_weights import VariantWeights
+from flexquant.merge.kv.variant_weights import CACHE_SCALE, VariantWeights
 
+KV_ADVICE = (
+    "quantise both from the same 16-bit model without smoothing or rotating K and V "
+    "(AWQ: no v_proj -> o_proj mapping; SpinQuant and QuIP: no rotation of attention heads)"
+)
+RESIDUAL_ADVICE = "use plans that run all layers in one variant, or quantise both without rotation"
+CACHE_TRANSFORMS = ("k_cache", "q_attn", "input", "output")
+"""Locations (compressed_tensors.transform.TransformLocation) of transforms that run with the model."""
 LayerProgress = Callable[[int, int], object]
 """Called with (layers compared, layers to compare)."""
 ALIKE = ("llama", "qwen3", "phi3")
 """transformers models that can stand in for a missing one: plain, with norms of Q and K, fused matrices."""
 WITH_BIASES = {"attention_bias": True, "mlp_bias": True}
 WEIGHT = re.compile(r"\.weight(_packed)?$")
+
+
+class Pair:
+    """A variant and the reference that it is compared with. Several threads compare layers at a time."""
+
+    def __init__(self, variant: VariantWeights, reference: VariantWeights, skeleton: Skeleton) -> None:
+        self.variant, self.reference = variant, reference
+        self._skeleton = skeleton
+        self.names = f"variants '{reference.source.name}' and '{variant.source.name}'"
+        self.basis: ResidualBasis
+        self._rows_cached: RowsCached = {}
+        self.residual_message = ""
+        """Why their layers cannot be mixed; empty if nothing was found against it."""
+
+    @property
+    def mixable(self) -> bool:
+        return not self.residual_message
+
+    def cache_and_basis_difference(self, pool: Executor) -> str:
+        """Return the first difference in K's rotations, cache scales, modules outside the layers or basis."""
+        for find_difference in (rotation_difference, scale_difference):
+            if difference := find_difference(self.variant.source, self.reference.source):
+                return difference
+        of_variant, of_reference = self.variant.before_layers(), self.reference.before_layers()
+        for name in sorted(of_variant.keys() | of_reference.keys()):
+            if not equal(of_variant.get(name), of_reference.get(name)):
+                return f"'{name}', which all layers compute with, is not equal in both"
+        self.compare_bases(pool)
+        difference = self.basis.difference
+        if self.basis.related:
+            weights = (self.variant, self.reference)
+            difference = pool.submit(
+                logits_difference, *weights, self._skeleton, self.basis.rotation
+            ).result()
+        return f"{difference}, so they are not copies of one model" if difference else ""
+
+    def compare_bases(self, pool: Executor) -> None:
+        self.basis = compare_bases(self.variant, self.reference, pool)
+        if not self.basis.same:
+            self.forbid_mixing(f"their residual streams lie in different bases: {self.basis.difference}")
+
+    def refusal(self, difference: str) -> str:
+        return f"{self.names} cannot share a KV cache: {difference}; {KV_ADVICE}"
+
+    def forbid_mixing(self, difference: str) -> None:
+        self.residual_message = (
+            f"{self.names} cannot be mixed layer by layer: {difference}; {RESIDUAL_ADVICE}"
+        )
+
+    def compare_layer(self, layer: int) -> LayerComparison:
+        weights, rotation = (self.variant, self.reference), self.basis.rotation
+        try:
+            return LayerComparison(self._skeleton, layer, weights, rotation, self._rows_cached).run()
+        except FlexQuantError:
+            raise
+        except Exception as e:  # the code of a model in transformers can raise anything
+            raise FlexQuantError(
+                f"layer {layer} of {self.names} cannot be run by transformers ({type(e).__name__}: {e}), so "
+                "its cache cannot be compared; update transformers"
+            ) from e
+
+
+def rotation_difference(variant: Source, reference: Source) -> str:
+    """Return how the run-time rotations of K differ; empty if they do not."""
+    a, b = (_cache_transforms(of.quantization_config) for of in (variant, reference))
+    if a == b:
+        return ""
+    return f"rotation of the KV cache is {b!r} in '{reference.name}' and {a!r} in '{variant.name}'"
+
+
+def scale_difference(variant: Source, reference: Source) -> str:
+    """Return which calibrated K or V cache scale differs; empty if none does."""
+    a, b = ({n: r for n, r in of.tensors.items() if CACHE_SCALE.search(n)} for of in (variant, reference))
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b:
+            return f"only '{(variant if name in a else reference).name}' has the cache scale '{name}'"
+        x, y = (load_tensor(of[name]).flatten().double() for of in (a, b))
+        if not torch.equal(x, y):  # NaN equals nothing
+            return f"the cache scale '{name}' differs or is no number; a quantised KV cache needs the same"
+    return ""
+
+
+def _cache_transforms(section: JsonObject) -> JsonObject:
+    """Return the run-time rotations of K (SpinQuant's R3), by name."""
+    groups = (section.get("transform_config") or {}).get("config_groups") or {}
+    return {
+        name: group
+        for name, group in groups.items()
+        if any(apply.get("location") in CACHE_TRANSFORMS for apply in group.get("apply", ()))
+    }
 
 
 @dataclass
@@ -245,7 +331,7 @@ def build_skeleton(source: Source) -> Skeleton:
             skeleton = Skeleton({**source.config, **WITH_BIASES, "model_type": kind}, stands_in=True)
         except Exception:  # as above
             continue
-        if skeleton.matrices(0).keys() <= names:
+        if skeleton.matrices[0].keys() <= names:
             return skeleton
     raise FlexQuantError(
         f"transformers cannot build the {source.architecture} of variant '{source.name}' ({reason}), and its "

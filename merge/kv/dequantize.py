@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
@@ -27,19 +26,10 @@ from flexquant.checkpoint.schemes import (
 )
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
-from flexquant.merge.kv.sampling import row_numbers
-from flexquant.merge.kv.scaled_rows import ScaledRows
+from flexquant.merge.kv.agreement import ScaledRows, row_numbers
 
 E4M3_MANTISSA, E4M3_MIN_EXPONENT = 3, -6
 FLOAT32_EXPONENT = 0x7F800000
-
-
-@dataclass(frozen=True)
-class Dequantized:
-    weight: torch.Tensor
-    """float32 [rows, in]."""
-    variance: torch.Tensor
-    """Expected squared rounding error of every weight, float32 [rows, in]."""
 
 
 class _Memory(threading.local):
@@ -90,18 +80,11 @@ class WeightReader:
         return args
 
     def open(self, module: str) -> StoredLinear:
-        """Read the scales and zero points of a Linear; raise FlexQuantError as ``read`` does."""
-        return StoredLinear(self, module)
+        """Read the scales and zero points of a Linear.
 
-    def read(self, module: str, start: int = 0, stop: int | None = None) -> Dequantized:
-        """Return rows ``start:stop`` of a Linear's weight, and read no others.
-
-        Raises FlexQuantError for an unsupported scheme, and for NaN or infinite numbers in these rows or in
-        any scale.
+        Raises FlexQuantError for an unsupported scheme, and for NaN or infinite numbers in any scale.
         """
-        linear = self.open(module)
-        read = linear.read([range(start, linear.shape[0] if stop is None else stop)])
-        return Dequantized(read.matrix(), read.variances())
+        return StoredLinear(self, module)
 
     def is_quantised(self, module: str) -> bool:
         """Whether a Linear's weight is stored in fewer than 16 bits."""
@@ -145,11 +128,12 @@ class StoredLinear:
             raise self._not_finite()
         self._zero_point = None if self._args.type == "float" else self._load_zero_point()
 
-    def read(self, rows: Sequence[range]) -> ScaledRows:
-        """Return the rows in these ranges, and read no others; the thread's next read overwrites them.
+    def read(self, rows: Sequence[range] | None = None) -> ScaledRows:
+        """Return the rows in these ranges, or all; the thread's next read overwrites them.
 
         Raises FlexQuantError, naming the module, for NaN or infinite weights among them.
         """
+        rows = [range(self.shape[0])] if rows is None else rows
         raw = load_tensor(self._stored, rows)
         ones = torch.ones(len(raw), dtype=torch.float32)
         if _is_float(self._stored):

@@ -8,37 +8,59 @@ So what the layer caches and returns has to be equal, number by number, up to th
 their dtype. A matrix's input has to be equal too, up to a factor for each column, since a fold (SmoothQuant)
 moves factors from the module before into the columns. After these factors are multiplied out, the two
 matrices may differ by quantisation noise only. If the rows of a matrix have factors of their own (a fold from
-up_proj into down_proj), its answers are multiplied by them, provided that they cancel further on.
+up_proj into down_proj), its answers are multiplied by them, provided that they cancel further on. Routed
+experts are compared by tensor name, since transformers fuses their matrices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from flexquant.checkpoint.layer_ranges import ranges
-from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
+from flexquant.checkpoint.module_names import ranges
+from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor, same_bytes
 from flexquant.merge.kv.agreement import (
     ERROR_CAP,
     OUTPUT_NOISE_FACTOR,
     OUTPUT_ROW_GAIN,
     ROW_GAIN,
     MatrixDistance,
+    MatrixSums,
     judge_matrices,
+    row_numbers,
+    sample_rows,
+    sum_products,
     unexplained_gains,
 )
-from flexquant.merge.kv.all_else import ROUNDING, changed, column_factors, excess, explain_difference
-from flexquant.merge.kv.expert_comparison import Columns, compare_experts, equal_but_for_columns
-from flexquant.merge.kv.layer_pass import CALL, Cached, LayerPass, cut_off, find_cached, run_pass
-from flexquant.merge.kv.sampling import row_numbers, sample_rows
-from flexquant.merge.kv.scaled_rows import MatrixSums, sum_products
-from flexquant.merge.kv.skeleton import Skeleton, is_experts, is_linear, shape_of
-from flexquant.merge.kv.variant_weights import VariantWeights
-from flexquant.merge.kv.written_cache import WITH_HEADS
+from flexquant.merge.kv.dequantize import FLOAT_DTYPES
+from flexquant.merge.kv.layer_pass import (
+    ARITHMETIC,
+    CALL,
+    ROUNDING,
+    Cached,
+    LayerPass,
+    changed,
+    column_factors,
+    cut_off,
+    excess,
+    explain_difference,
+    find_cached,
+    run_pass,
+)
+from flexquant.merge.kv.skeleton import WITH_HEADS, Skeleton, is_experts, is_linear, shape_of
+from flexquant.merge.kv.variant_weights import Experts, VariantWeights
 
+DOWN_AND_UP = {"down_proj": "up_proj", "w2": "w3"}
+"""Down projection -> up projection; the columns of the first may undo a factor of the second's rows."""
+LEAST_ROWS = 96
+"""Least rows compared of an expert's gate or up projection; fewer than elsewhere, as experts are many."""
+
+Weights = tuple[VariantWeights, VariantWeights]
+Columns = tuple[torch.Tensor, torch.Tensor]
+"""Factors of a matrix's columns in the variant and in the reference, [in] each."""
 LATENT_UP = "kv_b_proj"
 """Projection that expands the latent KV cache; vLLM's attention layer, which all variants share, holds it."""
 RESCALED = 0.1
@@ -53,6 +75,72 @@ LEAST_COLUMN = 0.1
 IN_A_STATE = "a state is computed with, where a difference adds up from token to token"
 RowsCached = dict[object, Cached]
 """Names and shapes of a layer's matrices -> what such a layer's cache is computed with."""
+
+
+def compare_experts(
+    weights: Weights, experts: tuple[Experts, Experts], turn: int, given: Columns
+) -> Iterator[tuple[str, tuple[str, str], MatrixDistance]]:
+    """Yield for each matrix its name below the experts, its two modules, and how they agree.
+
+    ``given`` are factors of the experts' inputs; ``turn`` chooses the sample of rows.
+    """
+    for number, matrices in sorted(experts[1].items()):
+        pairs = {name: (experts[0][number][name], module) for name, module in matrices.items()}
+        for name, modules in pairs.items():
+            up = pairs.get(DOWN_AND_UP.get(name, ""))
+            if name in DOWN_AND_UP:
+                agreement = _compare_down(weights, modules, up, turn, given)
+            else:
+                agreement = _judge(weights, modules, turn, given, LEAST_ROWS)
+            yield f"{number}.{name}", modules, agreement
+        turn += 1
+
+
+def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | None) -> bool:
+    """Whether two tensors [experts, out, in] or [experts, in, out] are equal but for ``factors`` [in].
+
+    Without factors, or if all factors are 1, the bytes have to be equal.
+    """
+    if factors is None or bool(((factors - 1).abs() < ARITHMETIC).all()):
+        return same_bytes(a, b)
+    if a.shape != b.shape or a.dtype not in FLOAT_DTYPES or b.dtype not in FLOAT_DTYPES:
+        return False
+    if len(factors) not in a.shape[1:]:
+        return False
+    last = a.shape[-1] == len(factors)
+    rounding = 2.0 ** -min(FLOAT_DTYPES[a.dtype], FLOAT_DTYPES[b.dtype])
+    for expert in range(a.shape[0]):
+        x, y = (load_tensor(ref, [range(expert, expert + 1)]).float() for ref in (a, b))
+        x *= factors if last else factors[:, None]
+        if excess(x, y, rounding * y.abs() / ROUNDING) > 1:
+            return False
+    return True
+
+
+def _compare_down(
+    weights: Weights, modules: tuple[str, str], up: tuple[str, str] | None, turn: int, given: Columns
+) -> MatrixDistance:
+    """Compare down projections; if they disagree, again with the gains of the rows of ``up`` undone."""
+    ones = torch.ones(weights[1].reader.shape(modules[1])[1], dtype=torch.float32)
+    agreement = _judge(weights, modules, turn, (ones, ones))
+    if agreement.agrees or up is None:
+        return agreement
+    gains = _sums(weights, up, [range(len(ones))], given).rows.gains().float()
+    return _judge(weights, modules, turn, (gains, ones))
+
+
+def _judge(
+    weights: Weights, modules: tuple[str, str], turn: int, columns: Columns, least: int | None = None
+) -> MatrixDistance:
+    count = weights[1].reader.shape(modules[1])[0]
+    rows = sample_rows(count, turn) if least is None else sample_rows(count, turn, least)
+    sums = _sums(weights, modules, rows, columns)
+    return judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, row_numbers(rows))
+
+
+def _sums(weights: Weights, modules: tuple[str, str], rows: list[range], columns: Columns) -> MatrixSums:
+    a, b = (of.matrix(module, rows, c) for of, module, c in zip(weights, modules, columns, strict=True))
+    return sum_products(a, b)
 
 
 class LayerComparison:
@@ -93,7 +181,7 @@ class LayerComparison:
         if self.cache_difference:
             return self
         seen = self._run(self._parameters[0], gains=self._compare_matrix, rotation=self._rotation)
-        for name, matrix in self._skeleton.matrices(self._layer).items():
+        for name, matrix in self._skeleton.matrices[self._layer].items():
             if self._rotation is not None or name in seen.inputs:
                 continue
             if is_experts(name):
@@ -127,7 +215,7 @@ class LayerComparison:
                         "since the installed transformers cannot build it; update transformers, or quantise "
                         "without moving scales into the norms"
                     )
-        for matrix in self._skeleton.matrices(self._layer):
+        for matrix in self._skeleton.matrices[self._layer]:
             if matrix.endswith(LATENT_UP):
                 a, b = (
                     of.stored(own.matrices[matrix])
@@ -142,7 +230,7 @@ class LayerComparison:
 
     def _compare_beside_matrices(self, steps: Mapping[str, float]) -> None:
         """Compare parameters whose differences a pass does not show, or not after so few tokens."""
-        matrices = self._skeleton.matrices(self._layer)
+        matrices = self._skeleton.matrices[self._layer]
         a, b = self._parameters
         for name in a:
             router, _, own = name.rpartition(".")
@@ -154,7 +242,7 @@ class LayerComparison:
 
     def _run_reference(self) -> tuple[LayerPass, Cached]:
         """Run the reference's layer; return the pass, and what ``RowsCached`` says of such a layer."""
-        matrices, parameters = self._skeleton.matrices(self._layer), self._parameters[1]
+        matrices, parameters = self._skeleton.matrices[self._layer], self._parameters[1]
         kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
         if (known := self._known_rows.get(kind)) is not None:
             return cut_off(self._pass(parameters)), known
@@ -198,7 +286,7 @@ class LayerComparison:
 
     def _compare_rows(self, name: str, columns: Columns) -> torch.Tensor | None:
         """Compare the rows that reach the cache and a sample of the others; return as ``_compare_matrix``."""
-        matrices = self._skeleton.matrices(self._layer)
+        matrices = self._skeleton.matrices[self._layer]
         out = shape_of(matrices[name])[0]
         modules = (self._tensors[0].matrices[name], self._tensors[1].matrices[name])
         cached = self._rows.get(name, torch.zeros(out, dtype=torch.bool))
@@ -231,7 +319,7 @@ class LayerComparison:
 
     def _cancelling_gains(self, name: str, rows: Sequence[range], columns: Columns) -> torch.Tensor | None:
         """Return row factors [out] that change nothing later in the layer but columns; None if they do."""
-        matrix = self._skeleton.matrices(self._layer)[name]
+        matrix = self._skeleton.matrices[self._layer][name]
         if self._rotation is not None or not is_linear(matrix):
             return None
         found = unexplained_gains(self._sums(name, rows, columns).rows).float()

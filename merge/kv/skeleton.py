@@ -5,7 +5,7 @@
 The model is built from its config, without memory for weights. Its forward pass runs once to record the
 arguments of every decoder layer: positions, masks, a cache. From then on layers run one by one. The caller
 gives their parameters (norms, biases, sinks ...) and decides what the Linears return, since these are
-compared as matrices and not computed with.
+compared as matrices and not computed with. What a layer writes into its cache is kept.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import no_init_weights
 
 from flexquant.checkpoint.built_model import build_config, build_model
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.merge.kv.written_cache import Enough, Written, is_state
 
+KEYS, VALUES = "K in the cache", "V in the cache"
+CONVOLVED, RECURRENT = "the convolution's state", "the recurrent state"
+"""Names of what a layer writes; a convolution's state is written with its inputs of all tokens."""
+WITH_HEADS = (KEYS, RECURRENT)
+"""What has a part for every head, with the size of the head last."""
 TOKENS = 12
 """Tokens that a layer runs on."""
 TOKENS_WITH_STATES = 48
@@ -43,6 +48,61 @@ Answer: TypeAlias = "torch.Tensor | tuple[Answer, ...]"
 OwnForward = Callable[..., Answer]
 MatrixForward = Callable[[str, nn.Module, OwnForward, tuple[object, ...]], Answer]
 """Called with a matrix's name in its layer, module, own forward and arguments; returns its output."""
+
+
+class Enough(Exception):
+    """Raised to end a pass once all is written that the layer writes."""
+
+
+class Written(DynamicCache):
+    """A cache that also keeps the tensors that were written into it."""
+
+    def __init__(self, config: PretrainedConfig, most: int | None = None) -> None:
+        """Make an empty cache; ``most`` is the number of tensors after which the pass ends."""
+        super().__init__(config=config)
+        self.most = most
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        """Names and tensors, in the order of writing; K and V are [1, heads, tokens, head size]."""
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer of the model carries a state from token to token."""
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._keep((KEYS, key_states), (VALUES, value_states))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        self._keep((CONVOLVED + (f" {state_idx}" if state_idx else ""), conv_states))
+        found: torch.Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return found
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        self._keep((RECURRENT + (f" {state_idx}" if state_idx else ""), recurrent_states))
+        found: torch.Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        return found
+
+    def _keep(self, *written: tuple[str, torch.Tensor]) -> None:
+        self.tensors += written
+        if self.most is not None and len(self.tensors) >= self.most:
+            raise Enough
+
+
+def is_state(name: str) -> bool:
+    """Whether what a layer writes under this name is a state, which each token changes."""
+    return name.startswith((CONVOLVED, RECURRENT))
 
 
 class Skeleton:
@@ -66,10 +126,14 @@ class Skeleton:
         for module in self._model.modules():
             if id(module) not in inside and isinstance(module, (nn.Linear, nn.Embedding)):
                 self._ask(module, "")
-        self._matrices = [dict(self._find_matrices(layer)) for layer in self.layers]
-        self._parameters = [
-            _shapes_beside(layer, found) for layer, found in zip(self.layers, self._matrices, strict=True)
+        self.matrices: list[Mapping[str, nn.Module]] = [
+            dict(self._find_matrices(layer)) for layer in self.layers
         ]
+        """Linears of each layer, and other modules with a matrix, by name in the layer."""
+        self.parameters: list[Mapping[str, torch.Size]] = [
+            _shapes_beside(layer, found) for layer, found in zip(self.layers, self.matrices, strict=True)
+        ]
+        """Shapes of what ``run`` takes of each layer: all parameters but weights of Linears and experts."""
         self._calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
         self._cache = Written(self._config)
         self._written_before: list[int] = []
@@ -83,7 +147,7 @@ class Skeleton:
 
     def rename(self, layer: int, name: str) -> str:
         """Return the name in transformers' layer of a parameter with this name in the checkpoint's layer."""
-        if name in self._parameters[layer] or name.removesuffix(".weight") in self._matrices[layer]:
+        if name in self.parameters[layer] or name.removesuffix(".weight") in self.matrices[layer]:
             return name
         stack = f"layers.{layer}."
         return rename_source_key(stack + name, self._conversions[0], [])[0].removeprefix(stack)
@@ -93,15 +157,7 @@ class Skeleton:
         stack = f"layers.{layer}."
         renamed, _ = rename_source_key(stack + name, *self._conversions)
         holder, _, parameter = renamed.removeprefix(stack).rpartition(".")
-        return (holder, parameter) if is_experts(holder) and holder in self._matrices[layer] else None
-
-    def matrices(self, layer: int) -> Mapping[str, nn.Module]:
-        """Return the Linears of a layer, and other modules with a matrix, by name in the layer."""
-        return self._matrices[layer]
-
-    def parameters(self, layer: int) -> Mapping[str, torch.Size]:
-        """Return the shapes of the parameters that ``run`` takes: all but weights of Linears and experts."""
-        return self._parameters[layer]
+        return (holder, parameter) if is_experts(holder) and holder in self.matrices[layer] else None
 
     def writes(self, layer: int) -> list[str]:
         """Return the names of what a layer writes into its cache, in the order of writing."""

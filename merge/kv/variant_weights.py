@@ -16,9 +16,8 @@ from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tenso
 from flexquant.checkpoint.schemes import QUANTISATION_PARAMETER
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.kv.agreement import BLOCK_ROWS, ScaledMatrix, ScaledRows, row_numbers, sample_rows
 from flexquant.merge.kv.dequantize import WeightReader
-from flexquant.merge.kv.sampling import BLOCK_ROWS, row_numbers, sample_rows
-from flexquant.merge.kv.scaled_rows import ScaledMatrix, ScaledRows
 from flexquant.merge.kv.skeleton import Skeleton, is_experts, shape_of
 
 CHUNK_WEIGHTS = 1 << 18  # weights of a chunk: 1 MiB as float32, which fits into a core's cache
@@ -83,10 +82,10 @@ class VariantWeights:
         """
         tensors = self._layers[layer]
         loaded = {}
-        for name, shape in self._skeleton.parameters(layer).items():
+        for name, shape in self._skeleton.parameters[layer].items():
             module, _, own = name.rpartition(".")
             if own == "weight" and module in tensors.matrices:
-                loaded[name] = self.reader.read(tensors.matrices[module]).weight
+                loaded[name] = self.reader.open(tensors.matrices[module]).read().matrix()
             elif (ref := tensors.parameters.get(name)) is not None:
                 self._check_shape(ref.name, ref.shape, shape)
                 loaded[name] = self._load_finite(ref)
@@ -98,7 +97,7 @@ class VariantWeights:
         """Return the largest relative rounding error of each parameter's stored dtype, by name."""
         refs = self._layers[layer].parameters
         dtypes = {
-            name: refs[name].dtype if name in refs else "BF16" for name in self._skeleton.parameters(layer)
+            name: refs[name].dtype if name in refs else "BF16" for name in self._skeleton.parameters[layer]
         }
         return {name: 2.0 ** -MANTISSA_BITS.get(dtype, 8) for name, dtype in dtypes.items()}
 
@@ -181,7 +180,7 @@ class VariantWeights:
 
     def _sort(self, layer: int, name: str, start: int, ref: TensorRef) -> None:
         """Add one tensor to its LayerTensors; ``name[start:]`` is its name in the layer."""
-        tensors, matrices = self._layers[layer], self._skeleton.matrices(layer)
+        tensors, matrices = self._layers[layer], self._skeleton.matrices[layer]
         module, _, own = name.rpartition(".")
         local = name[start:]
         if INDEXER in name or (STATE.search(name) and not self._skeleton.keeps_state(layer)):
@@ -196,7 +195,7 @@ class VariantWeights:
         parameter = self._skeleton.rename(layer, local)
         of_matrix = own in WEIGHTS or QUANTISATION_PARAMETER.search(name) is not None
         is_read = CACHE_SCALE.search(name) is not None
-        if parameter in self._skeleton.parameters(layer):
+        if parameter in self._skeleton.parameters[layer]:
             tensors.parameters[parameter] = ref
             is_read = True
         if of_matrix and matrix in matrices:
@@ -217,7 +216,7 @@ class VariantWeights:
 
     def _check_complete(self, layer: int) -> None:
         """Raise FlexQuantError if a matrix of transformers' layer has no tensor."""
-        for name in self._skeleton.matrices(layer):
+        for name in self._skeleton.matrices[layer]:
             if name not in self._layers[layer].matrices and not is_experts(name):
                 raise FlexQuantError(
                     f"layer {layer} of variant '{self.source.name}' has no weight for '{name}', which a "

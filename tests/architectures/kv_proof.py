@@ -31,9 +31,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.machine import describe_versions
+from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import check_kv_compatibility
 from tests.architectures.models import random_model, small_config, source, split
 from tests.architectures.outcomes import RESULTS as SERVED_RESULTS
@@ -142,7 +142,7 @@ def judge(work: Path, model: PreTrainedModel, quantised: set[str], left_out: lis
     model.float()
     write_checkpoint(folder, model.config, state, "w4a16", quantised, left_out)
     try:
-        found = check_kv_compatibility([Source.open("w8a8", work / "w8a8"), Source.open("w4a16", folder)])
+        found = check_kv_compatibility([open_source("w8a8", work / "w8a8"), open_source("w4a16", folder)])
     except FlexQuantError as e:
         return "refused", str(e)
     if not found.compatible:
@@ -242,29 +242,36 @@ def page(results: dict[str, Any]) -> str:
         f"same size, and a vector gets N(0, {VECTOR_CHANGE}) added. It compares W8A8 of the model with",
         "W4A16 of the changed one. A change is the largest one of K, V or a state in any layer of",
         f"transformers' own model, as a share of its norm; what changes less than {STATED} may be merged.",
-        "Folded norms (SmoothQuant) leave the model as it is, and have to be merged. Every single change is",
-        "in `tests/architectures/kv_proof.json`.",
+        "Every change is in `tests/architectures/kv_proof.json`.",
         "",
-        "The first layer of a model with states (linear attention, state spaces, short convolutions) is one",
-        "that carries a state. What such a layer computes its state with is refused for differing at all,",
-        "since a difference may show after thousands of tokens only. Some of these models are not served by",
-        "stock vLLM on a CPU ([which](../flexquant/serving/ARCHITECTURES.md)): here they are compared alone.",
+        "What a state is computed with is refused for differing at all: it may show after thousands",
+        "of tokens.",
         "",
         f"transformers {versions['transformers']}, torch {versions['torch']}.",
-        "",
-        "| architecture | refused | smallest change refused | merged, with the change | folded norms |",
-        "| --- | --- | --- | --- | --- |",
     ]
-    for name, found in sorted(results["architectures"].items(), key=lambda item: item[0].lower()):
+    architectures = sorted(results["architectures"].items(), key=lambda item: item[0].lower())
+    verdicts = {
+        name: [c["verdict"] for c in found if c["parameter"] == FOLD] for name, found in architectures
+    }
+    without = [name for name, of_fold in verdicts.items() if not of_fold]
+    wrong = [name for name, of_fold in verdicts.items() if of_fold not in ([], ["merged"])]
+    lines += [
+        "",
+        "Folded norms (SmoothQuant) leave a model as it is. They are merged in all architectures but those",
+        f"whose norms cannot be folded ({', '.join(without)})"
+        + (f", and refused in {', '.join(wrong)}." if wrong else "."),
+        "",
+        "| architecture | refused | smallest change refused |",
+        "| --- | --- | --- |",
+    ]
+    merged: list[str] = []
+    for name, found in architectures:
         changes = [c for c in found if c["parameter"] != FOLD]
-        folded = [c["verdict"] for c in found if c["parameter"] == FOLD] or ["cannot be folded"]
         refused = [c for c in changes if c["verdict"] == "refused"]
         least = min(refused, key=lambda c: c["change"])
-        merged = [f"{c['parameter']} {c['change']:.2g}" for c in changes if c["verdict"] != "refused"]
-        lines.append(
-            f"| {name} | {len(refused)} | {least['parameter']} {least['change']:.2g} | {', '.join(merged)} | "
-            f"{folded[0]} |"
-        )
+        merged += [f"{name} {c['parameter']} {c['change']:.2g}" for c in changes if c["verdict"] != "refused"]
+        lines.append(f"| {name} | {len(refused)} | {least['parameter']} {least['change']:.2g} |")
+    lines += ["", f"Merged with a change: {', '.join(merged)}."] if merged else []
     return "\n".join(lines) + "\n"
 
 

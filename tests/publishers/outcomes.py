@@ -17,18 +17,20 @@ ONE_VARIANT = "schema: flexquant.policy/v1\nrules: [{use: w4a16}]\n"
 HEAD = """\
 # Published pairs
 
-`python -m tests.publishers` makes small random checkpoints as publishers ship them, in pairs of one model,
-and merges them; `tests/publishers/shapes.py` says how each is made. The {merged} that are merged are verified
-against their sources, bit for bit, and answer as stock vLLM does from each source that it serves on a CPU.
-{refused} are refused. Stock vLLM 0.32 loads both checkpoints of {served} of these, which
+`python -m tests.publishers` makes small random checkpoints as publishers ship them, in pairs of one model
+(`tests/publishers/shapes.py`), and merges them. The {merged} that are merged are verified against their
+sources, bit for bit, and answer as stock vLLM does from each source that it serves on a CPU. {refused} are
+refused, with advice that is left out here. Stock vLLM 0.32 loads both checkpoints of {served} of these, which
 
 {reasons}
 
-Of the other {not_served} it does not load one of the two either: {names}.
+Of the other {not_served} it does not load one of the two either.
 
 | pair | outcome |
 |---|---|
 """
+REASON = re.compile(r"(?:\([^)]*\)|(?!, (?:which|and vLLM|but) )[^;(])*")
+"""Matches a message up to its explanation, or to its advice behind a semicolon outside of parentheses."""
 NOT_SERVED = (
     "AutoAWQ's GEMV",
     "AutoGPTQ with desc_act",
@@ -70,7 +72,11 @@ def outcome_of(shape: Shape, folder: Path) -> str:
 
 
 def row(shape: Shape, outcome: str) -> str:
-    return f"| {shape.name} | {outcome} |"
+    """Return a pair's row of the page, with what a refusal found, without explanation and advice."""
+    reason, _, _ = outcome.partition(". One ")
+    found = REASON.match(reason)
+    assert found is not None
+    return f"| {shape.name} | {found[0]} |"
 
 
 def page(outcomes: dict[str, str]) -> str:
@@ -80,10 +86,7 @@ def page(outcomes: dict[str, str]) -> str:
         merged=len(SHAPES) - len(refused),
         refused=len(refused),
         not_served=len(NOT_SERVED),
-        names="; ".join(NOT_SERVED),
         served=len(refused) - len(NOT_SERVED),
-        reasons="\n".join(
-            f"- {why} ({len(names)}: {'; '.join(names)})" for why, names in SERVED_APART.items()
-        ),
+        reasons="\n".join(f"- {why} ({len(names)})" for why, names in SERVED_APART.items()),
     )
     return head + "\n".join(row(shape, outcomes[shape.name]) for shape in SHAPES) + "\n"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 
 from flexquant import cli
 from flexquant.checkpoint.measured_loss import Loss, loss_lines, read_losses
-from flexquant.documents.corpus import read_corpus
+from flexquant.documents.texts import read_corpus
 from flexquant.quantization.loss import (
     _answers,
     _compare,

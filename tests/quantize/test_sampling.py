@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flexquant.checkpoint.known_models import load_tokenizer
+from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.quantization.sampling import ENGLISH, end_tokens, known_languages, sample, vocabulary_word
 
 COLD = 1e-5

@@ -18,8 +18,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from flexquant import cli
-from flexquant.documents.corpus import read_corpus
-from flexquant.documents.texts import SELF, plain_text
+from flexquant.documents.texts import SELF, plain_text, read_corpus
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.calibration import calibration_rows
 from flexquant.quantization.progress import no_stage

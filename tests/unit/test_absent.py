@@ -73,18 +73,19 @@ def test_what_is_tied_is_missed_with_what_it_is_tied_to(tmp_path):
     assert_refused({"w8a8": folder}, tmp_path, r"lacks 2 of .*'model\.embed_tokens\.weight'")
 
 
-@pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight", "norm.weight"])
-def test_a_layer_with_a_state_needs_all_that_it_is_computed_with(tmp_path, name):
-    folder = make_variants(tmp_path, "qwen3_next")
-    sources = {s: without(folder / s, rf"layers\.0\.linear_attn\.{re.escape(name)}$") for s in SCHEMES}
-    assert_refused(sources, tmp_path, f"'model.layers.0.linear_attn.{name}'")
-
-
-@pytest.mark.parametrize("name", ["mamba.D", "mamba.conv1d.bias"])
-def test_a_state_space_needs_all_that_it_is_computed_with(tmp_path, name):
-    folder = make_variants(tmp_path, "falcon_h1")
-    sources = {s: without(folder / s, rf"layers\.1\.{re.escape(name)}$") for s in SCHEMES}
-    assert_refused(sources, tmp_path, f"'model.layers.1.{name}'")
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        *(("qwen3_next", f"layers.0.linear_attn.{own}") for own in ("A_log", "dt_bias", "conv1d.weight")),
+        ("qwen3_next", "layers.0.linear_attn.norm.weight"),
+        ("falcon_h1", "layers.1.mamba.D"),
+        ("falcon_h1", "layers.1.mamba.conv1d.bias"),
+    ],
+)
+def test_a_layer_with_a_state_needs_all_that_it_is_computed_with(tmp_path, architecture, name):
+    folder = make_variants(tmp_path, architecture)
+    sources = {s: without(folder / s, rf"{re.escape(name)}$") for s in SCHEMES}
+    assert_refused(sources, tmp_path, f"'model.{name}'")
 
 
 @pytest.mark.parametrize("matrix", ["w1", "w2", r"w[123]"])

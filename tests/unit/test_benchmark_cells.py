@@ -26,7 +26,7 @@ from benchmarks.speed.servers import announcement, kv_cache_size
 from benchmarks.speed.settings import CPU, GPU, QUICK, Settings
 from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.workloads import Workload
-from flexquant.checkpoint.layer_ranges import describe_bytes
+from flexquant.checkpoint.weight_bytes import describe_bytes
 from flexquant.errors import FlexQuantError
 from tests.policies import THRESHOLD
 

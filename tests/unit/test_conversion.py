@@ -93,12 +93,6 @@ def without_g_idx(state: dict[str, torch.Tensor]) -> None:
         del state[key]
 
 
-def rewrite(foreign: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    file = foreign / "model.safetensors"
-    change(state := load_file(file))
-    save_file(state, file, metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize(("scheme", "found"), [(None, "not quantised"), ("w8a8", "tensors already")])
 def test_what_a_merge_reads_as_it_is_needs_no_conversion(scheme: Any, found: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "made", scheme=scheme, num_layers=1)
@@ -108,7 +102,7 @@ def test_what_a_merge_reads_as_it_is_needs_no_conversion(scheme: Any, found: str
 
 def test_without_g_idx_inputs_are_in_order(w4a16: Path, tmp_path: Path) -> None:
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq")
-    rewrite(foreign, without_g_idx)
+    edits.tensors(without_g_idx)(foreign)
     convert_checkpoint(foreign, tmp_path / "converted")
     assert_equal(tensors_of(tmp_path / "converted"), tensors_of(w4a16))
 
@@ -119,7 +113,7 @@ def test_one_group_of_all_inputs_has_one_order(w4a16: Path, tmp_path: Path) -> N
         pattern = ".*down_proj" if inputs == 256 else "(?!.*down_proj)"
         edits.requantised(pattern, group_size=inputs)(foreign)
     for change in (lambda state: None, without_g_idx):
-        rewrite(foreign, change)
+        edits.tensors(change)(foreign)
         source = open_source("w4a16", foreign)
         (group,) = source.quantization_config["config_groups"].values()
         assert group["weights"]["strategy"] == "channel"
@@ -145,7 +139,7 @@ def test_what_is_left_in_16_bit_is_found_in_the_tensors(method: str, w4a16: Path
     def add_a_router(state: dict[str, torch.Tensor]) -> None:
         state[f"{left}.weight"] = torch.zeros(4, 128, dtype=torch.bfloat16)
 
-    rewrite(foreign, add_a_router)
+    edits.tensors(add_a_router)(foreign)
     assert convert_checkpoint(foreign, tmp_path / "converted")["linears"] == 2 * 7
     section = config_of(tmp_path / "converted")["quantization_config"]
     assert sorted(section["ignore"]) == ["lm_head", left]
@@ -245,7 +239,7 @@ def test_what_cannot_be_converted_leaves_nothing(
     method = "awq" if settings.get("quant_method") == "awq" else "gptq"
     foreign = write_foreign(w4a16, tmp_path / "foreign", method, **settings)
     if change:
-        rewrite(foreign, change)
+        edits.tensors(change)(foreign)
     with pytest.raises(FlexQuantError, match=message):
         convert_checkpoint(foreign, tmp_path / "converted")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign"]

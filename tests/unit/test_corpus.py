@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexquant.documents.corpus import Corpus, read_corpus
-from flexquant.documents.texts import plain_text
+from flexquant.documents.texts import Corpus, plain_text, read_corpus
 
 KINDS = {"prose", "conversation", "instructions", "code", "tables"}
 RUN = 40

@@ -13,8 +13,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.loadable import check_loadable
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import open_source
 from flexquant.merge.kv.dequantize import WeightReader
 from tests.checkpoints import base_config, make_checkpoint, random_state_dict
 
@@ -31,7 +31,7 @@ def one_layer(folder: Path, tensors: dict[str, torch.Tensor], weights: dict, **s
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **section}
     document = {"architectures": ["LlamaForCausalLM"], "quantization_config": config}
     (folder / "config.json").write_text(json.dumps(document))
-    return WeightReader(Source.open("variant", folder))
+    return WeightReader(open_source("variant", folder))
 
 
 def check_loads(reader: WeightReader) -> None:
@@ -59,15 +59,16 @@ def int4_groups(w: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.T
 
 def check(reader: WeightReader, original: torch.Tensor, relative_error: float) -> None:
     """Assert that the weight is close to the original, and as close as the reader says."""
-    read = reader.read(MODULE)
-    assert read.weight.dtype == torch.float32 and read.weight.shape == original.shape
-    error = (read.weight - original).square().mean().sqrt()
+    read = reader.open(MODULE).read()
+    weight, variance = read.matrix(), read.variances()  # the next read overwrites the rest
+    assert weight.dtype == torch.float32 and weight.shape == variance.shape == original.shape
+    error = (weight - original).square().mean().sqrt()
     assert error / original.square().mean().sqrt() < relative_error
-    predicted = read.variance.expand_as(original).mean().sqrt()
+    predicted = variance.mean().sqrt()
     assert 0.85 < error / predicted < 1.2
-    part = reader.read(MODULE, 7, 30)
-    assert torch.equal(part.weight, read.weight[7:30])
-    assert torch.equal(part.variance.expand_as(part.weight), read.variance.expand_as(original)[7:30])
+    part = reader.open(MODULE).read([range(7, 30)])
+    assert torch.equal(part.matrix(), weight[7:30])
+    assert torch.equal(part.variances(), variance[7:30])
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -233,7 +234,7 @@ def test_an_ignored_layer_is_read_as_stored(tmp_path, dtype, bits):
     w = gaussian()
     reader = one_layer(tmp_path, {"weight": w.to(dtype)}, {"strategy": "channel"}, ignore=[MODULE])
     assert reader.schemes.of(MODULE) is None
-    assert torch.equal(reader.read(MODULE).weight, w.to(dtype).float())
+    assert torch.equal(reader.open(MODULE).read().matrix(), w.to(dtype).float())
     check(reader, w, 2.0**-bits)
 
 
@@ -259,7 +260,7 @@ def test_a_name_is_more_specific_than_a_class(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["LlamaForCausalLM"], "quantization_config": section})
     )
-    reader = WeightReader(Source.open("variant", tmp_path))
+    reader = WeightReader(open_source("variant", tmp_path))
     assert reader.schemes.of("model.layers.0.mlp.down_proj").weights.num_bits == 4
     assert reader.schemes.of(MODULE).weights.num_bits == 8
 
@@ -269,14 +270,14 @@ def test_unreadable_schemes_are_named(tmp_path):
     tensors = {"weight_packed": torch.zeros(48, 64, dtype=torch.uint8), "weight_scale": torch.ones(48, 8)}
     reader = one_layer(tmp_path, tensors, fp4, format="nvfp4-pack-quantized")
     with pytest.raises(FlexQuantError, match=rf"{MODULE}.*'variant'.*nvfp4-pack-quantized \(4-bit float"):
-        reader.read(MODULE)
+        reader.open(MODULE).read()
 
 
 def test_a_quantised_layer_without_a_scheme_is_named(tmp_path):
     tensors = {"weight": torch.zeros(4, 8, dtype=torch.int8), "weight_scale": torch.ones(4, 1)}
     reader = one_layer(tmp_path, tensors, {"strategy": "channel"}, ignore=[MODULE])
     with pytest.raises(FlexQuantError, match="stored as I8, but no config group quantises it"):
-        reader.read(MODULE)
+        reader.open(MODULE).read()
 
 
 @pytest.mark.parametrize(
@@ -300,14 +301,14 @@ def test_a_senseless_section_is_named(tmp_path, weights, section):
 @pytest.mark.parametrize("scheme,error", [("w8a8", 0.02), ("w4a16", 0.15)])
 def test_whole_checkpoints(tmp_path, scheme, error):
     state, _ = random_state_dict(base_config())
-    reader = WeightReader(Source.open("variant", make_checkpoint(tmp_path / scheme, scheme=scheme)))
+    reader = WeightReader(open_source("variant", make_checkpoint(tmp_path / scheme, scheme=scheme)))
     for name in ("self_attn.k_proj", "mlp.down_proj"):
         module = f"model.layers.1.{name}"
         original = state[f"{module}.weight"].float()
-        read = reader.read(module)
-        assert read.weight.shape == original.shape == torch.Size(reader.shape(module))
-        assert (read.weight - original).norm() / original.norm() < error
+        read = reader.open(module).read()
+        assert (weight := read.matrix()).shape == original.shape == torch.Size(reader.shape(module))
+        assert (weight - original).norm() / original.norm() < error
     assert (
-        reader.read("lm_head").weight.shape
+        reader.open("lm_head").read().matrix().shape
         == load_file(tmp_path / scheme / "model.safetensors")["lm_head.weight"].shape
     )

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.documents.schema import read_section
-from flexquant.documents.yaml_document import from_data
+from flexquant.documents.yaml_document import from_data, read_section
 from flexquant.errors import FlexQuantError
 from flexquant.planning.device import Device, builtin_devices, load_device
 from flexquant.planning.linears import Linear

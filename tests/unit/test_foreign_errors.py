@@ -14,9 +14,8 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
-from flexquant.checkpoint.cast import with_dtype
 from flexquant.checkpoint.safetensors_io import TensorRef, computed, read_chunks
-from flexquant.checkpoint.source import Source
+from flexquant.checkpoint.source import Source, with_dtype
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints
 from flexquant.merge.formats import open_source

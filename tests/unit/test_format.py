@@ -13,8 +13,8 @@ import pytest
 from safetensors.torch import load_file
 
 from flexquant.checkpoint import merged_config
+from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE
 from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.checkpoint.provenance import PROVENANCE_FILE
 from flexquant.merge import merge_checkpoints
 from tests import programs
 from tests.checkpoints import make_checkpoint

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from tests.architectures.models import random_model, small_config, split
 from tests.checkpoints import StateDict, make_checkpoint, write_checkpoint
@@ -52,7 +53,7 @@ def report(
     transform = None if edit is None else in_float32(edit)
     other = make_checkpoint(tmp_path / "b", architecture, schemes[1], transform=transform, **overrides)
     return compare_and_refuse(
-        [Source.open("first", reference), Source.open("second", other)], tmp_path / "out"
+        [open_source("first", reference), open_source("second", other)], tmp_path / "out"
     )
 
 
@@ -76,28 +77,30 @@ def test_int8_against_int8_has_a_tighter_bound(tmp_path):
     assert found.worst["k_proj"]["allowed"] < 0.06
 
 
-@pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w4a16", "w8a8")])
-def test_smoothquant_fold_is_compatible(tmp_path, schemes):
-    found = report(tmp_path, smooth_norms(), schemes=schemes)
+BARE = {"input_layernorm": READS["input_layernorm"]}
+GEMMA_NORMS = {
+    "input_layernorm": READS["input_layernorm"],
+    "pre_feedforward_layernorm": READS["post_attention_layernorm"],
+}
+
+
+@pytest.mark.parametrize(
+    ("edit", "architecture", "schemes"),
+    [
+        (smooth_norms(), "llama", ("w8a8", "w4a16")),
+        (smooth_norms(), "llama", ("w4a16", "w8a8")),
+        (smooth_norms(1.0, GEMMA_NORMS), "gemma3", ("w8a8", "w4a16")),  # its norms add one to the weight
+        (smooth_norms(1.0, GEMMA_NORMS), "vaultgemma", ("w8a8", "w4a16")),  # so do these
+        (scale_up_to_down, "llama", ("w4a16", "w8a8")),
+    ],
+)
+def test_folds_are_compatible(tmp_path, edit, architecture, schemes):
+    found = report(tmp_path, edit, architecture, schemes)
     assert found.compatible and found.layered_plans, found
 
 
-def test_gemma_fold_uses_one_plus_weight(tmp_path):
-    norms = {
-        "input_layernorm": READS["input_layernorm"],
-        "pre_feedforward_layernorm": READS["post_attention_layernorm"],
-    }
-    found = report(tmp_path, smooth_norms(1.0, norms), "gemma3")
-    assert found.compatible and found.layered_plans, found
-
-
-def test_vaultgemma_fold_uses_one_plus_weight_though_its_name_does_not_begin_with_gemma(tmp_path):
-    norms = {
-        "input_layernorm": READS["input_layernorm"],
-        "pre_feedforward_layernorm": READS["post_attention_layernorm"],
-    }
-    found = report(tmp_path, smooth_norms(1.0, norms), "vaultgemma")
-    assert found.compatible and found.layered_plans, found
+def opened(*folders: Path) -> list[Source]:
+    return [open_source(folder.name, folder) for folder in folders]
 
 
 def as_unknown_model(folder: Path) -> Path:
@@ -113,17 +116,11 @@ def test_norms_of_an_unknown_model_have_to_be_equal(tmp_path):
         "rounded": make_checkpoint(tmp_path / "b", scheme="w4a16"),
         "smoothed": make_checkpoint(tmp_path / "c", scheme="w4a16", transform=transform),
     }
-    plain, rounded, smoothed = (Source.open(n, as_unknown_model(f)) for n, f in folders.items())
+    plain, rounded, smoothed = (open_source(n, as_unknown_model(f)) for n, f in folders.items())
     assert check_kv_compatibility([plain, rounded]).layered_plans
     found = check_kv_compatibility([plain, smoothed])
     assert "'plain' and 'smoothed'" in found.message
     assert "layers.0.input_layernorm.weight' is not equal in both" in found.message
-
-
-def test_gemma_fold_of_the_bare_weight_is_caught(tmp_path):
-    norms = {"input_layernorm": READS["input_layernorm"]}
-    found = report(tmp_path, smooth_norms(0.0, norms), "gemma3")
-    assert "layer 0 self_attn.k_proj" in found.message
 
 
 def test_another_norm_behind_attention_is_another_model(tmp_path):
@@ -139,11 +136,6 @@ def test_another_norm_behind_attention_is_another_model(tmp_path):
     )
 
 
-def test_fold_between_up_and_down_is_compatible(tmp_path):
-    found = report(tmp_path, scale_up_to_down, schemes=("w4a16", "w8a8"))
-    assert found.compatible and found.layered_plans, found
-
-
 @pytest.mark.parametrize("low,high", [(0.7, 1.4), (0.8, 1.25)])
 @pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w4a16", "w8a8")])
 def test_v_to_o_smoothing_is_caught(tmp_path, low, high, schemes):
@@ -153,35 +145,42 @@ def test_v_to_o_smoothing_is_caught(tmp_path, low, high, schemes):
     assert re.search(pattern, found.message)
 
 
+def one_layers_rotated_heads(state: StateDict) -> None:
+    rotate_head_rows(state, LAYERS[1] + "self_attn.v_proj.weight", orthogonal(HEAD_DIM))
+
+
+def one_small_rotated_head(state: StateDict) -> None:
+    v = state[LAYERS[0] + "self_attn.v_proj.weight"]
+    v[HEAD_DIM:] = orthogonal(HEAD_DIM) @ v[HEAD_DIM:]
+
+
+def rotated_residual_and_heads(state: StateDict) -> None:
+    rotate_residual(state)
+    rotate_q_and_k(state)
+
+
 @pytest.mark.parametrize(
-    "edit,where",
-    [(rotate_v_and_o, "layer 0 self_attn.v_proj"), (rotate_q_and_k, "layer 0 self_attn.k_proj")],
-    ids=["v and o", "q and k"],
+    ("edit", "architecture", "where"),
+    [
+        (rotate_v_and_o, "llama", "layer 0 self_attn.v_proj"),
+        (rotate_q_and_k, "llama", "layer 0 self_attn.k_proj"),
+        (one_layers_rotated_heads, "llama", "layer 1 self_attn.v_proj"),
+        (one_small_rotated_head, "llama", "layer 0 self_attn.v_proj"),
+        (rotated_residual_and_heads, "llama", "layer 0 self_attn.k_proj"),
+        (smooth_norms(compensate=False), "llama", "layer 0 self_attn.k_proj"),
+        (smooth_norms(compensate=False, low=0.8, high=1.25), "llama", "layer 0 self_attn.k_proj"),
+        (
+            smooth_norms(0.0, {"input_layernorm": READS["input_layernorm"]}),
+            "gemma3",
+            "layer 0 self_attn.k_proj",
+        ),
+        (edit_tensor(r"k_proj\.weight", torch.randn_like), "llama", "layer 0 self_attn.k_proj"),
+    ],
 )
-def test_rotated_heads_are_caught(tmp_path, edit, where):
-    found = report(tmp_path, edit)
+def test_another_cache_is_caught_and_named(tmp_path, edit, architecture, where):
+    """By rotated heads, of one layer or one head too, changed norms and other weights."""
+    found = report(tmp_path, edit, architecture)
     assert where in found.message and "quantise both" in found.message
-
-
-def test_one_rotated_layer_is_caught(tmp_path):
-    def last_layer_only(state: StateDict) -> None:
-        rotate_head_rows(state, LAYERS[1] + "self_attn.v_proj.weight", orthogonal(HEAD_DIM))
-
-    assert "layer 1 self_attn.v_proj" in report(tmp_path, last_layer_only).message
-
-
-def test_one_rotated_head_is_caught(tmp_path):
-    def one_small_head(state: StateDict) -> None:
-        v = state[LAYERS[0] + "self_attn.v_proj.weight"]
-        v[HEAD_DIM:] = orthogonal(HEAD_DIM) @ v[HEAD_DIM:]
-
-    assert "layer 0 self_attn.v_proj" in report(tmp_path, one_small_head).message
-
-
-@pytest.mark.parametrize("low,high", [(0.5, 2.0), (0.8, 1.25)])
-def test_uncompensated_norm_is_caught(tmp_path, low, high):
-    found = report(tmp_path, smooth_norms(compensate=False, low=low, high=high))
-    assert "layer 0 self_attn.k_proj" in found.message
 
 
 def test_a_column_counts_however_small_its_inputs_are(tmp_path):
@@ -194,7 +193,7 @@ def test_a_column_counts_however_small_its_inputs_are(tmp_path):
         return state
 
     sources = [make_checkpoint(tmp_path / t.__name__, transform=t) for t in (quiet, edited)]
-    found = check_kv_compatibility([Source.open(folder.name, folder) for folder in sources])
+    found = check_kv_compatibility([open_source(folder.name, folder) for folder in sources])
     assert "layer 1 self_attn.k_proj differs by more than quantisation noise" in found.message
 
 
@@ -205,7 +204,7 @@ def test_rotation_of_the_cache_in_one_variant_is_caught(tmp_path):
     r3 = {"type": "hadamard", "apply": [{"targets": ["self_attn"], "location": "k_cache"}]}
     config["quantization_config"]["transform_config"] = {"config_groups": {"R3": r3}}
     path.write_text(json.dumps(config))
-    found = check_kv_compatibility([Source.open(f"v{i}", f) for i, f in enumerate(folders)])
+    found = check_kv_compatibility([open_source(f"v{i}", f) for i, f in enumerate(folders)])
     assert not found.compatible and "rotation of the KV cache is {} in 'v0' and {'R3'" in found.message
 
 
@@ -250,7 +249,7 @@ def test_another_kind_of_attention_is_caught(tmp_path):
         for i, edit in enumerate((None, plain))
     ]
     with pytest.raises(FlexQuantError, match="'v1' has no weight for 'self_attn.kv_a_proj_with_mqa'"):
-        check_kv_compatibility([Source.open(folder.name, folder) for folder in folders])
+        check_kv_compatibility(opened(*folders))
 
 
 @pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
@@ -276,7 +275,7 @@ def test_an_outlier_hides_nothing(tmp_path):
         make_checkpoint(tmp_path / scheme, "qwen2", scheme, transform=in_float32(with_outlier(factor)))
         for scheme, factor in (("w8a8", 1), ("w4a16", 1), ("fp8", 1.5))
     ]
-    first, same, other = (Source.open(f"v{i}", folder) for i, folder in enumerate(folders))
+    first, same, other = (open_source(f"v{i}", folder) for i, folder in enumerate(folders))
     assert check_kv_compatibility([first, same]).layered_plans
     assert "layer 0 self_attn.k_proj.bias differs" in check_kv_compatibility([first, other]).message
 
@@ -293,7 +292,7 @@ def test_a_routers_bias_has_to_be_equal_however_large_it_is(tmp_path, spread, na
             if name.endswith("e_score_correction_bias"):
                 state[name] = 7.5 + size * torch.randn_like(state[name])
         folder = write_checkpoint(tmp_path / scheme, model.config, state, scheme, quantised, left_out)
-        sources.append(Source.open(scheme, folder))
+        sources.append(open_source(scheme, folder))
     message = check_kv_compatibility(sources).message
     assert ("mlp.gate.e_score_correction_bias, which helps to choose experts, differs" in message) is named
 
@@ -317,7 +316,7 @@ def test_what_no_layer_reads_has_to_be_equal(tmp_path):
             folder = make_checkpoint(tmp_path / f"{scheme} {values}", scheme=scheme)
             file = folder / "model.safetensors"
             save_file({**load_file(file), f"{LAYERS[1]}self_attn.sink": torch.tensor([value])}, file)
-            sources.append(Source.open(scheme, folder))
+            sources.append(open_source(scheme, folder))
         return check_kv_compatibility(sources)
 
     assert compare((1.0, 1.0)).layered_plans
@@ -340,18 +339,10 @@ def test_variants_rotated_alike_may_be_mixed_with_one_another(tmp_path):
         make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
         make_checkpoint(tmp_path / "spin8", scheme="w8a8", transform=rotate),
     ]
-    found = check_kv_compatibility([Source.open(f.name, f) for f in folders])
+    found = check_kv_compatibility(opened(*folders))
     assert found.compatible and not found.layered_plans, found
     assert sorted(map(sorted, found.mixable)) == [["spin4", "spin8"], ["w4a16", "w8a8"]]
     assert len(found.residual_messages) == 2, "spin4 and spin8, each against w8a8"
-
-
-def test_rotated_residual_does_not_hide_rotated_heads(tmp_path):
-    def both(state: StateDict) -> None:
-        rotate_residual(state)
-        rotate_q_and_k(state)
-
-    assert "layer 0 self_attn.k_proj" in report(tmp_path, both).message
 
 
 @pytest.mark.parametrize(
@@ -395,7 +386,7 @@ def test_every_row_is_compared_where_layers_have_heads_of_other_sizes(tmp_path, 
             if scheme == "w4a16" and "self_attn.v_proj" in name and state[name].shape[0] == 128:
                 state[name] = torch.cat([state[name][:-1], -state[name][-1:]])
         folders.append(write_checkpoint(tmp_path / scheme, model.config, state, scheme, quantised, left_out))
-    message = check_kv_compatibility([Source.open(folder.name, folder) for folder in folders]).message
+    message = check_kv_compatibility(opened(*folders)).message
     assert "self_attn.v_proj differs" in message and "row 127" in message
 
 
@@ -405,7 +396,7 @@ def test_what_all_layers_compute_with_has_to_be_equal(tmp_path):
     sources = []
     for scheme in ("w8a8", "w4a16"):
         folder = write_checkpoint(tmp_path / scheme, model.config, state, scheme, quantised, left_out)
-        sources.append(Source.open(scheme, folder))
+        sources.append(open_source(scheme, folder))
         state = {n: 3 * t if "per_layer_projection_norm" in n else t for n, t in state.items()}
     message = check_kv_compatibility(sources).message
     assert "per_layer_projection_norm.weight', which all layers compute with, is not equal" in message
@@ -435,13 +426,8 @@ def test_embeddings_in_another_16_bit_dtype_are_the_same(tmp_path):
     state = load_file(file)
     name = "model.embed_tokens.weight"
     save_file({**state, name: state[name].to(torch.float16)}, file)
-    found = check_kv_compatibility([Source.open(f.name, f) for f in folders])
+    found = check_kv_compatibility(opened(*folders))
     assert found.layered_plans, found.message
-
-
-def test_other_weights_under_the_same_embedding_are_caught(tmp_path):
-    found = report(tmp_path, edit_tensor(r"k_proj\.weight", torch.randn_like))
-    assert "layer 0 self_attn.k_proj" in found.message
 
 
 @pytest.mark.parametrize(
@@ -460,7 +446,7 @@ def test_cache_scales_must_have_equal_values(tmp_path, scales, refused):
         file = folder / "model.safetensors"
         of_layers = {f"{layer}self_attn.k_scale": scale.clone() for layer in LAYERS}
         save_file(load_file(file) | of_layers, file)
-    found = check_kv_compatibility([Source.open(f"v{i}", f) for i, f in enumerate(folders)])
+    found = check_kv_compatibility([open_source(f"v{i}", f) for i, f in enumerate(folders)])
     assert found.compatible != refused
     assert refused == ("the cache scale 'model.layers.0.self_attn.k_scale' differs" in found.message)
 
@@ -472,9 +458,7 @@ def test_the_third_source_is_compared_too(tmp_path):
         make_checkpoint(tmp_path / "c", scheme="w4a16", transform=in_float32(rotate_v_and_o)),
     ]
     calls = []
-    found = check_kv_compatibility(
-        [Source.open(f.name, f) for f in folders], progress=lambda *done: calls.append(done)
-    )
+    found = check_kv_compatibility(opened(*folders), progress=lambda *done: calls.append(done))
     assert "'a' and 'c'" in found.message
     assert calls == [(1, 4), (2, 4)]
 
@@ -507,10 +491,10 @@ def test_fused_projections_are_split(tmp_path):
     plain = fuse(make_checkpoint(tmp_path / "a", scheme="w8a8"))
     good = make_checkpoint(tmp_path / "b", scheme="w4a16", transform=in_float32(scale_up_to_down))
     bad = make_checkpoint(tmp_path / "c", scheme="w4a16", transform=in_float32(smooth_v_to_o(0.7, 1.4)))
-    reference = Source.open("a", plain)
-    found = check_kv_compatibility([reference, Source.open("b", fuse(good))])
+    reference = open_source("a", plain)
+    found = check_kv_compatibility([reference, open_source("b", fuse(good))])
     assert found.layered_plans, found
-    message = check_kv_compatibility([reference, Source.open("c", fuse(bad))]).message
+    message = check_kv_compatibility([reference, open_source("c", fuse(bad))]).message
     assert "layer 0 self_attn.qkv_proj" in message and "gain error of row" in message
 
 
@@ -520,7 +504,7 @@ def test_a_layer_without_plain_attention_names_what_was_looked_for(tmp_path):
     latent = {name.replace("k_proj", "kv_b_proj"): tensor for name, tensor in load_file(file).items()}
     save_file(latent, file)
     with pytest.raises(FlexQuantError, match=r"layer 0 of variant 'v0' has no weight for 'self_attn.k_proj'"):
-        check_kv_compatibility([Source.open(f"v{i}", f) for i, f in enumerate(folders)])
+        check_kv_compatibility([open_source(f"v{i}", f) for i, f in enumerate(folders)])
 
 
 def test_layers_like_none_that_transformers_has_are_refused(tmp_path):
@@ -529,7 +513,7 @@ def test_layers_like_none_that_transformers_has_are_refused(tmp_path):
         file = folder / "model.safetensors"
         renamed = {name.replace("mlp.gate_proj", "mlp.gate"): t for name, t in load_file(file).items()}
         save_file(renamed, file)
-    sources = [Source.open(folder.name, folder) for folder in folders]
+    sources = opened(*folders)
     with pytest.raises(
         FlexQuantError, match="cannot build the LlamaForCausalLM .*my-own.* llama, qwen3, phi3"
     ):
@@ -546,7 +530,7 @@ def test_a_norm_that_is_not_finite_is_named(tmp_path, value):
 
 
 def test_one_source_is_compatible_with_itself(tmp_path):
-    assert check_kv_compatibility([Source.open("a", make_checkpoint(tmp_path / "a"))]).layered_plans
+    assert check_kv_compatibility([open_source("a", make_checkpoint(tmp_path / "a"))]).layered_plans
 
 
 @pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w8a8", "w8a8")])

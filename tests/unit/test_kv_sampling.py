@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from benchmarks.speed.synthetic import quantisation_section
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import open_source
+from flexquant.merge.kv.agreement import BLOCK_ROWS, row_numbers, sample_rows
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
-from flexquant.merge.kv.sampling import BLOCK_ROWS, row_numbers, sample_rows
 from tests.checkpoints import StateDict, make_checkpoint, quantise_int4, quantise_int8
 from tests.unit.edits import Edit, in_float32, orthogonal, rotate_residual, scale_up_to_down
 from tests.unit.full_merge import compare_and_refuse
@@ -92,7 +93,7 @@ def write(
         "quantization_config": quantisation_section(scheme, 32),
     }
     (folder / "config.json").write_text(json.dumps(config))
-    return Source.open(folder.name, folder)
+    return open_source(folder.name, folder)
 
 
 def compare(
@@ -261,7 +262,7 @@ def test_a_rotation_is_found_in_a_sample_of_the_tokens(tmp_path):
         make_checkpoint(tmp_path / scheme, scheme=scheme, vocab_size=2048, transform=transform)
         for scheme, transform in (("w8a8", None), ("w4a16", in_float32(rotate_residual)))
     ]
-    found = check_kv_compatibility([Source.open(folder.name, folder) for folder in folders])
+    found = check_kv_compatibility([open_source(folder.name, folder) for folder in folders])
     assert found.compatible and "different bases" in found.residual_messages[0]
     assert found.worst["k_proj"]["share_of_bound"] < 0.75
 

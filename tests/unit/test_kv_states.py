@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
+from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import KVReport
 from tests.architectures.models import random_model, small_config, split
 from tests.checkpoints import StateDict, write_checkpoint
@@ -56,7 +56,7 @@ def report(
     ignored = [name for name in left_out if not name.endswith(too)] if too else left_out
     a = write_checkpoint(folder / "a", model.config, published, schemes[0], quantised, left_out)
     b = write_checkpoint(folder / "b", model.config, edited, schemes[1], quantised | also, ignored)
-    return compare_and_refuse([Source.open("first", a), Source.open("second", b)], folder / "out")
+    return compare_and_refuse([open_source("first", a), open_source("second", b)], folder / "out")
 
 
 @cache
@@ -235,7 +235,7 @@ def test_one_variant_may_leave_all_around_its_states_in_16_bit(kind, tmp_path):
     ignored = [*left_out, *(name.removesuffix(".weight") for name in inside)]
     a = write_checkpoint(tmp_path / "a", model.config, published, "w8a8", quantised - inside, ignored)
     b = write_checkpoint(tmp_path / "b", model.config, published, "w4a16", quantised, left_out)
-    found = compare_and_refuse([Source.open("first", a), Source.open("second", b)], tmp_path / "out")
+    found = compare_and_refuse([open_source("first", a), open_source("second", b)], tmp_path / "out")
     assert inside and found.layered_plans, found
 
 
@@ -294,6 +294,6 @@ def test_a_state_that_transformers_does_not_keep_is_refused(tmp_path):
     folder = write_checkpoint(tmp_path / "v", model.config, state, "w8a8", quantised, left_out)
     file = folder / "model.safetensors"
     save_file({**load_file(file), "model.layers.3.self_attn.A_log": torch.zeros(4)}, file)
-    sources = [Source.open(name, folder) for name in ("a", "b")]
+    sources = [open_source(name, folder) for name in ("a", "b")]
     with pytest.raises(FlexQuantError, match="layer 3 of variant 'a' has a state .* in 'model.layers.3.self"):
         compare_and_refuse(sources, tmp_path / "out")

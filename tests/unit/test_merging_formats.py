@@ -249,14 +249,6 @@ def test_what_vllm_skips_is_left_out(w4a16: Path, tmp_path: Path) -> None:
         merge_checkpoints(sources, tmp_path / "again")
 
 
-@pytest.mark.parametrize("name", ["rotary_emb.inv_freq", "rotary_pos_emb.inv_freq"])
-def test_frequencies_are_left_out(name: str, w4a16: Path, tmp_path: Path) -> None:
-    w8a8 = make_checkpoint(tmp_path / "w8a8")
-    edits.tensors(lambda state: state.update({f"model.layers.0.self_attn.{name}": torch.ones(8)}))(w8a8)
-    merge_checkpoints({"w8a8": w8a8, "w4a16": w4a16}, tmp_path / "merged")
-    assert not [key for key in tensors_of(tmp_path / "merged") if key.endswith(name)]
-
-
 @pytest.mark.parametrize("part", ["qweight", "qzeros", "scales", "g_idx"])
 @pytest.mark.parametrize("scheme", [None, "w8a8"])
 def test_a_part_of_no_packed_linear_is_named(scheme: str | None, part: str, tmp_path: Path) -> None:

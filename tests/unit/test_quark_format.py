@@ -43,7 +43,7 @@ def test_numbers_are_those_of_quarks_rule(by: str, static: bool, symmetric: bool
     for module in linears:
         scale = stored[f"{module}.weight_scale"]
         rows = scale[:, None] if by == "per_channel" else scale
-        assert torch.equal(reader.read(module).weight, stored[f"{module}.weight"].float() * rows)
+        assert torch.equal(reader.open(module).read().matrix(), stored[f"{module}.weight"].float() * rows)
         parts = {
             key.rpartition(".")[2]: tensor for key, tensor in found.items() if key.startswith(f"{module}.")
         }
@@ -145,7 +145,7 @@ def test_numbers_of_layers_with_settings_of_their_own_are_kept(tmp_path: Path) -
             module.startswith("model.layers.1.mlp") or module.endswith("0.self_attn.o_proj")
         )
         assert torch.equal(
-            reader.read(module).weight,
+            reader.open(module).read().matrix(),
             stored[f"{module}.weight"].float() * (scale[:, None] if by_channel else scale),
         )
         zeros = not by_channel and ".0.mlp." in module
@@ -193,16 +193,12 @@ def test_parts_of_what_vllm_fuses_need_one_setting(
         theirs.get_quant_method_target(f"model.layers.0.{fused}", LinearBase)
 
 
-def with_global(part: str, **values: object) -> edits.Edit:
+def of_all(part: str | None = None, **values: object) -> edits.Edit:
+    """Change the settings of all linears, or of one part of them."""
+
     def change(content: JsonObject) -> None:
-        content["quantization_config"]["global_quant_config"][part].update(values)
-
-    return edits.edit_json("config.json", change)
-
-
-def without_outputs(**values: object) -> edits.Edit:
-    def change(content: JsonObject) -> None:
-        content["quantization_config"]["global_quant_config"].update(values)
+        settings = content["quantization_config"]["global_quant_config"]
+        (settings if part is None else settings[part]).update(values)
 
     return edits.edit_json("config.json", change)
 
@@ -221,16 +217,16 @@ INT8 = {"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": False, "symmetri
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (with_global("weight", dtype="fp8_e4m3"), "weight fp8_e4m3 per_tensor"),
-        (with_global("weight", qscheme="per_group", group_size=32), "weight int8 per_group"),
-        (with_global("weight", symmetric=False), "weight int8 per_tensor static with zero points"),
-        (with_global("weight", qscheme="per_channel", ch_axis=1), "ch_axis 1"),
-        (with_global("input_tensors", is_dynamic=True), "input_tensors int8 per_tensor dynamic"),
-        (with_global("input_tensors", qscheme="per_channel"), "input_tensors int8 per_channel static"),
-        (without_outputs(input_tensors=None), "input_tensors None"),
-        (without_outputs(weight=[INT8, INT8]), r"weight \["),
-        (without_outputs(output_tensors=INT8), "output_tensors"),
-        (without_outputs(bias=INT8), "bias"),
+        (of_all("weight", dtype="fp8_e4m3"), "weight fp8_e4m3 per_tensor"),
+        (of_all("weight", qscheme="per_group", group_size=32), "weight int8 per_group"),
+        (of_all("weight", symmetric=False), "weight int8 per_tensor static with zero points"),
+        (of_all("weight", qscheme="per_channel", ch_axis=1), "ch_axis 1"),
+        (of_all("input_tensors", is_dynamic=True), "input_tensors int8 per_tensor dynamic"),
+        (of_all("input_tensors", qscheme="per_channel"), "input_tensors int8 per_channel static"),
+        (of_all(input_tensors=None), "input_tensors None"),
+        (of_all(weight=[INT8, INT8]), r"weight \["),
+        (of_all(output_tensors=INT8), "output_tensors"),
+        (of_all(bias=INT8), "bias"),
         (edits.section(global_quant_config=None), "global_quant_config None"),
         (edits.section(layer_quant_config={"*down_proj": {}}), r"weight None in layer_quant_config '\*down"),
         (edits.section(layer_quant_config={"*down_proj": 8}), r"layer_quant_config '\*down_proj' 8"),

@@ -13,14 +13,15 @@ import pytest
 from vllm.model_executor import models
 from vllm.model_executor.models.registry import ModelRegistry
 
-from flexquant.checkpoint.source import Source
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import plan_merge
 from flexquant.merge.same_model import IGNORED, TIED, model_differences
 from tests.checkpoints import make_checkpoint
 from tests.config_pairs import Config, as_transformers_4_wrote_it, config_of
+from tests.publishers import edits
 
 LLAMA3 = {
     "factor": 8.0,
@@ -54,7 +55,7 @@ def test_variants_saved_by_transformers_4_and_5_merge(tmp_path, architecture, op
     verify_checkpoint(tmp_path / "merged", sources)
     for name, source in sources.items():
         split_checkpoint(tmp_path / "merged", name, tmp_path / f"{name} again")
-        plan_merge([Source.open("source", source), Source.open("again", tmp_path / f"{name} again")])
+        plan_merge([open_source("source", source), open_source("again", tmp_path / f"{name} again")])
 
 
 def plan_with(tmp_path: Path, edit: Config, **options: Any) -> None:
@@ -66,7 +67,7 @@ def plan_with(tmp_path: Path, edit: Config, **options: Any) -> None:
     path.write_text(
         json.dumps({key: value for key, value in edited.items() if edit.get(key, "") is not None})
     )
-    plan_merge([Source.open(f"v{i}", folder) for i, folder in enumerate(folders)])
+    plan_merge([open_source(f"v{i}", folder) for i, folder in enumerate(folders)])
 
 
 @pytest.mark.parametrize(
@@ -156,14 +157,9 @@ def test_no_served_model_of_vllm_reads_a_key_that_may_differ():
     assert readers <= LOOKED_AT
 
 
-def edit_config(folder: Path, **edit: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | edit))
-
-
 def test_a_choice_says_whose_config_a_model_gets(tmp_path):
     sources = {s: make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")}
-    edit_config(sources["w4a16"], rope_parameters={"rope_type": "default", "rope_theta": 5e4})
+    edits.config(rope_parameters={"rope_type": "default", "rope_theta": 5e4})(sources["w4a16"])
     message = "rope_theta: 10000.0 against 50000.0.*choose with --config-from w8a8 or --config-from w4a16"
     with pytest.raises(FlexQuantError, match=message):
         merge_checkpoints(sources, tmp_path / "merged")
@@ -199,7 +195,7 @@ def test_no_choice_of_a_config_merges_two_models(tmp_path, of_the_other, refused
 
 def test_names_of_code_count_for_nothing_where_transformers_has_the_model(tmp_path):
     sources = {s: make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")}
-    edit_config(sources["w8a8"], auto_map={"AutoModelForCausalLM": "modeling.Mine"})  # without its file
+    edits.config(auto_map={"AutoModelForCausalLM": "modeling.Mine"})(sources["w8a8"])  # without its file
     merge_checkpoints(sources, tmp_path / "merged")
     assert "auto_map" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 

@@ -14,8 +14,9 @@ import pytest
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
+from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import plan_merge
-from flexquant.merge.same_processor import processor_difference
+from flexquant.merge.same_inputs import processor_difference
 from tests.vision import KINDS, make_vision_checkpoint
 
 Files = dict[str, dict[str, Any]]
@@ -60,7 +61,7 @@ def sources(folder: Path, kind: str, files: Files) -> dict[str, Path]:
 
 
 def opened(variants: dict[str, Path]) -> list[Source]:
-    return [Source.open(name, folder) for name, folder in variants.items()]
+    return [open_source(name, folder) for name, folder in variants.items()]
 
 
 @pytest.mark.parametrize("kind", KINDS)

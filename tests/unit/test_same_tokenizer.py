@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from vllm import SamplingParams
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
-from flexquant.merge.generation import SAMPLING, generation_settings
+from flexquant.merge.formats import open_source
+from flexquant.merge.sidecar_plan import SAMPLING, generation_settings
 from tests.checkpoints import make_checkpoint
 from tests.publishers.edits import (
     Edit,
@@ -264,7 +264,7 @@ def test_generation_settings_of_equal_effect_are_merged(sources, tmp_path, first
 def test_a_setting_counts_unless_vllm_samples_alike_without_it(sources, key, values):
     def set_to(value: float | None) -> dict[str, object]:
         settings(eos_token_id=501, **{key: value})(sources["w8a8"])
-        return generation_settings(Source.open("w8a8", sources["w8a8"]))
+        return generation_settings(open_source("w8a8", sources["w8a8"]))
 
     absent = set_to(None)
     assert [set_to(value) for value in values] == [absent] * len(values)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import open_source
 from flexquant.merge.sidecar_plan import plan_sidecars
 from tests.checkpoints import make_checkpoint
 
@@ -41,7 +41,7 @@ def test_each_setting_decides(
     def plan(value: object) -> None:
         for folder, stated in zip(pair.values(), ({key: value}, {}), strict=True):
             (folder / "generation_config.json").write_text(json.dumps(stated))
-        plan_sidecars([Source.open(name, folder) for name, folder in pair.items()])
+        plan_sidecars([open_source(name, folder) for name, folder in pair.items()])
 
     for value in without_effect:
         plan(value)

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from vllm.model_executor.models.registry import ModelRegistry
 
-from flexquant.checkpoint.sidecars import COPIED, TOKENIZER, find_files
+from flexquant.checkpoint.folder import COPIED, TOKENIZER, find_files
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests.checkpoints import make_checkpoint

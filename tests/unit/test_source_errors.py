@@ -8,19 +8,22 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE
-from flexquant.checkpoint.known_models import load_tokenizer
 from flexquant.checkpoint.safetensors_io import load_tensor, read_header
-from flexquant.checkpoint.source import Source
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
+from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import plan_merge
 from tests.checkpoints import make_checkpoint
+from tests.publishers import edits
+from tests.publishers.edits import Edit
 
 ABSENT = object()
+SECOND_SHARD = "model-00002-of-00002.safetensors"
 
 
 @pytest.fixture
@@ -45,13 +48,6 @@ def fails(sources, *fragments: str) -> None:
 def edit_json(path: Path, **changes) -> None:
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, **changes}))
-
-
-def edit_tensors(folder: Path, edit) -> None:
-    file = folder / SINGLE_FILE
-    tensors = load_file(file)
-    edit(tensors)
-    save_file(tensors, file)
 
 
 def write_raw(path: Path, header: object, data: bytes = b"", length: int | None = None) -> None:
@@ -109,19 +105,75 @@ def test_load_tensor_reads_what_safetensors_reads(sources):
         assert tensor.equal(expected)
 
 
-def test_missing_shard(sources):
-    (sources["w8a8"] / "model-00002-of-00002.safetensors").unlink()
-    fails(sources, "no file 'model-00002-of-00002.safetensors'")
+def without(*parts: str) -> Edit:
+    """Drop the tensors whose names hold one of the parts."""
+
+    def drop(tensors) -> None:
+        for name in [name for name in tensors if any(part in name for part in parts)]:
+            del tensors[name]
+
+    return edits.tensors(drop)
 
 
-def test_missing_weights(sources):
-    (sources["w4a16"] / SINGLE_FILE).unlink()
-    fails(sources, "w4a16 has no safetensors file")
+def lost(name: str) -> Edit:
+    return lambda folder: (folder / name).unlink()
+
+
+def with_a_layer_of_5000_digits(tensors) -> None:
+    tensors[f"model.layers.{'9' * 5000}.mlp.bias"] = tensors["model.norm.weight"].clone()
+
+
+UP_SHAPE = "model.layers.0.mlp.up_proj.weight_shape"
+
+
+@pytest.mark.parametrize(
+    ("variant", "edit", "fragments"),
+    [
+        ("w8a8", lost(SECOND_SHARD), [f"no file '{SECOND_SHARD}'"]),
+        ("w4a16", lost(SINGLE_FILE), ["w4a16 has no safetensors file"]),
+        (
+            "w8a8",
+            edits.config(quantization_config={"quant_method": "gptq"}),
+            ["no linear in the format of gptq"],
+        ),
+        (
+            "w8a8",
+            edits.config(quantization_config={"quant_method": "bitsandbytes"}),
+            ["quant_method 'bitsandbytes'", "compressed-tensors, awq, gptq"],
+        ),
+        (
+            "w4a16",
+            edits.config(architectures=["MistralForCausalLM"]),
+            ["'w8a8' is a LlamaForCausalLM and 'w4a16' a MistralForCausalLM"],
+        ),
+        (
+            "w4a16",
+            edits.section(kv_cache_scheme={"num_bits": 8, "type": "float"}),
+            ["kv_cache_scheme None", "num_bits"],
+        ),
+        (
+            "w4a16",
+            lost("tokenizer_config.json"),
+            ["tokenizers of 'w8a8' and 'w4a16' differ: special tokens, ", "--tokenizer-from w4a16"],
+        ),
+        ("w4a16", without(".layers.1."), ["'w4a16' has no tensors for layer 1 of 2"]),
+        (
+            "w4a16",
+            without("model.norm.weight"),
+            ["'w8a8' has parameter 'model.norm.weight' and 'w4a16' does not"],
+        ),
+        ("w4a16", without(UP_SHAPE), [f"without '{UP_SHAPE}'"]),
+        ("w4a16", edits.tensors(with_a_layer_of_5000_digits), ["has parameter 'model.layers.999"]),
+    ],
+)
+def test_what_is_wrong_with_one_source_is_named(sources, variant, edit, fragments):
+    edit(sources[variant])
+    fails(sources, *fragments)
 
 
 @pytest.mark.parametrize("escape", ["relative", "absolute", "link"])
 def test_index_naming_a_shard_outside_the_folder(sources, escape):
-    folder, shard = sources["w8a8"], "model-00002-of-00002.safetensors"
+    folder, shard = sources["w8a8"], SECOND_SHARD
     outside = folder.parent / "outside.safetensors"
     (folder / shard).rename(outside)
     name = {"relative": "../outside.safetensors", "absolute": str(outside), "link": shard}[escape]
@@ -147,7 +199,7 @@ def test_hub_cache_links_are_followed(sources, tmp_path):
     for i, file in enumerate(sorted(sources["w8a8"].iterdir())):
         file.rename(blobs / str(i))
         (snapshot / file.name).symlink_to(f"../../blobs/{i}")
-    assert len(Source.open("w8a8", snapshot).tensors) > 10
+    assert len(open_source("w8a8", snapshot).tensors) > 10
     merge_checkpoints({"w8a8": snapshot, "w4a16": sources["w4a16"]}, tmp_path / "merged")
     provenance = json.loads((tmp_path / "merged" / "flexquant_provenance.json").read_text())
     assert provenance["sources"]["w8a8"]["folder"] == "org/model@abc"
@@ -156,7 +208,7 @@ def test_hub_cache_links_are_followed(sources, tmp_path):
         (snapshot / "config.json").unlink()
         (snapshot / "config.json").symlink_to(elsewhere)
         with pytest.raises(FlexQuantError, match="outside"):
-            Source.open("w8a8", snapshot)
+            open_source("w8a8", snapshot)
 
 
 def test_index_and_shards_disagree(sources):
@@ -184,13 +236,6 @@ def test_bad_config(sources):
     fails(sources, "expected an object")
     config.unlink()
     fails(sources, "no file 'config.json'")
-
-
-def test_source_of_another_format(sources):
-    edit_json(sources["w8a8"] / "config.json", quantization_config={"quant_method": "gptq"})
-    fails(sources, "no linear in the format of gptq")
-    edit_json(sources["w8a8"] / "config.json", quantization_config={"quant_method": "bitsandbytes"})
-    fails(sources, "quant_method 'bitsandbytes'", "compressed-tensors, awq, gptq")
 
 
 def test_variant_names(sources):
@@ -222,22 +267,8 @@ def test_incidental_config_keys_may_differ(sources, tmp_path):
     merge_checkpoints(sources, tmp_path / "merged")
 
 
-def test_different_architectures(sources):
-    edit_json(sources["w4a16"] / "config.json", architectures=["MistralForCausalLM"])
-    fails(sources, "'w8a8' is a LlamaForCausalLM and 'w4a16' a MistralForCausalLM")
-
-
-def test_different_kv_cache_scheme(sources):
-    config = sources["w4a16"] / "config.json"
-    section = json.loads(config.read_text())["quantization_config"]
-    edit_json(config, quantization_config={**section, "kv_cache_scheme": {"num_bits": 8, "type": "float"}})
-    fails(sources, "kv_cache_scheme None", "num_bits")
-
-
 def with_cache_scheme(folder: Path, **keys: object) -> None:
-    section = json.loads((folder / "config.json").read_text())["quantization_config"]
-    scheme = {"kv_cache_scheme": {"num_bits": 8, **keys}}
-    edit_json(folder / "config.json", quantization_config=section | scheme)
+    edits.section(kv_cache_scheme={"num_bits": 8, **keys})(folder)
 
 
 def test_cache_schemes_are_compared_by_what_serving_reads(sources):
@@ -245,36 +276,17 @@ def test_cache_schemes_are_compared_by_what_serving_reads(sources):
     with_cache_scheme(sources["w8a8"], **served)
     of_calibrating = {"observer": "minmax", "observer_kwargs": {"averaging_constant": 0.1}}
     with_cache_scheme(sources["w4a16"], **served, **of_calibrating, dynamic=False, group_size=None)
-    plan_merge([Source.open(name, folder) for name, folder in sources.items()])
+    plan_merge([open_source(name, folder) for name, folder in sources.items()])
     with_cache_scheme(sources["w4a16"], type="float", symmetric=False)
     fails(sources, "kv_cache_scheme", "'symmetric': True", "'symmetric': False")
     with_cache_scheme(sources["w4a16"], type="half")
     fails(sources, "the kv_cache_scheme in", "w4a16 cannot be read")
 
 
-def test_different_tokenizers(sources):
-    (sources["w4a16"] / "tokenizer_config.json").unlink()
-    fails(sources, "tokenizers of 'w8a8' and 'w4a16' differ: special tokens, ", "--tokenizer-from w4a16")
-
-
 def test_different_generation_config(sources):
     for i, folder in enumerate(sources.values()):
         (folder / "generation_config.json").write_text(json.dumps({"temperature": i}))
     fails(sources, "differ in temperature: 0 against 1", "--generation-from w4a16")
-
-
-def test_missing_layer(sources):
-    def drop(tensors):
-        for name in [name for name in tensors if ".layers.1." in name]:
-            del tensors[name]
-
-    edit_tensors(sources["w4a16"], drop)
-    fails(sources, "'w4a16' has no tensors for layer 1 of 2")
-
-
-def test_missing_parameter(sources):
-    edit_tensors(sources["w4a16"], lambda tensors: tensors.pop("model.norm.weight"))
-    fails(sources, "'w8a8' has parameter 'model.norm.weight' and 'w4a16' does not")
 
 
 def test_different_shapes(sources):
@@ -287,18 +299,13 @@ def test_different_shapes(sources):
                 tensors[name] = tensor[:128].clone()
         tensors["model.layers.0.mlp.up_proj.weight_shape"][0] = 128
 
-    edit_tensors(sources["w4a16"], shrink_norm)
+    edits.tensors(shrink_norm)(sources["w4a16"])
     fails(sources, "'model.norm.weight' has shape [128] in 'w8a8' and [64] in 'w4a16'")
-    edit_tensors(
-        sources["w4a16"], lambda t: t.update({"model.norm.weight": t["model.norm.weight"].repeat(2)})
+    edits.tensors(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].repeat(2)}))(
+        sources["w4a16"]
     )
-    edit_tensors(sources["w4a16"], shrink_linear)
+    edits.tensors(shrink_linear)(sources["w4a16"])
     fails(sources, "'model.layers.0.mlp.up_proj.weight' has shape [256, 128] in 'w8a8' and [128, 128]")
-
-
-def test_packed_weight_without_its_shape(sources):
-    edit_tensors(sources["w4a16"], lambda t: t.pop("model.layers.0.mlp.up_proj.weight_shape"))
-    fails(sources, "without 'model.layers.0.mlp.up_proj.weight_shape'")
 
 
 @pytest.mark.parametrize(
@@ -368,7 +375,7 @@ def test_shapes_that_do_not_fit_are_refused_though_all_variants_have_them(tmp_pa
     def reshape(tensors):
         tensors[name] = tensors[name].flatten()[: math.prod(shape)].reshape(shape).clone()
 
-    edit_tensors(source, reshape)
+    edits.tensors(reshape)(source)
     fails({"w8a8": source, "w4a16": source}, problem)
 
 
@@ -386,14 +393,6 @@ def test_half_a_character_in_a_name_is_refused(sources):
     fails(sources, "its header is not valid JSON", "surrogates not allowed")
     (sources["w4a16"] / "config.json").write_text(f'{{"architectures": [{half}]}}')
     fails(sources, "config.json is not valid JSON", "surrogates not allowed")
-
-
-def test_a_layer_of_more_digits_than_python_reads_is_none(sources):
-    def add(tensors):
-        tensors[f"model.layers.{'9' * 5000}.mlp.bias"] = tensors["model.norm.weight"].clone()
-
-    edit_tensors(sources["w4a16"], add)
-    fails(sources, "has parameter 'model.layers.999")
 
 
 @pytest.mark.parametrize("command", ["inspect", "predict", "split"])

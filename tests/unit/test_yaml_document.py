@@ -9,7 +9,7 @@ from importlib import import_module
 import pytest
 import yaml
 
-from flexquant.documents.digest import digest_of
+from flexquant.documents.results import digest_of
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
 

@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.digest import digest_of
+from flexquant.documents.results import digest_of
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.schema import PHASES
 from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from vllm.logger import init_logger
 
-from flexquant.documents.digest import digest_of
+from flexquant.documents.results import digest_of
 from flexquant.serving.cpu.int4 import INNER_K_TILES, TorchCPUInt4LinearKernel
 from flexquant.serving.cpu.machine import cpu_model
 from flexquant.serving.vllm_api import (

@@ -22,7 +22,7 @@ import torch
 from vllm.logger import init_logger
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.digest import digest_of, versions_of
+from flexquant.documents.results import digest_of, versions_of
 from flexquant.serving.cpu.machine import cpu_model
 from flexquant.serving.vllm_api import envs
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from vllm.logger import init_logger
 
-from flexquant.checkpoint.layer_ranges import describe_ranges
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import route_changes
 from flexquant.serving.config import clip_to_server

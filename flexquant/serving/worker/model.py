@@ -13,8 +13,8 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 
 from flexquant import __version__
-from flexquant.checkpoint.layer_ranges import BytesByRange, describe_bytes
 from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.checkpoint.weight_bytes import BytesByRange, describe_bytes
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable

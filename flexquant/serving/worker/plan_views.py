@@ -29,7 +29,7 @@ from vllm.config import VllmConfig
 
 from flexquant import __version__
 from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.documents.digest import digest_of
+from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
 from flexquant.policy.rules import Derivation

@@ -16,7 +16,7 @@ import torch
 from vllm.logger import init_logger
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.digest import digest_of
+from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
 from flexquant.serving.vllm_api import get_pp_group, get_tp_group, get_world_group

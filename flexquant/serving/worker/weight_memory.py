@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range
+from flexquant.checkpoint.merged_config import SHARED
 from flexquant.checkpoint.module_names import layer_number
+from flexquant.checkpoint.weight_bytes import BytesByRange, by_range
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     CPUDNNLGEMMHandler,

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Count what a merged checkpoint holds, for ``flexquant inspect`` and the model card."""
+"""Count the bytes of weights that a merged checkpoint stores, and describe what it holds.
+
+Stored bytes are those of the safetensors files, scales and norms included, the same on every machine. What
+kernels hold of them in memory is counted in `serving/worker/weight_memory.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range
-from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, StoredVariant
-from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.module_names import EXPERTS, HEAD, is_in, layer_number
+from flexquant.checkpoint.merged_config import SHARED, SHARED_PREFIX, MergedConfig, StoredVariant
+from flexquant.checkpoint.model_config import JsonObject, QuantizedNumbers
+from flexquant.checkpoint.module_names import EXPERTS, HEAD, describe_range, is_in, layer_number, ranges
 from flexquant.checkpoint.safetensors_io import TensorRef, total_bytes
 from flexquant.checkpoint.schemes import logical_shapes
+
+BytesByRange = dict[str, dict[str, int]]
+"""Variant or SHARED -> range of layers, e.g. ``0-3``, or an empty text for outside of layers -> bytes."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,20 @@ def report_checkpoint(
     )
 
 
+def bytes_by_layer(
+    merged: MergedConfig, tensors: Mapping[str, TensorRef]
+) -> dict[str, Mapping[int | None, int]]:
+    """Return variant or SHARED -> decoder layer, or None for outside of layers -> bytes stored for it."""
+    prefixes = {name: variant.prefix for name, variant in merged.variants.items()} | {SHARED: SHARED_PREFIX}
+    return {name: _by_layer(_with_prefix(tensors, prefix).items()) for name, prefix in prefixes.items()}
+
+
+def weights_in_layers(tensors: Mapping[str, TensorRef]) -> int:
+    """Return how many weights the decoder layers of a variant have, by its ``tensors``' original keys."""
+    shapes = logical_shapes(tensors)
+    return sum(math.prod(shape) for key, shape in shapes.items() if layer_number(key) is not None)
+
+
 def bytes_in_use(
     merged: MergedConfig,
     tensors: Mapping[str, TensorRef],
@@ -102,14 +122,41 @@ def bytes_in_use(
     for name, variant in stored.items():
         own = _without_copies(_with_prefix(tensors, variant.prefix), [variant])
         of_source = layers.get(sources.get(name, ""))
-        found[name] = _by_range(
-            (key, ref)
-            for key, ref in own.items()
-            if is_in(key, layers[name])
-            and (of_source is None or not is_in(key, of_source) or _is_packed_linear(key, own))
+        found[name] = by_range(
+            _by_layer(
+                (key, ref)
+                for key, ref in own.items()
+                if is_in(key, layers[name])
+                and (of_source is None or not is_in(key, of_source) or _is_packed_linear(key, own))
+            )
         )
     shared = _without_copies(_with_prefix(tensors, SHARED_PREFIX), stored.values())
-    return found | {SHARED: _by_range(shared.items())}
+    return found | {SHARED: by_range(_by_layer(shared.items()))}
+
+
+def by_range(nbytes: Mapping[int | None, int]) -> dict[str, int]:
+    """Return the bytes of each run of consecutive layers from the bytes by layer; None: outside of layers."""
+    runs = ranges(number for number in nbytes if number is not None)
+    sizes = {describe_range(run): sum(nbytes[number] for number in run) for run in runs}
+    return sizes | ({"": nbytes[None]} if nbytes.get(None) else {})
+
+
+def format_bytes(nbytes: float) -> str:
+    """Return e.g. ``12.0 MiB``, in the largest unit with a value of at least 1."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} bytes" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
+
+
+def describe_bytes(nbytes: BytesByRange) -> str:
+    """Return e.g. ``w8a8 layers 0-3: 12.0 MiB, shared: 54.0 MiB``."""
+    return ", ".join(
+        f"{_part(name, run, of_name)}: {format_bytes(size)}"
+        for name, of_name in nbytes.items()
+        for run, size in of_name.items()
+    )
 
 
 def describe_scheme(quantization_config: JsonObject) -> str:
@@ -142,7 +189,7 @@ def describe_kv(kv_compatibility: JsonObject) -> str:
     )
 
 
-def _describe(arguments: JsonObject | None, what: str) -> str:
+def _describe(arguments: QuantizedNumbers | None, what: str) -> str:
     if not arguments:
         return f"16-bit {what}"
     details = [str(arguments.get("strategy", "")).replace("_", " ")]
@@ -154,6 +201,12 @@ def _describe(arguments: JsonObject | None, what: str) -> str:
     return f"{arguments.get('type', 'int')}{arguments.get('num_bits', '')} {what}" + (
         f" ({extra})" if extra else ""
     )
+
+
+def _part(name: str, run: str, of_name: Mapping[str, int]) -> str:
+    if run:
+        return f"{name} layers {run}"
+    return name if len(of_name) == 1 else f"{name} outside layers"
 
 
 def _with_prefix(tensors: Mapping[str, TensorRef], prefix: str) -> dict[str, TensorRef]:
@@ -173,8 +226,8 @@ def _is_packed_linear(key: str, tensors: Mapping[str, TensorRef]) -> bool:
     return f"{key.rpartition('.')[0]}.weight_packed" in tensors and not EXPERTS.match(key)
 
 
-def _by_range(tensors: Iterable[tuple[str, TensorRef]]) -> dict[str, int]:
-    of_layers: Counter[int | None] = Counter()
+def _by_layer(tensors: Iterable[tuple[str, TensorRef]]) -> Counter[int | None]:
+    sizes: Counter[int | None] = Counter()
     for key, ref in tensors:
-        of_layers[layer_number(key)] += ref.nbytes
-    return by_range(of_layers)
+        sizes[layer_number(key)] += ref.nbytes
+    return sizes

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Find the basis of a variant's residual stream, relative to the reference's, from the token embeddings.
+"""Compare two variants outside of their layers: the basis of the residual stream, and how logits are made.
 
 QuaRot and SpinQuant rotate the whole stream: with the norms folded away, every vector x becomes x Q and
 the model computes the same logits. K and V do not change, but their matrices do. So every token's embedding
 is compared. If at least half of the tokens differ, the orthogonal Q that best maps one variant's embeddings
-to the other's (Procrustes) is computed from a sample of at least four times as many tokens as the hidden size
-(`sampling`). If Q maps the sample up to rounding, K and V can be compared in the reference's basis. The
-sample's error is one number, so it does not show a single token that was trained further.
+to the other's (Procrustes) is computed from a sample of at least four times as many tokens as the hidden
+size. If Q maps the sample up to rounding, K and V can be compared in the reference's basis. The sample's
+error is one number, so it does not show a single token that was trained further.
+
+A fold moves the final norm's weight into the lm_head's columns (QuaRot), so neither is compared by itself.
+The norm runs in transformers' code for both variants; the factors between its outputs are multiplied out of
+the lm_head's columns, and what is left may differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -18,8 +22,18 @@ from dataclasses import dataclass
 import torch
 
 from flexquant.checkpoint.safetensors_io import same_bytes
-from flexquant.merge.kv.agreement import NOISE_FACTOR, TINY
-from flexquant.merge.kv.sampling import row_numbers
+from flexquant.merge.kv.agreement import (
+    NOISE_FACTOR,
+    OUTPUT_NOISE_FACTOR,
+    STORAGE_NOISE,
+    TINY,
+    judge_matrices,
+    row_numbers,
+    sum_products,
+)
+from flexquant.merge.kv.layer_comparison import equal
+from flexquant.merge.kv.layer_pass import column_factors, excess
+from flexquant.merge.kv.skeleton import Skeleton
 from flexquant.merge.kv.variant_weights import VariantWeights
 
 EMBEDDING_TOLERANCE = 0.02
@@ -127,3 +141,40 @@ def _cross(variant: VariantWeights, reference: VariantWeights) -> torch.Tensor:
         cross = y.T @ x if cross is None else cross.addmm_(y.T, x)
     assert cross is not None
     return cross
+
+
+def logits_difference(
+    variant: VariantWeights, reference: VariantWeights, skeleton: Skeleton, rotation: torch.Tensor | None
+) -> str:
+    """Return how two variants make other logits of one last layer's output; empty if they do not.
+
+    ``rotation`` [hidden, hidden] is that of the variant's residual stream.
+    """
+    both = (variant, reference)
+    norms = [of.after_layers() for of in both]
+    heads = [of.stored(of.head_name) for of in both]
+    are_equal = [
+        a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a) for a, b in (norms, heads)
+    ]
+    if all(are_equal) and rotation is None:
+        return ""
+    hidden = skeleton.hidden(len(skeleton.layers) - 1)[0]
+    if len(skeleton.after_layers) == 1 and not skeleton.stands_in:
+        x = skeleton.run_last(variant.load_last(), hidden if rotation is None else hidden @ rotation)
+        expected = skeleton.run_last(reference.load_last(), hidden)
+    elif are_equal[0] and rotation is None:
+        x = expected = hidden
+    else:
+        return f"'{min(norms[1], default='what follows the layers')}' is not equal in both"
+    if rotation is not None:
+        x = x @ rotation.T
+    factors = column_factors(x, expected)
+    rounding = STORAGE_NOISE * reference.load_last().get("bias", torch.zeros(1)).abs()
+    if excess(x, factors * expected, rounding) > 1:
+        return f"{skeleton.after_layers[0]}, behind the layers, computes something else"
+    matrix, other = variant.matrix(variant.head_name), reference.matrix(reference.head_name)
+    matrix = matrix if rotation is None else matrix.rotated(rotation)
+    found = judge_matrices(sum_products(matrix.times_columns(factors), other), None, OUTPUT_NOISE_FACTOR)
+    if found.agrees:
+        return ""
+    return f"{reference.head_name}, with the norm before it, makes other logits ({found.worst})"
