@@ -23,8 +23,7 @@ from benchmarks.speed.results import git_commit
 from flexquant.checkpoint.output import staged_file
 from flexquant.cli._arguments import add_study, study_of, tell
 from flexquant.documents.figures import new_figure
-from flexquant.layers.budget import Budget
-from flexquant.layers.searching import Search
+from flexquant.layers.searching import Budget, Search
 from flexquant.layers.sensitivity import Study
 from flexquant.layers.sensitivity_report import estimate
 from flexquant.measuring.machine import describe_command, describe_machine, describe_versions

@@ -9,7 +9,6 @@ python -m benchmarks.readme_tables --check   # fail if they are not what the res
 from __future__ import annotations
 
 import re
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -189,20 +188,6 @@ def merging_memory() -> str:
     )
 
 
-def simulated() -> str:
-    """Return the means over the rounds of a real server, and of the simulation of its requests."""
-    rows = []
-    for policy, rounds in read("simulation-cpu.json")["results"].items():
-        row = [f"`{policy}`"]
-        for key, form in (("mean_ttft_ms", ".0f"), ("mean_tpot_ms", ".1f"), ("output_throughput", ".1f")):
-            real, replayed = (
-                statistics.fmean(r[kind][key] for r in rounds) for kind in ("measured", "simulated")
-            )
-            row.append(f"{real:{form}} / {replayed:{form}} ({replayed / real - 1:+.0%})")
-        rows.append(row)
-    return markdown(["policy", "mean TTFT ms: served / simulated", "mean TPOT ms", "tokens/s"], rows)
-
-
 def main() -> int:
     functions = (
         policies,
@@ -217,7 +202,6 @@ def main() -> int:
         smoothing,
         merging,
         merging_memory,
-        simulated,
     )
     servers = (
         own_cost,

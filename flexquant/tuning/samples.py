@@ -18,8 +18,10 @@ from flexquant.documents.digest import different_keys
 from flexquant.errors import UsageError
 from flexquant.measuring.comparison import Comparison, compare
 from flexquant.policy.pass_times import PassTimes, Time
+from flexquant.policy.schema import Phase
 
-PHASES = ("decode", "prefill")
+MEASURED_PHASES: tuple[Phase, ...] = ("decode", "prefill")
+"""Phases whose passes are measured; the time of a mixed pass is that of a prefill pass."""
 
 
 class Samples:
@@ -68,7 +70,7 @@ class Samples:
                 variant: {size: self.time(variant, phase, size) for size in self.sizes(phase)}
                 for variant in self._seconds
             }
-            for phase in PHASES
+            for phase in MEASURED_PHASES
         )
         cost = statistics.median(self.context_seconds) if self.context_seconds else 0.0
         return PassTimes(decode, prefill, context, max(0.0, cost), origin)

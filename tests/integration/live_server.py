@@ -19,12 +19,10 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexquant import cli
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 from flexquant.serving.worker.metrics import FOLDER
-from flexquant.tuning.traffic import Traffic, watch
 from tests.integration.otlp_collector import Collector, Span
 from tests.policies import LAYERED_DECODE
 
@@ -76,10 +74,7 @@ class Served(NamedTuple):
     changed: Changed
     answered: list[tuple[int, Any]]
     """What /flexquant/requests says of a response to two prompts, of one with two answers, and of none."""
-    traffic: Traffic
-    """All traffic that the server has had, before the last change too."""
     all_passes: list[dict[str, Any]]
-    proposal: Path
     spans: list[tuple[list[Span], list[Span]]]
     """For each prompt of these responses: vLLM's spans of the answers, and FlexQuant's."""
 
@@ -176,24 +171,8 @@ def ask_all(
         parents = {span.own for span in own}
         spans.append((own, collector.wait_for(number, lambda span, ids=parents: span.parent in ids)))
     changed = change_policies(root, client, trace, policies, scrapes)
-    traffic = watch(root, 0)
-    proposal = propose(merged, root, policies)
     every = [record for line in trace.read_text().splitlines() if "phase" in (record := json.loads(line))]
-    return Served(
-        metrics, status, refused, header, passes, changed, answered, traffic, every, proposal, spans
-    )
-
-
-def propose(merged: Path, root: str, folder: Path) -> Path:
-    """Have ``flexquant tune`` propose a policy, from times by which W4A16 is the faster everywhere."""
-    curves = {"w8a8": {"1": [9, 9, 9], "64": [99, 99, 99]}, "w4a16": {"1": [1, 1, 1], "64": [11, 11, 11]}}
-    times = {"origin": {}, "context": 16, "context_ns": 0, "decode_ms": curves, "prefill_ms": curves}
-    document = {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}], "measured": times}
-    (folder / "times.yaml").write_text(json.dumps(document))
-    output = folder / "proposed.yaml"
-    arguments = ["--from-metrics", root, "--seconds", "0", "--times", str(folder / "times.yaml")]
-    assert cli.main(["tune", str(merged), "--output", str(output), *arguments]) == 0
-    return output
+    return Served(metrics, status, refused, header, passes, changed, answered, every, spans)
 
 
 def change_policies(root: str, client: OpenAI, trace: Path, folder: Path, scrapes: int) -> Changed:

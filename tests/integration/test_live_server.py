@@ -8,7 +8,6 @@ And how its policy is changed while it answers.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 
 from flexquant import cli
 from flexquant.measuring.server import vllm_serve
-from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import ADMIN_KEY
 from flexquant.serving.metric_names import (
     FORWARD,
@@ -25,7 +23,6 @@ from flexquant.serving.metric_names import (
     POLICY,
     REPLAYS,
     SECONDS,
-    SIZE_BUCKETS,
     TOKENS,
     WEIGHT_BYTES,
 )
@@ -236,25 +233,3 @@ def test_the_command_tells_what_a_change_would_do(served: Served, monkeypatch: A
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
     assert cli.main(["policy", "apply", "127.0.0.1:8000", "w8a8"]) == 1
     assert "no URL of a server" in capsys.readouterr().err
-
-
-def test_the_traffic_that_a_policy_is_proposed_for_is_that_of_the_trace(served: Served) -> None:
-    found: Counter[tuple[str, str, int]] = Counter()
-    for cell in served.traffic.cells:
-        found[cell.plan, cell.phase, bisect_left(SIZE_BUCKETS, cell.size)] += round(cell.passes)
-    expected: Counter[tuple[str, str, int]] = Counter()
-    for p in served.all_passes:
-        size = p["sequences"] if p["phase"] == "decode" else p["scheduled_tokens"]
-        expected[p["plan"], p["phase"], bisect_left(SIZE_BUCKETS, size)] += 1
-    assert found == expected
-    assert sorted(served.traffic.variants) == ["w4a16", "w8a8"]
-
-
-def test_a_proposal_is_a_policy_and_changes_nothing(served: Served) -> None:
-    policy = load_policy(str(served.proposal))
-    taken = next(rule for rule in policy.rules if rule.matches("prefill", 64, 1))
-    assert taken.variant == "w4a16", "W8A8 alone prefilled, so that the times of both are scaled alike"
-    text = served.proposal.read_text()
-    assert f"{served.traffic.passes} passes under {served.traffic.policy}" in text
-    assert "nothing has been applied" in text
-    assert served.traffic.policy == served.changed.status["policy"]["name"]

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.layers.budget import Budget, MeasuredPlan, front
 from flexquant.layers.search_report import searched_policy_document
-from flexquant.layers.searching import SearchResult, beside, greedy_chain
+from flexquant.layers.searching import Budget, MeasuredPlan, SearchResult, beside, front, greedy_chain
 from flexquant.policy.rules import parse_policy
 from flexquant.policy.schema import SCHEMA
 

@@ -15,16 +15,15 @@ import pytest
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings, Subject
-from flexquant.layers.budget import Budget, MeasuredPlan, front
-from flexquant.layers.limiting import limit_loss
-from flexquant.layers.searching import Search, SearchResult
+from flexquant.layers.quality_limit import limit_loss
+from flexquant.layers.searching import Budget, MeasuredPlan, Search, SearchResult, front
 from flexquant.layers.sensitivity import Study
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.plans import Layers, describe_layers
 from flexquant.policy.schema import SCHEMA
 from flexquant.tuning.candidates import find_variants
-from flexquant.tuning.deciding import Decision, Range
 from flexquant.tuning.policy_file import TuningResult
+from flexquant.tuning.size_thresholds import Decision, Range
 from tests.checkpoints import make_checkpoint
 from tests.pass_times import CROSSED, make_times
 

@@ -396,13 +396,13 @@ def test_a_layer_of_more_digits_than_python_reads_is_none(sources):
     fails(sources, "has parameter 'model.layers.999")
 
 
-@pytest.mark.parametrize("command", ["inspect", "predict", "split"])
+@pytest.mark.parametrize("command", ["inspect", "split"])
 @pytest.mark.parametrize("name", ["nowhere", "empty", "broken"])
 def test_a_folder_that_is_no_merged_checkpoint_is_named_once(tmp_path, command, name, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
-    options = {"predict": ["--device", "h100"], "split": ["--variant", "w8a8", "--output", "out"]}
+    options = {"split": ["--variant", "w8a8", "--output", "out"]}
     assert main([command, str(tmp_path / name), *options.get(command, [])]) == 1
     message = capsys.readouterr().err
     assert message.count(str(tmp_path / name)) == 1
