@@ -108,7 +108,7 @@ def main() -> None:
     plans = choose(study, times, args.layers, args.sequences, chosen_on)
     found = measure(unseen, plans, times, args.sequences, measured_on)
     document = {
-        **unseen.described(),
+        **{key: value for key, value in unseen.described().items() if key != "kl"},
         "chosen_on": args.text.name,
         "times": Path(args.policy).name,
         "sequences": args.sequences,

@@ -16,9 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.layers.sensitivity import Measure, Study
+from flexquant.layers.sensitivity import Measure, Study, StudyDocument
 from flexquant.layers.sensitivity_report import costs
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.plans import Layers, all_in, describe_layers, with_layer
@@ -107,7 +106,7 @@ def front(plans: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
 class SearchResult:
     """Result of a search."""
 
-    document: JsonObject
+    document: StudyDocument
     """The study's document, with every measured plan."""
     chosen: MeasuredPlan
     searched: list[MeasuredPlan]

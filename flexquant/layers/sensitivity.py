@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, staged_file
@@ -37,6 +37,27 @@ if TYPE_CHECKING:
 SCHEMA = "flexquant.sensitivity/v2"
 Measure = Callable[[Layers], list[float]]
 """Returns the mean KL divergence of every row to the reference under a plan, in nats a token."""
+
+
+class StudyDocument(TypedDict):
+    """A file of results: the study's inputs, and what was measured so far."""
+
+    schema: str
+    checkpoint: str
+    files: dict[str, int]
+    """The checkpoint's safetensors files and their bytes."""
+    reference: str | None
+    variants: list[str]
+    """The most precise one comes first."""
+    layers: int
+    """Number of decoder layers."""
+    settings: JsonObject
+    text: dict[str, str]
+    kl: dict[str, list[float]]
+    """Plan -> mean KL divergence of every row to the reference, in nats a token."""
+    machine: NotRequired[JsonObject]
+    versions: NotRequired[dict[str, str]]
+    argv: NotRequired[list[str]]
 
 
 @dataclass(frozen=True)
@@ -89,8 +110,8 @@ class Study:
             if other != variant
         ]
 
-    def described(self) -> JsonObject:
-        """Return the study's inputs as JSON-able data; a file of results records them."""
+    def described(self) -> StudyDocument:
+        """Return the document of the study's inputs, with nothing measured yet."""
         return {
             "schema": SCHEMA,
             "checkpoint": folder_label(self.subject.folder),
@@ -100,9 +121,10 @@ class Study:
             "layers": self.subject.num_layers,
             "settings": {**asdict(self.settings), "batch_sizes": list(self.settings.batch_sizes)},
             "text": {"file": self.text.name, "sha256": hash_file(self.text)},
+            "kl": {},
         }
 
-    def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> JsonObject:
+    def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> StudyDocument:
         """Measure each layer alone, unless ``file`` has the plan already; return the document in ``file``.
 
         The document's ``kl`` maps a plan (:func:`flexquant.policy.plans.describe_layers`) to the mean KL
@@ -118,7 +140,7 @@ class Study:
 
     def measure_layers(
         self,
-        document: JsonObject,
+        document: StudyDocument,
         measure: Measure,
         plans: Sequence[Layers],
         progress: Callable[[str], None],
@@ -132,7 +154,7 @@ class Study:
     @contextmanager
     def measuring(
         self, file: Path, *, overwrite: bool, progress: Callable[[str], None]
-    ) -> Iterator[tuple[JsonObject, Measure]]:
+    ) -> Iterator[tuple[StudyDocument, Measure]]:
         """Yield the document of ``file``, and a function that measures a plan and saves it there.
 
         The first plan that the document lacks starts the engine.
@@ -151,8 +173,7 @@ class Study:
                     score = score or stack.enter_context(self._scoring(rows, progress))
                     document["kl"][name] = score(layers)
                     self._save(file, document)
-                found: list[float] = document["kl"][name]
-                return found
+                return document["kl"][name]
 
             yield document, measure
 
@@ -186,14 +207,14 @@ class Study:
 
                 yield score
 
-    def _load(self, file: Path, overwrite: bool) -> JsonObject:
+    def _load(self, file: Path, overwrite: bool) -> StudyDocument:
         described = self.described()
         if overwrite or not file.exists():
-            return {**described, "kl": {}}
+            return described
         try:
             document: JsonObject = json.loads(file.read_text(encoding="utf-8"))
-            different = different_keys(described, {key: document.get(key) for key in described})
             measured = document["kl"]
+            different = different_keys(described, {key: document.get(key) for key in described} | {"kl": {}})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise UsageError(
                 f"{file} is not what 'flexquant sensitivity' wrote ({e!r}); give another --output"
@@ -202,14 +223,12 @@ class Study:
             raise UsageError(
                 f"{file} has results with other {', '.join(different)}; give another --output, or --overwrite"
             )
-        return document
+        return cast("StudyDocument", document)
 
-    def _save(self, file: Path, document: JsonObject) -> None:
-        document |= {
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "argv": describe_command(),
-        }
+    def _save(self, file: Path, document: StudyDocument) -> None:
+        document["machine"] = describe_machine()
+        document["versions"] = describe_versions()
+        document["argv"] = describe_command()
         with staged_file(file) as partial:
             partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

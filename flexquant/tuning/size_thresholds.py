@@ -129,7 +129,9 @@ def undecided(samples: Samples, variants: Sequence[str], phase: str) -> dict[int
 
 def check_decidable(samples: Samples, variants: Sequence[str]) -> dict[str, list[int]]:
     """Return the undecided sizes by phase; raise TooNoisyError if their share is above MOST_DOUBTFUL."""
-    doubtful = {phase: list(undecided(samples, variants, phase)) for phase in MEASURED_PHASES}
+    doubtful: dict[str, list[int]] = {
+        phase: list(undecided(samples, variants, phase)) for phase in MEASURED_PHASES
+    }
     count, total = (
         sum(map(len, d.values())) for d in (doubtful, {p: samples.sizes(p) for p in MEASURED_PHASES})
     )
