@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import pytest
 from openai import OpenAI
+from vllm.platforms import current_platform
 
 from flexquant.checkpoint.served_config import read_merged_config
-from flexquant.cli import main
+from flexquant.cli import build_parser, main
 from flexquant.doctor.loaded_bytes import count_bytes
 from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY
 from flexquant.layers.sensitivity import policy_that_loads
@@ -28,6 +29,9 @@ from flexquant.policy.plans import all_in, describe_layers, with_layer
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from flexquant.tuning.candidates import FROM_INT4, find_variants
+from flexquant.tuning.measure import Measurement
+from flexquant.tuning.policy_file import TuningFiles
+from flexquant.tuning.rounds import QUICK_CPU, QUICK_GPU
 from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, engine
@@ -254,6 +258,38 @@ def sensitivity_file(merged, file) -> Path:
     document = {"schema": SENSITIVITY, "layers": 30, "variants": ["w8a8", "w4a16"], "files": sizes, "kl": kl}
     file.write_text(json.dumps(document))
     return file
+
+
+def remember(arguments, variants, seconds) -> None:
+    """Write the samples of a run that was stopped at its end: ``seconds(variant, size)`` for every pass."""
+    args = build_parser().parse_args([*map(str, arguments)])
+    output = TuningFiles(args.output)
+    grid = QUICK_CPU if current_platform.is_cpu() else QUICK_GPU
+    measured = Measurement(args.folder, variants, grid, output.samples, enforce_eager=True)
+    for _ in range(grid.effort.rounds):
+        measured.samples.context_seconds.append(0.0)
+        for phase, sizes in (("decode", measured.grid.decode), ("prefill", measured.grid.prefill)):
+            for size in sizes:
+                for variant in variants:
+                    measured.samples.add(variant, phase, size, seconds(variant, size))
+    measured.samples.save(output.samples, measured.run)
+
+
+def test_what_follows_from_samples_needs_no_engine(tiny_merged, tmp_path, capsys):
+    """W4A16 is the faster for few sequences; in a GiB two copies of this model fit."""
+    folder, seconds = tiny_merged() / "merged", {"w8a8": 1.0, FROM_INT4: 1.1}
+    merged = read_merged_config(folder)[0]
+    for command, names in ((["tune"], None), (["fit", "--memory", "1GiB"], ["w8a8", "w4a16", FROM_INT4])):
+        output = tmp_path / f"{command[0]}.yaml"
+        arguments = [*command, folder, "--output", output, "--quick", "--enforce-eager"]
+        remember(arguments, find_variants(merged, names), lambda v, n: seconds.get(v, 0.5 + n / 8))
+        assert main([*map(str, arguments)]) == 0
+        told = capsys.readouterr()
+        assert "starting" not in told.err and f"wrote {output}" in told.out
+        policy = load_policy(str(output))
+        assert [rule.variant for rule in policy.rules] == ["w4a16", "w8a8", "w8a8"]
+        assert not output.with_name(f"{output.name}.samples.json").exists()
+    assert "two copies: w8a8, w4a16" in told.out and told.out.count("  chosen\n") == 1
 
 
 def test_layers_are_chosen_for_a_memory(real_merged, tmp_path):

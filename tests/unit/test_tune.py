@@ -8,6 +8,7 @@ import json
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,7 @@ from flexquant.tuning.policy_file import (
     batch_notes,
     bound_notes,
     crossover_notes,
+    describe_decision,
     kernel_notes,
     origin_notes,
     tuned_policy_document,
@@ -493,6 +495,26 @@ def test_grids_are_cut_and_extended(grid):
 )
 def test_what_lies_between(smaller, larger, middle):
     assert between(smaller, larger) == middle
+
+
+RECORDED = Path(__file__).parents[2] / "benchmarks/results/tuning"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["0.5b-avx512", "1.5b-avx512", "1.5b-zen4-again", "smollm2-135m-again", "smollm2-135m-avx512"],
+)
+def test_what_was_measured_on_real_machines_is_decided_as_it_was_there(name):
+    """The policies hold the medians of their runs, which decide as their rounds did."""
+    policy = load_policy(str(RECORDED / f"{name}.yaml"))
+    samples = Samples()
+    for phase, curves in (("decode", policy.measured.decode), ("prefill", policy.measured.prefill)):
+        for variant, curve in curves.items():
+            for size, time in curve.items():
+                samples.add(variant, phase, size, time.median)
+    goal, decided = policy.description.removeprefix("tuned for ").split(": ", 1)
+    found = decide(samples, policy.measured.variants, Goal(goal), lambda names: ALL)
+    assert describe_decision(found) == decided
 
 
 @pytest.fixture(scope="module")
