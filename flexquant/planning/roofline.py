@@ -42,7 +42,7 @@ from math import ceil
 from flexquant.planning.device import Device
 from flexquant.planning.planned_model import Linear, ModelShape
 
-QUANTISED_ACTIVATIONS = ("w8a8", "fp8", "w4a8")
+QUANTISED_ACTIVATIONS = ("w8a8", "fp8")
 
 
 @dataclass(frozen=True)
