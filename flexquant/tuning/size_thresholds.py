@@ -132,9 +132,8 @@ def check_decidable(samples: Samples, variants: Sequence[str]) -> dict[str, list
     doubtful: dict[str, list[int]] = {
         phase: list(undecided(samples, variants, phase)) for phase in MEASURED_PHASES
     }
-    count, total = (
-        sum(map(len, d.values())) for d in (doubtful, {p: samples.sizes(p) for p in MEASURED_PHASES})
-    )
+    count = sum(map(len, doubtful.values()))
+    total = sum(len(samples.sizes(phase)) for phase in MEASURED_PHASES)
     if count > MOST_DOUBTFUL * total:
         raise TooNoisyError(
             f"this machine is too noisy to decide: at {count} of {total} sizes the times of the variants "
