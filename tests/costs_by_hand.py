@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from flexquant.planning.device import parse_device
 from flexquant.planning.planned_model import PlannedModel
+from flexquant.planning.roofline import Batch
 from tests.prediction import planned
 
 DEVICE_FILE = """schema: flexquant.device/v1
@@ -34,7 +35,7 @@ kernels:
   w4a8: {tflops: 7, gb_per_s: 60, call_us: 19}
 """
 DEVICE = parse_device(DEVICE_FILE.encode(), "unlike.yaml", "unlike")
-BF16, FP8, W4A16, MARLIN, W4A8 = (5e12, 55e9), (8e12, 75e9), (4e12, 80e9), (3e12, 90e9), (7e12, 60e9)
+BF16, FP8, W4A16, MARLIN = (5e12, 55e9), (8e12, 75e9), (4e12, 80e9), (3e12, 90e9)
 """Operations and bytes a second."""
 W8A8_BYTES, W8A8_OPERATIONS, ATTENTION = 70e9, 6e12, 4.5e12
 
@@ -85,6 +86,16 @@ MODELS = {"dense": DENSE, "mixture": MIXTURE, "hybrid": HYBRID}
 def model(name: str) -> PlannedModel:
     with TemporaryDirectory() as folder:
         return planned(Path(folder), MODELS[name])
+
+
+def decode(sequences: int, context: int) -> Batch:
+    """Return a pass of sequences with one new token each and ``context`` tokens in the KV cache."""
+    return Batch(sequences, sequences, cached=sequences * context)
+
+
+def prefill(tokens: int) -> Batch:
+    """Return a pass of one prompt, with an empty KV cache."""
+    return Batch(tokens, 1, pairs=tokens * (tokens + 1) / 2)
 
 
 # Parts of the time of one call by its outputs and inputs, each a (memory, compute) in seconds.

@@ -1,24 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Devices, GEMMs and models whose costs are predicted, and `flexquant predict` in this process."""
+"""A device, GEMMs and models whose costs are predicted."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from flexquant import cli
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.planning.device import Device, load_device
-from flexquant.planning.linears import Linear
-from flexquant.planning.model_shape import read_model_shape
-from flexquant.planning.planned_model import PlannedModel
-from flexquant.planning.predicting import CONTEXT, roofline_pass_times
-from flexquant.policy.pass_times import PassTimes
-from flexquant.policy.rules import load_policy
+from flexquant.planning.planned_model import Linear, PlannedModel
 
 DEVICE = """schema: flexquant.device/v1
 description: round numbers
@@ -43,23 +33,7 @@ def square(scheme: str, outputs: int = 8192, inputs: int = 8192) -> Linear:
     return Linear(outputs, inputs, width * outputs * inputs, scheme)
 
 
-def predict_pass_times(
-    folder: Path, device: str | Device, *, context: int = CONTEXT, w4a8: bool = False
-) -> PassTimes:
-    """Return predicted times of passes of a merged checkpoint on a device, loaded or by name."""
-    loaded = load_device(device) if isinstance(device, str) else device
-    derived = load_policy("w4a8").derived if w4a8 else {}
-    return roofline_pass_times(read_model_shape(folder, derived=derived), loaded, context)
-
-
 def planned(folder: Path, config: JsonObject) -> PlannedModel:
     """Return what is read of a model with this ``config.json``, which is written into ``folder``."""
     (folder / "config.json").write_text(json.dumps(config))
     return PlannedModel.read(str(folder))
-
-
-def run_predict(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, dict[str, Any]]:
-    """Return the text and the JSON that the command prints."""
-    assert cli.main(["predict", *argv, "--json"]) == 0
-    text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n")
-    return text, json.loads(last)

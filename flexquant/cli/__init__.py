@@ -24,7 +24,7 @@ from flexquant.checkpoint.hub import find_model
 from flexquant.errors import FlexQuantError, UsageError
 
 OF_CHECKPOINTS = ("build", "quantize", "convert", "merge", "inspect", "doctor", "verify", "split")
-OF_POLICIES = ("policy", "eval", "sensitivity", "search", "tune", "simulate", "predict", "advise")
+OF_POLICIES = ("policy", "eval", "sensitivity", "search", "tune", "fit", "advise")
 SUBCOMMANDS = (*OF_CHECKPOINTS, *OF_POLICIES)
 MODELS = ("folder", "model", "reference")
 """Arguments for which a model's id on the Hugging Face Hub can stand in the place of its folder."""

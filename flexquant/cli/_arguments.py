@@ -8,7 +8,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,58 +97,21 @@ def parse_share(text: str) -> float:
     return value
 
 
-TYPES: Mapping[str, Callable[[str], object]] = {
-    "N": parse_count,
-    "NAMES": parse_names,
-    "LIST": parse_counts,
-    "SIZE": parse_size,
-    "X": parse_number,
-    "X%": parse_percent,
-}
-"""Metavar -> type of an option; any other metavar stands for a text."""
-
-
-def add_options(
-    add: Callable[..., object], options: Mapping[str, str], **settings: Mapping[str, object]
-) -> None:
-    """Add arguments with the ``add_argument`` of a parser or a group.
-
-    ``options`` maps e.g. ``--rounds N``, ``folder DIR`` or, for a flag, ``--quick`` to the help. ``settings``
-    are further arguments of ``add_argument``, by the name under which the parsed value is found.
-    """
-    for option, text in options.items():
-        name, _, metavar = option.partition(" ")
-        value: dict[str, object] = {"action": "store_true"}
-        if metavar:
-            value = {"metavar": metavar, "type": TYPES.get(metavar)}
-        add(name, help=text, **{**value, **settings.get(name.lstrip("-").replace("-", "_"), {})})
-
-
-def add_traffic(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the requests, and of the devices that serve them, for a prediction."""
-    options = {
-        "--input-len N": "tokens of a prompt (default: 1024)",
-        "--output-len N": "tokens of an answer (default: 256)",
-        "--tensor-parallel-size N": "devices that share the model (default: 1)",
-        "--gpu-memory-utilization SHARE": "share of the memory that vLLM may take (default: 0.9)",
-    }
-    add_options(parser.add_argument, options, gpu_memory_utilization={"type": parse_share})
-    parser.set_defaults(input_len=1024, output_len=256, tensor_parallel_size=1, gpu_memory_utilization=0.9)
-
-
-def set_defaults(parser: argparse.ArgumentParser, defaults: object, *names: str) -> None:
-    """Give the arguments ``names`` the defaults that an object has as attributes."""
-    parser.set_defaults(**{name: getattr(defaults, name) for name in names})
-
-
 def add_effort(add: Callable[..., object], measured: str) -> None:
     """Add the options of :class:`flexquant.measuring.comparison.Effort`."""
-    options = {
-        "--rounds N": f"rounds of {measured} (default: by the machine); if given alone, no rounds are added",
-        "--max-rounds N": "most rounds, added ones included",
-        "--width X%": "add rounds while the 95 %% interval of a ratio is wider than this (default: 3%%)",
-    }
-    add_options(add, options)
+    add(
+        "--rounds",
+        type=parse_count,
+        metavar="N",
+        help=f"rounds of {measured} (default: by the machine); if given alone, no rounds are added",
+    )
+    add("--max-rounds", type=parse_count, metavar="N", help="most rounds, added ones included")
+    add(
+        "--width",
+        type=parse_percent,
+        metavar="X%",
+        help="add rounds while the 95 %% interval of a ratio is wider than this (default: 3%%)",
+    )
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -160,8 +123,31 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shard_size(parser: argparse.ArgumentParser) -> None:
-    options = {"--max-shard-size SIZE": "most bytes of tensors in one file (default: 5GB)"}
-    add_options(parser.add_argument, options, max_shard_size={"default": parse_size("5GB")})
+    parser.add_argument(
+        "--max-shard-size",
+        type=parse_size,
+        default=parse_size("5GB"),
+        metavar="SIZE",
+        help="most bytes of tensors in one file (default: 5GB)",
+    )
+
+
+def add_rows(parser: argparse.ArgumentParser, defaults: Settings) -> None:
+    """Add the options of the rows of text that are scored."""
+    for option, default, text in (
+        ("--prompt-tokens", defaults.prompt_tokens, "tokens of a row that are prefilled"),
+        ("--tokens", defaults.tokens, "tokens of a row that are forced and scored"),
+    ):
+        parser.add_argument(
+            option, type=parse_count, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=defaults.seed,
+        metavar="N",
+        help="seed of the rows (default: %(default)s)",
+    )
 
 
 @contextmanager
@@ -197,26 +183,34 @@ def progress_bar(title: str, unit: str = "") -> Iterator[Callable[[int, int], No
 
 def add_study(parser: argparse.ArgumentParser, files: str) -> None:
     """Add the options of a study of layers; ``files`` names the files that are written into ``--output``."""
-    options = {
-        "folder OUT": "merged checkpoint",
-        "--text FILE": "text or .jsonl file to measure on",
-        "--reference MODEL": "folder or Hugging Face id of the 16-bit model",
-        "--output DIR": f"folder for {files}",
-        "--overwrite": "discard earlier results in the output, and begin anew",
-        "--variants NAMES": "comma-separated variants that layers may be in, or policies of one variant such "
-        "as w4a8 (default: those of the checkpoint)",
-        "--batch-size N": "sequences in a decode pass (default: %(default)s)",
-        "--samples N": "rows of text, a multiple of the batch size (default: %(default)s)",
-        "--prompt-tokens N": "tokens of a row that are prefilled (default: %(default)s)",
-        "--tokens N": "tokens of a row that are forced and scored (default: %(default)s)",
-        "--seed N": "seed of the rows (default: %(default)s)",
-    }
-    file: dict[str, object] = {"type": Path, "required": True}
-    add_options(
-        parser.add_argument, options, folder={"type": Path}, text=file, output=file, seed={"type": int}
+    add = parser.add_argument
+    add("folder", type=Path, metavar="OUT", help="merged checkpoint")
+    add("--text", type=Path, required=True, metavar="FILE", help="text or .jsonl file to measure on")
+    add("--reference", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
+    add("--output", type=Path, required=True, metavar="DIR", help=f"folder for {files}")
+    add("--overwrite", action="store_true", help="discard earlier results in the output, and begin anew")
+    add(
+        "--variants",
+        type=parse_names,
+        metavar="NAMES",
+        help="comma-separated variants that layers may be in, or policies of one variant such as w4a8 "
+        "(default: those of the checkpoint)",
     )
-    set_defaults(parser, DEFAULTS, "samples", "prompt_tokens", "tokens", "seed")
-    parser.set_defaults(batch_size=DEFAULTS.batch_sizes[0])
+    add(
+        "--batch-size",
+        type=parse_count,
+        default=DEFAULTS.batch_sizes[0],
+        metavar="N",
+        help="sequences in a decode pass (default: %(default)s)",
+    )
+    add(
+        "--samples",
+        type=parse_count,
+        default=DEFAULTS.samples,
+        metavar="N",
+        help="rows of text, a multiple of the batch size (default: %(default)s)",
+    )
+    add_rows(parser, DEFAULTS)
 
 
 def study_of(args: argparse.Namespace) -> Study:

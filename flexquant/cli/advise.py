@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Advise which way to serve a model on a device, before it is quantised: stock vLLM or FlexQuant, and how.
 
-Of the model only config.json is read. Latencies, memory and the choice come from the cost model of 'flexquant
-predict', replayed through vLLM's scheduling as in 'flexquant simulate'. One copy is a checkpoint in W4A16
-that computes prompts in INT8; two copies are a merged checkpoint.
+Of the model only config.json is read. Latencies, memory and the choice come from a cost model that counts
+bytes, operations and overheads, and from requests served pass after pass as vLLM schedules them. One copy is
+a checkpoint in W4A16 that computes prompts in INT8; two copies are a merged checkpoint.
 
 examples:
   flexquant advise my-model --device l20
@@ -17,24 +17,50 @@ from __future__ import annotations
 import argparse
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_options, add_traffic
+from flexquant.cli._arguments import parse_count, parse_counts, parse_share
+from flexquant.planning.device import builtin_devices
 
 HELP = "which way to serve a model on a device, from its config.json"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options = {
-        "config MODEL": "folder or Hugging Face id of the model, of which only config.json is read",
-        "--device NAME|FILE": "built-in device ('flexquant predict --list-devices') or device file",
-        "--concurrency LIST": "requests that arrive at once, one number for each load (default: 1,8,32)",
-    }
-    add_options(parser.add_argument, options, device={"required": True}, concurrency={"default": (1, 8, 32)})
-    add_traffic(parser)
+    add = parser.add_argument
+    add(
+        "config",
+        metavar="MODEL",
+        help="folder or Hugging Face id of the model, of which only config.json is read",
+    )
+    add(
+        "--device",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"built-in device ({', '.join(builtin_devices())}) or device file",
+    )
+    add(
+        "--concurrency",
+        type=parse_counts,
+        default=(1, 8, 32),
+        metavar="LIST",
+        help="requests that arrive at once, one number for each load (default: 1,8,32)",
+    )
+    for option, default, text in (
+        ("--input-len", 1024, "tokens of a prompt"),
+        ("--output-len", 256, "tokens of an answer"),
+        ("--tensor-parallel-size", 1, "devices that share the model"),
+    ):
+        add(option, type=parse_count, default=default, metavar="N", help=f"{text} (default: %(default)s)")
+    add(
+        "--gpu-memory-utilization",
+        type=parse_share,
+        default=0.9,
+        metavar="SHARE",
+        help="share of the memory that vLLM may take (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> JsonObject:
-    from flexquant.planning.advice_report import advice_to_json, format_advice
-    from flexquant.planning.advising import Batches, try_ways
+    from flexquant.planning.advising import advice_to_json, format_advice, try_ways
+    from flexquant.planning.batch_serving import Batches
     from flexquant.planning.device import load_device
     from flexquant.planning.planned_model import PlannedModel
 

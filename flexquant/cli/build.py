@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_options, add_shard_size
+from flexquant.cli._arguments import add_shard_size
 from flexquant.cli._stages import Stages
 from flexquant.cli.quantize import (
     add_recipe_options,
@@ -28,14 +28,12 @@ HELP = "quantise a 16-bit model and merge its variants, in one go"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options = {
-        "model MODEL": "folder or Hugging Face id of the 16-bit model",
-        "--output DIR": "merged checkpoint to write",
-        "--variants-folder DIR": "where the variants stay (default: DIR-variants)",
-        "--policy NAME|FILE": "policy to store as the default (default: the recipe's)",
-        "--overwrite": "replace existing folders that other inputs made",
-    }
-    add_options(parser.add_argument, options, output={"required": True})
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
+    add("--output", required=True, metavar="DIR", help="merged checkpoint to write")
+    add("--variants-folder", metavar="DIR", help="where the variants stay (default: DIR-variants)")
+    add("--policy", metavar="NAME|FILE", help="policy to store as the default (default: the recipe's)")
+    add("--overwrite", action="store_true", help="replace existing folders that other inputs made")
     add_recipe_options(parser)
     add_shard_size(parser)
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_options, set_defaults, tell
+from flexquant.cli._arguments import add_rows, parse_count, parse_counts, parse_names, tell
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings
 
@@ -29,33 +29,47 @@ HELP = "measure what each policy costs in quality, through vLLM"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options = {
-        "folder OUT": "merged checkpoint",
-        "--text FILE": "text or .jsonl file to measure on",
-        "--reference MODEL": "folder or Hugging Face id of the 16-bit model",
-        "--policies NAMES": "comma-separated variants, built-in policies, policy files, 'stored' for the "
-        "checkpoint's own (default: every variant, and the checkpoint's default policy)",
-        "--batch-sizes LIST": "sequences in a decode pass, comma-separated (default: %(default)s)",
-        "--samples N": "rows of text, a multiple of every batch size (default: %(default)s)",
-        "--prompt-tokens N": "tokens of a row that are prefilled (default: %(default)s)",
-        "--tokens N": "tokens of a row that are forced and scored (default: %(default)s)",
-        "--seed N": "seed of the rows (default: %(default)s)",
-        "--answer-tokens N": "most tokens of an answer (default: %(default)s)",
-    }
     defaults = Settings()
-    sizes = {"default": ",".join(map(str, defaults.batch_sizes))}
-    add_options(parser.add_argument, options, text={"required": True}, batch_sizes=sizes, seed={"type": int})
-    set_defaults(parser, defaults, "samples", "prompt_tokens", "tokens", "seed", "answer_tokens")
-    questions = {
-        "--questions FILE": "questions to answer, one a line (default: 24 built-in ones)",
-        "--no-questions": "do not compare answers",
-    }
-    add_options(parser.add_mutually_exclusive_group().add_argument, questions)
-    files = {
-        "--output DIR": "folder for quality.json, quality.md and quality.png",
-        "--plot FILE": "another place for the plot, .png or .svg",
-    }
-    add_options(parser.add_argument, files)
+    add = parser.add_argument
+    add("folder", metavar="OUT", help="merged checkpoint")
+    add("--text", required=True, metavar="FILE", help="text or .jsonl file to measure on")
+    add("--reference", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
+    add(
+        "--policies",
+        type=parse_names,
+        metavar="NAMES",
+        help="comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
+        "(default: every variant, and the checkpoint's default policy)",
+    )
+    add(
+        "--batch-sizes",
+        type=parse_counts,
+        default=",".join(map(str, defaults.batch_sizes)),
+        metavar="LIST",
+        help="sequences in a decode pass, comma-separated (default: %(default)s)",
+    )
+    add(
+        "--samples",
+        type=parse_count,
+        default=defaults.samples,
+        metavar="N",
+        help="rows of text, a multiple of every batch size (default: %(default)s)",
+    )
+    add_rows(parser, defaults)
+    add(
+        "--answer-tokens",
+        type=parse_count,
+        default=defaults.answer_tokens,
+        metavar="N",
+        help="most tokens of an answer (default: %(default)s)",
+    )
+    questions = parser.add_mutually_exclusive_group()
+    questions.add_argument(
+        "--questions", metavar="FILE", help="questions to answer, one a line (default: 24 built-in ones)"
+    )
+    questions.add_argument("--no-questions", action="store_true", help="do not compare answers")
+    add("--output", metavar="DIR", help="folder for quality.json, quality.md and quality.png")
+    add("--plot", metavar="FILE", help="another place for the plot, .png or .svg")
 
 
 def run(args: argparse.Namespace) -> JsonObject:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.served_config import read_merged_config
-from flexquant.cli._arguments import add_options
+from flexquant.cli._arguments import parse_count
 from flexquant.documents.results import table_lines
 from flexquant.policy.default_policy import DEFAULT_POLICY, choose_policy
 from flexquant.policy.pass_times import device_name, format_times
@@ -50,23 +50,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("list", "list the built-in policies")
     add("schema", "print the JSON Schema of policies, for editors")
     show = add("show", "show which plan serving takes for each forward pass")
-    shown = {
-        "policy NAME|FILE": "built-in name or policy file (default: the model's stored policy, else "
-        f"{DEFAULT_POLICY})",
-        "--model OUT": "merged checkpoint, to check the policy's variants and layers against",
-        "--max-tokens N": "most tokens in one pass, vLLM's --max-num-batched-tokens (default: no limit)",
-    }
-    most = {"default": sys.maxsize}
-    add_options(show.add_argument, shown, policy={"nargs": "?"}, model={"type": Path}, max_tokens=most)
+    show.add_argument(
+        "policy",
+        nargs="?",
+        metavar="NAME|FILE",
+        help=f"built-in name or policy file (default: the model's stored policy, else {DEFAULT_POLICY})",
+    )
+    show.add_argument(
+        "--model",
+        type=Path,
+        metavar="OUT",
+        help="merged checkpoint, to check the policy's variants and layers against",
+    )
+    show.add_argument(
+        "--max-tokens",
+        type=parse_count,
+        default=sys.maxsize,
+        metavar="N",
+        help="most tokens in one pass, vLLM's --max-num-batched-tokens (default: no limit)",
+    )
     validate = add("validate", "check a policy file without a model")
-    add_options(validate.add_argument, {"policy FILE": "policy file, or a built-in name"})
+    validate.add_argument("policy", metavar="FILE", help="policy file, or a built-in name")
     apply = add("apply", f"change a live server's policy (the environment's {ADMIN_KEY} is the server's key)")
-    applied = {
-        "url URL": "URL of vllm serve, e.g. http://127.0.0.1:8000",
-        "policy NAME|FILE": "built-in name or policy file",
-        "--dry-run": "only say what would change",
-    }
-    add_options(apply.add_argument, applied)
+    apply.add_argument("url", metavar="URL", help="URL of vllm serve, e.g. http://127.0.0.1:8000")
+    apply.add_argument("policy", metavar="NAME|FILE", help="built-in name or policy file")
+    apply.add_argument("--dry-run", action="store_true", help="only say what would change")
 
 
 def run(args: argparse.Namespace) -> JsonObject:

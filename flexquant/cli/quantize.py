@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.measured_loss import MAX_LOSS, loss_lines
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_options, parse_number
+from flexquant.cli._arguments import parse_names, parse_number
 from flexquant.cli._stages import Stages
 from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes
 
@@ -38,38 +38,52 @@ HELP = "quantise a 16-bit model into one folder per variant"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options = {
-        "model MODEL": "folder or Hugging Face id of the 16-bit model",
-        "--output DIR": "folder to write the variants into",
-    }
-    add_options(parser.add_argument, options, output={"required": True})
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
+    add("--output", required=True, metavar="DIR", help="folder to write the variants into")
     add_recipe_options(parser)
-    of_variants = {
-        "--variants NAMES": "comma-separated variants of the recipe to make (default: all)",
-        "--overwrite": "replace variants that exist",
-        "--resume": "keep variants that an interrupted, equal run has finished",
-    }
-    add_options(parser.add_argument, of_variants)
+    add(
+        "--variants",
+        type=parse_names,
+        metavar="NAMES",
+        help="comma-separated variants of the recipe to make (default: all)",
+    )
+    add("--overwrite", action="store_true", help="replace variants that exist")
+    add("--resume", action="store_true", help="keep variants that an interrupted, equal run has finished")
 
 
 def add_recipe_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how a model is quantised; :func:`calibration_options` reads them."""
-    options = {
-        "--recipe NAME|FILE": f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file "
-        f"(default: {DEFAULT_RECIPE})",
-        "--calibration FILE|DIR|DATASET|self": "text or .jsonl file, folder of them, dataset id, or 'self': "
-        "text of which the model writes half (default: the recipe's; built-in recipes: self)",
-        "--samples N": "calibration samples (default: the recipe's)",
-        "--length N": "tokens in a sample (default: the recipe's)",
-        "--seed N": "seed of the samples (default: the recipe's)",
-        "--max-loss PERCENT": "growth of the perplexity (or 100 times the KL divergence), on any kind of "
-        f"text, above which a variant is said to lose too much (default: {100 * MAX_LOSS:g})",
-        "--verbose": "also show the progress bars, logs and warnings of llmcompressor",
-    }
-    number = {"type": int}
-    bound = {"type": parse_number, "default": 100 * MAX_LOSS}
-    add_options(parser.add_argument, options, samples=number, length=number, seed=number, max_loss=bound)
-    parser.set_defaults(recipe=DEFAULT_RECIPE)
+    add = parser.add_argument
+    add(
+        "--recipe",
+        default=DEFAULT_RECIPE,
+        metavar="NAME|FILE",
+        help=f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file (default: "
+        f"{DEFAULT_RECIPE})",
+    )
+    add(
+        "--calibration",
+        metavar="FILE|DIR|DATASET|self",
+        help="text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
+        "half (default: the recipe's; built-in recipes: self)",
+    )
+    add("--samples", type=int, metavar="N", help="calibration samples (default: the recipe's)")
+    add("--length", type=int, metavar="N", help="tokens in a sample (default: the recipe's)")
+    add("--seed", type=int, metavar="N", help="seed of the samples (default: the recipe's)")
+    add(
+        "--max-loss",
+        type=parse_number,
+        default=100 * MAX_LOSS,
+        metavar="PERCENT",
+        help="growth of the perplexity (or 100 times the KL divergence), on any kind of text, above which a "
+        f"variant is said to lose too much (default: {100 * MAX_LOSS:g})",
+    )
+    add(
+        "--verbose",
+        action="store_true",
+        help="also show the progress bars, logs and warnings of llmcompressor",
+    )
 
 
 def calibration_options(args: argparse.Namespace) -> JsonObject:

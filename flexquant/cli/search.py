@@ -19,7 +19,7 @@ import argparse
 import os
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_options, add_study, save_plot, study_of, tell
+from flexquant.cli._arguments import add_study, parse_count, parse_number, save_plot, study_of, tell
 from flexquant.errors import UsageError
 
 HELP = "choose a precision for each layer in decode, and write the policy"
@@ -27,38 +27,46 @@ HELP = "choose a precision for each layer in decode, and write the policy"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_study(parser, "searched.yaml, searched.md and searched.png, beside sensitivity.json")
-    times = {
-        "--policy POLICY": "policy with measured times, from 'flexquant tune' (default: the one stored in "
-        "the checkpoint)"
-    }
-    add_options(parser.add_argument, times)
-    budget = {
-        "--max-kl X": "most KL divergence, nats a token",
-        "--max-slowdown X": "e.g. 0.1: 10 %% slower than the fastest variant",
-        "--layers N": "number of layers to raise",
-    }
-    add_options(parser.add_mutually_exclusive_group(required=True).add_argument, budget)
-    options = {
-        "--sequences N": "sequences in the decode pass whose time counts; passes with --batch-size sequences "
-        "are scored (default: %(default)s)",
-        "--compare": "also measure baselines that raise as many layers: the first, the last, both ends, "
-        "random ones",
-    }
-    add_options(parser.add_argument, options, sequences={"default": 1})
+    parser.add_argument(
+        "--policy",
+        metavar="POLICY",
+        help="policy with measured times, from 'flexquant tune' (default: the one stored in the checkpoint)",
+    )
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--max-kl", type=parse_number, metavar="X", help="most KL divergence, nats a token")
+    budget.add_argument(
+        "--max-slowdown",
+        type=parse_number,
+        metavar="X",
+        help="e.g. 0.1: 10 %% slower than the fastest variant",
+    )
+    budget.add_argument("--layers", type=parse_count, metavar="N", help="number of layers to raise")
+    parser.add_argument(
+        "--sequences",
+        type=parse_count,
+        default=1,
+        metavar="N",
+        help="sequences in the decode pass whose time counts; passes with --batch-size sequences are scored "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="also measure baselines that raise as many layers: the first, the last, both ends, random ones",
+    )
 
 
 def run(args: argparse.Namespace) -> JsonObject:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import write_text
     from flexquant.evaluation.report import writable_folder
-    from flexquant.layers.budget import Budget
     from flexquant.layers.search_report import (
         format_search_table,
         policy_text,
         save_search_plot,
         searched_policy_document,
     )
-    from flexquant.layers.searching import Search
+    from flexquant.layers.searching import Budget, Search
     from flexquant.policy.default_policy import choose_policy, find_measured
     from flexquant.policy.plans import describe_layers
 

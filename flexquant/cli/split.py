@@ -13,19 +13,16 @@ from __future__ import annotations
 import argparse
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_options, add_shard_size, progress_bar
+from flexquant.cli._arguments import add_shard_size, progress_bar
 
 HELP = "write one variant of a merged checkpoint as a plain checkpoint"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options = {
-        "folder DIR": "merged checkpoint",
-        "--variant NAME": "variant to write",
-        "--output DIR": "folder to write",
-        "--overwrite": "replace the output if it exists",
-    }
-    add_options(parser.add_argument, options, variant={"required": True}, output={"required": True})
+    parser.add_argument("folder", metavar="DIR", help="merged checkpoint")
+    parser.add_argument("--variant", required=True, metavar="NAME", help="variant to write")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     add_shard_size(parser)
 
 

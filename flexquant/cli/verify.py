@@ -12,17 +12,20 @@ from __future__ import annotations
 import argparse
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_options, parse_folders, progress_bar
+from flexquant.cli._arguments import parse_folders, progress_bar
 
 HELP = "check a merged checkpoint against its hashes or its sources"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options = {
-        "folder DIR": "merged checkpoint",
-        "--against NAME=DIR": "compare bit by bit with these sources instead of the recorded hashes",
-    }
-    add_options(parser.add_argument, options, against={"nargs": "+", "default": []})
+    parser.add_argument("folder", metavar="DIR", help="merged checkpoint")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="compare bit by bit with these sources instead of the recorded hashes",
+    )
 
 
 def run(args: argparse.Namespace) -> JsonObject:

@@ -10,8 +10,7 @@ from pathlib import Path
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import new_figure
 from flexquant.documents.yaml_document import to_yaml
-from flexquant.layers.budget import Budget, MeasuredPlan, front
-from flexquant.layers.searching import SearchResult
+from flexquant.layers.searching import Budget, MeasuredPlan, SearchResult, front
 from flexquant.layers.sensitivity_report import estimate
 from flexquant.policy.plans import Plan, describe_layers
 from flexquant.policy.rules import Policy, add_derivations, parse_policy

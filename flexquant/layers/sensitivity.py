@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from flexquant.checkpoint.merged_checkpoint import folder_label
 from flexquant.checkpoint.model_config import JsonObject
@@ -36,6 +36,27 @@ if TYPE_CHECKING:
 SCHEMA = "flexquant.sensitivity/v2"
 Measure = Callable[[Layers], list[float]]
 """Returns the mean KL divergence of every row to the reference under a plan, in nats a token."""
+
+
+class StudyDocument(TypedDict):
+    """A file of results: the study's inputs, and what was measured so far."""
+
+    schema: str
+    checkpoint: str
+    files: dict[str, int]
+    """The checkpoint's safetensors files and their bytes."""
+    reference: str | None
+    variants: list[str]
+    """The most precise one comes first."""
+    layers: int
+    """Number of decoder layers."""
+    settings: JsonObject
+    text: dict[str, str]
+    kl: dict[str, list[float]]
+    """Plan -> mean KL divergence of every row to the reference, in nats a token."""
+    machine: NotRequired[JsonObject]
+    versions: NotRequired[dict[str, str]]
+    argv: NotRequired[list[str]]
 
 
 @dataclass(frozen=True)
@@ -88,8 +109,8 @@ class Study:
             if other != variant
         ]
 
-    def described(self) -> JsonObject:
-        """Return the study's inputs as JSON-able data; a file of results records them."""
+    def described(self) -> StudyDocument:
+        """Return the document of the study's inputs, with nothing measured yet."""
         return {
             "schema": SCHEMA,
             "checkpoint": folder_label(self.subject.folder),
@@ -99,9 +120,10 @@ class Study:
             "layers": self.subject.num_layers,
             "settings": {**asdict(self.settings), "batch_sizes": list(self.settings.batch_sizes)},
             "text": {"file": self.text.name, "sha256": hash_file(self.text)},
+            "kl": {},
         }
 
-    def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> JsonObject:
+    def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> StudyDocument:
         """Measure each layer alone, unless ``file`` has the plan already; return the document in ``file``.
 
         The document's ``kl`` maps a plan (:func:`flexquant.policy.plans.describe_layers`) to the mean KL
@@ -117,7 +139,7 @@ class Study:
 
     def measure_layers(
         self,
-        document: JsonObject,
+        document: StudyDocument,
         measure: Measure,
         plans: Sequence[Layers],
         progress: Callable[[str], None],
@@ -131,7 +153,7 @@ class Study:
     @contextmanager
     def measuring(
         self, file: Path, *, overwrite: bool, progress: Callable[[str], None]
-    ) -> Iterator[tuple[JsonObject, Measure]]:
+    ) -> Iterator[tuple[StudyDocument, Measure]]:
         """Yield the document of ``file``, and a function that measures a plan and saves it there.
 
         The first plan that the document lacks starts the engine.
@@ -150,8 +172,7 @@ class Study:
                     score = score or stack.enter_context(self._scoring(rows, progress))
                     document["kl"][name] = score(layers)
                     self._save(file, document)
-                found: list[float] = document["kl"][name]
-                return found
+                return document["kl"][name]
 
             yield document, measure
 
@@ -185,31 +206,29 @@ class Study:
 
                 yield score
 
-    def _load(self, file: Path, overwrite: bool) -> JsonObject:
+    def _load(self, file: Path, overwrite: bool) -> StudyDocument:
         described = self.described()
+        if overwrite:
+            return described
 
-        def read(text: str) -> tuple[JsonObject, JsonObject]:
-            document: JsonObject = json.loads(text)
+        def read(text: str) -> tuple[JsonObject, StudyDocument]:
+            document = json.loads(text)
             document["kl"].items()  # raises AttributeError if it is no mapping
-            return {key: document.get(key) for key in described}, document
+            return {key: document.get(key) for key in described} | {"kl": {}}, document
 
-        found = None
-        if not overwrite:
-            found = read_earlier(
-                file,
-                described,
-                read,
-                foreign="is not what 'flexquant sensitivity' wrote ({}); give another --output",
-                other="has results with other {}; give another --output, or --overwrite",
-            )
-        return {**described, "kl": {}} if found is None else found
+        found = read_earlier(
+            file,
+            described,
+            read,
+            foreign="is not what 'flexquant sensitivity' wrote ({}); give another --output",
+            other="has results with other {}; give another --output, or --overwrite",
+        )
+        return described if found is None else found
 
-    def _save(self, file: Path, document: JsonObject) -> None:
-        document |= {
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "argv": describe_command(),
-        }
+    def _save(self, file: Path, document: StudyDocument) -> None:
+        document["machine"] = describe_machine()
+        document["versions"] = describe_versions()
+        document["argv"] = describe_command()
         with staged_file(file) as partial:
             partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import new_figure
+from flexquant.layers.sensitivity import StudyDocument
 from flexquant.policy.plans import Layers, all_in, describe_layers, with_layer
 
 RESAMPLES = 10_000
@@ -44,23 +44,23 @@ def estimate(rows: ArrayLike) -> Estimate:
     return Estimate(float(values.mean()), float(low), float(high))
 
 
-def costs(document: JsonObject, layer: int, variant: str) -> Estimate:
+def costs(document: StudyDocument, layer: int, variant: str) -> Estimate:
     """Return the increase of KL divergence if only this layer leaves the highest precision."""
     base = all_in(document["variants"][0], document["layers"])
     return estimate(_kl(document, with_layer(base, layer, variant)) - _kl(document, base))
 
 
-def wins(document: JsonObject, layer: int, variant: str) -> Estimate:
+def wins(document: StudyDocument, layer: int, variant: str) -> Estimate:
     """Return the decrease of KL divergence if only this layer leaves the lowest precision."""
     base = all_in(document["variants"][-1], document["layers"])
     return estimate(_kl(document, base) - _kl(document, with_layer(base, layer, variant)))
 
 
-def _kl(document: JsonObject, layers: Layers) -> np.ndarray:
+def _kl(document: StudyDocument, layers: Layers) -> np.ndarray:
     return np.array(document["kl"][describe_layers(layers)])
 
 
-def format_sensitivity_table(document: JsonObject) -> str:
+def format_sensitivity_table(document: StudyDocument) -> str:
     """Return a Markdown table of the layers; those that gain most in the highest precision come first."""
     variants, number = document["variants"], document["layers"]
     of = document["reference"] or f"{variants[0]} itself"
@@ -78,7 +78,7 @@ def format_sensitivity_table(document: JsonObject) -> str:
     )
 
 
-def _effects(document: JsonObject) -> list[tuple[str, list[Estimate]]]:
+def _effects(document: StudyDocument) -> list[tuple[str, list[Estimate]]]:
     """Return columns, (title, estimate of each layer); the last is the gain in the highest precision."""
     variants, layers = document["variants"], range(document["layers"])
     highest, lowest = variants[0], variants[-1]
@@ -94,7 +94,7 @@ def _effects(document: JsonObject) -> list[tuple[str, list[Estimate]]]:
     ]
 
 
-def save_sensitivity_plot(document: JsonObject, file: Path) -> None:
+def save_sensitivity_plot(document: StudyDocument, file: Path) -> None:
     """Draw each layer's cost and gain as a PNG; raise FlexQuantError without matplotlib."""
     figure, canvas = new_figure(9, 4.5)
     axes = figure.subplots()

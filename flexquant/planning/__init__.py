@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Judge policies without the machine or the load: predict times of passes, and replay a trace of requests.
+"""`flexquant advise`: which way to serve a model on a device, from its config.json and a data sheet.
 
-Predicting needs neither the device nor vLLM. `roofline` has the cost model and its assumptions;
-``devices/*.yaml`` have the figures of each device, with their sources. `device` reads them, `model_shape` the
-checkpoint, `config_numbers` its config and `linears` its linears, `predicting` computes times of passes, and
-`prediction_report` makes the report.
-
-`planned_model` works out from a config.json what a model would be when quantised; `advising` replays loads on
-it for each way to serve it and chooses one, and `advice_report` says which and why.
-
-A replay runs a trace through vLLM's scheduling, pass by pass. `trace` reads the requests. `replaying` runs
-the clock until every request is served: `scheduler` decides what vLLM puts into the next forward pass, within
-the limits of a `server`, `flexquant.policy.routes` gives the pass its plan, and `pass_cost` its time.
-`simulation_report` computes TTFT, TPOT, throughput and time per plan. `times` finds the measured times and
-checks that they cover a policy.
+device          reads device files: bandwidths, rates and overheads
+config_numbers  reads the heads, the layers with a KV cache and the experts of a config
+planned_model   works out the linears and bytes that a model would have in each scheme
+roofline        predicts the time of a forward pass from bytes, operations and overheads
+batch_serving   predicts the latencies of requests that arrive at once, pass after pass
+advising        tries each way to serve the model, chooses one, and says why
 """

@@ -1,28 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Choose how to serve a model on a device: a replay of each load in each way, on predicted times."""
+"""Choose how to serve a model on a device, by the latencies predicted for each way, and say why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import geometric_mean
+from textwrap import wrap
 
-from flexquant.errors import FlexQuantError
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.documents.results import table_lines
+from flexquant.planning.batch_serving import Batches, Limits, Load, serve_batch
 from flexquant.planning.device import GIB, Device
-from flexquant.planning.linears import INT4
-from flexquant.planning.model_shape import ModelShape
-from flexquant.planning.pass_cost import PassCost
-from flexquant.planning.planned_model import PlannedModel
-from flexquant.planning.predicting import kv_cache_tokens, roofline_pass_times
-from flexquant.planning.replaying import replay
-from flexquant.planning.roofline import scheme_on
-from flexquant.planning.server import Limits, Machine, server_limits
-from flexquant.planning.simulation_report import summarise_replay
-from flexquant.planning.times import route_table
-from flexquant.planning.trace import Request
+from flexquant.planning.planned_model import INT4, ModelShape, PlannedModel
+from flexquant.planning.roofline import Batch, pass_seconds, scheme_on
 from flexquant.policy.default_policy import find_policies
+from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy, load_policy
+from flexquant.policy.schema import Phase
 
 MARGIN = 0.08
 """Share of a request's time that a prediction cannot tell from none.
@@ -30,6 +26,7 @@ MARGIN = 0.08
 What two copies save was predicted within so much of what they saved in the committed runs.
 """
 ONE_COPY, TWO_COPIES = "one copy", "two copies"
+WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -42,16 +39,6 @@ class Way:
     policy: Policy
     is_flexquant: bool
     """Whether it takes FlexQuant; stock vLLM serves the others."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """Means over the requests of a load that all arrive at once, in seconds."""
-
-    ttft: float
-    tpot: float
-    request: float
-    """From arrival to the last token."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +61,6 @@ class Outcome:
         return geometric_mean(load.request for load in self.loads.values())
 
 
-@dataclass(frozen=True)
-class Batches:
-    """Loads to replay, each of which arrives at once; all requests are alike."""
-
-    input_tokens: int
-    output_tokens: int
-    concurrency: Sequence[int]
-    """Requests at once, one number for each load."""
-
-
 def ways(device: Device) -> list[Way]:
     """Return the ways to serve a model, the simplest first.
 
@@ -102,32 +79,35 @@ def ways(device: Device) -> list[Way]:
 
 
 def try_ways(
-    model: PlannedModel, device: Device, batches: Batches, tensor_parallel_size: int, utilization: float
+    model: PlannedModel, device: Device, batches: Batches, devices: int, utilization: float
 ) -> list[Outcome]:
     """Return what each of :func:`ways` comes to; raise FlexQuantError for a model that cannot be predicted.
 
-    ``utilization`` is the share of the memory that vLLM may take.
+    ``devices`` share the model; ``utilization`` is the share of the memory that vLLM may take.
     """
-    limits = server_limits(Machine.of_device(device, tensor_parallel_size))
-    tokens_of_request = batches.input_tokens + batches.output_tokens
-    longest = limits.blocks_of(tokens_of_request) * limits.block_size
+    limits = Limits.of(device, devices)
     outcomes = []
     for way in ways(device):
-        shape = model.shape(way.schemes, tensor_parallel_size, way.policy.derived)
-        tokens, loads = None, {}
-        problem = _problem(way, shape, device, model.group_size)
-        if not problem:
-            try:
-                tokens = kv_cache_tokens(shape, device, longest, utilization)
-            except FlexQuantError:
-                problem = f"does not fit into {utilization:g} of {device.memory_bytes / GIB:.3g} GiB"
-        if tokens is not None:
-            loads = _replay_loads(way, shape, device, batches, replace(limits, kv_cache_tokens=tokens))
+        shape = model.shape(way.schemes, devices, way.policy.derived)
+        tokens: int | None = kv_cache_tokens(shape, device, utilization)
+        problem = _problem(shape, device, model.group_size)
+        if not problem and tokens < limits.in_blocks(batches.request_tokens):
+            problem = f"does not fit into {utilization:g} of {device.memory_bytes / GIB:.3g} GiB"
+        if problem:
+            tokens, loads = None, {}
+        else:
+            loads = _serve(way, shape, device, batches, limits, tokens)
         outcomes.append(Outcome(way, shape.resident_bytes / GIB, tokens, loads, problem))
     return outcomes
 
 
-def _problem(way: Way, shape: ModelShape, device: Device, group_size: int) -> str:
+def kv_cache_tokens(model: ModelShape, device: Device, utilization: float) -> int:
+    """Return how many tokens the KV cache holds beside the weights, below 0 if these do not fit."""
+    left = device.memory_bytes * utilization - model.resident_bytes - device.reserve_bytes
+    return int(left // model.kv_bytes_per_token)
+
+
+def _problem(shape: ModelShape, device: Device, group_size: int) -> str:
     every = [linear for linears in shape.linears.values() for linear in linears]
     needed = {scheme_on(device, linear, linear.scheme) for linear in every}
     if "fp8" in needed and "fp8" not in device.kernels:
@@ -142,19 +122,22 @@ def _problem(way: Way, shape: ModelShape, device: Device, group_size: int) -> st
     return ""
 
 
-def _replay_loads(
-    way: Way, shape: ModelShape, device: Device, batches: Batches, limits: Limits
+def _serve(
+    way: Way, shape: ModelShape, device: Device, batches: Batches, limits: Limits, kv_tokens: int
 ) -> dict[int, Load]:
-    times = roofline_pass_times(shape, device, batches.input_tokens + batches.output_tokens // 2)
-    table, cost = route_table(way.policy, times, limits), PassCost(times)
-    loads = {}
-    for count in batches.concurrency:
-        trace = [Request(0.0, batches.input_tokens, batches.output_tokens)] * count
-        found = replay(trace, table, cost, limits)
-        summary = summarise_replay(found)
-        request = sum(sequence.last_token for sequence in found.sequences) / count
-        loads[count] = Load(summary["mean_ttft_ms"] / 1e3, (summary["mean_tpot_ms"] or 0.0) / 1e3, request)
-    return loads
+    routes = build_route_table(
+        way.policy,
+        way.schemes,
+        1,
+        max_tokens=limits.tokens,
+        max_decode_tokens=limits.padded(limits.sequences),
+    )
+
+    def seconds(phase: Phase, batch: Batch) -> float:
+        (variant,) = routes.lookup(phase, batch.tokens).layers
+        return pass_seconds(shape, variant, batch, device)
+
+    return {count: serve_batch(batches, count, limits, kv_tokens, seconds) for count in batches.concurrency}
 
 
 def choose(outcomes: Sequence[Outcome]) -> Outcome | None:
@@ -181,3 +164,125 @@ def fastest_way(outcomes: Sequence[Outcome], *, is_flexquant: bool) -> Outcome |
 def find_way(outcomes: Sequence[Outcome], name: str) -> Outcome:
     """Return what the way of that name comes to."""
     return next(outcome for outcome in outcomes if outcome.way.name == name)
+
+
+def advice_to_json(outcomes: Sequence[Outcome]) -> JsonObject:
+    """Return the outcomes by way, and the choice, as JSON-able data."""
+    choice = choose(outcomes)
+    return {
+        "ways": {
+            outcome.way.name: {
+                "weights_gib": outcome.weights_gib,
+                "kv_cache_tokens": outcome.kv_cache_tokens,
+                "loads": {count: asdict(load) for count, load in outcome.loads.items()},
+                "problem": outcome.problem,
+            }
+            for outcome in outcomes
+        },
+        "choice": choice and choice.way.name,
+        "helps": choice is not None and choice.way.is_flexquant,
+    }
+
+
+def format_advice(outcomes: Sequence[Outcome], model: PlannedModel, device: Device, batches: Batches) -> str:
+    """Return the advice as text for a terminal."""
+    notes = [f"note: {note}" for note in _notes(outcomes, model, device, batches)]
+    lines = [
+        f"requests of {batches.input_tokens} + {batches.output_tokens} tokens, so many at once; times in ms:",
+        *_table(outcomes, batches),
+        "",
+        *(line for text in (explain(outcomes), *notes) for line in wrap(text, WIDTH, break_on_hyphens=False)),
+    ]
+    return "\n".join(lines)
+
+
+def explain(outcomes: Sequence[Outcome]) -> str:
+    """Return the choice and why, in a sentence or two."""
+    choice = choose(outcomes)
+    if choice is None:
+        return (
+            "None of these can serve the model on this device: take a larger device, a larger "
+            "--tensor-parallel-size or shorter requests."
+        )
+    ours, stock = (fastest_way(outcomes, is_flexquant=which) for which in (True, False))
+    if choice.way.is_flexquant and stock is None:
+        return f"Take {choice.way.name}: nothing without FlexQuant serves the model on this device."
+    if choice.way.is_flexquant and stock is not None:
+        gain = 1 - choice.seconds / stock.seconds
+        return (
+            f"Take {choice.way.name}: a request takes {gain:.0%} less time (geometric mean over the columns) "
+            f"than with {stock.way.name}, the best without FlexQuant, as {_reason(choice)}."
+            f"{_more(choice, outcomes)}"
+        )
+    start = f"FlexQuant will not help you here: take {choice.way.name}"
+    if ours is None:
+        return f"{start}, as neither one copy nor two can be served on this device."
+    gain = 1 - ours.seconds / choice.seconds
+    if gain <= 0:
+        return f"{start}, as a request takes {-gain:.1%} more time with {ours.way.name}."
+    return (
+        f"{start}, as {ours.way.name} would save {gain:.1%} of a request's time, and a prediction cannot "
+        f"tell less than {MARGIN:.0%} from nothing."
+    )
+
+
+def _reason(choice: Outcome) -> str:
+    if choice.way.name == ONE_COPY:
+        return "prompts compute in INT8 and answers read INT4 weights, which are in memory once"
+    eight = "FP8" if "fp8" in choice.way.schemes else "INT8"
+    return f"prompts compute in {eight} and answers read INT4 weights, both of which are in memory"
+
+
+def _more(choice: Outcome, outcomes: Sequence[Outcome]) -> str:
+    """Return what two copies would give beyond one, and for what memory, as a further sentence."""
+    two = find_way(outcomes, TWO_COPIES)
+    if choice.way.name != ONE_COPY or not two.loads:
+        return ""
+    gain, memory = 1 - two.seconds / choice.seconds, two.weights_gib - choice.weights_gib
+    return f" Two copies would save {max(gain, 0):.1%} more, for {memory:.1f} GiB more of weights."
+
+
+def _table(outcomes: Sequence[Outcome], batches: Batches) -> list[str]:
+    heads = [["", "weights", "KV cache"], ["", "GiB", "tokens"]]
+    for count in batches.concurrency:
+        heads[0] += [str(count), ""]
+        heads[1] += ["TTFT", "TPOT"]
+    rows = [*heads]
+    for outcome in outcomes:
+        row = [outcome.way.name, f"{outcome.weights_gib:.3g}"]
+        if outcome.kv_cache_tokens is not None:
+            row.append(str(outcome.kv_cache_tokens))
+        for load in outcome.loads.values():
+            row += [_ms(load.ttft), _ms(load.tpot)]
+        rows.append(row)
+    lines = table_lines(rows, numbers=range(1, len(heads[0])))
+    problems = ["", "", *(outcome.problem for outcome in outcomes)]
+    return [f"{line}  {problem}".rstrip() for line, problem in zip(lines, problems, strict=True)]
+
+
+def _notes(
+    outcomes: Sequence[Outcome], model: PlannedModel, device: Device, batches: Batches
+) -> Iterator[str]:
+    choice, one = choose(outcomes), find_way(outcomes, ONE_COPY)
+    yield "this is predicted; 'flexquant tune' measures. Quality is not compared; 'flexquant eval' does that"
+    if choice is not None and choice.kv_cache_tokens is not None:
+        fit = choice.kv_cache_tokens // batches.request_tokens
+        if fit < max(batches.concurrency):
+            yield (
+                f"the KV cache of {choice.way.name} holds {fit} requests at once, and further ones wait; a "
+                "larger --tensor-parallel-size or device would hold more"
+            )
+    if one.loads and device.is_gpu:
+        yield "one copy has not run on a GPU yet: its times there are the least certain"
+    if one.loads and model.has_experts:
+        yield "one copy leaves experts in INT4 for prompts too"
+    if device.is_gpu and "w8a8" not in device.kernels:
+        yield "NVFP4, if the device has it, is not compared"
+    if not device.is_gpu:
+        yield "on CPUs W8A8 and W4A16 are timed with the kernels that FlexQuant chooses"
+    if model.has_towers:
+        yield "what reads images or sound is not counted"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"

@@ -1,21 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Read from a model's config what the cost model needs: its heads, its layers with a KV cache, its experts.
-
-A config is an object with transformers' attributes of a text model.
-"""
+"""Read from a model's config its heads, its layers with a KV cache, and the experts of a token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+from flexquant.checkpoint.built_model import known_config
+from flexquant.checkpoint.model_config import JsonObject, text_config
 from flexquant.errors import FlexQuantError
 
+KV_BYTES = 2
+"""Bytes of one number in the KV cache: 16 bits, vLLM's default."""
 WITHOUT_CACHE = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "mlp", "moe")
 """Kinds of layers, as configs of transformers name them, that keep no KV cache."""
 ACTIVE_EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """Names of the number of experts that a token goes through; most config classes map theirs to the first."""
+
+
+def language_config(config: JsonObject, source: str | Path) -> object:
+    """Return the language model's config, an object with transformers' attributes.
+
+    Of a model that transformers does not know, the attributes are the keys of ``config.json``.
+    """
+    known = known_config(config, str(source))
+    return SimpleNamespace(**text_config(config)) if known is None else known.get_text_config()
 
 
 @dataclass(frozen=True)
@@ -48,31 +59,43 @@ class Heads:
         return (max(1, devices // self.kv) - 1) * 2 * self.kv * self.size
 
 
-def heads_by_layer(config: object, num_layers: int, source: str | Path) -> list[Heads]:
-    """Return the heads of each layer, as :meth:`Heads.read` does; few models have others in some layers."""
-    layers = getattr(config, "per_layer_config", None) or [config] * num_layers
-    return [Heads.read(layers[number], source) for number in range(num_layers)]
+@dataclass(frozen=True)
+class Attention:
+    """One device's share of a model's attention."""
 
+    heads: list[Heads]
+    """The heads of each decoder layer, on all devices together."""
+    kv_bytes_per_token: float
+    flops: float
+    """Operations for one query token and one key token in all layers: scores and weighted sum."""
 
-def layers_with_cache(config: object, num_layers: int) -> list[int]:
-    """Return the numbers of the layers that read a KV cache."""
-    kinds = _kinds(config) or [None] * num_layers
-    return [layer for layer, kind in enumerate(kinds[:num_layers]) if kind not in WITHOUT_CACHE]
+    @classmethod
+    def read(cls, config: object, devices: int, source: str | Path) -> Attention:
+        """Read :func:`language_config`; ``source`` names the model in messages.
 
-
-def layers_without_own(config: object) -> int:
-    """Return how many of the last layers read the KV cache of layers before them, as in Gemma 3n."""
-    number = getattr(config, "num_kv_shared_layers", None)
-    return number if isinstance(number, int) else 0
-
-
-def has_sliding_window(config: object) -> bool:
-    """Return as transformers does: by ``layer_types``, else by ``sliding_window`` unless it is off."""
-    if kinds := _kinds(config):
-        return "sliding_attention" in kinds
-    return (
-        bool(getattr(config, "sliding_window", 0)) and getattr(config, "use_sliding_window", 1) is not False
-    )
+        Sliding windows are counted as full attention, and states of layers without attention as nothing. A
+        KV cache that several layers share is counted once. Raises FlexQuantError for a model without
+        attention or with latent attention, and for heads that the ``devices`` cannot share.
+        """
+        num_layers = integer(config, "num_hidden_layers", source)
+        kinds = _kinds(config) or [None] * num_layers
+        with_cache = [layer for layer, kind in enumerate(kinds[:num_layers]) if kind not in WITHOUT_CACHE]
+        if not with_cache or getattr(config, "kv_lora_rank", None):
+            raise FlexQuantError(
+                f"{source} has {'multi-head latent' if with_cache else 'no'} attention, and passes of such a "
+                "model cannot be predicted; measure them with 'flexquant tune'"
+            )
+        # Few models have other heads in some layers.
+        configs = getattr(config, "per_layer_config", None) or [config] * num_layers
+        heads = [Heads.read(configs[number], source) for number in range(num_layers)]
+        for one in heads:
+            one.check_shared(devices, source)
+        # The last layers can read the KV cache of layers before them, as in Gemma 3n.
+        shared = getattr(config, "num_kv_shared_layers", None)
+        stored = with_cache[: len(with_cache) - (shared if isinstance(shared, int) else 0)]
+        numbers = sum(2 * heads[n].kv * heads[n].size + heads[n].repeated(devices) for n in stored)
+        queries = sum(heads[n].queries * heads[n].size for n in with_cache)
+        return cls(heads, numbers * KV_BYTES / devices, queries * 4 / devices)
 
 
 def _kinds(config: object) -> list[object]:

@@ -9,9 +9,10 @@ config tells of is ignored.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.built_model import build_config, build_model
@@ -19,10 +20,10 @@ from flexquant.checkpoint.folder import check_folder, confined_file, read_json
 from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.merged_config import CONFIG_FILE
 from flexquant.checkpoint.model_config import JsonObject, count_layers, reads_more_than_text, text_config
-from flexquant.checkpoint.module_names import decoder_layer, fused_name
+from flexquant.checkpoint.module_names import decoder_layer, fused_name, layer_number
 from flexquant.errors import FlexQuantError
-from flexquant.planning.linears import Linear, plain_linear
-from flexquant.planning.model_shape import ModelShape, device_share
+from flexquant.planning.config_numbers import Attention, active_experts
+from flexquant.planning.device import MARLIN
 from flexquant.policy.rules import Derivation
 
 if TYPE_CHECKING:
@@ -30,7 +31,126 @@ if TYPE_CHECKING:
 
 GROUP_SIZES = (128, 64, 32)
 """Group sizes of INT4 weights; the first that divides all linears' inputs is taken, as in the recipes."""
-QUANTISED = ("w8a8", "fp8", "w4a16")
+INT4 = ("w4a16", MARLIN)
+MARLIN_TILES = ((64, 128), (128, 64))
+"""Outputs and inputs of which the INT4 linears of one copy need multiples on a GPU."""
+ROW_PARALLEL = frozenset(
+    ("o_proj", "out_proj", "wo", "dense", "fc_out", "c_proj", "down_proj", "fc2", "w2", "dense_4h_to_h")
+    + ("output_linear", "x_proj", "linear_right")
+)
+"""Last parts of the names of linears whose inputs vLLM splits among ranks; of others, the outputs."""
+REPLICATED = frozenset(
+    ("gate", "router", "shared_expert_gate", "fc1_latent_proj", "fc2_latent_proj", "g_a_proj", "q_a_proj")
+    + ("kv_a_proj_with_mqa", "per_layer_input_gate", "per_layer_projection", "prediction_coefs")
+    + ("correction_coefs",)
+)
+"""Last parts of the names of linears that every rank has whole."""
+QKV = frozenset(("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv"))
+"""Last parts of the names of linears of queries, keys and values; no rank has less than a KV head of them."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One call of a linear, or of the equal linears of all ``experts`` among which a router chooses."""
+
+    outputs: int
+    inputs: int
+    weight_bytes: float
+    """Stored bytes of one expert's weight, scales included."""
+    scheme: str
+    """A key of :data:`flexquant.planning.device.RATES`."""
+    experts: int = 1
+    active_experts: int = 1
+    """Experts that each token goes through."""
+    source_bytes: float = 0
+    """Stored bytes of the INT4 weight from which each pass computes this one; 0 for one that is stored."""
+
+    @property
+    def kernel(self) -> str:
+        """Scheme of the kernel that runs it: vLLM has Marlin run experts in INT4."""
+        return MARLIN if self.experts > 1 and self.scheme == "w4a16" else self.scheme
+
+    @property
+    def fills_marlin(self) -> bool:
+        return any(
+            self.outputs % outputs == 0 and self.inputs % inputs == 0 for outputs, inputs in MARLIN_TILES
+        )
+
+    def with_outputs(self, outputs: int) -> Linear:
+        return replace(self, outputs=outputs, weight_bytes=self.weight_bytes * outputs / self.outputs)
+
+    def share(self, name: str, devices: int) -> Linear:
+        """Return one device's part, as vLLM splits the linear ``name`` under tensor parallelism.
+
+        Raises FlexQuantError for a size that the devices cannot share evenly.
+        """
+        leaf = name.rpartition(".")[2]
+        if leaf in REPLICATED:
+            return self
+        by_inputs = leaf in ROW_PARALLEL
+        size = self.inputs if by_inputs else self.outputs
+        if size % devices:
+            raise FlexQuantError(
+                f"the {size} {'inputs' if by_inputs else 'outputs'} of '{name}' cannot be shared evenly by "
+                f"{devices} devices; give a --tensor-parallel-size that divides them"
+            )
+        if not by_inputs:
+            return self.with_outputs(size // devices)
+        return replace(self, inputs=size // devices, weight_bytes=self.weight_bytes / devices)
+
+    def computed(self) -> Linear:
+        """Return the INT8 linear that each pass computes from this one, or this one if none does.
+
+        One copy leaves experts, and what is not in INT4, as they are.
+        """
+        if self.scheme not in INT4 or self.experts > 1:
+            return self
+        int8 = float(self.outputs * self.inputs)
+        return replace(self, scheme="w8a8", weight_bytes=int8, source_bytes=self.weight_bytes)
+
+
+def plain_linear(outputs: int, inputs: int) -> Linear:
+    """Return a linear in 16 bits."""
+    return Linear(outputs, inputs, 2 * outputs * inputs, "bf16")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One device's share of a model, with all of its variants."""
+
+    num_layers: int
+    kv_bytes_per_token: float
+    attention_flops: float
+    """Operations for one query token and one key token in all layers: scores and weighted sum."""
+    linears: Mapping[str, Mapping[Linear, int]]
+    """Variant -> linear of the decoder layers -> calls in a pass."""
+    head: Linear
+    """lm_head."""
+    own_bytes: Mapping[str, float]
+    """Variant -> bytes of the tensors that no other variant has."""
+    shared_bytes: float
+
+    @property
+    def resident_bytes(self) -> float:
+        """Bytes of all variants' weights; shared tensors count once."""
+        return self.shared_bytes + sum(self.own_bytes.values())
+
+    def with_computed(self, name: str, source: str) -> ModelShape:
+        """Return the model with a variant ``name`` in INT8, computed in each pass from the INT4 ``source``.
+
+        It takes memory for the largest linear, and has Marlin run the source's own passes.
+        """
+        stored = self.linears[source]
+        linears: Counter[Linear] = Counter()
+        for linear, count in stored.items():
+            linears[linear.computed()] += count
+        stored = {replace(x, scheme=MARLIN) if x.scheme in INT4 else x: n for x, n in stored.items()}
+        largest = max(linear.weight_bytes for linear in linears if linear.source_bytes)
+        return replace(
+            self,
+            linears={**self.linears, source: stored, name: linears},
+            own_bytes={**self.own_bytes, name: largest},
+        )
 
 
 @dataclass(frozen=True)
@@ -99,22 +219,45 @@ class PlannedModel:
     def has_experts(self) -> bool:
         return any(linear.experts > 1 for linear in self.linears.values())
 
-    def shape(
-        self, schemes: Iterable[str], tensor_parallel_size: int, derived: Mapping[str, Derivation]
-    ) -> ModelShape:
+    def shape(self, schemes: Iterable[str], devices: int, derived: Mapping[str, Derivation]) -> ModelShape:
         """Return one device's share of the model with a variant, named after it, in each of ``schemes``.
 
-        Arguments and errors are those of :func:`~flexquant.planning.model_shape.device_share`.
+        ``derived`` are variants of one copy that a policy derives from these. Bytes are divided evenly.
+
+        Raises FlexQuantError as :meth:`~flexquant.planning.config_numbers.Attention.read` does, for linears
+        that the ``devices`` cannot share, and for experts if the config does not say how many a token goes
+        through.
         """
-        shared = self.rest_bytes
+        attention = Attention.read(self.config, devices, self.source)
+        num_layers = len(attention.heads)
+
+        def part(name: str, linear: Linear) -> Linear:
+            if linear.experts > 1:
+                active = min(active_experts(self.config, self.source), linear.experts)
+                linear = replace(linear, active_experts=active)
+            if name.endswith(tuple(QKV)):
+                heads = attention.heads[(layer_number(name) or 0) % num_layers]
+                linear = linear.with_outputs(linear.outputs + heads.repeated(devices))
+            return linear.share(name, devices)
+
         own: dict[str, float] = {}
-        linears: dict[str, dict[str, Linear]] = {}
+        linears: dict[str, Counter[Linear]] = {}
         for scheme in schemes:
-            linears[scheme] = {name: self._in_scheme(name, scheme) for name in self.linears}
-            own[scheme] = sum(x.experts * x.weight_bytes for x in linears[scheme].values())
-        return device_share(
-            self.config, linears, self.head, own, shared, tensor_parallel_size, derived, self.source
+            whole = {name: self._in_scheme(name, scheme) for name in self.linears}
+            linears[scheme] = Counter(part(name, linear) for name, linear in whole.items())
+            own[scheme] = sum(x.experts * x.weight_bytes for x in whole.values()) / devices
+        model = ModelShape(
+            num_layers,
+            attention.kv_bytes_per_token,
+            attention.flops,
+            linears,
+            self.head.with_outputs(ceil(self.head.outputs / devices)),
+            own,
+            self.rest_bytes / devices,
         )
+        for name, derivation in derived.items():
+            model = model.with_computed(name, derivation.source)
+        return model
 
     def _in_scheme(self, name: str, scheme: str) -> Linear:
         linear = self.linears[name]

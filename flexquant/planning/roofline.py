@@ -40,31 +40,37 @@ from dataclasses import dataclass
 from math import ceil
 
 from flexquant.planning.device import Device
-from flexquant.planning.linears import Linear
-from flexquant.planning.model_shape import ModelShape
+from flexquant.planning.planned_model import Linear, ModelShape
 
-QUANTISED_ACTIVATIONS = ("w8a8", "fp8", "w4a8")
+QUANTISED_ACTIVATIONS = ("w8a8", "fp8")
 
 
 @dataclass(frozen=True)
-class CostParts:
-    """Parts of a predicted time, in seconds."""
+class Batch:
+    """What one forward pass computes."""
 
-    memory: float = 0.0
-    compute: float = 0.0
-    overhead: float = 0.0
+    tokens: int
+    """Tokens, the padding to the size of a CUDA graph included."""
+    sequences: int
+    """Sequences; lm_head computes one row for each."""
+    cached: int = 0
+    """Tokens that decoding sequences read from the KV cache."""
+    pairs: float = 0.0
+    """Pairs of a query and a key in the attention to prompts."""
 
-    @property
-    def seconds(self) -> float:
-        return self.memory + self.compute + self.overhead
 
-    def __add__(self, other: CostParts) -> CostParts:
-        return CostParts(
-            self.memory + other.memory, self.compute + other.compute, self.overhead + other.overhead
+def pass_seconds(model: ModelShape, variant: str, batch: Batch, device: Device) -> float:
+    """Return the seconds of a forward pass in one variant on one device; communication is left out."""
+    seconds = linear_seconds(model.head, batch.sequences, device, in_pass=True)
+    for linear, count in model.linears[variant].items():
+        seconds += count * (
+            linear_seconds(linear, batch.tokens, device, in_pass=True)
+            + quantisation_seconds(linear, batch.tokens, device)
+            + dequantisation_seconds(linear, device)
         )
-
-    def __mul__(self, count: int) -> CostParts:
-        return CostParts(self.memory * count, self.compute * count, self.overhead * count)
+    seconds += batch.cached * model.kv_bytes_per_token / device.kernel("bf16").bytes_per_s
+    seconds += batch.pairs * model.attention_flops / device.attention_flops_per_s
+    return seconds + device.pass_seconds + model.num_layers * device.layer_seconds
 
 
 def scheme_on(device: Device, linear: Linear, scheme: str) -> str:
@@ -72,8 +78,8 @@ def scheme_on(device: Device, linear: Linear, scheme: str) -> str:
     return "fp8" if linear.source_bytes and scheme not in device.kernels else scheme
 
 
-def linear_cost(linear: Linear, tokens: int, device: Device, in_pass: bool = False) -> CostParts:
-    """Return the cost of one call with activations [tokens, inputs], or of all experts together.
+def linear_seconds(linear: Linear, tokens: int, device: Device, in_pass: bool = False) -> float:
+    """Return the time of one call with activations [tokens, inputs], or of all experts together.
 
     The model assumes that tokens choose their experts evenly and independently. ``in_pass`` tells whether
     other calls come before and after this one.
@@ -85,55 +91,25 @@ def linear_cost(linear: Linear, tokens: int, device: Device, in_pass: bool = Fal
     moved = used * linear.weight_bytes + rows * (activation_bytes * linear.inputs + 2 * linear.outputs)
     operations = 2 * _padded_outputs(linear, rows, used, device) * linear.inputs
     call = kernel.call_in_pass_seconds if in_pass else kernel.call_seconds
-    return CostParts(moved / kernel.bytes_per_s, operations / kernel.flops_per_s, call)
+    return call + moved / kernel.bytes_per_s + operations / kernel.flops_per_s
 
 
-def quantisation_cost(linear: Linear, tokens: int, device: Device) -> CostParts:
-    """Return the cost of quantising 16-bit activations [tokens, inputs] to 8 bit, if the scheme does so."""
+def quantisation_seconds(linear: Linear, tokens: int, device: Device) -> float:
+    """Return the time of quantising 16-bit activations [tokens, inputs] to 8 bit, if the scheme does so."""
     if linear.scheme not in QUANTISED_ACTIVATIONS:
-        return CostParts()
-    return CostParts(memory=3 * tokens * linear.inputs / device.kernel("bf16").bytes_per_s)
+        return 0.0
+    return 3 * tokens * linear.inputs / device.kernel("bf16").bytes_per_s
 
 
-def dequantisation_cost(linear: Linear, device: Device) -> CostParts:
-    """Return the cost of computing a linear's INT8 weight from the stored INT4 one, if each pass does so.
+def dequantisation_seconds(linear: Linear, device: Device) -> float:
+    """Return the time of computing a linear's INT8 weight from the stored INT4 one, if each pass does so.
 
     It reads the one and writes the other at the memory's bandwidth; the product reads it again.
     """
     if not linear.source_bytes:
-        return CostParts()
+        return 0.0
     kernel = device.kernel("bf16")
-    moved = linear.source_bytes + linear.weight_bytes
-    return CostParts(memory=moved / kernel.bytes_per_s, overhead=kernel.call_in_pass_seconds)
-
-
-def pass_cost(
-    model: ModelShape, variant: str, phase: str, size: int, context: int, device: Device
-) -> CostParts:
-    """Return the cost of a forward pass on one device.
-
-    A decode pass has ``size`` sequences, each with one new token and ``context`` tokens in the KV cache. A
-    prefill pass has one prompt of ``size`` tokens and an empty KV cache. Communication is left out.
-    """
-    sequences = size if phase == "decode" else 1
-    cost = linear_cost(model.head, sequences, device, in_pass=True)
-    for linear, count in model.linears[variant].items():
-        cost += (
-            linear_cost(linear, size, device, in_pass=True)
-            + quantisation_cost(linear, size, device)
-            + dequantisation_cost(linear, device)
-        ) * count
-    attention = attention_cost(model, size * context if phase == "decode" else 0, device)
-    if phase == "prefill":
-        causal_pairs = size * (size + 1) / 2
-        attention += CostParts(compute=causal_pairs * model.attention_flops / device.attention_flops_per_s)
-    overhead = device.pass_seconds + model.num_layers * device.layer_seconds
-    return cost + attention + CostParts(overhead=overhead)
-
-
-def attention_cost(model: ModelShape, cached_tokens: int, device: Device) -> CostParts:
-    """Return the cost of reading ``cached_tokens`` tokens from the KV cache once, in all layers."""
-    return CostParts(memory=cached_tokens * model.kv_bytes_per_token / device.kernel("bf16").bytes_per_s)
+    return kernel.call_in_pass_seconds + (linear.source_bytes + linear.weight_bytes) / kernel.bytes_per_s
 
 
 def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -> float:

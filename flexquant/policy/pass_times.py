@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Read, hold and format the times of forward passes by variant; `tune` measures, `predict` predicts them.
+"""Read, hold and format the times of forward passes by variant; `flexquant tune` measures them.
 
 A tuned policy holds them under its key ``measured``:
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Optimise a policy for latency, throughput or both in balance, or for bounds on TTFT and TPOT."""
+"""Decide from samples which variant runs passes of which size, for a goal and within constraints.
+
+A goal is latency, throughput, both in balance, or bounds on TTFT and TPOT. A constraint says which candidates
+can be loaded together.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from itertools import combinations
 from statistics import fmean
 
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.tuning.deciding import MARGIN, Decision, decide, fastest, relative_speed
-from flexquant.tuning.samples import PHASES, Samples
+from flexquant.tuning.samples import MEASURED_PHASES, Samples
+from flexquant.tuning.size_thresholds import MARGIN, Decision, choose_by_size, fastest, relative_speed
 
 OBJECTIVES = ("balanced", "latency", "throughput")
 WORTH_LOADING = 0.05
@@ -67,6 +71,28 @@ class Goal:
         return str(self.slo) if self.slo else self.objective
 
 
+def decide(
+    samples: Samples,
+    variants: Sequence[str],
+    goal: Goal,
+    requests: Callable[[Sequence[str]], int],
+    together: Sequence[Sequence[str]] | None = None,
+) -> Decision:
+    """Return the best decision for the goal; raise FlexQuantError if none meets it.
+
+    ``variants`` begin with the most precise; ``requests(variants)`` returns how many requests fit into memory
+    beside these. ``together`` are sets of variants that can be loaded together, the preferred first; None:
+    all can.
+    """
+
+    def of_set(names: Sequence[str]) -> Decision:
+        if goal.slo is not None:
+            return meet(samples, names, goal.slo)
+        return optimise(samples, names, goal.objective, requests)
+
+    return best(samples, [variants] if together is None else together, of_set)
+
+
 def optimise(
     samples: Samples, variants: Sequence[str], objective: str, requests: Callable[[Sequence[str]], int]
 ) -> Decision:
@@ -85,24 +111,24 @@ def optimise(
 
 
 def best(
-    samples: Samples, together: Sequence[Sequence[str]], decide: Callable[[Sequence[str]], Decision]
+    samples: Samples, together: Sequence[Sequence[str]], of_set: Callable[[Sequence[str]], Decision]
 ) -> Decision:
     """Return the decision of the first of several sets of variants, unless another's passes are faster.
 
     Others are faster if their passes of all sizes are, in the geometric mean, by more than MARGIN. A set for
-    which ``decide`` raises FlexQuantError is left out; if all are, the first one's error is raised.
+    which ``of_set`` raises FlexQuantError is left out; if all are, the first one's error is raised.
     """
     found: list[tuple[float, Decision]] = []
     refused: FlexQuantError | None = None
     for variants in together:
         try:
-            decision = decide(variants)
+            decision = of_set(variants)
         except FlexQuantError as e:
             refused = refused or e
             continue
         times = [
             math.log(samples.time(decision.variant(phase, size), phase, size).median)
-            for phase in PHASES
+            for phase in MEASURED_PHASES
             for size in samples.sizes(phase)
         ]
         found.append((fmean(times), decision))
@@ -149,7 +175,7 @@ def meet(samples: Samples, variants: Sequence[str], slo: Slo) -> Decision:
             return math.log(samples.compare(a, b, phase, size).ratio)
         return math.log(samples.time(a, phase, size).median / bound)
 
-    return decide(samples, variants, cost, crossing)
+    return choose_by_size(samples, variants, cost, crossing)
 
 
 def largest_within(samples: Samples, decision: Decision, phase: str, bound: float) -> int:
@@ -164,7 +190,7 @@ def largest_within(samples: Samples, decision: Decision, phase: str, bound: floa
 
 
 def _fastest(samples: Samples, variants: Sequence[str]) -> Decision:
-    return decide(samples, variants, fastest(samples, variants), relative_speed(samples))
+    return choose_by_size(samples, variants, fastest(samples, variants), relative_speed(samples))
 
 
 def _worth_loading(samples: Samples, variants: Sequence[str]) -> list[str]:
@@ -185,7 +211,7 @@ def _loss_without(samples: Samples, variants: Sequence[str], left_out: str) -> f
     others = [v for v in variants if v != left_out]
     return max(
         min(math.log(samples.compare(v, left_out, phase, size).ratio) for v in others)
-        for phase in PHASES
+        for phase in MEASURED_PHASES
         for size in samples.sizes(phase)
     )
 

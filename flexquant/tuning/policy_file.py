@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import datetime
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,13 +17,14 @@ from flexquant.documents.results import MatplotlibMissing, new_figure
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
 from flexquant.measuring.comparison import EQUAL, FEWEST_ROUNDS, percent
+from flexquant.measuring.machine import describe_command
 from flexquant.policy.pass_times import UNITS, PassTimes, device_name, format_times
 from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
-from flexquant.serving.cpu.kernels import STAND_INS
-from flexquant.tuning.deciding import Decision, Range, undecided
+from flexquant.tuning.measure import Measurement, stand_in_notes
 from flexquant.tuning.objectives import PHASE_OF, Goal, Slo, largest_within
 from flexquant.tuning.samples import Samples
+from flexquant.tuning.size_thresholds import Decision, Range, undecided
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,35 @@ class TuningResult:
     times: PassTimes
     notes: list[str]
     """Sentences for the user: where the times were measured, crossovers, what was left out and why."""
+
+
+def tuned_policy(
+    measured: Measurement, decision: Decision, goal: Goal, remarks: Sequence[str] = ()
+) -> TuningResult:
+    """Return the policy that follows from a decision, with the sentences that explain it.
+
+    ``remarks`` are added to these.
+    """
+    samples, names = measured.samples, measured.names
+    origin = {
+        **{key: measured.run[key] for key in ("model", "machine", "versions", "engine_arguments")},
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["flexquant", *describe_command()[1:]]),
+        "rounds": measured.grid.effort.rounds,
+    }
+    times = samples.pass_times(measured.grid.context, origin)
+    notes = [
+        *origin_notes(origin, goal),
+        *kernel_notes(measured.kernels),
+        *stand_in_notes(measured.kernels),
+        *remarks,
+        *crossover_notes(samples, names, decision),
+        *bound_notes(samples, decision, goal.slo),
+        *batch_notes(samples, goal, lambda: measured.requests(decision.variants, goal.request_tokens)),
+        *unused_notes(measured.memory.saved(decision.variants)),
+    ]
+    document = tuned_policy_document(decision, measured.variants, times, str(goal))
+    return TuningResult(document, decision, times, notes)
 
 
 def tuned_policy_document(
@@ -185,16 +216,6 @@ def kernel_notes(kernels: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"Kernels: {told}."] if told else []
 
 
-def stand_in_notes(kernels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Warn of variants that run on a stand-in, as this machine has no fast kernel for them."""
-    return [
-        f"{variant} runs on {name}, {STAND_INS[name]}: its times say nothing about other machines."
-        for variant, names in kernels.items()
-        for name in names
-        if name in STAND_INS
-    ]
-
-
 def crossover_notes(samples: Samples, variants: Sequence[str], decision: Decision) -> list[str]:
     """Say where a variant takes over from another, and which sizes are undecided."""
     notes = []
@@ -232,13 +253,13 @@ def bound_notes(samples: Samples, decision: Decision, slo: Slo | None) -> list[s
     return notes
 
 
-def batch_notes(samples: Samples, goal: Goal, requests: int) -> list[str]:
+def batch_notes(samples: Samples, goal: Goal, requests: Callable[[], int]) -> list[str]:
     """Say, for the objective throughput, if more requests fit into memory than were measured."""
     largest = samples.sizes("decode")[-1]
-    if goal.slo is not None or goal.objective != "throughput" or requests <= largest:
+    if goal.slo is not None or goal.objective != "throughput" or (fitting := requests()) <= largest:
         return []
     return [
-        f"Throughput is that of {largest} sequences, the most that were measured; {requests} requests of "
+        f"Throughput is that of {largest} sequences, the most that were measured; {fitting} requests of "
         f"{goal.request_tokens} tokens fit into memory: --max-batch looks further."
     ]
 

@@ -16,8 +16,10 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
 from flexquant.measuring.comparison import Comparison, compare
 from flexquant.policy.pass_times import PassTimes, Time
+from flexquant.policy.schema import Phase
 
-PHASES = ("decode", "prefill")
+MEASURED_PHASES: tuple[Phase, ...] = ("decode", "prefill")
+"""Phases whose passes are measured; the time of a mixed pass is that of a prefill pass."""
 
 
 class Samples:
@@ -66,7 +68,7 @@ class Samples:
                 variant: {size: self.time(variant, phase, size) for size in self.sizes(phase)}
                 for variant in self._seconds
             }
-            for phase in PHASES
+            for phase in MEASURED_PHASES
         )
         cost = statistics.median(self.context_seconds) if self.context_seconds else 0.0
         return PassTimes(decode, prefill, context, max(0.0, cost), origin)

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_tensors
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import CONFIG_FILE
 from flexquant.checkpoint.safetensors_io import read_header
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
+from flexquant.planning.config_numbers import Attention, language_config
 from flexquant.planning.device import parse_device
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import parse_policy, parse_policy_text
@@ -104,7 +106,6 @@ def safetensors_index(data: bytes) -> None:
 def sources(data: bytes) -> None:
     """Merge two variants: one checkpoint twice, and one beside a sound one."""
     from flexquant.merge import merge_checkpoints  # imports torch, which the other targets do without
-    from flexquant.planning.model_shape import read_model_shape
 
     try:
         document = json.loads(data)
@@ -117,7 +118,8 @@ def sources(data: bytes) -> None:
         write_folder(folders["w8a8"], first)
         with suppress(FlexQuantError):
             merge_checkpoints(folders, FOLDER / "merged", overwrite=True)
-            read_model_shape(FOLDER / "merged")
+            config = MergedCheckpoint.open(FOLDER / "merged").config
+            Attention.read(language_config(config, FOLDER), 1, FOLDER)
 
 
 def yaml_document(data: bytes) -> None:

@@ -193,7 +193,6 @@ def test_commands_read_a_published_checkpoint(name: str, published: dict[str, Pa
     report = answer("inspect", folder)
     assert report["variants"]["w4a16"]["scheme"].startswith("int4 weights")
     assert set(report["loaded"]) == {"w4a16", "shared"}
-    assert answer("predict", folder, "--device", "l20")
     examined = programs.run([sys.executable, "-m", "flexquant", "doctor", folder], timeout=120, status=None)
     assert "w8a8-from-int4: INT8 from" in examined.stdout, examined.stdout + examined.stderr
 

@@ -23,6 +23,7 @@ FEW = {
     "search": "--samples 1 --batch-size 1 --prompt-tokens 8 --tokens 2",
     "sensitivity": "--samples 1 --batch-size 1 --prompt-tokens 8 --tokens 2",
     "tune": "--quick --rounds 1 --max-batch 4 --max-tokens 32",
+    "fit": "--quick --rounds 1 --max-batch 4 --max-tokens 32",
 }
 
 

@@ -16,14 +16,14 @@ from flexquant import cli
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.inputs import Settings, Subject
-from flexquant.layers.limiting import limit_loss
+from flexquant.layers.quality_limit import limit_loss
 from flexquant.layers.sensitivity import Study
 from flexquant.policy.plans import describe_layers
 from flexquant.policy.rules import load_policy
 from flexquant.tuning.candidates import find_variants
-from flexquant.tuning.deciding import Decision, Range
 from flexquant.tuning.policy_file import TuningResult
 from flexquant.tuning.policy_file import tuned_policy_document as tuned_document
+from flexquant.tuning.size_thresholds import Decision, Range
 from tests.checkpoints import make_checkpoint
 from tests.pass_times import CROSSED, make_times
 

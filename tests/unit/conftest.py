@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.synthetic import SCHEMES, write_checkpoint
-from flexquant import cli
 from flexquant.merge import merge_checkpoints
 from flexquant.planning.device import Device, load_device
 from tests.checkpoints import make_checkpoint
@@ -89,11 +88,6 @@ def container() -> list[str]:
     if problem:
         pytest.skip(f"this machine does not let its users make namespaces with unshare: {problem}")
     return command
-
-
-@pytest.fixture
-def only_predict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "SUBCOMMANDS", ("predict",))
 
 
 @pytest.fixture

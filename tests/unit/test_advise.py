@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,25 +15,25 @@ import pytest
 from benchmarks.speed.results import ROOT, read_cells
 from benchmarks.speed.tables import by_workload
 from flexquant import cli
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from flexquant.planning.advice_report import explain, format_advice
 from flexquant.planning.advising import (
     MARGIN,
     ONE_COPY,
     TWO_COPIES,
-    Batches,
-    Load,
     Outcome,
     choose,
+    explain,
     find_way,
+    format_advice,
     try_ways,
     ways,
 )
+from flexquant.planning.batch_serving import Batches, Load
 from flexquant.planning.device import load_device
-from flexquant.planning.linears import MARLIN_TILES
-from flexquant.planning.model_shape import ModelShape, read_model_shape
-from flexquant.planning.planned_model import PlannedModel
+from flexquant.planning.planned_model import MARLIN_TILES, PlannedModel
 from tests.checkpoints import make_checkpoint
 from tests.prediction import planned
 
@@ -84,14 +82,6 @@ def tried(
 # the shape
 
 
-def without_bytes(model: ModelShape) -> dict[str, Counter[Any]]:
-    """Return the linears of each variant; compressed-tensors stores 8 bytes a number of a weight's shape."""
-    return {
-        name: Counter(replace(linear, weight_bytes=0) for linear in Counter(linears).elements())
-        for name, linears in model.linears.items()
-    }
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(
     ("architecture", "eight"), [("llama", "w8a8"), ("qwen3_moe", "w8a8"), ("qwen2", "fp8")]
@@ -106,19 +96,14 @@ def test_the_shape_is_that_of_the_quantised_checkpoint(
     }
     policy = "fp8-phase-batch" if eight == "fp8" else None
     merge_checkpoints(sources, tmp_path / "merged", policy=policy)
+    checkpoint = MergedCheckpoint.open(tmp_path / "merged")
+    stored = report_checkpoint(checkpoint.merged, 2, checkpoint.tensors)
     for folder in (sources["w4a16"], tmp_path / "merged"):
         found = PlannedModel.read(str(folder)).shape((eight, "w4a16"), devices, {})
-        stored = read_model_shape(tmp_path / "merged", devices)
-        assert without_bytes(found) == without_bytes(stored)
-        for name in stored.variants:
-            bytes_of = [
-                sum(linear.experts * linear.weight_bytes * n for linear, n in model.linears[name].items())
-                for model in (found, stored)
-            ]
-            assert bytes_of[0] == pytest.approx(bytes_of[1], rel=0.05)
-        assert found.resident_bytes == pytest.approx(stored.resident_bytes, rel=0.05)
-        assert (found.head, found.kv_bytes_per_token) == (stored.head, stored.kv_bytes_per_token)
-        assert found.attention_flops == stored.attention_flops
+        for name, linears in found.linears.items():
+            assert found.own_bytes[name] * devices == pytest.approx(stored.variants[name].own_bytes, rel=0.05)
+            assert {linear.scheme for linear in linears} - {"bf16"} == {name}
+        assert found.resident_bytes * devices == pytest.approx(stored.total_bytes, rel=0.05)
 
 
 def test_bytes_of_a_known_model(tmp_path: Path) -> None:

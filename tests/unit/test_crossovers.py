@@ -11,9 +11,8 @@ import pytest
 from benchmarks.speed.results import ROOT, read_cells
 from benchmarks.speed.tables import kernel_results
 from flexquant.planning.device import MARLIN, Device, load_device
-from flexquant.planning.linears import Linear
-from flexquant.planning.predicting import MAX_SIZE
-from flexquant.planning.roofline import linear_cost
+from flexquant.planning.planned_model import Linear
+from flexquant.planning.roofline import linear_seconds
 from tests.prediction import square
 
 # Published for Marlin's W4A16 and CUTLASS's W8A8, N = K = 8192: the first is faster at the first number of
@@ -30,7 +29,7 @@ def w8a8_scheme(name: str) -> str:
 def ratio(device: Device, name: str, tokens: int, outputs: int = 8192, inputs: int = 8192) -> float:
     """Return the time of W8A8 over the time of W4A16 by Marlin."""
     a, b = (
-        linear_cost(square(scheme, outputs, inputs), tokens, device).seconds
+        linear_seconds(square(scheme, outputs, inputs), tokens, device)
         for scheme in (w8a8_scheme(name), MARLIN)
     )
     return a / b
@@ -40,8 +39,8 @@ def first_crossover(a: Linear, b: Linear, device: Device) -> int:
     """Return the fewest tokens at which ``b`` is faster than ``a``."""
     return next(
         tokens
-        for tokens in range(1, MAX_SIZE + 1)
-        if linear_cost(b, tokens, device).seconds < linear_cost(a, tokens, device).seconds
+        for tokens in range(1, 4097)
+        if linear_seconds(b, tokens, device) < linear_seconds(a, tokens, device)
     )
 
 
@@ -101,7 +100,7 @@ def test_an_h100_against_its_measurement() -> None:
         for scheme in ("w4a16", "w8a8"):
             linear = Linear(outputs, inputs, by_scheme[scheme]["weight_bytes"], scheme)
             found.append(by_scheme[scheme]["microseconds"])
-            predicted.append(linear_cost(linear, tokens, device, in_pass=True).seconds)
+            predicted.append(linear_seconds(linear, tokens, device, in_pass=True))
         ratio = (predicted[0] / predicted[1]) / (found[0] / found[1])
         assert 1 / 1.35 < ratio < 1.35, tokens
 
@@ -116,7 +115,7 @@ def test_this_cpu_against_its_measurement() -> None:
             for scheme, found in by_scheme.items():
                 if "microseconds" in found:
                     linear = Linear(outputs, inputs, found["weight_bytes"], scheme)
-                    predicted = 1e6 * linear_cost(linear, tokens, device).seconds
+                    predicted = 1e6 * linear_seconds(linear, tokens, device)
                     off.setdefault(scheme, []).append(abs(predicted / found["microseconds"] - 1))
     assert off.keys() == {"bf16", "w8a8", "w4a16"}
     for scheme, values in off.items():

@@ -8,72 +8,71 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.documents.yaml_document import from_data, read_section
 from flexquant.errors import FlexQuantError
 from flexquant.planning.device import Device, builtin_devices, load_device
-from flexquant.planning.linears import Linear
-from flexquant.planning.model_shape import read_model_shape
-from flexquant.planning.predicting import main_scheme
-from flexquant.planning.roofline import CostParts, linear_cost, pass_cost, quantisation_cost
-from flexquant.policy.pass_times import MeasuredSection, measured_pass_times
+from flexquant.planning.planned_model import Linear, ModelShape, PlannedModel
+from flexquant.planning.roofline import linear_seconds, pass_seconds, quantisation_seconds, scheme_on
 from flexquant.policy.rules import load_policy
-from tests.prediction import DEVICE, predict_pass_times, square
+from tests.costs_by_hand import decode, prefill
+from tests.prediction import DEVICE, square
+
+ONE_COPY = load_policy("one-copy").derived
+
+
+@pytest.fixture(scope="module")
+def model(merged: Path) -> ModelShape:
+    """Return two layers of hidden 128, with 320 rows of logits, in both precisions and in one copy."""
+    return PlannedModel.read(str(merged)).shape(("w8a8", "w4a16", "fp8"), 1, ONE_COPY)
 
 
 def test_cost_of_a_linear_by_hand(device: Device) -> None:
-    w4a16 = linear_cost(Linear(512, 256, 70_000, "w4a16"), 10, device)
-    assert w4a16.memory == pytest.approx((70_000 + 10 * 2 * (256 + 512)) / 80e9)
-    assert w4a16.compute == pytest.approx(2 * 10 * 512 * 256 / 4e12)
-    assert w4a16.overhead == pytest.approx(7e-6)
-    assert w4a16.seconds == w4a16.memory + w4a16.compute + w4a16.overhead
+    memory, compute = (70_000 + 10 * 2 * (256 + 512)) / 80e9, 2 * 10 * 512 * 256 / 4e12
+    found = linear_seconds(Linear(512, 256, 70_000, "w4a16"), 10, device)
+    assert found == pytest.approx(memory + compute + 7e-6, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("tokens", "tiles", "rows"), [(1, 8, 16), (16, 8, 16), (17, 8, 64), (64, 8, 64), (65, 16, 64)]
 )
 def test_tiles_run_in_whole_waves(device: Device, tokens: int, tiles: int, rows: int) -> None:
-    """450 outputs are 8 tiles of 64 columns, two waves on 4 processors."""
-    cost = linear_cost(Linear(450, 256, 1, "w8a8"), tokens, device)
-    assert cost.compute == pytest.approx(2 * tiles * rows * 64 * 256 / 10e12)
-    narrow = linear_cost(Linear(64, 256, 1, "w8a8"), 1, device)
-    assert narrow.compute == pytest.approx(2 * 4 * 16 * 64 * 256 / 10e12)
+    """450 outputs are 8 tiles of 64 columns, two waves on 4 processors; a single tile is one wave."""
+    for outputs, used, height in ((450, tiles, rows), (64, 4 if tokens < 17 else max(4, tiles // 4), rows)):
+        moved = tokens * (256 + 2 * outputs) / 50e9
+        found = linear_seconds(Linear(outputs, 256, 0, "w8a8"), tokens, device)
+        assert found == pytest.approx(5e-6 + moved + 2 * used * height * 64 * 256 / 10e12, rel=1e-12)
 
 
 def test_quantising_activations_costs_8_bit_schemes_only(device: Device) -> None:
-    assert quantisation_cost(Linear(512, 256, 1, "w4a16"), 10, device) == CostParts()
-    assert quantisation_cost(Linear(512, 256, 1, "w8a8"), 10, device).memory == pytest.approx(7680 / 50e9)
+    assert quantisation_seconds(Linear(512, 256, 1, "w4a16"), 10, device) == 0
+    assert quantisation_seconds(Linear(512, 256, 1, "w8a8"), 10, device) == pytest.approx(7680 / 50e9)
 
 
-def test_experts_are_read_once_they_are_used(device: Device) -> None:
+@pytest.mark.parametrize(("tokens", "used"), [(1, 2), (1000, 8)])
+def test_experts_are_read_once_they_are_used(device: Device, tokens: int, used: int) -> None:
     experts = Linear(512, 256, 70_000, "w4a16", experts=8, active_experts=2)
-    one, many = linear_cost(experts, 1, device), linear_cost(experts, 1000, device)
-    assert one.memory == pytest.approx((2 * 70_000 + 2 * 2 * (256 + 512)) / 80e9)
-    assert many.memory == pytest.approx((8 * 70_000 + 2000 * 2 * (256 + 512)) / 80e9)
-    assert many.compute == pytest.approx(2 * 2000 * 512 * 256 / 4e12)
+    memory = (used * 70_000 + 2 * tokens * 2 * (256 + 512)) / 80e9
+    compute = 2 * 2 * tokens * 512 * 256 / 4e12
+    assert linear_seconds(experts, tokens, device) == pytest.approx(memory + compute + 7e-6)
 
 
-def test_calls_in_a_pass_may_be_cheaper(merged: Path, tmp_path: Path, device: Device) -> None:
+def test_calls_in_a_pass_may_be_cheaper(model: ModelShape, tmp_path: Path, device: Device) -> None:
     (tmp_path / "graphs.yaml").write_text(DEVICE.replace("layer_us", "call_in_pass_us: 2\nlayer_us"))
     graphs = load_device(str(tmp_path / "graphs.yaml"))
-    model = read_model_shape(merged)
-    assert linear_cost(square("w8a8"), 8, graphs) == linear_cost(square("w8a8"), 8, device)
+    assert linear_seconds(square("w8a8"), 8, graphs) == linear_seconds(square("w8a8"), 8, device)
     for variant, per_call in (("w8a8", 3e-6), ("w4a16", 5e-6)):
         calls = sum(model.linears[variant].values())
-        with_head = calls * per_call + 3e-6
-        longer, shorter = (pass_cost(model, variant, "decode", 8, 100, d).overhead for d in (device, graphs))
-        assert longer - shorter == pytest.approx(with_head)
+        longer, shorter = (pass_seconds(model, variant, decode(8, 100), d) for d in (device, graphs))
+        assert longer - shorter == pytest.approx(calls * per_call + 3e-6)
 
 
 def test_attention_to_prompts_may_have_a_rate_of_its_own(
-    merged: Path, tmp_path: Path, device: Device
+    model: ModelShape, tmp_path: Path, device: Device
 ) -> None:
     (tmp_path / "fp32.yaml").write_text(DEVICE.replace("layer_us", "attention_tflops: 20\nlayer_us"))
     faster = load_device(str(tmp_path / "fp32.yaml"))
-    model = read_model_shape(merged)
-    slow, fast = (pass_cost(model, "w8a8", "prefill", 100, 0, d) for d in (device, faster))
+    slow, fast = (pass_seconds(model, "w8a8", prefill(100), d) for d in (device, faster))
     pairs = 100 * 101 / 2 * model.attention_flops
-    assert slow.compute - fast.compute == pytest.approx(pairs / 5e12 - pairs / 20e12)
-    assert (slow.memory, slow.overhead) == (fast.memory, fast.overhead)
+    assert slow - fast == pytest.approx(pairs / 5e12 - pairs / 20e12)
 
 
 BAD = {
@@ -133,24 +132,24 @@ def test_unknown_device_lists_the_shipped_ones() -> None:
 
 
 @pytest.mark.parametrize("name", builtin_devices())
-def test_every_shipped_device_predicts(merged: Path, merged_fp8: Path, name: str) -> None:
-    eight = "fp8" if name == "b200" else "w8a8"
-    times = predict_pass_times(merged_fp8 if eight == "fp8" else merged, name, w4a8=True)
-    assert times.variants == (eight, "w4a16", "w4a8")
-    assert times.origin["device"] == name
-    for curves in (times.decode, times.prefill):
-        for curve in curves.values():
-            values = [time.median for time in curve.values()]
-            assert values[0] > 0 and values == sorted(values)
-            assert all(time.low == time.median == time.high for time in curve.values())
-    document = from_data({"measured": times.to_data()}, "prediction", "policy")
-    again = measured_pass_times(read_section(MeasuredSection, document, ("measured",)))
-    assert again.decode[eight][8].median == pytest.approx(times.decode[eight][8].median, rel=1e-3)
+def test_every_shipped_device_predicts(model: ModelShape, name: str) -> None:
+    device = load_device(name)
+    for variant in ("fp8" if name == "b200" else "w8a8", "w4a16", "w8a8-from-int4"):
+        for make, sizes in (
+            (lambda size: decode(size, 1152), (1, 8, 64, 512)),
+            (prefill, (16, 256, 4096, 16384)),
+        ):
+            seconds = [pass_seconds(model, variant, make(size), device) for size in sizes]
+            assert seconds[0] > 0 and seconds == sorted(seconds)
 
 
-def test_int8_is_refused_where_vllm_has_no_kernel_for_it(merged: Path) -> None:
-    with pytest.raises(FlexQuantError, match="b200 has no kernel for w8a8, only for bf16, fp8, w4a16, w4a8;"):
-        predict_pass_times(merged, "b200")
+@pytest.mark.parametrize(("name", "scheme"), [("b200", "w8a8"), ("a100", "fp8")])
+def test_a_scheme_without_a_kernel_is_refused(model: ModelShape, name: str, scheme: str) -> None:
+    other = "fp8" if scheme == "w8a8" else "w8a8"
+    with pytest.raises(
+        FlexQuantError, match=f"{name} has no kernel for {scheme}, only for bf16, {other}, w4a16, w4a8;"
+    ):
+        pass_seconds(model, scheme, prefill(8), load_device(name))
 
 
 def test_cpus_are_told_from_gpus() -> None:
@@ -162,22 +161,15 @@ def test_a_dozen_devices_are_shipped() -> None:
     assert builtin_devices() == names.split()
 
 
-def test_device_without_fp8_is_refused(merged_fp8: Path) -> None:
-    with pytest.raises(FlexQuantError, match="a100 has no kernel for fp8, only for bf16, w8a8, w4a16, w4a8;"):
-        predict_pass_times(merged_fp8, "a100")
-    assert predict_pass_times(merged_fp8, "l4").variants == ("fp8", "w4a16")
-
-
-def test_a_pass_by_hand(merged: Path, device: Device) -> None:
+def test_a_pass_by_hand(model: ModelShape, device: Device) -> None:
     """Two layers of 3 us, 100 us a pass; the head, 320 x 128 in 16 bit, reads one row of a prompt."""
-    model = read_model_shape(merged)
-    cost = pass_cost(model, "w4a16", "prefill", 64, 0, device)
-    calls = sum(model.linears["w4a16"].values())
-    assert cost.overhead == pytest.approx(calls * 7e-6 + 5e-6 + 2 * 3e-6 + 100e-6)
-    linears = sum(
-        (linear_cost(linear, 64, device) * n for linear, n in model.linears["w4a16"].items()), CostParts()
-    )
-    assert cost.memory - linears.memory == pytest.approx((2 * 320 * 128 + 2 * 128 + 2 * 320) / 50e9)
+    linears = model.linears["w4a16"]
+    calls = sum(linears.values())
+    rows = sum(n * linear_seconds(linear, 64, device) for linear, n in linears.items())
+    head = (2 * 320 * 128 + 2 * 128 + 2 * 320) / 50e9 + 2 * 320 * 128 / 5e12
+    pairs = 64 * 65 / 2 * model.attention_flops / 5e12
+    found = pass_seconds(model, "w4a16", prefill(64), device)
+    assert calls == 8 and found == pytest.approx(rows + head + pairs + 5e-6 + 2 * 3e-6 + 100e-6)
 
 
 def test_8_bit_weights_take_their_own_kernel_or_that_of_w4a16(tmp_path: Path, device: Device) -> None:
@@ -191,28 +183,23 @@ def test_tiles_may_be_given_in_any_order(tmp_path: Path, device: Device) -> None
     assert load_device(str(tmp_path / "turned.yaml")).kernel("w8a8") == device.kernel("w8a8")
 
 
-def test_one_copy_pays_for_its_int8_weights_in_every_pass(merged: Path, device: Device) -> None:
+def test_one_copy_pays_for_its_int8_weights_in_every_pass(model: ModelShape, device: Device) -> None:
     """The product is that of W8A8; a call of 5 us computes its weights, at 50 GB/s."""
-    model = read_model_shape(merged, derived=load_policy("one-copy").derived)
     for size in (1, 64):
         own, computed = (
-            pass_cost(model, name, "prefill", size, 0, device) for name in ("w8a8", "w8a8-from-int4")
+            pass_seconds(model, name, prefill(size), device) for name in ("w8a8", "w8a8-from-int4")
         )
-        assert computed.compute == own.compute
         int8 = sum(linear.inputs * linear.outputs * n for linear, n in model.linears["w8a8"].items())
         scales = sum(linear.weight_bytes * n for linear, n in model.linears["w8a8"].items()) - int8
         int4 = sum(linear.weight_bytes * n for linear, n in model.linears["w4a16"].items())
         product = device.kernel("w8a8").bytes_per_s
-        assert computed.memory - own.memory == pytest.approx((int4 + int8) / 50e9 - scales / product)
-        assert computed.overhead - own.overhead == pytest.approx(8 * 5e-6)
+        expected = (int4 + int8) / 50e9 - scales / product + 8 * 5e-6
+        assert computed - own == pytest.approx(expected)
 
 
-def test_one_copy_multiplies_in_fp8_where_there_is_no_int8(merged: Path) -> None:
-    model = read_model_shape(merged, derived=load_policy("one-copy").derived)
+def test_one_copy_multiplies_in_fp8_where_there_is_no_int8(model: ModelShape) -> None:
     b200 = load_device("b200")
     as_fp8 = b200.model_copy(update={"kernels": {**b200.kernels, "w8a8": b200.kernels["fp8"]}})
-    found, expected = (
-        pass_cost(model, "w8a8-from-int4", "prefill", 64, 0, device) for device in (b200, as_fp8)
-    )
+    found, expected = (pass_seconds(model, "w8a8-from-int4", prefill(64), d) for d in (b200, as_fp8))
     assert found == expected
-    assert main_scheme(model, "w8a8-from-int4", b200) == "fp8"
+    assert {scheme_on(b200, linear, "w8a8") for linear in model.linears["w8a8-from-int4"]} == {"fp8"}

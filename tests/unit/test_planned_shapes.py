@@ -5,15 +5,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from flexquant.planning.linears import Linear
-from flexquant.planning.model_shape import ModelShape, read_model_shape
+from flexquant.planning.config_numbers import Attention, language_config
+from flexquant.planning.device import MARLIN, load_device
+from flexquant.planning.planned_model import Linear, ModelShape, PlannedModel
+from flexquant.planning.roofline import linear_seconds
+from flexquant.policy.rules import load_policy
+from tests.checkpoints import make_checkpoint
 from tests.prediction import planned
 from tests.states import make_variants
 
@@ -78,6 +84,12 @@ def shape(folder: Path, config: dict[str, Any], devices: int = 1) -> ModelShape:
     return planned(folder, config).shape(("w4a16",), devices, {})
 
 
+def attention(folder: Path, devices: int = 1) -> Attention:
+    """Return what `flexquant tune` reads of a merged checkpoint."""
+    config = MergedCheckpoint.open(folder, published=True).config
+    return Attention.read(language_config(config, folder), devices, folder)
+
+
 @pytest.mark.parametrize(("config", "layers", "head"), HYBRIDS.values(), ids=HYBRIDS)
 def test_layers_with_attention_alone_have_a_kv_cache(
     config: dict[str, Any], layers: int, head: int, tmp_path: Path
@@ -110,7 +122,7 @@ def test_a_merged_hybrid_has_the_cache_of_its_attention(tmp_path: Path) -> None:
     kinds = config["layer_types"]
     assert 0 < kinds.count("full_attention") < len(kinds)
     kv_heads, head = config["num_key_value_heads"], config["head_dim"]
-    found = read_model_shape(tmp_path / "merged").kv_bytes_per_token
+    found = attention(tmp_path / "merged").kv_bytes_per_token
     assert found == kinds.count("full_attention") * 2 * kv_heads * head * 2
 
 
@@ -204,3 +216,76 @@ def test_ranks_beyond_the_kv_heads_hold_one_twice(tmp_path: Path) -> None:
     for devices, heads in ((1, 8 + 2 + 2), (2, 4 + 1 + 1), (8, 1 + 1 + 1)):
         found = planned(tmp_path, config).shape(("w8a8",), devices, {}).linears["w8a8"]
         assert Linear(heads * 32, 256, heads * 32 * (256 + 2), "w8a8") in found
+
+
+def test_heads_that_cannot_be_shared_are_refused(merged: Path) -> None:
+    with pytest.raises(
+        FlexQuantError, match="4 attention heads and 2 KV heads, which 3 devices cannot share"
+    ):
+        attention(merged, 3)
+
+
+def test_a_device_holds_one_kv_head_at_least(merged: Path) -> None:
+    """Four devices hold two KV heads: one each, twice over."""
+    assert attention(merged).kv_bytes_per_token == 2 * 2 * 2 * 32 * 2
+    assert attention(merged, 4).kv_bytes_per_token == attention(merged, 2).kv_bytes_per_token
+    assert attention(merged, 2).kv_bytes_per_token * 2 == attention(merged).kv_bytes_per_token
+
+
+def changed(merged: Path, folder: Path, **values: Any) -> Path:
+    """Copy a merged checkpoint with other values in its config."""
+    for file in merged.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((merged / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+    return folder
+
+
+def test_config_without_sizes_is_refused(merged: Path, tmp_path: Path) -> None:
+    with pytest.raises(FlexQuantError, match="does not describe a llama model .*vocab_size"):
+        attention(changed(merged, tmp_path, vocab_size=None))
+
+
+def test_a_model_that_transformers_does_not_know_is_read_by_the_usual_names(
+    merged: Path, tmp_path: Path
+) -> None:
+    assert attention(changed(merged, tmp_path, model_type="of_its_own"), 2) == attention(merged, 2)
+    with pytest.raises(FlexQuantError, match=r"/config\.json has num_key_value_heads True, expected a whole"):
+        attention(changed(merged, tmp_path, model_type="of_its_own", num_key_value_heads=True))
+
+
+def test_latent_attention_is_refused(tmp_path: Path) -> None:
+    variants = {name: make_checkpoint(tmp_path / name, "deepseek_v2", name) for name in ("w8a8", "w4a16")}
+    merge_checkpoints(variants, tmp_path / "merged")
+    with pytest.raises(FlexQuantError, match="multi-head latent attention, and passes of such"):
+        attention(tmp_path / "merged")
+
+
+ONE_COPY = load_policy("one-copy").derived
+
+
+def test_int8_computed_from_int4_is_no_second_copy(merged: Path) -> None:
+    """It needs its source's weights, and memory for the largest linear; Marlin runs the source's passes."""
+    model = PlannedModel.read(str(merged))
+    plain, one = (model.shape(("w8a8", "w4a16"), 1, derived) for derived in ({}, ONE_COPY))
+    assert list(one.linears) == ["w8a8", "w4a16", "w8a8-from-int4"]
+    stored = 512 * 128 / 2 + 2 * 512
+    assert Linear(512, 128, 512 * 128, "w8a8", source_bytes=stored) in one.linears["w8a8-from-int4"]
+    assert sum(one.linears["w8a8-from-int4"].values()) == sum(one.linears["w4a16"].values())
+    assert one.resident_bytes == plain.resident_bytes + 512 * 128
+    half = model.shape(("w4a16",), 2, ONE_COPY)
+    assert half.own_bytes["w8a8-from-int4"] == 512 * 128 / 2
+    marlin = {replace(linear, scheme=MARLIN): n for linear, n in plain.linears["w4a16"].items()}
+    assert one.linears["w4a16"] == marlin
+
+
+def test_experts_of_one_copy_stay_in_int4_and_are_run_by_marlin() -> None:
+    """vLLM prefers Machete on Hopper, which packs weights in another way and has no kernel for experts."""
+    expert = Linear(64, 16, 600, "w4a16", experts=4, active_experts=2)
+    assert expert.computed() == expert
+    assert replace(expert, experts=1, active_experts=1).computed().scheme == "w8a8"
+    assert replace(expert, scheme="bf16", experts=1).computed().scheme == "bf16"
+    h100 = load_device("h100")
+    assert h100.kernel(MARLIN) != h100.kernel("w4a16")
+    assert load_device("l20").kernel(MARLIN) == load_device("l20").kernel("w4a16")
+    assert linear_seconds(expert, 512, h100) == linear_seconds(replace(expert, scheme=MARLIN), 512, h100)

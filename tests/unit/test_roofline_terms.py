@@ -9,9 +9,8 @@ from math import ceil
 
 import pytest
 
-from flexquant.planning.linears import Linear
-from flexquant.planning.model_shape import ModelShape
-from flexquant.planning.roofline import linear_cost, pass_cost
+from flexquant.planning.planned_model import Linear, ModelShape
+from flexquant.planning.roofline import linear_seconds, pass_seconds
 from flexquant.policy.rules import load_policy
 from tests.costs_by_hand import (
     ATTENTION,
@@ -19,15 +18,16 @@ from tests.costs_by_hand import (
     DEVICE,
     FP8,
     MARLIN,
-    W4A8,
     W8A8_BYTES,
     W8A8_OPERATIONS,
     Call,
     Parts,
+    decode,
     dense_layer,
     in_16_bit,
     in_int4,
     model,
+    prefill,
     times,
     total,
 )
@@ -40,10 +40,9 @@ def check(
     """Return a function that compares a pass with a sum of parts and the microseconds of overhead."""
 
     def equals(parts: Parts, overhead_us: float) -> None:
-        found = pass_cost(shape, variant, phase, size, context, DEVICE)
-        assert (found.memory, found.compute) == pytest.approx(parts, rel=1e-12, abs=0)
-        assert found.overhead == pytest.approx(overhead_us * 1e-6, rel=1e-12, abs=0)
-        assert found.seconds == pytest.approx(sum(parts) + overhead_us * 1e-6, rel=1e-12, abs=0)
+        batch = decode(size, context) if phase == "decode" else prefill(size)
+        found = pass_seconds(shape, variant, batch, DEVICE)
+        assert found == pytest.approx(sum(parts) + overhead_us * 1e-6, rel=1e-12, abs=0)
 
     return equals
 
@@ -70,10 +69,10 @@ def test_a_dense_model_on_several_devices(devices: int, kv_heads: int, heads: in
     )
     check(shape, "w4a16", "decode", 5, 77)(total(layers, head, (read, 0)), (3 * 4 + 1) * 3 + 3 * 13 + 170)
     pairs = 15 * 3 * heads * 48 * 4 / ATTENTION
-    found = pass_cost(shape, "w4a16", "prefill", 5, 0, DEVICE)
-    of_linears = pass_cost(shape, "w4a16", "decode", 5, 0, DEVICE)
-    one_row = 2 * 4 * logits * 320 / BF16[0]
-    assert found.compute - of_linears.compute == pytest.approx(pairs - one_row, rel=1e-9, abs=0)
+    found = pass_seconds(shape, "w4a16", prefill(5), DEVICE)
+    of_linears = pass_seconds(shape, "w4a16", decode(5, 0), DEVICE)
+    one_row = 2 * 4 * logits * 320 / BF16[0] + 4 * (2 * 320 + 2 * logits) / BF16[1]
+    assert found - of_linears == pytest.approx(pairs - one_row, rel=1e-9, abs=0)
 
 
 def in_int8(tokens: int, tiles: dict[tuple[int, int], int], tile: int, scales: float = 2) -> Call:
@@ -107,20 +106,15 @@ def test_a_dense_model_in_int8(tokens: int, tiles: dict[tuple[int, int], int], t
     )
 
 
-def test_a_dense_model_in_fp8_and_w4a8() -> None:
-    shape = model("dense").shape(("fp8", "w4a16"), 1, load_policy("w4a8").derived)
+def test_a_dense_model_in_fp8() -> None:
+    shape = model("dense").shape(("fp8", "w4a16"), 1, {})
 
     def fp8(outputs: int, inputs: int) -> Parts:
         moved = outputs * inputs + 2 * outputs + 5 * (inputs + 2 * outputs)
         return moved / FP8[1] + 3 * 5 * inputs / BF16[1], 2 * 5 * outputs * inputs / FP8[0]
 
-    def w4a8(outputs: int, inputs: int) -> Parts:
-        moved = outputs * inputs / 2 + outputs * inputs / 32 + 5 * (inputs + 2 * outputs)
-        return moved / W4A8[1] + 3 * 5 * inputs / BF16[1], 2 * 5 * outputs * inputs / W4A8[0]
-
-    for variant, call in (("fp8", fp8), ("w4a8", w4a8)):
-        parts = total(times(3, dense_layer(call)), in_16_bit(5)(1001, 320))
-        check(shape, variant, "decode", 5, 0)(parts, (3 * 4 + 1) * 3 + 3 * 13 + 170)
+    parts = total(times(3, dense_layer(fp8)), in_16_bit(5)(1001, 320))
+    check(shape, "fp8", "decode", 5, 0)(parts, (3 * 4 + 1) * 3 + 3 * 13 + 170)
 
 
 def test_one_copy_of_a_dense_model() -> None:
@@ -192,13 +186,14 @@ def test_a_hybrid(devices: int) -> None:
 
 
 def test_a_call_alone_has_an_overhead_of_its_own() -> None:
-    assert linear_cost(square("w8a8"), 3, DEVICE).overhead == pytest.approx(11e-6)
-    assert linear_cost(square("w8a8"), 3, DEVICE, in_pass=True).overhead == pytest.approx(3e-6)
+    alone, in_pass = (linear_seconds(square("w8a8"), 3, DEVICE, in_pass=which) for which in (False, True))
+    assert alone - in_pass == pytest.approx((11 - 3) * 1e-6)
 
 
 def test_experts_in_use_may_be_a_fraction_and_their_tiles_are_whole() -> None:
     """97 tokens use all 6 experts for 32.3 rows each, or 33; 3 use 38 / 9 of them, and 22 tiles."""
-    experts = Linear(320, 256, 1, "w8a8", experts=6, active_experts=2)
-    many, few = (linear_cost(experts, tokens, DEVICE).compute for tokens in (97, 3))
-    assert many == pytest.approx(2 * 28 * 64 * 96 * 256 / W8A8_OPERATIONS, rel=1e-12)
-    assert few == pytest.approx(2 * 28 * 16 * 64 * 256 / W8A8_OPERATIONS, rel=1e-12)
+    experts = Linear(320, 256, 0, "w8a8", experts=6, active_experts=2)
+    for tokens, tile in ((97, 64 * 96), (3, 16 * 64)):
+        moved = 2 * tokens * (256 + 2 * 320)
+        expected = 11e-6 + moved / W8A8_BYTES + 2 * 28 * tile * 256 / W8A8_OPERATIONS
+        assert linear_seconds(experts, tokens, DEVICE) == pytest.approx(expected, rel=1e-12)

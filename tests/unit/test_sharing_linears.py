@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.planning.linears import QKV, REPLICATED, ROW_PARALLEL, Linear
+from flexquant.planning.planned_model import QKV, REPLICATED, ROW_PARALLEL, Linear
 
 SPLITS = {
     "RowParallelLinear": ROW_PARALLEL,

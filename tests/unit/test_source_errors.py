@@ -395,13 +395,13 @@ def test_half_a_character_in_a_name_is_refused(sources):
     fails(sources, "config.json is not valid JSON", "surrogates not allowed")
 
 
-@pytest.mark.parametrize("command", ["inspect", "predict", "split"])
+@pytest.mark.parametrize("command", ["inspect", "split"])
 @pytest.mark.parametrize("name", ["nowhere", "empty", "broken"])
 def test_a_folder_that_is_no_merged_checkpoint_is_named_once(tmp_path, command, name, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
-    options = {"predict": ["--device", "h100"], "split": ["--variant", "w8a8", "--output", "out"]}
+    options = {"split": ["--variant", "w8a8", "--output", "out"]}
     assert main([command, str(tmp_path / name), *options.get(command, [])]) == 1
     message = capsys.readouterr().err
     assert message.count(str(tmp_path / name)) == 1

@@ -8,6 +8,7 @@ import json
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,32 +22,32 @@ from flexquant.policy.default_policy import find_policies
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy, parse_policy
 from flexquant.tuning.candidates import FROM_INT4, eight_bit, find_variants, leave_out_lossy
-from flexquant.tuning.deciding import (
-    TooNoisyError,
-    check_decidable,
-    decide,
-    fastest,
-    relative_speed,
-    undecided,
-    wide,
-)
-from flexquant.tuning.objectives import Goal, Slo, best, meet, optimise
+from flexquant.tuning.measure import Measurement, Memory, stand_in_notes
+from flexquant.tuning.objectives import Goal, Slo, decide, meet, optimise
 from flexquant.tuning.policy_file import (
     TuningFiles,
     TuningResult,
     batch_notes,
     bound_notes,
     crossover_notes,
+    describe_decision,
     kernel_notes,
     origin_notes,
-    stand_in_notes,
     tuned_policy_document,
     unused_notes,
     write_files,
 )
 from flexquant.tuning.rounds import CPU, GPU, QUICK_CPU, QUICK_GPU, Grid, Rounds, between
 from flexquant.tuning.samples import Samples
-from flexquant.tuning.tuning import Memory, Tuning
+from flexquant.tuning.size_thresholds import (
+    TooNoisyError,
+    check_decidable,
+    choose_by_size,
+    fastest,
+    relative_speed,
+    undecided,
+    wide,
+)
 from tests.checkpoints import make_checkpoint
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -73,7 +74,7 @@ def crossing_at(size: float) -> dict:
 
 
 def plain(samples, variants=VARIANTS):
-    return decide(samples, variants, fastest(samples, variants), relative_speed(samples))
+    return choose_by_size(samples, variants, fastest(samples, variants), relative_speed(samples))
 
 
 def test_drift_that_the_variants_share_hides_no_difference():
@@ -263,10 +264,10 @@ def test_throughput_counts_the_batch_that_fits():
 
 def test_throughput_beyond_what_was_measured_is_told():
     samples = measured(crossing_at(11))
-    (note,) = batch_notes(samples, Goal("throughput", request_tokens=100), requests=65)
+    (note,) = batch_notes(samples, Goal("throughput", request_tokens=100), requests=lambda: 65)
     assert "that of 64 sequences" in note and "65 requests of 100 tokens fit" in note
-    assert batch_notes(samples, Goal("throughput"), requests=64) == []
-    assert batch_notes(samples, Goal("latency"), requests=65) == []
+    assert batch_notes(samples, Goal("throughput"), requests=lambda: 64) == []
+    assert batch_notes(samples, Goal("latency"), requests=lambda: 65) == []
 
 
 def test_memory_is_divided_by_weights_and_evenly_beyond():
@@ -300,8 +301,7 @@ def test_of_sets_that_fit_the_first_is_taken_unless_another_is_faster():
     samples = measured(curves, noise=0.001)
 
     def of(*together):
-        found = best(samples, together, lambda names: optimise(samples, names, "latency", lambda _: ALL))
-        return found.variants
+        return decide(samples, list(curves), Goal("latency"), lambda names: ALL, together).variants
 
     assert of(["w8a8"], ["w4a16"]) == ("w8a8",)
     assert of(["w4a16"], ["w8a8"]) == ("w4a16",)
@@ -313,7 +313,7 @@ def test_a_set_that_keeps_no_bound_is_left_out():
     slo = Slo.parse("tpot=8ms")
 
     def of(*together):
-        return best(samples, together, lambda names: meet(samples, names, slo)).variants
+        return decide(samples, VARIANTS, Goal(slo=slo), lambda names: ALL, together).variants
 
     assert of(["w8a8"], ["w4a16"]) == ("w4a16",)
     with pytest.raises(FlexQuantError, match="tpot=8ms cannot be met: .* w8a8"):
@@ -435,26 +435,27 @@ def test_another_run_does_not_overwrite_what_an_interrupted_one_measured(merged_
     merged = read_merged_config(merged_folder)[0]
     few = QUICK_CPU.up_to(2, 16)
 
-    def tuning(*names, **options):
-        output = TuningFiles(tmp_path / "tuned.yaml", **options)
-        return Tuning(merged_folder, output, find_variants(merged, names), Goal(), few)
+    file = tmp_path / "samples.json"
 
-    tuning("w8a8", "w4a16")._save()  # as a run does after every size
-    kept = (tmp_path / "tuned.yaml.samples.json").read_bytes()
-    tuning("w8a8", "w4a16")
+    def begin(*names, **options):
+        return Measurement(merged_folder, find_variants(merged, names), few, file, **options)
+
+    begin("w8a8", "w4a16")._save()  # as a run does after every size
+    kept = file.read_bytes()
+    begin("w8a8", "w4a16")
     with pytest.raises(UsageError, match="other variants"):
-        tuning("w8a8", "w4a16", "w4a8")._save()
-    assert (tmp_path / "tuned.yaml.samples.json").read_bytes() == kept
-    tuning("w8a8", "w4a16", "w4a8", overwrite=True)._save()
-    assert (tmp_path / "tuned.yaml.samples.json").read_bytes() != kept
+        begin("w8a8", "w4a16", "w4a8")._save()
+    assert file.read_bytes() == kept
+    begin("w8a8", "w4a16", "w4a8", overwrite=True)._save()
+    assert file.read_bytes() != kept
 
 
 def test_sizes_that_are_too_noisy_are_measured_anew(merged_folder, tmp_path):
     noisy = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 1.0}
     few = replace(QUICK_CPU.up_to(2, 16), effort=Effort(6, 6))
     variants = find_variants(read_merged_config(merged_folder)[0], VARIANTS)
-    tuning = Tuning(merged_folder, TuningFiles(tmp_path / "tuned.yaml"), variants, Goal(), few)
-    tuning._samples = samples = Samples()
+    measurement = Measurement(merged_folder, variants, few, tmp_path / "samples.json")
+    samples = measurement.samples
     for phase, sizes in (("decode", few.decode), ("prefill", few.prefill)):
         found = measured(noisy, noise=0.6, sizes=sizes)
         for size in sizes:
@@ -463,8 +464,8 @@ def test_sizes_that_are_too_noisy_are_measured_anew(merged_folder, tmp_path):
                     samples.add(variant, phase, size, seconds)
     samples.context_seconds = [0.0] * 6
     with pytest.raises(TooNoisyError):
-        tuning.measure(print, lambda *_, **__: nullcontext(lambda done, total: None))
-    kept = Samples.load(tmp_path / "tuned.yaml.samples.json", tuning._run)
+        measurement.measure(print, lambda *_, **__: nullcontext(lambda done, total: None))
+    kept = Samples.load(tmp_path / "samples.json", measurement.run)
     assert kept.sizes("decode") == kept.sizes("prefill") == []
 
 
@@ -494,6 +495,26 @@ def test_grids_are_cut_and_extended(grid):
 )
 def test_what_lies_between(smaller, larger, middle):
     assert between(smaller, larger) == middle
+
+
+RECORDED = Path(__file__).parents[2] / "benchmarks/results/tuning"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["0.5b-avx512", "1.5b-avx512", "1.5b-zen4-again", "smollm2-135m-again", "smollm2-135m-avx512"],
+)
+def test_what_was_measured_on_real_machines_is_decided_as_it_was_there(name):
+    """The policies hold the medians of their runs, which decide as their rounds did."""
+    policy = load_policy(str(RECORDED / f"{name}.yaml"))
+    samples = Samples()
+    for phase, curves in (("decode", policy.measured.decode), ("prefill", policy.measured.prefill)):
+        for variant, curve in curves.items():
+            for size, time in curve.items():
+                samples.add(variant, phase, size, time.median)
+    goal, decided = policy.description.removeprefix("tuned for ").split(": ", 1)
+    found = decide(samples, policy.measured.variants, Goal(goal), lambda names: ALL)
+    assert describe_decision(found) == decided
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Choose from samples the variant for every size, in ranges, with the crossovers between them."""
+"""Choose from samples the variant for every size, in ranges, with the thresholds between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from flexquant.errors import FlexQuantError
-from flexquant.tuning.samples import PHASES, Samples
+from flexquant.tuning.samples import MEASURED_PHASES, Samples
 
 MARGIN = 0.02
 """Largest slowdown (0.02 = 2 %), by the low end of its interval, at which a variant ties with the fastest.
@@ -60,7 +60,7 @@ class Decision:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(r.variant for phase in PHASES for r in self.ranges[phase]))
+        return tuple(dict.fromkeys(r.variant for phase in MEASURED_PHASES for r in self.ranges[phase]))
 
     def variant(self, phase: str, size: int) -> str:
         return next(r.variant for r in self.ranges[phase] if r.last is None or size <= r.last)
@@ -83,7 +83,7 @@ def fastest(samples: Samples, variants: Sequence[str]) -> ChoiceCost:
     return cost
 
 
-def decide(
+def choose_by_size(
     samples: Samples,
     variants: Sequence[str],
     cost: ChoiceCost,
@@ -95,7 +95,7 @@ def decide(
     size)`` is negative where ``a`` should be kept and positive where ``b`` should take over.
     """
     return Decision(
-        {phase: _ranges(phase, samples.sizes(phase), variants, cost, crossing) for phase in PHASES}
+        {phase: _ranges(phase, samples.sizes(phase), variants, cost, crossing) for phase in MEASURED_PHASES}
     )
 
 
@@ -129,8 +129,11 @@ def undecided(samples: Samples, variants: Sequence[str], phase: str) -> dict[int
 
 def check_decidable(samples: Samples, variants: Sequence[str]) -> dict[str, list[int]]:
     """Return the undecided sizes by phase; raise TooNoisyError if their share is above MOST_DOUBTFUL."""
-    doubtful = {phase: list(undecided(samples, variants, phase)) for phase in PHASES}
-    count, total = (sum(map(len, d.values())) for d in (doubtful, {p: samples.sizes(p) for p in PHASES}))
+    doubtful: dict[str, list[int]] = {
+        phase: list(undecided(samples, variants, phase)) for phase in MEASURED_PHASES
+    }
+    count = sum(map(len, doubtful.values()))
+    total = sum(len(samples.sizes(phase)) for phase in MEASURED_PHASES)
     if count > MOST_DOUBTFUL * total:
         raise TooNoisyError(
             f"this machine is too noisy to decide: at {count} of {total} sizes the times of the variants "

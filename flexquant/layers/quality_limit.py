@@ -10,8 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.layers.budget import Budget
-from flexquant.layers.searching import Search
+from flexquant.layers.searching import Budget, Search
 from flexquant.layers.sensitivity import Study
 from flexquant.policy.plans import Plan, all_in, describe_layers
 from flexquant.policy.rules import add_derivations, parse_policy
