@@ -1,64 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The README's picture, from a speed run: FlexQuant beside both static variants.
+"""Draw the README's picture: one live server's policies at the shape of a 32B model on an H200.
 
 python -m benchmarks.overview
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 
-from benchmarks.speed.comparing import Measured
-from benchmarks.speed.results import read_cells
-from benchmarks.speed.tables import METRICS, by_workload
-from benchmarks.speed.workloads import Workload
-
-RUN = Path(__file__).parent / "results" / "llama-3.1-8b-h100"
-PICTURE = RUN / "overview.png"
+RESULTS = Path(__file__).parent / "results"
+RUN = RESULTS / "h200" / "policies.json"
+PICTURE = RESULTS / "overview.png"
 BARS = {
-    "w8a8": ("static W8A8", "#4878a8"),
-    "w4a16": ("static W4A16", "#e08214"),
-    "flexquant:phase-batch": ("FlexQuant, both in one", "#2a9d5c"),
+    "w8a8": ("W8A8 alone (CUTLASS)", "#4878a8"),
+    "w4a16": ("W4A16 alone (Marlin)", "#e08214"),
+    "one-copy": ("FlexQuant, one INT4 copy", "#9fd3b6"),
+    "phase-batch": ("FlexQuant, both variants", "#2a9d5c"),
 }
-PANELS = {"TTFT ms": "time to first token (prefill), ms", "TPOT ms": "time per output token (decode), ms"}
-WIDTH = 0.26
+WORKLOADS = {"3x2048+4/1": "one prompt of 2,048 tokens", "32x512+32": "32 prompts of 512 tokens"}
+METRICS = {"median_ttft_ms": "time to first token", "median_tpot_ms": "time per output token"}
 
 
-def draw(measured: Measured, file: Path) -> None:
-    """Draw medians over the rounds in milliseconds, as shares of the slower static variant."""
+def draw(run: Path, file: Path) -> None:
+    """Draw medians over the rounds, with the lowest and highest; every axis begins at 0 ms."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    cells = json.loads(run.read_text(encoding="utf-8"))["cells"]
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (metric, title) in zip(figure.subplots(1, 2, sharey=True), PANELS.items(), strict=True):
-        get = METRICS[metric][0]
-        for place, subjects in enumerate(measured.values()):
-            medians = {name: statistics.median(map(get, subjects[name].values())) for name in BARS}
-            slowest = max(medians["w8a8"], medians["w4a16"])
-            for number, (name, (label, colour)) in enumerate(BARS.items()):
-                x, share = place + (number - 1) * WIDTH, medians[name] / slowest
-                axes.bar(x, share, WIDTH * 0.92, color=colour, label=label if place == 0 else None)
-                axes.annotate(
-                    f"{medians[name]:.3g}", (x, share), ha="center", va="bottom", fontsize="x-small"
-                )
-        axes.set_title(title, fontsize="medium")
-        axes.set_xticks(
-            range(len(measured)), [_describe(workload) for workload in measured], fontsize="small"
-        )
-        axes.set_ylim(0, 1.3)
-        axes.set_yticks([])
-        axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    panels = [(workload, metric) for metric in METRICS for workload in WORKLOADS]
+    for axes, (workload, metric) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for place, (policy, (label, colour)) in enumerate(BARS.items()):
+            rounds = [cell[metric] for cell in cells[workload][policy]]
+            median = statistics.median(rounds)
+            spread = [[median - min(rounds)], [max(rounds) - median]]
+            axes.bar(place, median, 0.8, color=colour, label=label, yerr=spread, ecolor="#444444", capsize=2)
+            axes.annotate(
+                f"{median:,.{0 if median >= 100 else 1}f}",
+                (place, max(rounds)),
+                ha="center",
+                va="bottom",
+                fontsize="small",
+            )
+        axes.set_title(f"{METRICS[metric]}\n{WORKLOADS[workload]}", fontsize="small")
+        axes.set_ylabel("milliseconds", fontsize="small")
+        axes.tick_params(labelsize="small")
+        axes.set_xticks([])
+        axes.margins(y=0.12)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(BARS))
     figure.savefig(file, dpi=110)
 
 
-def _describe(workload: Workload) -> str:
-    together = "a stream" if workload.rate is not None else f"{workload.most_at_once} at once"
-    return f"{together}\n{workload.input} in, {workload.output} out"
-
-
 if __name__ == "__main__":
-    draw(by_workload(read_cells(RUN), "serving"), PICTURE)
+    draw(RUN, PICTURE)
