@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.merge_sources import make_source, weights_of_layer
-from flexquant.serving.cpu.machine import cpu_model
+from flexquant.documents.digest import cpu_model
 
 GIB = 1 << 30
 

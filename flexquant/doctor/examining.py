@@ -55,7 +55,7 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
 
     from flexquant.doctor.kernels import find_kernels
     from flexquant.doctor.memory import examine_memory
-    from flexquant.serving.cpu.choosing import zentorch_problem
+    from flexquant.serving.kernels.cpu_kernel_choice import zentorch_problem
 
     vllm_config = engine_config(folder, arguments)
     if current_platform.is_cpu() and (problem := zentorch_problem()):
@@ -94,7 +94,7 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausa
     """
     import torch
 
-    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+    from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
     from flexquant.serving.vllm_api import (
         _ROPE_DICT,
         cleanup_dist_env_and_memory,

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from torch import nn
 
 from flexquant.doctor.findings import Finding
-from flexquant.serving.cpu.kernels import REPLACED
+from flexquant.serving.kernels.cpu_kernels import REPLACED
+from flexquant.serving.kernels.layers import (
+    LinearKernel,
+    expert_layers,
+    experts_kernel_name,
+    kernel_name,
+    kernel_of_layer,
+    linear_sizes,
+)
 from flexquant.serving.vllm_api import (
     _POSSIBLE_FP8_KERNELS,
     _POSSIBLE_INT8_KERNELS,
@@ -20,8 +28,6 @@ from flexquant.serving.vllm_api import (
     MPLinearKernel,
     is_supported_and_can_implement_kernel,
 )
-from flexquant.serving.worker.expert_layers import expert_layers, experts_kernel_name
-from flexquant.serving.worker.linear_kernels import LinearKernel, kernel_name, kernel_of_layer, linear_sizes
 
 
 @dataclass
@@ -97,7 +103,7 @@ def _why_not(candidate: type[LinearKernel], kernel: LinearKernel) -> str:
 
     name = candidate.__name__
     if name in REPLACED:
-        return "FlexQuant replaces it on this CPU, see flexquant/serving/cpu/kernels.py"
+        return "FlexQuant replaces it on this CPU, see flexquant/serving/kernels/cpu_kernels.py"
     if not issubclass(candidate, MPLinearKernel):
         assert not isinstance(kernel, MPLinearKernel)
         said = is_supported_and_can_implement_kernel(candidate, kernel.config, None)[1]

@@ -12,9 +12,9 @@ from torch import nn
 
 from flexquant.checkpoint.layer_ranges import describe_bytes, format_bytes
 from flexquant.doctor.findings import Finding, Level
-from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.layers import kernel_of_layer
 from flexquant.serving.vllm_api import AttentionLayerBase
-from flexquant.serving.worker.linear_kernels import kernel_of_layer
 from flexquant.serving.worker.weight_memory import WeightMemory, to_be_packed
 
 if TYPE_CHECKING:

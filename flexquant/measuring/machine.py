@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.digest import versions_of
-from flexquant.serving.cpu.machine import cpu_model
+from flexquant.documents.digest import cpu_model, versions_of
 
 
 def describe_machine() -> JsonObject:

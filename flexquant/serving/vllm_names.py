@@ -184,7 +184,7 @@ NAMES = (
     ),
     Names(
         "vllm.model_executor.kernels.linear",
-        "vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py)",
+        "vLLM's own kernels are right on every CPU (see serving/kernels/cpu_kernels.py)",
         {
             "CPUInt8ScaledMMLinearKernel": "replaced, by name, in VLLM_DISABLED_KERNELS",
             "CPUWNA16LinearKernel": "replaced, by name, in VLLM_DISABLED_KERNELS",
@@ -192,7 +192,7 @@ NAMES = (
     ),
     Names(
         "vllm.envs",
-        "vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py)",
+        "vLLM's own kernels are right on every CPU (see serving/kernels/cpu_kernels.py)",
         {"VLLM_DISABLED_KERNELS": "written: the kernels that FlexQuant's replace"},
     ),
     Names(
@@ -211,7 +211,7 @@ NAMES = (
     ),
     Names(
         "vllm._custom_ops",
-        "vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py)",
+        "vLLM's own kernels are right on every CPU (see serving/kernels/cpu_kernels.py)",
         {"torch.ops._C.cpu_gemm_wna16": "missing from the AVX2 library, unlike its kernel"},
     ),
     Names(

@@ -19,7 +19,7 @@ from flexquant.measuring.comparison import EQUAL, FEWEST_ROUNDS, percent
 from flexquant.policy.pass_times import UNITS, PassTimes, device_name, format_times
 from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
-from flexquant.serving.cpu.kernels import STAND_INS
+from flexquant.serving.kernels import STAND_INS
 from flexquant.tuning.deciding import Decision, Range, undecided
 from flexquant.tuning.objectives import PHASE_OF, Goal, Slo, largest_within
 from flexquant.tuning.samples import Samples

@@ -67,7 +67,7 @@ def graphs() -> Iterator[None]:
     if ON_GPU:
         yield
         return
-    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+    from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
     from tests.gpu import software_graphs
 
     provide_cpu_kernels()

@@ -64,7 +64,7 @@ def count_engines(pytestconfig: pytest.Config) -> Iterator[None]:
 def engine(folder: Path | str, policy: str | None = None, **options: Any) -> Iterator[LLM]:
     """Yield an in-process engine on ``folder``, freed on leaving; ``policy`` is for merged checkpoints."""
     flexquant = options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
-    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+    from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 
     # Stock vLLM needs them too, for the checkpoints that merged ones are compared with.
     provide_cpu_kernels()

@@ -25,8 +25,8 @@ from flexquant.serving.vllm_api import (
     MarlinLinearKernel,
     get__quant_fp8_method,
 )
+from flexquant.serving.worker.layers_by_name import is_state_layer_or_its_convolution
 from flexquant.serving.worker.one_copy import layer_problem
-from flexquant.serving.worker.state_layers import is_state_layer_or_its_convolution
 
 if TYPE_CHECKING:
     from flexquant.serving.vllm_api import MPLinearKernel
@@ -128,8 +128,8 @@ def check_signs(activations: str, owner: str) -> None:
 def find_kernel(activations: str) -> type[MPLinearKernel]:
     """Return vLLM's kernel class for INT4 weights and 8-bit activations on this device.
 
-    On a CPU it is a stand-in, which :mod:`flexquant.serving.cpu.choosing` exchanges for a vendor's kernel
-    where there is one. Raises :class:`FlexQuantError` where there is none.
+    On a CPU it is a stand-in, which :mod:`~flexquant.serving.kernels.cpu_kernel_choice` exchanges for a
+    vendor's kernel where there is one. Raises :class:`FlexQuantError` where there is none.
     """
     if current_platform.is_cuda():
         if activations == "fp8" and not (
@@ -141,7 +141,7 @@ def find_kernel(activations: str) -> type[MPLinearKernel]:
             )
         return MarlinW4A8LinearKernel
     if current_platform.is_cpu() and activations == "int8":
-        from flexquant.serving.cpu.int4 import TorchCPUW4A8LinearKernel
+        from flexquant.serving.kernels.cpu_kernels import TorchCPUW4A8LinearKernel
 
         return TorchCPUW4A8LinearKernel
     raise FlexQuantError(

@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 
 from flexquant.checkpoint.layer_ranges import SHARED, BytesByRange, by_range
 from flexquant.checkpoint.module_names import layer_number
+from flexquant.serving.kernels.layers import expert_layers, expert_weights, linear_sizes
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     CPUDNNLGEMMHandler,
@@ -30,8 +31,6 @@ from flexquant.serving.vllm_api import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from flexquant.serving.worker.expert_layers import expert_layers, expert_weights
-from flexquant.serving.worker.linear_kernels import linear_sizes
 from flexquant.serving.worker.one_copy import computed_bytes
 
 WEIGHT = re.compile(r"(w13_|w2_)?weight(_packed)?$")
