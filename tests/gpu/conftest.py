@@ -40,10 +40,10 @@ SEQUENCES = 20
 """Sequences between two sizes: decode passes of 17 to 20 are padded beyond the largest FULL decode graph."""
 KV_CACHE_BYTES = 1 << 30
 RUNNERS = {"V1": "0", "V2": "1"}
-PARTS = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY")
+FOR_TEST_FULL = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY")
 """Graph modes of which FULL_AND_PIECEWISE, or an eager engine, runs everything."""
-FOR_TEST_FULL = {"V1": PARTS, "V2": (*PARTS, "FULL")}
-"""Runner -> the modes that wait for test-full: V2 is slow, and vLLM chooses no FULL by itself."""
+SMOKE_TEST = "test_every_replay_is_of_the_plan_that_the_trace_names[V2-FULL_AND_PIECEWISE-by-batch]"
+"""The one test of the V2 runner that does not wait for test-full: Triton's interpreter is slow."""
 RUNNERS_HERE = list(RUNNERS) if ON_GPU else ["V2" if interpreter.IS_CHOSEN else "V1"]
 
 
@@ -55,7 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         runner = parameters.params.get("runner", RUNNERS_HERE[0]) if parameters else RUNNERS_HERE[0]
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        if parameters and parameters.params.get("mode") in FOR_TEST_FULL[runner]:
+        if parameters and parameters.params.get("mode") in FOR_TEST_FULL:
+            item.add_marker(pytest.mark.full)
+        if parameters and parameters.params.get("runner") == "V2" and item.name != SMOKE_TEST:
             item.add_marker(pytest.mark.full)
         if runner not in RUNNERS_HERE:
             item.add_marker(pytest.mark.skip(reason=f"{runner} runs in another process: see tests/README.md"))

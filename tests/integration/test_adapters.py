@@ -112,6 +112,7 @@ def test_w8a8_and_a_change_of_plans(folder: Path, adapters: list[Any], tmp_path:
     assert distance(w8a8, expected) < distance(phase, expected) < distance(without[:2], expected[:2]) / 2
 
 
+@pytest.mark.full
 def test_int8_from_one_copy_with_adapters(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
     """The adapters of the INT4 linears are those of the INT8 linears that are computed from them."""
     policies = ["w8a8-from-int4", "w4a16"]
@@ -119,6 +120,7 @@ def test_int8_from_one_copy_with_adapters(folder: Path, adapters: list[Any], tmp
     assert 0 < distance(int8, int4) < distance(without[:2], int4[:2]) / 2
 
 
+@pytest.mark.full
 def test_layers_of_two_variants_with_adapters(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
     """No variant has all layers: adapters have to find each layer in the variant that has it."""
     apart = rules('- use: {default: fp8, layers: {"0": w4a16}}')
@@ -169,6 +171,7 @@ def test_a_smoothed_variant_is_refused(smooth: Any, tmp_path: Path) -> None:
         assert_refused(f"'w8a8' and 'w4a16' .* {norm}: one of them is smoothed")
 
 
+@pytest.mark.full
 def test_an_adapter_for_modules_that_are_not_there(folder: Path, tmp_path: Path) -> None:
     """vLLM refuses it, and goes on answering."""
     from vllm.lora.request import LoRARequest

@@ -30,6 +30,13 @@ SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
 # The tests ask vLLM's oldest supported release about these architectures too.
 ON_OLDEST = ("llama", "gemma3")
+# Unlike each other in attention; test_identity serves a Llama.
+EVERY_DAY = ("gemma3", "deepseek_v2")
+
+
+def marks(architecture: str) -> list[pytest.MarkDecorator]:
+    oldest, full = architecture in ON_OLDEST, architecture not in EVERY_DAY
+    return [pytest.mark.oldest] * oldest + [pytest.mark.full] * full
 
 
 @pytest.fixture
@@ -50,7 +57,7 @@ def vaultgemma_as_it_was() -> Iterator[None]:
 @pytest.mark.usefixtures("vaultgemma_as_it_was")
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(name, marks=[pytest.mark.oldest] * (name in ON_OLDEST)) for name in ARCHITECTURES | LATENT],
+    [pytest.param(name, marks=marks(name)) for name in ARCHITECTURES | LATENT],
 )
 def test_pure_plans_equal_stock_vllm_and_layered_plans_run(architecture, tiny_merged):
     if (

@@ -174,7 +174,15 @@ def test_a_plan_that_a_later_policy_needs_drafts_too(drafts, merged, without):
             assert_equal_but_for_ties(found, without[plan].answers[:1])
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "ngram",
+        pytest.param("draft_model", marks=pytest.mark.full),
+        pytest.param("eagle", marks=pytest.mark.full),
+        "eagle3",
+    ],
+)
 def test_tokens_equal_those_without_and_acceptance_is_known_by_plan(method, drafts, merged, without):
     speculative = {"method": method, "num_speculative_tokens": DRAFTED, **drafts[method]}
     with_drafts = (run_by_itself if method == "ngram" else run)(merged, speculative)

@@ -92,8 +92,10 @@ def caches(llm: Any) -> tuple[list[list[str]], int, int]:
     ("options", "rounds"),
     [
         pytest.param({}, 2, id="eager"),
-        pytest.param({"enforce_eager": False}, 1, id="compiled"),
-        pytest.param({"enable_prefix_caching": False}, 1, id="without-prefix-caching"),
+        pytest.param({"enforce_eager": False}, 1, id="compiled", marks=pytest.mark.full),
+        pytest.param(
+            {"enable_prefix_caching": False}, 1, id="without-prefix-caching", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_variant_goes_on_from_the_state_that_another_wrote(kind, options, rounds, made):
@@ -113,6 +115,7 @@ def hits(llm: Any) -> int:
     return found
 
 
+@pytest.mark.full
 def test_answers_of_two_precisions_on_one_state_are_near_to_both(made):
     """A prompt begins in one precision, whose state the other reads for the last tokens of the prompt."""
     there, back = (
@@ -130,7 +133,11 @@ def test_answers_of_two_precisions_on_one_state_are_near_to_both(made):
         assert 0 < distance(mixed, w4a16) < 1.5 * apart
 
 
-@pytest.mark.parametrize("weights", ["", ", weights: int8"], ids=["w4a8", "one-copy"])
+@pytest.mark.parametrize(
+    "weights",
+    ["", pytest.param(", weights: int8", marks=pytest.mark.full)],
+    ids=["w4a8", "one-copy"],
+)
 @pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("lfm2", marks=pytest.mark.full)])
 def test_a_derived_variant_computes_with_its_own_linears_on_the_same_state(kind, weights, made, tmp_path):
     """LFM2's layers call their linears where vLLM has looked the layers up by name."""
@@ -164,6 +171,7 @@ def test_a_derived_variant_computes_with_its_own_linears_on_the_same_state(kind,
     assert states[0] == states[1]
 
 
+@pytest.mark.full
 def test_a_derived_variant_has_its_own_convolutions(made):
     """Falcon-H1's layers hold views of their convolutions' weights; its answers are near to its source's."""
     policies, one = ["w8a8", "w4a16", "w4a8"], {"max_tokens": 1, "logprobs": 20}
@@ -172,6 +180,7 @@ def test_a_derived_variant_has_its_own_convolutions(made):
     assert 0 < distance(w4a8, w4a16) < distance(w8a8, w4a16)
 
 
+@pytest.mark.full
 def test_policies_are_evaluated(made, tmp_path):
     text = programs.ROOT / "README.md"
     command = ["eval", made() / "merged", "--reference", made() / "model", "--text", text]
@@ -200,6 +209,7 @@ def linears(layer: Any) -> list[Any]:
     return [module for module in layer.modules() if hasattr(module, "weight_packed")]
 
 
+@pytest.mark.full
 def test_gates_that_one_variant_alone_quantises_are_its_own(tmp_path):
     """Publishers leave these projections in 16 bit, or they do not."""
     folder = make_variants(tmp_path, "qwen3_next", {"w8a8": "linear_attn.out_proj", "w4a16": "in_proj_qkvz"})
@@ -210,6 +220,7 @@ def test_gates_that_one_variant_alone_quantises_are_its_own(tmp_path):
         assert found.answers == stock.answers, variant
 
 
+@pytest.mark.full
 def test_a_block_that_cannot_hold_a_state_becomes_as_large_as_stock_vllm_makes_it(made):
     def block(checkpoint: str) -> int:
         with engine(made() / checkpoint, **OPTIONS, block_size=64) as llm:

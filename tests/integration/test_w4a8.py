@@ -141,6 +141,7 @@ def text_logprobs(llm) -> np.ndarray:
     return np.array([step[token].logprob for token, step in steps])
 
 
+@pytest.mark.full
 def test_three_variants_from_two(real_symmetric, tmp_path):
     """On the real model, other activations change W4A16, but not much more than other weights do."""
     policies = ["w8a8", "w4a16", "w4a8", "phase", "phase-batch-w4a8"]
