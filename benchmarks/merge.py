@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.merge_sources import make_source, weights_of_layer
-from flexquant.documents.digest import cpu_model
+from flexquant.serving.kernels import cpu_model
 
 GIB = 1 << 30
 

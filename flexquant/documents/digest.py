@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -36,13 +35,3 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 def different_keys(wanted: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
     """Return the keys that have other values in ``found``, or are missing in one of the two."""
     return [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
-
-
-def cpu_model() -> str:
-    """Return the CPU's name in /proc/cpuinfo, or its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.digest import cpu_model, versions_of
+from flexquant.documents.digest import versions_of
+from flexquant.serving.kernels import cpu_model
 
 
 def describe_machine() -> JsonObject:

@@ -7,11 +7,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
+from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable, build_route_table
-from flexquant.policy.rules import Derivation, Policy
+from flexquant.policy.rules import Policy
+from flexquant.serving.derivations import check_derivable
 from flexquant.serving.refusals import has_one_head, refusals
 
 if TYPE_CHECKING:
@@ -132,32 +133,3 @@ def build_routes(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) 
     for variant, derivation in policy.derived.items():
         check_derivable(variant, derivation, merged.variants[derivation.source])
     return table
-
-
-def check_derivable(name: str, derivation: Derivation, source: StoredVariant) -> None:
-    """Refuse a derived variant if its source lacks the weights that it needs, or this device a kernel."""
-    from flexquant.serving.worker.one_copy import check_device, layer_problem
-    from flexquant.serving.worker.w4a8 import check_signs, find_kernel, group_problem
-
-    groups = source.quantization_config["config_groups"].values()
-    weights = [group.get("weights") or {} for group in groups if not group.get("input_activations")]
-    integers = [w for w in weights if w.get("type", "int") == "int"]  # layers of other types do not change
-    if derivation.is_one_copy:
-        int4 = [w for w in integers if w.get("num_bits") == 4]
-        problems = [*map(layer_problem, int4)] or ["which has no INT4 weights"]
-        check_device(f"{derivation.place} derives '{name}'")
-        needed = "INT4 weights"
-    else:
-        problems = [group_problem(w, derivation.activations) for w in integers]
-        problems = problems or ["which has no symmetric INT4 weights"]
-        needed = "symmetric INT4 weights in groups (scheme W4A16 in the recipe, not W4A16_ASYM)"
-    if any(problems):
-        raise FlexQuantError(
-            f"{derivation.place} derives '{name}' from '{derivation.source}', "
-            f"{next(filter(None, problems))}; derive it from a W4A16 variant with {needed}"
-        )
-    if derivation.is_one_copy:
-        return
-    find_kernel(derivation.activations)
-    if source.negative_scales:
-        check_signs(derivation.activations, f"variant '{derivation.source}'")

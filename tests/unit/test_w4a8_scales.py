@@ -18,7 +18,7 @@ from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import Derivation
-from flexquant.serving.config import check_derivable
+from flexquant.serving.derivations import check_derivable, layer_problem
 from flexquant.serving.kernels import trial
 from flexquant.serving.kernels.cpu_kernels import (
     AMXW4A8LinearKernel,
@@ -27,7 +27,6 @@ from flexquant.serving.kernels.cpu_kernels import (
     TorchCPUW4A8LinearKernel,
     provide_cpu_kernels,
 )
-from flexquant.serving.worker.one_copy import layer_problem
 from flexquant.serving.worker.w4a8 import MarlinW4A8LinearKernel, find_kernel
 from tests.checkpoints import make_checkpoint
 

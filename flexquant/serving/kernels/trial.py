@@ -33,7 +33,8 @@ from torch import nn
 from vllm.logger import init_logger
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.digest import cpu_model, digest_of, versions_of
+from flexquant.documents.digest import digest_of, versions_of
+from flexquant.serving.kernels import cpu_model
 from flexquant.serving.vllm_api import envs
 
 if TYPE_CHECKING:

@@ -18,21 +18,20 @@ import torch
 from torch import nn
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
+from flexquant.serving.derivations import ONE_SCALE, check_signs, check_w4a8_device
+from flexquant.serving.kernels.cpu_kernels import TorchCPUW4A8LinearKernel
 from flexquant.serving.vllm_api import (
     CompressedTensorsWNA16,
     MarlinLinearKernel,
     get__quant_fp8_method,
 )
 from flexquant.serving.worker.layers_by_name import is_state_layer_or_its_convolution
-from flexquant.serving.worker.one_copy import layer_problem
 
 if TYPE_CHECKING:
     from flexquant.serving.vllm_api import MPLinearKernel
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-ONE_SCALE = "weights have one scale a channel, and INT8 activations need groups"
 
 
 class MarlinW4A8LinearKernel(MarlinLinearKernel):
@@ -101,54 +100,11 @@ def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
     )
 
 
-def group_problem(weights: JsonObject, activations: str) -> str | None:
-    """Return, as a relative clause, why integer weights with 16-bit activations cannot have 8-bit ones.
-
-    None if they can. ``weights``: of a group of the checkpoint's ``quantization_config``.
-    """
-    if weights.get("num_bits") != 4 or not weights.get("symmetric", True):
-        return "some of whose weights are not symmetric INT4"
-    if problem := layer_problem(weights):
-        return f"{problem}, which 8-bit activations do not allow"
-    if activations == "int8" and (weights.get("group_size") or -1) == -1:
-        return f"whose {ONE_SCALE}"
-    return None
-
-
-def check_signs(activations: str, owner: str) -> None:
-    """Refuse scales below zero, which ``owner`` has, where the kernel does not multiply right with them."""
-    if current_platform.is_cuda() and activations == "int8":
-        raise FlexQuantError(
-            f"{owner} has scales below zero, as AutoRound makes them, which vLLM's Marlin kernel takes for "
-            "large ones beside INT8 activations; quantise with GPTQ or by rounding, or take such a variant's "
-            "rules out of the policy"
-        )
-
-
 def find_kernel(activations: str) -> type[MPLinearKernel]:
     """Return vLLM's kernel class for INT4 weights and 8-bit activations on this device.
 
     On a CPU it is a stand-in, which :mod:`~flexquant.serving.kernels.cpu_kernel_choice` exchanges for a
     vendor's kernel where there is one. Raises :class:`FlexQuantError` where there is none.
     """
-    if current_platform.is_cuda():
-        if activations == "fp8" and not (
-            current_platform.is_device_capability(89) or current_platform.is_device_capability_family(120)
-        ):
-            raise FlexQuantError(
-                f"vLLM has no kernel for INT4 weights with fp8 activations on {_device()}, only for compute "
-                "capability 8.9 and 12.x; derive the variant with 'activations: int8'"
-            )
-        return MarlinW4A8LinearKernel
-    if current_platform.is_cpu() and activations == "int8":
-        from flexquant.serving.kernels.cpu_kernels import TorchCPUW4A8LinearKernel
-
-        return TorchCPUW4A8LinearKernel
-    raise FlexQuantError(
-        f"there is no kernel for INT4 weights with {activations} activations on {_device()}; choose a policy "
-        "without such a variant"
-    )
-
-
-def _device() -> str:
-    return "this CPU" if current_platform.is_cpu() else current_platform.get_device_name()
+    check_w4a8_device(activations)
+    return MarlinW4A8LinearKernel if current_platform.is_cuda() else TorchCPUW4A8LinearKernel

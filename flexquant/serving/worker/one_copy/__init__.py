@@ -21,12 +21,11 @@ from itertools import chain
 from typing import Protocol
 
 import torch
-from compressed_tensors.quantization import ActivationOrdering, QuantizationArgs
 from torch import nn
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
+from flexquant.serving.derivations import check_one_copy_device
 from flexquant.serving.kernels.layers import exchange_kernel, kernel_of_layer, linear_sizes
 from flexquant.serving.vllm_api import (
     LinearBase,
@@ -40,37 +39,6 @@ from flexquant.serving.worker.plan_views import (
     stack_of_layers,
     with_module,
 )
-
-
-def layer_problem(weights: JsonObject) -> str | None:
-    """Return, as a relative clause, why INT4 weights cannot be computed with in INT8; None if they can.
-
-    ``weights``: of a group of the checkpoint's ``quantization_config``.
-    """
-    given = weights.get("actorder")
-    try:
-        order = QuantizationArgs.validate_actorder(given)
-    except ValueError:
-        return f"whose groups have an order that is not known (actorder {given!r})"
-    return (
-        "whose groups are ordered by activation (actorder 'group')"
-        if order == ActivationOrdering.GROUP
-        else None
-    )
-
-
-def check_device(what: str) -> None:
-    """Raise :class:`FlexQuantError` on a device for which there is no such product; ``what`` asks for it."""
-    if current_platform.is_cpu():
-        return
-    if not current_platform.is_cuda():
-        problem = "which runs on CPUs and NVIDIA GPUs"
-    elif not current_platform.has_device_capability(80):
-        problem = f"and {current_platform.get_device_name()} is older than Ampere"
-    else:
-        return
-    raise FlexQuantError(f"{what} with 'weights: int8', {problem}; choose a policy without it")
-
 
 SCALE_BYTES = 4
 MARLIN_TILES = ((64, 128), (128, 64))
@@ -115,6 +83,7 @@ def one_copy_of(source: nn.Module, name: str) -> nn.Module:
 
     Raises :class:`FlexQuantError` if no linear of a decoder layer has INT4 weights in a known layout.
     """
+    check_one_copy_device(f"the policy derives '{name}'")
     variant = source
     for path, layer, kernel in _int4_linears(source):
         its_name = type(kernel).__name__

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from vllm.logger import init_logger
 
-from flexquant.documents.digest import cpu_model, digest_of
+from flexquant.documents.digest import digest_of
+from flexquant.serving.kernels import cpu_model
 from flexquant.serving.kernels.cpu_kernels import INNER_K_TILES, TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import (
     CPUWNA16LinearKernel,
