@@ -32,7 +32,7 @@ from vllm.compilation import monitor  # noqa: E402
 
 from flexquant.merge import merge_checkpoints  # noqa: E402
 from tests.checkpoints import StateDict, make_checkpoint  # noqa: E402
-from tests.integration.conftest import count_engines  # noqa: E402, F401 - a fixture
+from tests.integration.conftest import count_engines, options_for  # noqa: E402, F401 - a fixture
 
 ON_GPU = torch.cuda.is_available()
 SIZES = [1, 2, 4, 8, 16, 24, 32, 64]
@@ -103,12 +103,14 @@ def graph_engine(
         options |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": KV_CACHE_BYTES}
     else:
         options.pop("attention_backend", None)
-    flexquant = options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
     limits = {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": 256, "max_model_len": 512}
     options = {"enable_prefix_caching": False, **limits, **options}
-    with in_process.engine(
-        folder, flexquant=flexquant, enforce_eager=mode is None, dtype="bfloat16", **options
-    ) as llm:
+    with (
+        options_for(policy, options) as flexquant,
+        in_process.engine(
+            folder, flexquant=flexquant, enforce_eager=mode is None, dtype="bfloat16", **options
+        ) as llm,
+    ):
         yield llm
 
 

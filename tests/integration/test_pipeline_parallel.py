@@ -37,10 +37,9 @@ def test_both_ranks_take_the_policys_routes(several):
     several.check_routes()
 
 
-def test_answers_equal_those_of_one_rank(folder, several, tmp_path, monkeypatch):
+def test_answers_equal_those_of_one_rank(folder, several, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(CORES[0]))
-    (tmp_path / "policy.yaml").write_text(SEVERAL)
-    with engine(folder / "merged", str(tmp_path / "policy.yaml"), **SIZES) as llm:
+    with engine(folder / "merged", SEVERAL, **SIZES) as llm:
         for number, expected in answers_by_number(llm).items():
             assert_equal_but_for_ties(several.answers[number], expected)
 

@@ -110,10 +110,9 @@ def run(folder: Path, speculative: dict[str, Any] | None) -> dict[str, Run]:
     steps: list[Step] = []
     runs = {}
     with tempfile.TemporaryDirectory() as work:
-        trace, union = Path(work, "trace.jsonl"), Path(work, "union.yaml")
-        union.write_text(every_plan_of(list(POLICIES.values())))
+        trace, union = Path(work, "trace.jsonl"), every_plan_of(list(POLICIES.values()))
         options = {"speculative_config": speculative, "max_model_len": 256, "disable_log_stats": False}
-        with engine(folder, str(union), flexquant={"trace": str(trace)}, **options) as llm:
+        with engine(folder, union, flexquant={"trace": str(trace)}, **options) as llm:
             core = llm.llm_engine.engine_core.engine_core
             take_step, schedule = core.step_fn, core.scheduler.schedule
             scheduled: list[int] = []
