@@ -73,9 +73,10 @@ demo: .venv/serve/.done $(MERGED)/config.json $(MERGED).tuned.yaml
 
 test: lint test-quantize test-serve
 
-test-full: test .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/hadolint/.done .venv/schemathesis/.done .venv/yaml-language-server/.done .venv/lm-eval/.done .venv/oldest/.done .work/faketime/.done
+test-full: test .venv/torchvision/.done .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/hadolint/.done .venv/schemathesis/.done .venv/yaml-language-server/.done .venv/lm-eval/.done .venv/oldest/.done .work/faketime/.done
 	$(MAKE) test-quantize TESTS="-m full"
 	PATH="$$PATH:$(FULL_PROGRAMS)" $(MAKE) test-serve TESTS="-m full"
+	$(if $(HAS_CUDA),,PYTHONPATH=$(CURDIR)/.venv/torchvision $(SERVE)/python -m pytest -m full $(VISION))
 	PYTHONPATH=.venv/flashinfer VLLM_HAS_FLASHINFER_CUBIN=1 $(SERVE)/python -m pytest tests/integration/test_flashinfer.py
 	$(MAKE) test-oldest
 
@@ -84,9 +85,8 @@ test-quantize: .venv/quantize/.done
 
 # Two ranks need two cores, so that their tests come by themselves. On a CPU vLLM's V2 runner takes
 # Triton's interpreter, which has to be chosen for a whole process.
-test-serve: .venv/serve/.done .venv/torchvision/.done $(if $(IS_ZEN),.venv/zen/.done) .work/merged/$(TEST_NAME)/config.json
+test-serve: .venv/serve/.done $(if $(IS_ZEN),.venv/zen/.done) .work/merged/$(TEST_NAME)/config.json
 	$(SERVE)/python $(PYTEST) $(TESTS) --ignore tests/quantize $(addprefix --ignore=,$(TWO_RANKS))
-	$(if $(HAS_CUDA),,PYTHONPATH=$(CURDIR)/.venv/torchvision $(SERVE)/python -m pytest $(TESTS) $(VISION))
 	$(if $(HAS_CUDA),,TRITON_INTERPRET=1 $(SERVE)/python $(PYTEST) --dist load $(TESTS) tests/gpu)
 	$(SERVE)/python -m pytest $(TESTS) $(TWO_RANKS)
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.speed.shapes import Shape
-from flexquant.serving.cpu.machine import cpu_model
+from flexquant.serving.kernels import cpu_model
 
 GIB = 1 << 30
 AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]

@@ -20,7 +20,7 @@ def one_rank(folder: Path) -> Iterator[None]:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+    from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 
     settings = patch.dict(os.environ)  # a configuration of vLLM sets variables
     with settings, pytest.MonkeyPatch.context() as patches, set_current_vllm_config(VllmConfig()):

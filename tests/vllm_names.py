@@ -179,7 +179,7 @@ NAMES = (
     ),
     Names(
         "vllm.model_executor.kernels.linear",
-        "vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py)",
+        "vLLM's own kernels are right on every CPU (see serving/kernels/cpu_kernels.py)",
         {
             "CPUInt8ScaledMMLinearKernel": "replaced, by name, in VLLM_DISABLED_KERNELS",
             "CPUWNA16LinearKernel": "replaced, by name, in VLLM_DISABLED_KERNELS",
@@ -187,7 +187,7 @@ NAMES = (
     ),
     Names(
         "vllm.envs",
-        "vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py)",
+        "vLLM's own kernels are right on every CPU (see serving/kernels/cpu_kernels.py)",
         {"VLLM_DISABLED_KERNELS": "written: the kernels that FlexQuant's replace"},
     ),
     Names(
@@ -206,7 +206,7 @@ NAMES = (
     ),
     Names(
         "vllm._custom_ops",
-        "vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py)",
+        "vLLM's own kernels are right on every CPU (see serving/kernels/cpu_kernels.py)",
         {"torch.ops._C.cpu_gemm_wna16": "missing from the AVX2 library, unlike its kernel"},
     ),
     Names(

@@ -178,7 +178,7 @@ def chosen_engine(folder: Path, variant: str, runner: str | None, tokens: Sequen
     if runner not in conftest.RUNNERS_HERE:
         chosen = "TRITON_INTERPRET=1" if not interpreter.IS_CHOSEN else "no TRITON_INTERPRET"
         raise SystemExit(f"vLLM's {runner} runner needs {chosen} in the environment; start it so again")
-    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+    from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 
     provide_cpu_kernels()
     with pytest.MonkeyPatch.context() as patch:

@@ -14,8 +14,8 @@ from torch import nn
 from vllm.model_executor.model_loader import base_loader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from flexquant.serving.cpu.choosing import DECODE_SIZES, choose_cpu_kernels
-from flexquant.serving.cpu.kernels import provide_cpu_kernels
+from flexquant.serving.kernels.cpu_kernel_choice import DECODE_SIZES, choose_cpu_kernels
+from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 
 
 class CPUWorkerWithKernels(CPUWorker):

@@ -31,8 +31,8 @@ from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.synthetic import group_size, linear_tensors, quantisation_section
 from benchmarks.speed.worker import Worker, WorkerError, answer_requests
 from examples.vllm_server import free_port
-from flexquant.serving.cpu.choosing import has_zentorch, possible_kernels
-from flexquant.serving.worker.linear_kernels import kernel_of_layer, remake
+from flexquant.serving.kernels.cpu_kernel_choice import has_zentorch, possible_kernels
+from flexquant.serving.kernels.layers import kernel_of_layer, remake
 
 ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
 """Bytes of weights that all copies of a layer have together: several times the L2 of an H200 (50 MB)."""
@@ -268,7 +268,7 @@ def prepare_process() -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+    from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 
     provide_cpu_kernels()
     with set_current_vllm_config(vllm_config()):

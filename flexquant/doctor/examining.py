@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import QUANT_METHOD
-from flexquant.doctor.findings import Finding
+from flexquant.doctor import Finding
 from flexquant.errors import FlexQuantError
 from flexquant.measuring.machine import describe_machine, describe_versions
 
@@ -53,16 +53,18 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
 def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
     from vllm.platforms import current_platform
 
-    from flexquant.doctor.kernels import find_kernels
-    from flexquant.doctor.memory import examine_memory
-    from flexquant.serving.cpu.choosing import zentorch_problem
+    from flexquant.doctor.built_model import attention_layers, examine_memory, find_kernels
+    from flexquant.serving.kernels.cpu_kernel_choice import zentorch_problem
 
     vllm_config = engine_config(folder, arguments)
     if current_platform.is_cpu() and (problem := zentorch_problem()):
         yield Finding("note", "zentorch", problem)
     with built_without_weights(vllm_config) as model:
-        yield _policy(model)
-        yield _backend(vllm_config)
+        plans = [plan.name for plan in model.routes.plans]
+        yield Finding("ok", "policy", f"{model.policy.name}: plans {', '.join(plans)}", {"plans": plans})
+        backends = {layer.get_attn_backend().get_name(): None for layer in attention_layers(vllm_config)}
+        text = f"backend {', '.join(backends)}"
+        yield Finding("ok", "attention", text, {"backends": list(backends)})
         yield _graphs(vllm_config, model)
         for name, variant in model.variants.items():
             yield from find_kernels(name, variant)
@@ -94,7 +96,7 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausa
     """
     import torch
 
-    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+    from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
     from flexquant.serving.vllm_api import (
         _ROPE_DICT,
         cleanup_dist_env_and_memory,
@@ -128,19 +130,6 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausa
             _ROPE_DICT.clear()
             _ROPE_DICT.update(kept)
             cleanup_dist_env_and_memory()
-
-
-def _policy(model: FlexQuantForCausalLM) -> Finding:
-    plans = [plan.name for plan in model.routes.plans]
-    return Finding("ok", "policy", f"{model.policy.name}: plans {', '.join(plans)}", {"plans": plans})
-
-
-def _backend(vllm_config: VllmConfig) -> Finding:
-    from flexquant.doctor.memory import attention_layers
-
-    backends = [layer.get_attn_backend() for layer in attention_layers(vllm_config)]
-    names = list(dict.fromkeys(backend.get_name() for backend in backends))
-    return Finding("ok", "attention", f"backend {', '.join(names)}", {"backends": names})
 
 
 def _graphs(vllm_config: VllmConfig, model: FlexQuantForCausalLM) -> Finding:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,14 +47,16 @@ class LoadedBytes:
         It is no more than all weights together take. Raises FlexQuantError if the cache has no room for so
         many tokens even without weights.
         """
-        everything = sum(sum(sizes.values()) for sizes in self.by_layer.values())
-        most = bisect_right(range(everything + 1), -tokens, key=lambda nbytes: -self.cache_tokens(nbytes)) - 1
-        if most < 0:
+        if self.cache_tokens(0) < tokens:
             raise FlexQuantError(
                 f"there is memory for a KV cache of {self.cache_tokens(0):,} tokens without any weights, and "
                 f"{tokens:,} are asked for; give fewer --kv-tokens, or more --tensor-parallel-size"
             )
-        return most
+        fits, too_many = 0, 1 + sum(sum(sizes.values()) for sizes in self.by_layer.values())
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            fits, too_many = (middle, too_many) if self.cache_tokens(middle) >= tokens else (fits, middle)
+        return fits
 
     def _loaded(self, plans: Iterable[Layers]) -> dict[tuple[str, int | None], int]:
         used = {(variant, layer) for plan in plans for layer, variant in enumerate(plan)}
@@ -77,7 +78,7 @@ def count_bytes(folder: Path, policy: JsonObject, devices: int) -> LoadedBytes:
         options = json.dumps({"flexquant": {"policy": str(file)}})
         arguments = ["--additional-config", options, "--tensor-parallel-size", str(devices)]
         vllm_config = engine_config(str(folder), arguments)
-        from flexquant.doctor.memory import asked_for_cache, cache_bytes_per_token, memory_of_weights
+        from flexquant.doctor.built_model import asked_for_cache, cache_bytes_per_token, memory_of_weights
         from flexquant.serving.worker.weight_memory import weights_of_layers
 
         with built_without_weights(vllm_config) as model:

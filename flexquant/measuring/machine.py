@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import versions_of
-from flexquant.serving.cpu.machine import cpu_model
+from flexquant.serving.kernels import cpu_model
 
 
 def describe_machine() -> JsonObject:

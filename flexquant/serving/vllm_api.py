@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_cols
     from vllm.scalar_type import scalar_types
 
-    # Goes when vLLM's own kernels are right on every CPU (see serving/cpu/kernels.py).
+    # Goes when vLLM's own kernels are right on every CPU (see serving/kernels/cpu_kernels.py).
     from vllm import _custom_ops
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (

@@ -22,7 +22,7 @@ from flexquant.measuring.workers import Worker, start_workers
 from flexquant.planning.config_numbers import Attention, language_config
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy
-from flexquant.serving.cpu.kernels import STAND_INS
+from flexquant.serving.kernels import STAND_INS
 from flexquant.tuning.rounds import Grid, Rounds, between
 from flexquant.tuning.samples import MEASURED_PHASES, Samples
 from flexquant.tuning.size_thresholds import (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,8 @@ MEANINGS = {
     NOT_MADE: "no small random model could be made",
     FAILS: "in FlexQuant: a mistake to mend",
 }
+LONGEST = 120
+"""Most characters of a reason on the page."""
 
 
 def page(results: dict[str, Any]) -> str:
@@ -35,7 +38,7 @@ def page(results: dict[str, Any]) -> str:
         "and W4A16, merged, served on a CPU, and compared with stock vLLM on each variant's own checkpoint:",
         "tokens and log-probabilities are equal. Experts stay in 16 bit here, since vLLM's CPU kernels for",
         "others need AMX or zentorch. A random model has the layers of the real one, not its answers.",
-        "`tests/architectures/results.json` has everything by architecture.",
+        "`tests/architectures/results.json` has everything by architecture, and reasons in full.",
         "",
         "| outcome | architectures | meaning |",
         "| --- | --- | --- |",
@@ -50,15 +53,10 @@ def page(results: dict[str, Any]) -> str:
 
 
 def rows(found: dict[str, Any], served: bool) -> list[str]:
-    """Return a row for each served architecture, or for each reason why others are not."""
-    names = sorted(found, key=str.lower)
-    if served:
-        described = ((name, found[name]["model_type"], ", ".join(found[name]["features"])) for name in names)
-        head = ["| architecture | made of | with |", "| --- | --- | --- |"]
-        return head + [f"| {name} | {made_of} | {has} |" for name, made_of, has in described]
-    by_reason: dict[str, list[str]] = {}
-    for name in names:
-        reason = found[name]["reason"].replace("|", "\\|").replace("<", "&lt;")
-        by_reason.setdefault(reason, []).append(name)
-    head = ["| architectures | reason |", "| --- | --- |"]
-    return head + [f"| {', '.join(group)} | {reason} |" for reason, group in by_reason.items()]
+    """Return a row for each set of features of served ones, or for each reason why others are not."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(found, key=str.lower):
+        told = ", ".join(found[name]["features"]) if served else shorten(found[name]["reason"], LONGEST)
+        groups.setdefault(told.replace("|", "\\|").replace("<", "&lt;"), []).append(name)
+    head = f"| architectures | {'with' if served else 'reason'} |"
+    return [head, "| --- | --- |", *(f"| {', '.join(names)} | {told} |" for told, names in groups.items())]

@@ -32,7 +32,7 @@ from vllm.compilation import monitor  # noqa: E402
 
 from flexquant.merge import merge_checkpoints  # noqa: E402
 from tests.checkpoints import StateDict, make_checkpoint  # noqa: E402
-from tests.integration.conftest import count_engines  # noqa: E402, F401 - a fixture
+from tests.integration.conftest import count_engines, options_for  # noqa: E402, F401 - a fixture
 
 ON_GPU = torch.cuda.is_available()
 SIZES = [1, 2, 4, 8, 16, 24, 32, 64]
@@ -40,10 +40,10 @@ SEQUENCES = 20
 """Sequences between two sizes: decode passes of 17 to 20 are padded beyond the largest FULL decode graph."""
 KV_CACHE_BYTES = 1 << 30
 RUNNERS = {"V1": "0", "V2": "1"}
-PARTS = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY")
+FOR_TEST_FULL = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY")
 """Graph modes of which FULL_AND_PIECEWISE, or an eager engine, runs everything."""
-FOR_TEST_FULL = {"V1": PARTS, "V2": (*PARTS, "FULL")}
-"""Runner -> the modes that wait for test-full: V2 is slow, and vLLM chooses no FULL by itself."""
+SMOKE_TEST = "test_every_replay_is_of_the_plan_that_the_trace_names[V2-FULL_AND_PIECEWISE-by-batch]"
+"""The one test of the V2 runner that does not wait for test-full: Triton's interpreter is slow."""
 RUNNERS_HERE = list(RUNNERS) if ON_GPU else ["V2" if interpreter.IS_CHOSEN else "V1"]
 
 
@@ -55,7 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         runner = parameters.params.get("runner", RUNNERS_HERE[0]) if parameters else RUNNERS_HERE[0]
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        if parameters and parameters.params.get("mode") in FOR_TEST_FULL[runner]:
+        if parameters and parameters.params.get("mode") in FOR_TEST_FULL:
+            item.add_marker(pytest.mark.full)
+        if parameters and parameters.params.get("runner") == "V2" and item.name != SMOKE_TEST:
             item.add_marker(pytest.mark.full)
         if runner not in RUNNERS_HERE:
             item.add_marker(pytest.mark.skip(reason=f"{runner} runs in another process: see tests/README.md"))
@@ -67,7 +69,7 @@ def graphs() -> Iterator[None]:
     if ON_GPU:
         yield
         return
-    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+    from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
     from tests.gpu import software_graphs
 
     provide_cpu_kernels()
@@ -101,12 +103,14 @@ def graph_engine(
         options |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": KV_CACHE_BYTES}
     else:
         options.pop("attention_backend", None)
-    flexquant = options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
     limits = {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": 256, "max_model_len": 512}
     options = {"enable_prefix_caching": False, **limits, **options}
-    with in_process.engine(
-        folder, flexquant=flexquant, enforce_eager=mode is None, dtype="bfloat16", **options
-    ) as llm:
+    with (
+        options_for(policy, options) as flexquant,
+        in_process.engine(
+            folder, flexquant=flexquant, enforce_eager=mode is None, dtype="bfloat16", **options
+        ) as llm,
+    ):
         yield llm
 
 

@@ -37,7 +37,6 @@ def counted(llm: Any, name: str) -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints, tmp_path):
     """Chunked prefill, prefix caching and preemption each have to happen."""
-    (tmp_path / "p.yaml").write_text(BY_BATCH)
     trace = tmp_path / "trace.jsonl"
     scheduled: list[tuple[int, int]] = []
     happened: Counter[str] = Counter()
@@ -47,7 +46,7 @@ def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints
         checkpoints / "apart",
         runner,
         mode,
-        str(tmp_path / "p.yaml"),
+        BY_BATCH,
         flexquant={"trace": str(trace)},
         **options,
     ) as llm:

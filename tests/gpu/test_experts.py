@@ -10,9 +10,10 @@ import pytest
 
 from tests.checkpoints import EXPERTS
 from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
-from tests.gpu.test_graph_modes import BATCHES, constant
+from tests.gpu.test_graph_modes import BATCHES
 from tests.gpu.test_plans_in_graphs import BY_BATCH
 from tests.integration.conftest import answers, tiny_merged  # noqa: F401 - a fixture
+from tests.policies import rules
 
 MODES = ["PIECEWISE", "FULL_AND_PIECEWISE"]
 pytestmark = [] if ON_GPU else pytest.mark.full
@@ -26,17 +27,16 @@ def folder(tiny_merged):  # noqa: F811
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_plans_of_a_mixture(runner, mode, folder, tmp_path):
-    (tmp_path / "policy.yaml").write_text(BY_BATCH)
     trace = tmp_path / "trace.jsonl"
 
     def generate(checkpoint, policy=None, **options):
         with graph_engine(checkpoint, runner, mode, policy, **options) as llm:
             return [answers(llm, batch, max_tokens=8, ignore_eos=True) for batch in BATCHES]
 
-    w8a8, w4a16 = (generate(folder / "merged", constant(folder, name)) for name in ("w8a8", "w4a16"))
+    w8a8, w4a16 = (generate(folder / "merged", rules(f"- use: {name}")) for name in ("w8a8", "w4a16"))
     assert w8a8 == generate(folder / "w8a8")
     assert w4a16 == generate(folder / "w4a16")
-    by_batch = generate(folder / "merged", str(tmp_path / "policy.yaml"), flexquant={"trace": str(trace)})
+    by_batch = generate(folder / "merged", BY_BATCH, flexquant={"trace": str(trace)})
     passes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
     plans = {(p["phase"], p["sequences"]): p["plan"] for p in passes}
     assert plans[("decode", 1)] == plans[("decode", 3)] == plans[("decode", 20)] == "w4a16"

@@ -28,11 +28,5 @@ OTHERS = [pytest.param(name, marks=[] if ON_GPU else pytest.mark.full) for name 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_constant_policy_equals_the_static_checkpoint(runner, mode, variant, checkpoints):
-    merged = generate(checkpoints / "merged", runner, mode, policy=constant(checkpoints, variant))
+    merged = generate(checkpoints / "merged", runner, mode, policy=rules(f"- use: {variant}"))
     assert merged == generate(checkpoints / variant, runner, mode)
-
-
-def constant(folder, variant: str) -> str:
-    path = folder / f"{variant}.yaml"
-    path.write_text(rules(f"- use: {variant}"))
-    return str(path)

@@ -58,7 +58,7 @@ ALL = [
 def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     name: str, group: int, has_zeros: bool, outputs: int, precision: torch.dtype
 ) -> None:
-    from flexquant.serving.worker import one_copy_marlin
+    from flexquant.serving.worker.one_copy import marlin
 
     greatest = 127 if precision == torch.int8 else 448
     inputs, _ = LINEARS[name]
@@ -75,18 +75,18 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     if has_zeros:
         middle = zeros
         packed_zeros = marlin_zero_points(zeros.int(), groups, outputs, 4).to(DEVICE)
-        zero = one_copy_marlin.zeros_in_order_of_outputs(packed_zeros, groups, outputs)
+        zero = marlin.zeros_in_order_of_outputs(packed_zeros, groups, outputs)
         assert torch.equal(zero.cpu().long(), zeros)
-    assert torch.equal(one_copy_marlin.in_order_of_outputs(permuted).cpu(), scale)
+    assert torch.equal(marlin.in_order_of_outputs(permuted).cpu(), scale)
 
-    channel = one_copy_marlin.marlin_channel_scales(packed, permuted, zero, precision)
+    channel = marlin.marlin_channel_scales(packed, permuted, zero, precision)
     codes = (values.view(groups, -1, outputs) - middle[:, None]).float()
     weights = (codes * scale.float()[:, None]).view(inputs, outputs)
     torch.testing.assert_close(channel.cpu(), weights.abs().amax(0) / greatest)
     if precision == torch.float8_e4m3fn:
         channel = torch.exp2(channel.log2().ceil() + 4)  # weights that are no integers too
     out = torch.empty(outputs, inputs, dtype=precision, device=DEVICE)
-    found = one_copy_marlin.eight_bit_weights(packed, permuted, zero, channel, out).cpu()
+    found = marlin.eight_bit_weights(packed, permuted, zero, channel, out).cpu()
     exact = (codes * (scale.float() / channel.cpu())[:, None]).view(inputs, outputs)
     nearest = exact.round().to(torch.int8) if precision == torch.int8 else exact.to(precision)
     assert torch.equal(found.t().float(), nearest.float())

@@ -84,13 +84,12 @@ def unwrap(function):
         pytest.param("FULL_AND_PIECEWISE", ONE_COPY, OPPOSITE_OF_ONE_COPY, id="one-copy"),
     ],
 )
-def test_plan_at_every_batch_size_is_the_policys(runner, mode, policy, opposite, checkpoints, tmp_path):
-    (tmp_path / "p.yaml").write_text(policy)
-    folder, path = checkpoints / "apart", str(tmp_path / "p.yaml")
+def test_plan_at_every_batch_size_is_the_policys(runner, mode, policy, opposite, checkpoints):
+    folder = checkpoints / "apart"
     # vLLM (0.26) captures FULL graphs of prompts as if every sequence had one token, for which FlashAttention
     # 3 drops the causal mask: see benchmarks/results/llama-3.1-8b-h100/gpu-tests.md.
     options = {"attention_backend": "TRITON_ATTN"} if mode == "FULL" else {}
-    with graph_engine(folder, runner, mode, path, **options) as llm:
+    with graph_engine(folder, runner, mode, policy, **options) as llm:
         captured = compilation_counter.num_cudagraph_captured
         addresses = llm.apply_model(parameter_addresses)
         pieces, expected = (
@@ -103,10 +102,9 @@ def test_plan_at_every_batch_size_is_the_policys(runner, mode, policy, opposite,
         assert llm.apply_model(parameter_addresses) == addresses
     if "PIECEWISE" in mode:
         assert pieces == expected
-    with graph_engine(folder, runner, None, path, **options) as llm:
+    with graph_engine(folder, runner, None, policy, **options) as llm:
         eager = second_steps(llm)
-    (tmp_path / "opposite.yaml").write_text(opposite)
-    with graph_engine(folder, runner, None, str(tmp_path / "opposite.yaml"), **options) as llm:
+    with graph_engine(folder, runner, None, opposite, **options) as llm:
         wrong = second_steps(llm)
     for n in range(SEQUENCES):
         padded = next(size for size in SIZES if size > n)
@@ -114,10 +112,9 @@ def test_plan_at_every_batch_size_is_the_policys(runner, mode, policy, opposite,
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_vllms_own_passes_run_every_plan_that_their_size_can_take(runner, checkpoints, tmp_path):
-    (tmp_path / "p.yaml").write_text(BY_BATCH)
+def test_vllms_own_passes_run_every_plan_that_their_size_can_take(runner, checkpoints):
     ran = []
-    with graph_engine(checkpoints / "apart", runner, None, str(tmp_path / "p.yaml")) as llm:
+    with graph_engine(checkpoints / "apart", runner, None, BY_BATCH) as llm:
         (model,) = llm.apply_model(lambda model: model)
         for name, plan in model._plans.items():
             plan.register_forward_pre_hook(lambda *_, name=name: ran.append(name))

@@ -49,11 +49,22 @@ def policy(tmp_path: Path) -> str:
     return str(tmp_path / "p.yaml")
 
 
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return tmp_path / "trace.jsonl"
+
+
+@pytest.fixture
+def serve(checkpoints: Path, policy: str, trace: Path) -> Any:
+    """Return a function: (runner, graph mode) -> an engine under ``policy`` that writes ``trace``."""
+    options = {"flexquant": {"trace": str(trace)}}
+    return lambda runner, mode: graph_engine(checkpoints / "apart", runner, mode, policy, **options)
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("mode", MODES)
-def test_every_replay_is_of_the_plan_that_the_policy_gives(runner, mode, checkpoints, policy, tmp_path):
-    trace = tmp_path / "trace.jsonl"
-    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
+def test_every_replay_is_of_the_plan_that_the_policy_gives(runner, mode, serve, trace):
+    with serve(runner, mode) as llm:
         steps = watch_steps(llm)
         captured = compilation_counter.num_cudagraph_captured
         add(llm, 3, 12)
@@ -84,11 +95,10 @@ def test_every_replay_is_of_the_plan_that_the_policy_gives(runner, mode, checkpo
 
 
 @pytest.mark.parametrize("runner", ["V1"])
-def test_a_policy_for_which_all_graphs_are_there_takes_no_capture(runner, checkpoints, policy, tmp_path):
-    trace = tmp_path / "trace.jsonl"
+def test_a_policy_for_which_all_graphs_are_there_takes_no_capture(runner, serve, trace):
     mode = "PIECEWISE"
     narrower = BY_BATCH.replace("max: 4", "max: 3").replace("max: 8", "max: 9")
-    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
+    with serve(runner, mode) as llm:
         steps = watch_steps(llm)
         captured = compilation_counter.num_cudagraph_captured
         add(llm, 4, 6)
@@ -101,12 +111,8 @@ def test_a_policy_for_which_all_graphs_are_there_takes_no_capture(runner, checkp
 
 
 @pytest.mark.parametrize("runner", ["V1"])
-def test_a_replay_before_the_change_counts_for_the_policy_before(
-    runner, checkpoints, policy, tmp_path, monkeypatch
-):
-    trace = tmp_path / "trace.jsonl"
-    mode = "FULL_DECODE_ONLY"
-    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
+def test_a_replay_before_the_change_counts_for_the_policy_before(runner, monkeypatch, serve, trace):
+    with serve(runner, "FULL_DECODE_ONLY") as llm:
         model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
         # A pipeline-parallel rank without logits does not call it either; the call would notice a replay.
         monkeypatch.setattr(model.observer, "settle", lambda: None)
@@ -120,10 +126,9 @@ def test_a_replay_before_the_change_counts_for_the_policy_before(
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_capture_that_fails_leaves_the_policy_before(runner, checkpoints, policy, tmp_path, monkeypatch):
-    trace = tmp_path / "trace.jsonl"
+def test_a_capture_that_fails_leaves_the_policy_before(runner, policy, monkeypatch, serve, trace):
     mode = "FULL_AND_PIECEWISE"
-    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
+    with serve(runner, mode) as llm:
         steps = watch_steps(llm)
         add(llm, 3, 8)
         step(llm, 3)
@@ -148,13 +153,10 @@ def test_a_capture_that_fails_leaves_the_policy_before(runner, checkpoints, poli
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_pieces_of_a_capture_that_failed_are_captured_the_next_time(
-    runner, checkpoints, policy, tmp_path, monkeypatch
-):
+def test_pieces_of_a_capture_that_failed_are_captured_the_next_time(runner, monkeypatch, serve, trace):
     """The plan's first piece for 8 tokens has a graph then, and the second one has failed."""
-    trace = tmp_path / "trace.jsonl"
     mode = "PIECEWISE"
-    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
+    with serve(runner, mode) as llm:
         steps = watch_steps(llm)
         capture, begun = torch.cuda.graph, itertools.count()
 
@@ -176,12 +178,8 @@ def test_pieces_of_a_capture_that_failed_are_captured_the_next_time(
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_where_no_capture_succeeds_passes_run_without_graphs(
-    runner, checkpoints, policy, tmp_path, monkeypatch
-):
-    trace = tmp_path / "trace.jsonl"
-    mode = "FULL_AND_PIECEWISE"
-    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
+def test_where_no_capture_succeeds_passes_run_without_graphs(runner, policy, monkeypatch, serve, trace):
+    with serve(runner, "FULL_AND_PIECEWISE") as llm:
         add(llm, 3, 8)
         step(llm, 3)
         worker = llm.llm_engine.model_executor.driver_worker.worker

@@ -52,11 +52,8 @@ def variants_in(graph: Any, owners: dict[int, str]) -> set[str]:
 )
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_every_replay_is_of_the_plan_that_the_trace_names(runner, mode, policy, checkpoints, tmp_path):
-    (tmp_path / "p.yaml").write_text(policy)
     trace = tmp_path / "trace.jsonl"
-    with graph_engine(
-        checkpoints / "apart", runner, mode, str(tmp_path / "p.yaml"), flexquant={"trace": str(trace)}
-    ) as llm:
+    with graph_engine(checkpoints / "apart", runner, mode, policy, flexquant={"trace": str(trace)}) as llm:
         steps = watch_steps(llm)
         captured = compilation_counter.num_cudagraph_captured
         for batch in BATCHES:

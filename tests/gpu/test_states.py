@@ -31,14 +31,13 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_graphs_of_two_variants_share_a_state(runner, mode, folder, tmp_path):
-    (tmp_path / "policy.yaml").write_text(BY_BATCH)
     trace = tmp_path / "trace.jsonl"
 
     def generate(checkpoint, policy=None, **options):
         with graph_engine(folder / checkpoint, runner, mode, policy, **options) as llm:
             return [answers(llm, batch, max_tokens=8, ignore_eos=True) for batch in BATCHES]
 
-    found = generate("twins", str(tmp_path / "policy.yaml"), flexquant={"trace": str(trace)})
+    found = generate("twins", BY_BATCH, flexquant={"trace": str(trace)})
     assert found == generate("w8a8")
     passes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
     assert {(p["phase"] == "decode" and p["sequences"] <= 4, p["plan"]) for p in passes} == {
@@ -48,9 +47,7 @@ def test_graphs_of_two_variants_share_a_state(runner, mode, folder, tmp_path):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_capture_on_the_way_leaves_the_states_of_requests_alone(runner, folder, tmp_path):
-    (tmp_path / "policy.yaml").write_text(BY_BATCH)
-
+def test_a_capture_on_the_way_leaves_the_states_of_requests_alone(runner, folder):
     def generate(checkpoint, policy=None, changes=False):
         with graph_engine(folder / checkpoint, runner, "FULL_AND_PIECEWISE", policy) as llm:
             add(llm, 3, 16)
@@ -59,4 +56,4 @@ def test_a_capture_on_the_way_leaves_the_states_of_requests_alone(runner, folder
                 assert change(llm, "opposite", OPPOSITE)["captures_graphs"]
             return {output.request_id: list(output.outputs[0].token_ids) for output in step(llm)}
 
-    assert generate("twins", str(tmp_path / "policy.yaml"), changes=True) == generate("w8a8")
+    assert generate("twins", BY_BATCH, changes=True) == generate("w8a8")

@@ -14,11 +14,15 @@ from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
 from tests.integration.conftest import answers
 from tests.vision import KINDS, make_vision_checkpoint, prompts
 
-HAS_TORCHVISION = find_spec("torchvision") is not None
+WITH_TORCHVISION = [
+    pytest.param(kind, marks=pytest.mark.full)
+    for kind in ("qwen2_5_vl", "qwen3_5")
+    if find_spec("torchvision") is not None
+]
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("kind", ["idefics3", *(["qwen2_5_vl", "qwen3_5"] if HAS_TORCHVISION else [])])
+@pytest.mark.parametrize("kind", ["idefics3", *WITH_TORCHVISION])
 def test_a_constant_policy_equals_stock_vllm(kind: str, runner: str, tmp_path: Path) -> None:
     if kind == "qwen3_5" and runner == "V2" and not ON_GPU:
         pytest.skip("stock vLLM computes NaN for it in Triton's interpreter")

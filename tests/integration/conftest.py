@@ -62,15 +62,28 @@ def count_engines(pytestconfig: pytest.Config) -> Iterator[None]:
 
 
 @contextmanager
+def options_for(policy: str | None, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield FlexQuant's options, which leave ``options``, with a policy: a name, a file or a text."""
+    with tempfile.TemporaryDirectory() as folder:
+        if policy is not None and "\n" in policy:
+            file = Path(folder, "policy.yaml")
+            file.write_text(policy)
+            policy = str(file)
+        yield options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
+
+
+@contextmanager
 def engine(folder: Path | str, policy: str | None = None, **options: Any) -> Iterator[LLM]:
     """Yield an in-process engine on ``folder``, freed on leaving; ``policy`` is for merged checkpoints."""
-    flexquant = options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
-    from flexquant.serving.cpu.kernels import provide_cpu_kernels
+    from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 
     # Stock vLLM needs them too, for the checkpoints that merged ones are compared with.
     provide_cpu_kernels()
     options = {"enforce_eager": True, "max_model_len": 1024, **options}
-    with in_process.engine(folder, flexquant=flexquant, **options) as llm:
+    with (
+        options_for(policy, options) as flexquant,
+        in_process.engine(folder, flexquant=flexquant, **options) as llm,
+    ):
         yield llm
 
 
@@ -187,9 +200,8 @@ def _generate(
             return [Served([answers(llm, batch, **sampling) for batch in batches], [])]
     served = []
     with tempfile.TemporaryDirectory() as work:
-        union, trace = Path(work, "union.yaml"), Path(work, "trace.jsonl")
-        union.write_text(every_plan_of(policies))
-        with engine(folder, str(union), flexquant={"trace": str(trace)}, **options) as llm:
+        trace, union = Path(work, "trace.jsonl"), every_plan_of(policies)
+        with engine(folder, union, flexquant={"trace": str(trace)}, **options) as llm:
             for policy in policies:
                 take_policy(llm, policy)
                 before = len(trace.read_text().splitlines())

@@ -79,11 +79,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def served(folder: Path, policies: list[str], adapters: list[Any] | None, work: Path) -> list[Any]:
+def served(folder: Path, policies: list[str], adapters: list[Any] | None) -> list[Any]:
     """Return what each policy answers with the adapters, and what the last one answers without them."""
-    (union := work / "union.yaml").write_text(every_plan_of(policies))
     found = []
-    with engine(folder, str(union), **OPTIONS) as llm:
+    with engine(folder, every_plan_of(policies), **OPTIONS) as llm:
         for policy in policies:
             take_policy(llm, policy)
             found.append(answers(llm, PROMPTS, adapters, ignore_eos=True))
@@ -95,36 +94,37 @@ def stock(folder: Path, adapters: list[Any]) -> Any:
         return answers(llm, PROMPTS, adapters, ignore_eos=True)
 
 
-def test_every_variant_with_adapters_is_stock_vllm(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
+def test_every_variant_with_adapters_is_stock_vllm(folder: Path, adapters: list[Any]) -> None:
     """Each sequence of a batch has an adapter of its own, or none."""
     layered = LAYERED_DECODE.replace("w8a8", "fp8")
     policies = [rules("- use: fp8"), "w4a16", layered]
-    *found, without = served(folder / "fp8-w4a16", policies, adapters, tmp_path)
+    *found, without = served(folder / "fp8-w4a16", policies, adapters)
     assert found[:2] == [stock(folder / variant, adapters) for variant in ("fp8", "w4a16")]
     assert [a == b for a, b in zip(found[2], without, strict=True)] == [False, False, True]
     assert found[2] not in found[:2]
 
 
-def test_w8a8_and_a_change_of_plans(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
+def test_w8a8_and_a_change_of_plans(folder: Path, adapters: list[Any]) -> None:
     """Stock vLLM has no adapters on this kernel: the 16-bit model with the same adapters has to be near."""
-    w8a8, phase, without = served(folder / "w8a8-w4a16", ["w8a8", "phase"], adapters, tmp_path)
+    w8a8, phase, without = served(folder / "w8a8-w4a16", ["w8a8", "phase"], adapters)
     expected = stock(folder / "16-bit", adapters)
     assert distance(w8a8, expected) < distance(phase, expected) < distance(without[:2], expected[:2]) / 2
 
 
-def test_int8_from_one_copy_with_adapters(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
+@pytest.mark.full
+def test_int8_from_one_copy_with_adapters(folder: Path, adapters: list[Any]) -> None:
     """The adapters of the INT4 linears are those of the INT8 linears that are computed from them."""
     policies = ["w8a8-from-int4", "w4a16"]
-    int8, int4, without = served(folder / "w8a8-w4a16", policies, adapters, tmp_path)
+    int8, int4, without = served(folder / "w8a8-w4a16", policies, adapters)
     assert 0 < distance(int8, int4) < distance(without[:2], int4[:2]) / 2
 
 
-def test_layers_of_two_variants_with_adapters(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
+@pytest.mark.full
+def test_layers_of_two_variants_with_adapters(folder: Path, adapters: list[Any]) -> None:
     """No variant has all layers: adapters have to find each layer in the variant that has it."""
     apart = rules('- use: {default: fp8, layers: {"0": w4a16}}')
-    (tmp_path / "apart.yaml").write_text(apart)
-    expected, *_ = served(folder / "fp8-w4a16", [apart, "w4a16", rules("- use: fp8")], adapters, tmp_path)
-    with engine(folder / "fp8-w4a16", str(tmp_path / "apart.yaml"), **OPTIONS) as llm:
+    expected, *_ = served(folder / "fp8-w4a16", [apart, "w4a16", rules("- use: fp8")], adapters)
+    with engine(folder / "fp8-w4a16", apart, **OPTIONS) as llm:
         assert answers(llm, PROMPTS, adapters, ignore_eos=True) == expected
 
 
@@ -151,8 +151,7 @@ def test_a_smoothed_variant_is_refused(smooth: Any, tmp_path: Path) -> None:
         "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", num_layers=LAYERS),
     }
     merge_checkpoints(sources, tmp_path / "merged")
-    (tmp_path / "apart.yaml").write_text(rules('- use: {default: w4a16, layers: {"1": w8a8}}'))
-    policies = ("phase", str(tmp_path / "apart.yaml"))
+    policies = ("phase", rules('- use: {default: w4a16, layers: {"1": w8a8}}'))
 
     def assert_refused(message: str) -> None:
         for policy in policies:
@@ -169,6 +168,7 @@ def test_a_smoothed_variant_is_refused(smooth: Any, tmp_path: Path) -> None:
         assert_refused(f"'w8a8' and 'w4a16' .* {norm}: one of them is smoothed")
 
 
+@pytest.mark.full
 def test_an_adapter_for_modules_that_are_not_there(folder: Path, tmp_path: Path) -> None:
     """vLLM refuses it, and goes on answering."""
     from vllm.lora.request import LoRARequest

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,13 @@ SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
 # The tests ask vLLM's oldest supported release about these architectures too.
 ON_OLDEST = ("llama", "gemma3")
+# Unlike each other in attention; test_identity serves a Llama.
+EVERY_DAY = ("gemma3", "deepseek_v2")
+
+
+def marks(architecture: str) -> list[pytest.MarkDecorator]:
+    oldest, full = architecture in ON_OLDEST, architecture not in EVERY_DAY
+    return [pytest.mark.oldest] * oldest + [pytest.mark.full] * full
 
 
 @pytest.fixture
@@ -47,10 +55,24 @@ def vaultgemma_as_it_was() -> Iterator[None]:
     vault.__init__ = members["__init__"]
 
 
+def check_plans(folder: Path, layered_policy: str, layered_plan: str) -> None:
+    """Assert that the plans of both variants equal stock vLLM, and that a third plan decodes and differs."""
+    policies = ["w8a8", "w4a16", layered_policy]
+    w8a8, w4a16, layered = generate(folder / "merged", policies, PROMPTS, sampling=SAMPLING, **OPTIONS)
+    for variant, served in (("w8a8", w8a8), ("w4a16", w4a16)):
+        (stock,) = generate(folder / variant, None, PROMPTS, sampling=SAMPLING, **OPTIONS)
+        assert served.answers == stock.answers, variant
+        assert {p["plan"] for p in served.passes} == {variant}
+    assert w8a8.answers != w4a16.answers
+    plans = {(p["phase"] == "decode", p["plan"]) for p in layered.passes}
+    assert plans == {(False, "w8a8"), (True, layered_plan)}
+    assert layered.answers not in (w8a8.answers, w4a16.answers)
+
+
 @pytest.mark.usefixtures("vaultgemma_as_it_was")
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(name, marks=[pytest.mark.oldest] * (name in ON_OLDEST)) for name in ARCHITECTURES | LATENT],
+    [pytest.param(name, marks=marks(name)) for name in ARCHITECTURES | LATENT],
 )
 def test_pure_plans_equal_stock_vllm_and_layered_plans_run(architecture, tiny_merged):
     if (
@@ -59,18 +81,7 @@ def test_pure_plans_equal_stock_vllm_and_layered_plans_run(architecture, tiny_me
         and torch.cpu._is_amx_tile_supported()
     ):
         pytest.skip("vLLM 0.26 itself ends on sliding windows where the CPU has AMX")
-    folder = tiny_merged(architecture)
-    merged, policies = folder / "merged", ["w8a8", "w4a16", LAYERED]
-    w8a8, w4a16, layered = generate(merged, policies, PROMPTS, sampling=SAMPLING, **OPTIONS)
-    for variant, served in (("w8a8", w8a8), ("w4a16", w4a16)):
-        (stock,) = generate(folder / variant, None, PROMPTS, sampling=SAMPLING, **OPTIONS)
-        assert served.answers == stock.answers, variant
-        assert {p["plan"] for p in served.passes} == {variant}
-    assert w8a8.answers != w4a16.answers
-
-    plans = {(p["phase"] == "decode", p["plan"]) for p in layered.passes}
-    assert plans == {(False, "w8a8"), (True, "w8a8+w4a16[1-2]")}
-    assert layered.answers not in (w8a8.answers, w4a16.answers)
+    check_plans(tiny_merged(architecture), LAYERED, "w8a8+w4a16[1-2]")
 
 
 def test_variants_without_an_lm_head_share_the_embedding(tiny_merged):

@@ -26,11 +26,9 @@ def asked(real_merged, tmp_path_factory):
     The cache held ``nothing``; the prefix as ``phase`` writes it (``own``); or as ``w4a16`` does (``other``,
     and ``apart``, where the request has a salt of its own).
     """
-    folder = tmp_path_factory.mktemp("caching")
-    union, trace = folder / "union.yaml", folder / "trace.jsonl"
-    union.write_text(every_plan_of(["phase", "w4a16"]))
+    union, trace = every_plan_of(["phase", "w4a16"]), tmp_path_factory.mktemp("caching") / "trace.jsonl"
     found, lengths = {}, [1]
-    with engine(real_merged, str(union), flexquant={"trace": str(trace)}, **OPTIONS) as llm:
+    with engine(real_merged, union, flexquant={"trace": str(trace)}, **OPTIONS) as llm:
         writers = {"nothing": None, "own": "phase", "other": "w4a16", "apart": "w4a16"}
         for held, writer in writers.items():
             take_policy(llm, writer or "phase")

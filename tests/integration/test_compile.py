@@ -304,7 +304,8 @@ rules:
 """
 
 
-@pytest.mark.parametrize("aot", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("aot", [True, False])
 def test_a_checkpoint_merged_again_with_another_scheme_runs_none_of_the_old_code(aot, tmp_path):
     """The plans keep their names, the folder its own and the last layer its variant: one scheme changes."""
     policy, merged, cache = tmp_path / "policy.yaml", tmp_path / "merged", tmp_path / "cache"
@@ -343,6 +344,7 @@ def on_a_cpu(folder, policies, tmp_path_factory):
     return cold, warm, [json.loads(line) for line in lines]
 
 
+@pytest.mark.full
 def test_a_cpu_compiles_every_plan_once_and_finds_it_at_the_next_start(on_a_cpu):
     cold, warm, _ = on_a_cpu
     assert cold.before_kv_cache["fxgraph_cache_miss"] == len(PLANS)

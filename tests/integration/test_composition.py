@@ -54,6 +54,7 @@ def test_fp8_kv_cache(folder: Path, alone: Any) -> None:
     assert [p["plan"] for p in served[-1].passes] == [p["plan"] for p in alone.passes]
 
 
+@pytest.mark.full
 def test_beam_search(folder: Path) -> None:
     from vllm.sampling_params import BeamSearchParams
 
@@ -94,6 +95,7 @@ def _tensor(ids: list[int]) -> Any:
     return torch.tensor(ids)
 
 
+@pytest.mark.full
 def test_long_context(tmp_path: Path) -> None:
     """The prompt has 32,768 tokens: every variant is stock vLLM, and reads what the other wrote."""
     sources = {
@@ -111,6 +113,7 @@ def test_long_context(tmp_path: Path) -> None:
     assert [p["plan"] for p in served[-1].passes] == ["w8a8"] * (LONG // 4096) + ["w4a16"] * (12 - 1)
 
 
+@pytest.mark.full
 def test_async_llm(folder: Path, alone: Any) -> None:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -15,8 +15,8 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.served_config import read_merged_config
 from tests import programs
 from tests.checkpoints import EXPERTS, MIXTURES
-from tests.integration.conftest import answers, engine, generate
-from tests.integration.test_architectures import OPTIONS, PROMPTS, SAMPLING
+from tests.integration.conftest import answers, engine
+from tests.integration.test_architectures import OPTIONS, PROMPTS, SAMPLING, check_plans
 from tests.integration.test_cpu_precisions import ZENTORCH, has_zentorch
 
 pytestmark = pytest.mark.engine
@@ -41,7 +41,7 @@ SINGLE_COPY = QUANTISED_EXPERTS.replace("use: w8a8", "use: w4a16")
 SERVE = """
 import json, sys
 from flexquant.measuring import engine
-from flexquant.serving.cpu.kernels import provide_cpu_kernels
+from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 from flexquant.serving.worker.worker_extension import status_of
 from vllm import SamplingParams
 
@@ -65,20 +65,12 @@ def mixture(tiny_merged):
     return make
 
 
-@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[] if name == "qwen3_moe" else pytest.mark.full) for name in MIXTURES],
+)
 def test_pure_plans_equal_stock_vllm_and_layered_plans_run(architecture, mixture):
-    folder = mixture(architecture)
-    policies = ["w8a8", "w4a16", LAYERED]
-    w8a8, w4a16, layered = generate(folder / "merged", policies, PROMPTS, sampling=SAMPLING, **OPTIONS)
-    for variant, served in (("w8a8", w8a8), ("w4a16", w4a16)):
-        (stock,) = generate(folder / variant, None, PROMPTS, sampling=SAMPLING, **OPTIONS)
-        assert served.answers == stock.answers, variant
-    assert w8a8.answers != w4a16.answers
-    assert {(p["phase"] == "decode", p["plan"]) for p in layered.passes} == {
-        (False, "w8a8"),
-        (True, "w8a8+w4a16[1]"),
-    }
-    assert layered.answers not in (w8a8.answers, w4a16.answers)
+    check_plans(mixture(architecture), LAYERED, "w8a8+w4a16[1]")
 
 
 def test_equal_experts_exist_once(mixture):
@@ -96,9 +88,8 @@ def test_equal_experts_exist_once(mixture):
     assert sizes["shared"] > experts_in_16_bit > sizes["w8a8"]
 
 
-def test_a_derived_variant_takes_its_sources_expert_layers_with_shared_experts_in_int4(mixture, tmp_path):
-    (tmp_path / "policy.yaml").write_text(SINGLE_COPY)
-    with engine(mixture("qwen2_moe") / "merged", str(tmp_path / "policy.yaml"), **OPTIONS) as llm:
+def test_a_derived_variant_takes_its_sources_expert_layers_with_shared_experts_in_int4(mixture):
+    with engine(mixture("qwen2_moe") / "merged", SINGLE_COPY, **OPTIONS) as llm:
         (own,) = llm.apply_model(
             lambda model: {
                 name
@@ -122,7 +113,6 @@ def test_int4_experts_that_would_be_w4a8_are_refused(mixture, monkeypatch):
 @pytest.mark.skipif(not has_zentorch(), reason="AMD's zentorch is for Zen 4 and later")
 def test_quantised_experts_with_zentorch(mixture, tmp_path):
     folder = mixture("qwen3_moe", in_16_bit=False)
-    (tmp_path / "policy.yaml").write_text(QUANTISED_EXPERTS)
     environment = programs.newcomers_environment()
     paths = [str(ZENTORCH), environment.get("PYTHONPATH")]
     environment |= {
@@ -137,7 +127,7 @@ def test_quantised_experts_with_zentorch(mixture, tmp_path):
         programs.run([sys.executable, "-c", SERVE, *arguments], timeout=400, environment=environment)
         return json.loads(reply.read_text())
 
-    both = serve(folder / "merged", str(tmp_path / "policy.yaml"))
+    both = serve(folder / "merged", QUANTISED_EXPERTS)
     assert "ZenCPUExpertsInt8" in both["kernels"]["w8a8"]
     assert "ZentorchExpertsInt4" in both["kernels"]["w4a8"]
     assert serve(folder / "merged", "w8a8")["answers"] == serve(folder / "w8a8", "")["answers"]

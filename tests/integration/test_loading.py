@@ -69,10 +69,9 @@ def test_a_variant_that_no_plan_uses_is_not_loaded(both, tiny_merged, tmp_path):
 def one_layer(tiny_merged, tmp_path_factory):
     """Return the answers, header and layers of an engine whose only plan takes one layer of w8a8."""
     folder = tmp_path_factory.mktemp("one-layer")
-    (folder / "policy.yaml").write_text(ONE_LAYER)
     trace = folder / "trace.jsonl"
     flexquant: dict[str, Any] = {"trace": str(trace)}
-    with engine(tiny_merged() / "merged", str(folder / "policy.yaml"), flexquant=flexquant, **SMALL) as llm:
+    with engine(tiny_merged() / "merged", ONE_LAYER, flexquant=flexquant, **SMALL) as llm:
         found = answers(llm, PROMPTS)
         (held,) = llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})
         context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
@@ -108,11 +107,10 @@ def test_answers_are_those_of_an_engine_with_all_layers(one_layer, tiny_merged):
     assert attention == [f"model.layers.{i}.self_attn.attn" for i in range(4)], "in the KV cache's order"
 
 
-def test_layers_that_no_plan_takes_never_have_memory(tiny_merged, tmp_path, monkeypatch):
+def test_layers_that_no_plan_takes_never_have_memory(tiny_merged, monkeypatch):
     """The layers have no memory even before they are left out."""
     from flexquant.serving.worker import variants
 
-    (tmp_path / "policy.yaml").write_text(ONE_LAYER)
     without: list[set[int | None]] = []
     leave_out = variants.leave_out
 
@@ -122,7 +120,7 @@ def test_layers_that_no_plan_takes_never_have_memory(tiny_merged, tmp_path, monk
         leave_out(variant, layers, registered)
 
     monkeypatch.setattr(variants, "leave_out", watch)
-    with engine(tiny_merged() / "merged", str(tmp_path / "policy.yaml"), **SMALL):
+    with engine(tiny_merged() / "merged", ONE_LAYER, **SMALL):
         assert without == [{0, 2, 3}, {1}]
 
 
@@ -132,8 +130,7 @@ def test_a_matrix_that_absent_layers_share_has_memory(tmp_path):
     for source in sources.values():
         rotate_online(source)
     merge_checkpoints(sources, tmp_path / "merged")
-    (tmp_path / "policy.yaml").write_text(ONE_LAYER)
-    with engine(tmp_path / "merged", str(tmp_path / "policy.yaml"), **SMALL) as llm:
+    with engine(tmp_path / "merged", ONE_LAYER, **SMALL) as llm:
         (matrix,) = llm.apply_model(
             lambda model: (
                 model.variants["w8a8"]
@@ -160,36 +157,32 @@ def rotate_online(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_layers_in_use_beside_weights_on_the_host(one_layer, tiny_merged, tmp_path):
+def test_layers_in_use_beside_weights_on_the_host(one_layer, tiny_merged):
     """vLLM copies each layer to the host when it is built, even if FlexQuant then leaves it out."""
-    (tmp_path / "policy.yaml").write_text(ONE_LAYER)
-    policy = str(tmp_path / "policy.yaml")
-    with engine(tiny_merged() / "merged", policy, cpu_offload_gb=1, **SMALL) as llm:
+    with engine(tiny_merged() / "merged", ONE_LAYER, cpu_offload_gb=1, **SMALL) as llm:
         assert answers(llm, PROMPTS) == one_layer[0]
 
 
 def test_tensors_of_layers_that_no_plan_takes_are_not_read(one_layer, tiny_merged, tmp_path):
     folder = tmp_path / "partly"
     shutil.copytree(tiny_merged() / "merged", folder)
-    (tmp_path / "policy.yaml").write_text(ONE_LAYER)
 
     def is_left(key: str) -> bool:
         return key.startswith("shared.") or (layer_number(key) == 1) == key.startswith("w8a8.")
 
     keep_tensors(folder, is_left)
-    with engine(folder, str(tmp_path / "policy.yaml"), **SMALL) as llm:
+    with engine(folder, ONE_LAYER, **SMALL) as llm:
         assert answers(llm, PROMPTS) == one_layer[0]
 
 
-def test_another_policy_may_take_the_layers_that_are_there_and_no_others(tiny_merged, tmp_path):
+def test_another_policy_may_take_the_layers_that_are_there_and_no_others(tiny_merged):
     merged = tiny_merged() / "merged"
     half = rules(
         "- when: {phase: decode}", '  use: {default: w4a16, layers: {"0": w8a8, "2": w8a8}}', "- use: w4a16"
     )
-    (tmp_path / "policy.yaml").write_text(half)
     within = rules('- use: {default: w4a16, layers: {"0": w8a8}}')
     (expected,) = generate(merged, [within], PROMPTS, **SMALL)
-    with engine(merged, str(tmp_path / "policy.yaml"), **SMALL) as llm:
+    with engine(merged, half, **SMALL) as llm:
 
         def change_to(policy: str) -> dict[str, Any]:
             return change(llm, "another", yaml.safe_load(policy))
@@ -204,13 +197,12 @@ def test_another_policy_may_take_the_layers_that_are_there_and_no_others(tiny_me
         assert [answers(llm, PROMPTS)] == expected.answers
 
 
-def test_a_derived_variant_and_its_source_have_the_layers_that_plans_take(tiny_merged, tmp_path):
+def test_a_derived_variant_and_its_source_have_the_layers_that_plans_take(tiny_merged):
     """The layers are one of each variant, or the same; the derived one shares what both have."""
     one = DERIVED + '  - use: {default: w8a8, layers: {"0": w4a8, "3": w4a16}}\n'
     both = DERIVED + "  - when: {phase: decode}\n    use: w4a8\n  - use: w4a16\n"
-    (tmp_path / "one.yaml").write_text(one)
     expected, *_ = generate(tiny_merged() / "merged", [one, both, "w8a8"], PROMPTS, **SMALL)
-    with engine(tiny_merged() / "merged", str(tmp_path / "one.yaml"), **SMALL) as llm:
+    with engine(tiny_merged() / "merged", one, **SMALL) as llm:
         assert [answers(llm, PROMPTS)] == expected.answers
         (status,) = llm.collective_rpc("flexquant_status")
     assert {variant: list(sizes) for variant, sizes in status["weight_bytes_by_layers"].items()} == {

@@ -108,6 +108,7 @@ def test_a_published_checkpoint_is_served_as_it_is(name: str, published: dict[st
     assert 0 < distance(routed, in_int8) < 0.2
 
 
+@pytest.mark.full
 @ZERO_POINTS
 def test_settings_in_a_file_of_their_own_are_served(published: dict[str, Path], tmp_path: Path) -> None:
     apart = shutil.copytree(published["awq"], tmp_path / "apart")
@@ -120,6 +121,7 @@ def test_settings_in_a_file_of_their_own_are_served(published: dict[str, Path], 
     assert distance(served.answers[0], stock.answers[0]) < 0.01
 
 
+@pytest.mark.full
 def test_settings_that_are_left_out_have_defaults(tmp_path: Path) -> None:
     """vLLM by itself has none: groups are of 128, symmetric, and their inputs are in order."""
     int4 = make_checkpoint(tmp_path / "int4", "qwen2", "w4a16", group_size=128)
@@ -180,6 +182,7 @@ def test_its_policy_changes_while_it_serves(int4: Path) -> None:
     assert distance(in_int8, after.answers[0]) < 0.01 < distance(in_int8, in_int4)
 
 
+@pytest.mark.full
 def test_compiled_it_answers_alike(int4: Path) -> None:
     compiled = generate(int4, ["one-copy"], PROMPTS, sampling=SAMPLING, enforce_eager=False)
     (eager,) = generate(int4, ["one-copy"], PROMPTS, sampling=SAMPLING)
@@ -187,6 +190,7 @@ def test_compiled_it_answers_alike(int4: Path) -> None:
     assert {p["plan"] for p in compiled[0].passes} == {"w4a16", "w8a8-from-int4"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SERVED)
 def test_commands_read_a_published_checkpoint(name: str, published: dict[str, Path]) -> None:
     folder = published[name]
@@ -204,6 +208,7 @@ def answer(command: str, *arguments: object) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_merged_checkpoint_takes_it_beside_its_own_w8a8(int4: Path, tmp_path: Path) -> None:
     """Some layers have W8A8 of their own, the others compute it."""
     w8a8 = make_checkpoint(tmp_path / "w8a8", "qwen2", "w8a8")

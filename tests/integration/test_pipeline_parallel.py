@@ -16,15 +16,12 @@ from tests.integration.two_ranks import CORES, needs_two_cores, run, run_several
 from tests.policies import rules
 from tests.states import make_variants, merge_twins
 
-pytestmark = needs_two_cores
+pytestmark = [*needs_two_cores, pytest.mark.full]
 RANKS = {"pipeline_parallel_size": 2}
 TWO_AND_TWO = ["linear_attention", "full_attention"] * 2
 
 
-FULL = [pytest.param(architecture, marks=pytest.mark.full) for architecture in ("gemma3", "qwen3_moe")]
-
-
-@pytest.fixture(scope="module", params=["llama", *FULL])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3_moe"])
 def folder(request, tiny_merged):
     """Equal experts are held once, as embedding and lm_head are, but in layers that only one rank has."""
     return tiny_merged(request.param, 2, (EXPERTS,))
@@ -40,10 +37,9 @@ def test_both_ranks_take_the_policys_routes(several):
     several.check_routes()
 
 
-def test_answers_equal_those_of_one_rank(folder, several, tmp_path, monkeypatch):
+def test_answers_equal_those_of_one_rank(folder, several, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(CORES[0]))
-    (tmp_path / "policy.yaml").write_text(SEVERAL)
-    with engine(folder / "merged", str(tmp_path / "policy.yaml"), **SIZES) as llm:
+    with engine(folder / "merged", SEVERAL, **SIZES) as llm:
         for number, expected in answers_by_number(llm).items():
             assert_equal_but_for_ties(several.answers[number], expected)
 
@@ -71,13 +67,11 @@ def test_a_variant_of_which_a_rank_has_no_layer(tiny_merged, tmp_path, monkeypat
             assert_equal_but_for_ties(answers[number], expected)
 
 
-@pytest.mark.full
 def test_with_tensor_parallel_ranks_too(folder, tmp_path):
     """Four ranks share two cores. Each quantises its part of the activations, so the answers differ."""
     run_several(folder / "merged", RANKS | {"tensor_parallel_size": 2}, tmp_path).check_routes()
 
 
-@pytest.mark.full
 def test_a_variant_goes_on_from_the_state_that_another_wrote(tmp_path):
     """Each rank has a state, and attention, without which vLLM's ranks do not agree on the cache's layout."""
     merged = merge_twins(make_variants(tmp_path, "qwen3_next", layer_types=TWO_AND_TWO))

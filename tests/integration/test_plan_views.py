@@ -49,12 +49,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         ),
     }
     merge_checkpoints(sources, folder / "merged")
-    (folder / "switching.yaml").write_text(SWITCHING)
     trace = folder / "trace.jsonl"
     ran: list[tuple[str, str]] = []
-    with engine(
-        folder / "merged", str(folder / "switching.yaml"), flexquant={"trace": str(trace)}, **SMALL
-    ) as llm:
+    with engine(folder / "merged", SWITCHING, flexquant={"trace": str(trace)}, **SMALL) as llm:
         (model,) = llm.apply_model(lambda model: model)
         for variant in model.variants:
             for module in (*(f"model.layers.{i}" for i in range(LAYERS)), "model.norm"):
@@ -123,10 +120,9 @@ def test_switching_between_variants_of_equal_weights_changes_nothing(tmp_path) -
     """Nothing changes to the last bit: a variant goes on from the KV cache that the other one has written."""
     source = make_checkpoint(tmp_path / "source", scheme="w4a16", num_layers=LAYERS)
     merge_checkpoints({"w8a8": source, "w4a16": source}, tmp_path / "merged")
-    (tmp_path / "switching.yaml").write_text(SWITCHING)
 
     def generate(folder, policy=None):
         with engine(folder, policy, **SMALL) as llm:
             return [answers(llm, prompts) for prompts in (["one"], ["two prompts", "side by side"])]
 
-    assert generate(tmp_path / "merged", str(tmp_path / "switching.yaml")) == generate(source)
+    assert generate(tmp_path / "merged", SWITCHING) == generate(source)

@@ -110,10 +110,9 @@ def run(folder: Path, speculative: dict[str, Any] | None) -> dict[str, Run]:
     steps: list[Step] = []
     runs = {}
     with tempfile.TemporaryDirectory() as work:
-        trace, union = Path(work, "trace.jsonl"), Path(work, "union.yaml")
-        union.write_text(every_plan_of(list(POLICIES.values())))
+        trace, union = Path(work, "trace.jsonl"), every_plan_of(list(POLICIES.values()))
         options = {"speculative_config": speculative, "max_model_len": 256, "disable_log_stats": False}
-        with engine(folder, str(union), flexquant={"trace": str(trace)}, **options) as llm:
+        with engine(folder, union, flexquant={"trace": str(trace)}, **options) as llm:
             core = llm.llm_engine.engine_core.engine_core
             take_step, schedule = core.step_fn, core.scheduler.schedule
             scheduled: list[int] = []
@@ -173,7 +172,15 @@ def test_a_plan_that_a_later_policy_needs_drafts_too(drafts, merged, without):
             assert_equal_but_for_ties(found, without[plan].answers[:1])
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "ngram",
+        pytest.param("draft_model", marks=pytest.mark.full),
+        pytest.param("eagle", marks=pytest.mark.full),
+        "eagle3",
+    ],
+)
 def test_tokens_equal_those_without_and_acceptance_is_known_by_plan(method, drafts, merged, without):
     speculative = {"method": method, "num_speculative_tokens": DRAFTED, **drafts[method]}
     with_drafts = (run_by_itself if method == "ngram" else run)(merged, speculative)

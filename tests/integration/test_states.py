@@ -24,18 +24,13 @@ from flexquant.serving.vllm_api import MambaBase
 from tests import programs
 from tests.integration.conftest import answers, engine, generate
 from tests.integration.logprobs import distance
-from tests.integration.test_architectures import PROMPTS, SAMPLING
+from tests.integration.test_architectures import LAYERED, OPTIONS, PROMPTS, SAMPLING, check_plans
 from tests.integration.test_policy_change import change
 from tests.policies import rules
 from tests.states import FAMILIES, make_variants, merge_twins
 
 pytestmark = pytest.mark.engine
 
-OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
-LAYERED = rules(
-    "- {when: {phase: [prefill, mixed]}, use: w8a8}",
-    '- use: {default: w4a16, layers: {"0": w8a8, "-1": w8a8}}',
-)
 OPPOSITE = yaml.safe_load(rules("- {when: {phase: decode}, use: first}", "- use: second"))
 LONG = [f"{i} is how this prompt of more tokens than a block of the cache begins, " * 4 for i in range(4)]
 MANY = {"max_tokens": 24, "ignore_eos": True}
@@ -60,16 +55,7 @@ def made(tmp_path_factory):
 
 @families
 def test_pure_plans_equal_stock_vllm_and_layered_plans_run(kind, made):
-    folder, policies = made(kind), ["w8a8", "w4a16", LAYERED]
-    w8a8, w4a16, layered = generate(folder / "merged", policies, PROMPTS, sampling=SAMPLING, **OPTIONS)
-    for variant, served in (("w8a8", w8a8), ("w4a16", w4a16)):
-        (stock,) = generate(folder / variant, None, PROMPTS, sampling=SAMPLING, **OPTIONS)
-        assert served.answers == stock.answers, variant
-    assert w8a8.answers != w4a16.answers
-    assert {(p["phase"] == "decode", p["plan"]) for p in layered.passes} == {
-        (False, "w8a8"),
-        (True, "w8a8+w4a16[1-2]"),
-    }
+    check_plans(made(kind), LAYERED, "w8a8+w4a16[1-2]")
 
 
 def caches(llm: Any) -> tuple[list[list[str]], int, int]:
@@ -92,8 +78,10 @@ def caches(llm: Any) -> tuple[list[list[str]], int, int]:
     ("options", "rounds"),
     [
         pytest.param({}, 2, id="eager"),
-        pytest.param({"enforce_eager": False}, 1, id="compiled"),
-        pytest.param({"enable_prefix_caching": False}, 1, id="without-prefix-caching"),
+        pytest.param({"enforce_eager": False}, 1, id="compiled", marks=pytest.mark.full),
+        pytest.param(
+            {"enable_prefix_caching": False}, 1, id="without-prefix-caching", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_variant_goes_on_from_the_state_that_another_wrote(kind, options, rounds, made):
@@ -113,6 +101,7 @@ def hits(llm: Any) -> int:
     return found
 
 
+@pytest.mark.full
 def test_answers_of_two_precisions_on_one_state_are_near_to_both(made):
     """A prompt begins in one precision, whose state the other reads for the last tokens of the prompt."""
     there, back = (
@@ -130,16 +119,18 @@ def test_answers_of_two_precisions_on_one_state_are_near_to_both(made):
         assert 0 < distance(mixed, w4a16) < 1.5 * apart
 
 
-@pytest.mark.parametrize("weights", ["", ", weights: int8"], ids=["w4a8", "one-copy"])
+@pytest.mark.parametrize(
+    "weights",
+    ["", pytest.param(", weights: int8", marks=pytest.mark.full)],
+    ids=["w4a8", "one-copy"],
+)
 @pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("lfm2", marks=pytest.mark.full)])
-def test_a_derived_variant_computes_with_its_own_linears_on_the_same_state(kind, weights, made, tmp_path):
+def test_a_derived_variant_computes_with_its_own_linears_on_the_same_state(kind, weights, made):
     """LFM2's layers call their linears where vLLM has looked the layers up by name."""
-    (tmp_path / "policy.yaml").write_text(
-        rules("- {when: {phase: decode}, use: w4a16}", "- use: derived")
-        + f"derive: {{derived: {{from: w4a16, activations: int8{weights}}}}}\n"
-    )
+    policy = rules("- {when: {phase: decode}, use: w4a16}", "- use: derived")
+    policy += f"derive: {{derived: {{from: w4a16, activations: int8{weights}}}}}\n"
     calls: Counter[tuple[str, str]] = Counter()
-    with engine(made(kind) / "merged", str(tmp_path / "policy.yaml"), **OPTIONS) as llm:
+    with engine(made(kind) / "merged", policy, **OPTIONS) as llm:
 
         def watch(model: Any) -> None:
             for variant in ("w4a16", "derived"):
@@ -164,6 +155,7 @@ def test_a_derived_variant_computes_with_its_own_linears_on_the_same_state(kind,
     assert states[0] == states[1]
 
 
+@pytest.mark.full
 def test_a_derived_variant_has_its_own_convolutions(made):
     """Falcon-H1's layers hold views of their convolutions' weights; its answers are near to its source's."""
     policies, one = ["w8a8", "w4a16", "w4a8"], {"max_tokens": 1, "logprobs": 20}
@@ -172,6 +164,7 @@ def test_a_derived_variant_has_its_own_convolutions(made):
     assert 0 < distance(w4a8, w4a16) < distance(w8a8, w4a16)
 
 
+@pytest.mark.full
 def test_policies_are_evaluated(made, tmp_path):
     text = programs.ROOT / "README.md"
     command = ["eval", made() / "merged", "--reference", made() / "model", "--text", text]
@@ -200,6 +193,7 @@ def linears(layer: Any) -> list[Any]:
     return [module for module in layer.modules() if hasattr(module, "weight_packed")]
 
 
+@pytest.mark.full
 def test_gates_that_one_variant_alone_quantises_are_its_own(tmp_path):
     """Publishers leave these projections in 16 bit, or they do not."""
     folder = make_variants(tmp_path, "qwen3_next", {"w8a8": "linear_attn.out_proj", "w4a16": "in_proj_qkvz"})
@@ -210,6 +204,7 @@ def test_gates_that_one_variant_alone_quantises_are_its_own(tmp_path):
         assert found.answers == stock.answers, variant
 
 
+@pytest.mark.full
 def test_a_block_that_cannot_hold_a_state_becomes_as_large_as_stock_vllm_makes_it(made):
     def block(checkpoint: str) -> int:
         with engine(made() / checkpoint, **OPTIONS, block_size=64) as llm:

@@ -38,10 +38,12 @@ from tests.vision import (
 pytestmark = pytest.mark.engine
 
 VARIANTS = ("w8a8", "w4a16")
-MIXTURE = "qwen3_5_moe"
-WITH_TORCHVISION = pytest.mark.skipif(
-    find_spec("torchvision") is None, reason="transformers reads images for this model with torchvision"
-)
+WITH_TORCHVISION = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        find_spec("torchvision") is None, reason="transformers reads images for this model with torchvision"
+    ),
+]
 
 
 class Made(NamedTuple):
@@ -59,11 +61,7 @@ def make(name: str, folder: Path) -> Made:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param("idefics3"),
-        *(pytest.param(name, marks=WITH_TORCHVISION) for name in KINDS if name not in ("idefics3", MIXTURE)),
-        pytest.param(MIXTURE, marks=[WITH_TORCHVISION, pytest.mark.full]),
-    ],
+    params=[pytest.param(name, marks=[] if name == "idefics3" else WITH_TORCHVISION) for name in KINDS],
 )
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make(request.param, tmp_path_factory.mktemp(request.param))
@@ -97,9 +95,8 @@ def test_a_constant_policy_equals_stock_vllm_compiled(made: Made) -> None:
     assert found.answers == stock.answers
 
 
-@WITH_TORCHVISION
 @pytest.mark.parametrize("tied", ["nowhere", "not in the text", "said at the top"])
-@pytest.mark.parametrize("name", ["mistral3", "gemma3"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=WITH_TORCHVISION) for n in ("mistral3", "gemma3")])
 def test_a_head_is_served_at_every_path_whatever_the_config_says(
     tied: str, name: str, tmp_path: Path
 ) -> None:

@@ -141,13 +141,13 @@ def text_logprobs(llm) -> np.ndarray:
     return np.array([step[token].logprob for token, step in steps])
 
 
+@pytest.mark.full
 def test_three_variants_from_two(real_symmetric, tmp_path):
     """On the real model, other activations change W4A16, but not much more than other weights do."""
     policies = ["w8a8", "w4a16", "w4a8", "phase", "phase-batch-w4a8"]
-    (tmp_path / "union.yaml").write_text(every_plan_of(policies))
     found, logprobs = {}, {}
     merge_checkpoints(real_symmetric, tmp_path / "merged")
-    with engine(tmp_path / "merged", str(tmp_path / "union.yaml")) as llm:
+    with engine(tmp_path / "merged", every_plan_of(policies)) as llm:
         for policy in policies:
             take_policy(llm, policy)
             logprobs[policy], found[policy] = text_logprobs(llm), answers(llm, PROMPTS)

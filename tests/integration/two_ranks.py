@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from flexquant.measuring.engine import change_policy
 from flexquant.policy.rules import load_policy
-from flexquant.serving.cpu.kernels import provide_cpu_kernels
+from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 from flexquant.serving.worker.worker_extension import FlexQuantWorker
 from tests.integration.conftest import Answers, engine
 from tests.integration.test_compile import PLAN, PROMPTS, SEVERAL, SIZES, TOKENS, answers_by_number

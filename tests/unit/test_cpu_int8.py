@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from flexquant.serving.cpu.int8 import exact_int8_linear
+from flexquant.serving.kernels.cpu_kernels import exact_int8_linear
 from tests import programs
 
 pytestmark = pytest.mark.oldest

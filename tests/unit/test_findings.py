@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from flexquant.doctor.findings import Finding
+from flexquant.doctor import Finding
 
 
 def test_a_mark_tells_what_could_be_better_from_what_does_not_serve() -> None:

@@ -16,8 +16,10 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-from flexquant.serving.cpu import one_copy, trial
-from flexquant.serving.cpu.choosing import possible_kernels
+from flexquant.serving.kernels import trial
+from flexquant.serving.kernels.cpu_kernel_choice import possible_kernels
+from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
+from flexquant.serving.worker.one_copy import cpu as one_copy
 from tests import programs
 
 pytest.importorskip("vllm")
@@ -47,7 +49,7 @@ def made(
 
 
 def kinds() -> list[Any]:
-    kernel, *_ = made(one_copy.TorchCPUInt4LinearKernel, outputs=64, group=64)
+    kernel, *_ = made(TorchCPUInt4LinearKernel, outputs=64, group=64)
     return [kind for kind in possible_kernels(kernel) if one_copy.layout_of(kind) is not None]
 
 
@@ -87,7 +89,7 @@ def test_the_int8_weights_are_the_nearest(
     assert found.abs().amax(0).eq(127).all()
 
 
-LOADED = "from flexquant.serving.cpu.one_copy import has_operators; print(has_operators())"
+LOADED = "from flexquant.serving.worker.one_copy.cpu import has_operators; print(has_operators())"
 
 
 def test_the_loops_are_compiled_after_a_process_was_killed_while_it_compiled(tmp_path: Path) -> None:

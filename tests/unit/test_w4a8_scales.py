@@ -18,11 +18,15 @@ from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import Derivation
-from flexquant.serving.cpu import trial
-from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel, TorchCPUW4A8LinearKernel
-from flexquant.serving.cpu.kernels import provide_cpu_kernels
-from flexquant.serving.cpu.vendors import AMXW4A8LinearKernel, CPUW4A16LinearKernel
 from flexquant.serving.derivations import check_derivable, layer_problem
+from flexquant.serving.kernels import trial
+from flexquant.serving.kernels.cpu_kernels import (
+    AMXW4A8LinearKernel,
+    CPUW4A16LinearKernel,
+    TorchCPUInt4LinearKernel,
+    TorchCPUW4A8LinearKernel,
+    provide_cpu_kernels,
+)
 from flexquant.serving.worker.w4a8 import MarlinW4A8LinearKernel, find_kernel
 from tests.checkpoints import make_checkpoint
 

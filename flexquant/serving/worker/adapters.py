@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from flexquant.errors import FlexQuantError
+from flexquant.serving.kernels.layers import expert_layers
 from flexquant.serving.vllm_api import LinearBase
-from flexquant.serving.worker.expert_layers import expert_layers
 
 if TYPE_CHECKING:
     from flexquant.serving.vllm_api import LoRAModelManager

@@ -23,7 +23,7 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.schema import Phase
 from flexquant.serving.vllm_api import MambaBase, subclass_attention_backend
-from flexquant.serving.worker.state_layers import sharers, shares_state
+from flexquant.serving.worker.layers_by_name import sharers, shares_state
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable
 from flexquant.serving.config import clip_to_server
-from flexquant.serving.cpu.kernels import provide_cpu_kernels
+from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 from flexquant.serving.options import ServedPolicy
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
@@ -33,13 +33,13 @@ from flexquant.serving.vllm_api import (
 from flexquant.serving.worker.adapters import offer_to_adapters, share_adapters, tell_devices
 from flexquant.serving.worker.forward_pass import Pass, PassObserver, PassState
 from flexquant.serving.worker.graphs import PlanGraphs
+from flexquant.serving.worker.layers_by_name import HybridModel
 from flexquant.serving.worker.live_policy import LivePolicy
 from flexquant.serving.worker.model_states import observed_model_state
 from flexquant.serving.worker.one_copy import find_scales
 from flexquant.serving.worker.pass_records import PassRecords
 from flexquant.serving.worker.plan_views import build_plan
 from flexquant.serving.worker.ranks import check_ranks_agree
-from flexquant.serving.worker.state_layers import HybridModel
 from flexquant.serving.worker.variants import build_variants
 from flexquant.serving.worker.weight_memory import WeightMemory, unpack_the_looked_up
 from flexquant.serving.worker.weights import VariantLoader

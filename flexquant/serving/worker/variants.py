@@ -9,22 +9,24 @@ lists meaningful, but vLLM registers attention layers by name, in ``static_forwa
 its part of the KV cache. So all variants but the first are built against a scratch dictionary, and then
 their attention modules are replaced by the first variant's: *one* KV cache, written and read by all.
 Modules outside the decoder layers whose tensors are the same in every variant (embedding, final norm,
-lm_head, what reads images) are replaced in the same way, and so are equal experts (`expert_layers`).
+lm_head, what reads images) are replaced in the same way, and so are equal experts.
 A *derived* variant (`w4a8`) is its source built again, with other kernels in the INT4 layers alone.
 
-Layers that keep a state beside their linears stay with their variant, and share the state (`state_layers`).
+Layers that keep a state beside their linears stay with their variant, and share the state (`layers_by_name`).
 
-Only the decoder layers that some plan takes from a variant have memory (`absent_layers`). Modules that
-variants share in a layer come from the first variant that has the layer.
+Only the decoder layers that some plan takes from a variant have memory. The others are built with their
+linears and experts on the meta device, so that vLLM's classes find what they need, and are then removed.
+Modules that variants share in a layer come from the first variant that has the layer.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
+import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
@@ -33,7 +35,8 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.checkpoint.module_names import HEAD, is_in
 from flexquant.errors import FlexQuantError
-from flexquant.serving.cpu.choosing import choose_cpu_kernels, sizes_by_variant
+from flexquant.serving.kernels.cpu_kernel_choice import choose_cpu_kernels, sizes_by_variant
+from flexquant.serving.kernels.layers import expert_layers, expert_layers_by_path
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     LinearBase,
@@ -42,22 +45,23 @@ from flexquant.serving.vllm_api import (
     VocabParallelEmbedding,
     initialize_model,
 )
-from flexquant.serving.worker.absent_layers import layers_here, leave_out, memory_for
-from flexquant.serving.worker.expert_layers import (
+from flexquant.serving.worker.layers_by_name import (
     check_precision,
-    expert_layers,
-    expert_layers_by_path,
     explained_kernels,
+    keep_state,
     name_apart,
     only_experts,
+    share_states_of_view,
 )
 from flexquant.serving.worker.one_copy import one_copy_of, use_marlin
-from flexquant.serving.worker.plan_views import check_structure
-from flexquant.serving.worker.state_layers import keep_state, share_states_of_view
+from flexquant.serving.worker.plan_views import check_structure, stack_of_layers
 from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
 
 if TYPE_CHECKING:
     from flexquant.policy.routes import RouteTable
+    from flexquant.serving.vllm_api import QuantizationConfig, QuantizeMethodBase
+
+Created = ParamSpec("Created")
 
 
 def variant_vllm_config(
@@ -239,8 +243,8 @@ def check_cache_layers(
 ) -> None:
     """Refuse layers that all variants share, but that hold linears of which each variant has its own.
 
-    vLLM's layers with a state are not among them: each variant has its own (`state_layers`). ``replaced`` are
-    the modules that variants share.
+    vLLM's layers with a state are not among them: each variant has its own. ``replaced`` are the modules that
+    variants share.
     """
     for name, layer in registered.items():
         if not (layer in replaced and isinstance(layer, nn.Module)):
@@ -252,3 +256,56 @@ def check_cache_layers(
                 "that compute it in one, and cannot exist in several variants; serve one variant's own "
                 "checkpoint ('flexquant split')"
             )
+
+
+class AbsentLayer(nn.Module):
+    """Takes the place of a decoder layer that no plan takes from its variant."""
+
+
+@contextmanager
+def memory_for(layers: Collection[int], quant_config: QuantizationConfig | None) -> Iterator[None]:
+    """Build the linears and experts of all decoder layers but ``layers`` on the meta device."""
+    assert quant_config is not None, "every variant is quantised"
+    method_of = quant_config.get_quant_method
+
+    def get_quant_method(layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        method = method_of(layer, prefix)
+        if method is None or is_in(prefix, layers) or isinstance(layer, AttentionLayerBase):
+            return method
+        # A method that transforms a linear's inputs wraps the linear's own; all layers share its matrices.
+        method_of_weights = getattr(method, "quant_method", method)
+        vars(method_of_weights)["create_weights"] = without_memory(method_of_weights.create_weights)
+        return method
+
+    vars(quant_config)["get_quant_method"] = get_quant_method
+    try:
+        yield
+    finally:
+        del vars(quant_config)["get_quant_method"]
+
+
+def without_memory(create: Callable[Created, None]) -> Callable[Created, None]:
+    """Return a function that creates on the meta device what ``create`` creates."""
+
+    def create_without_memory(*args: Created.args, **kwargs: Created.kwargs) -> None:
+        with torch.device("meta"):
+            create(*args, **kwargs)
+
+    return create_without_memory
+
+
+def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, nn.Module]) -> None:
+    """Remove all decoder layers but ``layers`` from a variant, and their experts from ``registered``.
+
+    Their attention stays registered, as its name has a place in the order of the KV cache's layers.
+    """
+    stack = stack_of_layers(variant)
+    for number in layers_here(variant) - set(layers):
+        for experts in expert_layers(stack[number]):
+            del registered[experts.layer_name]
+        stack[number] = AbsentLayer()
+
+
+def layers_here(variant: nn.Module) -> set[int]:
+    """Return the decoder layers that a variant has on this rank; other ranks' layers are empty modules."""
+    return {n for n, layer in enumerate(stack_of_layers(variant)) if any(True for _ in layer.parameters())}

@@ -20,12 +20,13 @@ from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
 from flexquant.serving.derivations import ONE_SCALE, check_signs, check_w4a8_device
+from flexquant.serving.kernels.cpu_kernels import TorchCPUW4A8LinearKernel
 from flexquant.serving.vllm_api import (
     CompressedTensorsWNA16,
     MarlinLinearKernel,
     get__quant_fp8_method,
 )
-from flexquant.serving.worker.state_layers import is_state_layer_or_its_convolution
+from flexquant.serving.worker.layers_by_name import is_state_layer_or_its_convolution
 
 if TYPE_CHECKING:
     from flexquant.serving.vllm_api import MPLinearKernel
@@ -102,12 +103,8 @@ def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
 def find_kernel(activations: str) -> type[MPLinearKernel]:
     """Return vLLM's kernel class for INT4 weights and 8-bit activations on this device.
 
-    On a CPU it is a stand-in, which :mod:`flexquant.serving.cpu.choosing` exchanges for a vendor's kernel
-    where there is one. Raises :class:`FlexQuantError` where there is none.
+    On a CPU it is a stand-in, which :mod:`~flexquant.serving.kernels.cpu_kernel_choice` exchanges for a
+    vendor's kernel where there is one. Raises :class:`FlexQuantError` where there is none.
     """
     check_w4a8_device(activations)
-    if current_platform.is_cuda():
-        return MarlinW4A8LinearKernel
-    from flexquant.serving.cpu.int4 import TorchCPUW4A8LinearKernel
-
-    return TorchCPUW4A8LinearKernel
+    return MarlinW4A8LinearKernel if current_platform.is_cuda() else TorchCPUW4A8LinearKernel

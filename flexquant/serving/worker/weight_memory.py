@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.merged_config import SHARED
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.checkpoint.weight_bytes import BytesByRange, by_range
+from flexquant.serving.kernels.layers import expert_layers, expert_weights, linear_sizes
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     CPUDNNLGEMMHandler,
@@ -31,8 +32,6 @@ from flexquant.serving.vllm_api import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from flexquant.serving.worker.expert_layers import expert_layers, expert_weights
-from flexquant.serving.worker.linear_kernels import linear_sizes
 from flexquant.serving.worker.one_copy import computed_bytes
 
 WEIGHT = re.compile(r"(w13_|w2_)?weight(_packed)?$")

@@ -10,8 +10,8 @@ from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.schema import PHASES
+from flexquant.serving.kernels.layers import kernel_names
 from flexquant.serving.options import ServedPolicy
-from flexquant.serving.worker.linear_kernels import kernel_names
 
 if TYPE_CHECKING:
     from flexquant.serving.worker.graphs import Runner

@@ -2,11 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Derive W8A8 without a second copy of the weights: each linear computes INT8 weights from INT4 in each pass.
 
-The variant is a view of its source, the W4A16 variant: it has the source's modules, but for each INT4 linear
-a view of that linear with another method. The method reads the weights where the source's kernel keeps them,
-in that kernel's layout, and writes INT8 weights with one scale a channel into memory that all layers share.
-An INT8 product with 8-bit activations follows; on Blackwell, which has none, all this is FP8. Layers in other
-precisions, and experts, compute as in the source.
+1. *Build*: the source, a W4A16 variant, gets INT4 kernels whose layout of weights is known: on a GPU Marlin
+   (:func:`use_marlin`), on a CPU one of those that ``cpu.layout_of`` knows. :func:`one_copy_of` makes the
+   variant, a view of the source: it has the source's modules, but for each INT4 linear a view of that linear
+   with another method (:class:`OneCopyMethod`).
+2. *Load*: only the source is loaded. Then :func:`find_scales` gives each view one scale a channel.
+3. *Pass*: the method reads the weights where the source's kernel keeps them, and writes INT8 weights into
+   memory that all layers share. An INT8 product with 8-bit activations follows; on Blackwell, which has none,
+   all this is FP8. ``cpu`` and ``marlin`` do so for a CPU and for a GPU.
+
+Layers in other precisions, and experts, compute as in the source.
 """
 
 from __future__ import annotations
@@ -21,14 +26,19 @@ from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
 from flexquant.serving.derivations import check_one_copy_device
+from flexquant.serving.kernels.layers import exchange_kernel, kernel_of_layer, linear_sizes
 from flexquant.serving.vllm_api import (
     LinearBase,
     MarlinLinearKernel,
     MPLinearKernel,
     QuantizeMethodBase,
 )
-from flexquant.serving.worker.linear_kernels import kernel_of_layer, linear_sizes, remake, set_kernel
-from flexquant.serving.worker.plan_views import shallow_copy, stack_of_layers, with_module
+from flexquant.serving.worker.plan_views import (
+    decoder_path,
+    shallow_copy,
+    stack_of_layers,
+    with_module,
+)
 
 SCALE_BYTES = 4
 MARLIN_TILES = ((64, 128), (128, 64))
@@ -74,21 +84,43 @@ def one_copy_of(source: nn.Module, name: str) -> nn.Module:
     Raises :class:`FlexQuantError` if no linear of a decoder layer has INT4 weights in a known layout.
     """
     check_one_copy_device(f"the policy derives '{name}'")
-    views: dict[str, nn.Module] = {}
-    for path, layer in stack_of_layers(source).named_modules():
-        if isinstance(layer, LinearBase) and (method := _method(layer, f"{name}, {path}")) is not None:
-            views[path] = shallow_copy(layer)
-            vars(views[path])["quant_method"] = method
-    if not views:
+    variant = source
+    for path, layer, kernel in _int4_linears(source):
+        its_name = type(kernel).__name__
+        if (product := _product(kernel)) is None:
+            raise FlexQuantError(
+                f"{name}, {path}: INT8 weights cannot be computed from those of {its_name}, whose layout is "
+                f"not known; set VLLM_DISABLED_KERNELS={its_name}"
+            )
+        view = shallow_copy(layer)
+        vars(view)["quant_method"] = OneCopyMethod(product, f"{product.precision} from {its_name}")
+        variant = with_module(variant, f"{decoder_path(source)}.layers.{path}", view)
+    if variant is source:
         raise FlexQuantError(
             f"variant '{name}' has no INT4 linear to compute INT8 weights from; choose a policy without it, "
             "such as w4a16"
         )
-    layers = stack_of_layers(source)
-    path_of_layers = next(path for path, module in source.named_modules() if module is layers)
-    for path, view in views.items():
-        source = with_module(source, f"{path_of_layers}.{path}", view)
-    return source
+    return variant
+
+
+def use_marlin(source: nn.Module) -> None:
+    """On a GPU: have Marlin run the INT4 linears of a source, whose weights are not loaded yet.
+
+    vLLM prefers Machete on Hopper, which packs weights in a layout of its own. Raises :class:`FlexQuantError`
+    for a linear that Marlin cannot run, or only with its weights padded.
+    """
+    for path, layer, kernel in _int4_linears(source):
+        inputs, outputs = kernel.config.partition_weight_shape
+        possible, problem = MarlinLinearKernel.can_implement(kernel.config)
+        if possible and not any(outputs % n == 0 and inputs % k == 0 for n, k in MARLIN_TILES):
+            possible, problem = False, f"{inputs} inputs and {outputs} outputs do not fill Marlin's tiles"
+        if not possible:
+            raise FlexQuantError(
+                f"INT8 weights cannot be computed from those of layer '{path}': {problem}; take 'weights: "
+                "int8' out of the policy"
+            )
+        if not isinstance(kernel, MarlinLinearKernel):
+            exchange_kernel(layer, MarlinLinearKernel)
 
 
 def find_scales(models: Iterable[nn.Module]) -> None:
@@ -114,52 +146,25 @@ def _computing(model: nn.Module) -> Iterator[LinearBase]:
             yield module
 
 
-def _method(layer: LinearBase, place: str) -> OneCopyMethod | None:
-    """Return the method for a linear with INT4 weights; None for another linear."""
-    kernel = kernel_of_layer(layer)
-    if not isinstance(kernel, MPLinearKernel) or kernel.config.weight_type.size_bits != 4:
-        return None
-    product = _product(kernel)
-    if product is None:
-        raise FlexQuantError(
-            f"{place}: INT8 weights cannot be computed from those of {type(kernel).__name__}, whose layout "
-            f"is not known; set VLLM_DISABLED_KERNELS={type(kernel).__name__}"
-        )
-    return OneCopyMethod(product, f"{product.precision} from {type(kernel).__name__}")
+def _int4_linears(model: nn.Module) -> Iterator[tuple[str, LinearBase, MPLinearKernel]]:
+    """Yield the linears with INT4 weights below a model's decoder layers, with their paths and kernels."""
+    for path, layer in stack_of_layers(model).named_modules():
+        kernel = kernel_of_layer(layer)
+        if not isinstance(layer, LinearBase) or not isinstance(kernel, MPLinearKernel):
+            continue
+        if kernel.config.weight_type.size_bits == 4:
+            yield path, layer, kernel
 
 
 def _product(kernel: MPLinearKernel) -> Int8Product | None:
     """Return the product of this device for a kernel's weights; None if their layout is not known."""
     if isinstance(kernel, MarlinLinearKernel):
-        from flexquant.serving.worker.one_copy_marlin import MarlinProduct
+        from flexquant.serving.worker.one_copy.marlin import MarlinProduct
 
         return MarlinProduct(kernel)
     if not current_platform.is_cpu():
         return None
-    from flexquant.serving.cpu.one_copy import CPUInt8Product, layout_of
+    from flexquant.serving.worker.one_copy.cpu import CPUInt8Product, layout_of
 
     layout = layout_of(type(kernel))
     return None if layout is None else CPUInt8Product(kernel, layout)
-
-
-def use_marlin(source: nn.Module) -> None:
-    """On a GPU: have Marlin run the INT4 linears of a source, whose weights are not loaded yet.
-
-    vLLM prefers Machete on Hopper, which packs weights in a layout of its own. Raises :class:`FlexQuantError`
-    for a linear that Marlin cannot run, or only with its weights padded.
-    """
-    for path, layer in stack_of_layers(source).named_modules():
-        kernel = kernel_of_layer(layer)
-        if not isinstance(kernel, MPLinearKernel) or kernel.config.weight_type.size_bits != 4:
-            continue
-        inputs, outputs = kernel.config.partition_weight_shape
-        possible, problem = MarlinLinearKernel.can_implement(kernel.config)
-        if possible and not any(outputs % n == 0 and inputs % k == 0 for n, k in MARLIN_TILES):
-            possible, problem = False, f"{inputs} inputs and {outputs} outputs do not fill Marlin's tiles"
-        if not possible:
-            raise FlexQuantError(
-                f"INT8 weights cannot be computed from those of layer '{path}': {problem}; take 'weights: "
-                "int8' out of the policy"
-            )
-        if not isinstance(kernel, MarlinLinearKernel):
-            set_kernel(layer, remake(kernel, MarlinLinearKernel))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Name the kernels of a model's layers, and exchange a linear layer's kernel for another kind."""
+"""Find a model's linear and expert layers, their sizes and kernels, and exchange a linear's kernel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import nn
 
-from flexquant.serving.vllm_api import LinearBase, MPLinearKernel, ScaledMMLinearKernel
-from flexquant.serving.worker.expert_layers import expert_layers, experts_kernel_name
+from flexquant.serving.vllm_api import (
+    LinearBase,
+    MoERunner,
+    MPLinearKernel,
+    ScaledMMLinearKernel,
+    UnquantizedFusedMoEMethod,
+)
 
 LinearKernel = MPLinearKernel | ScaledMMLinearKernel
 """A kernel of vLLM's for weights that are packed, or for weights and activations in 8 bit."""
@@ -35,10 +40,12 @@ def kernel_of_layer(layer: object) -> LinearKernel | None:
     return next((getattr(holder, name) for holder, name in _kernels(layer)), None)
 
 
-def set_kernel(layer: object, kernel: LinearKernel) -> None:
-    """Exchange the kernel of a quantised layer."""
+def exchange_kernel(layer: object, kind: Callable[..., LinearKernel]) -> None:
+    """Exchange the kernel of a quantised layer for one of another kind."""
     holder, name = next(_kernels(layer))
-    setattr(holder, name, kernel)
+    kernel = getattr(holder, name)
+    if type(kernel) is not kind:
+        setattr(holder, name, remake(kernel, kind))
 
 
 def _kernels(layer: object) -> Iterator[tuple[object, str]]:
@@ -82,3 +89,28 @@ def remake(kernel: LinearKernel, kind: Callable[..., LinearKernel]) -> LinearKer
     if isinstance(kernel, MPLinearKernel):
         return kind(kernel.config, kernel.w_q_name, kernel.w_s_name, kernel.w_zp_name)
     return kind(kernel.config, kernel.layer_param_names)
+
+
+def expert_layers(model: nn.Module) -> list[MoERunner]:
+    """Return the mixture-of-experts layers of a model, in order."""
+    return list(expert_layers_by_path(model).values())
+
+
+def expert_layers_by_path(model: nn.Module) -> dict[str, MoERunner]:
+    """Return module name -> mixture-of-experts layer of a model, in order."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, MoERunner)}
+
+
+def experts_kernel_name(layer: MoERunner) -> str:
+    """Return the name of the kernel that runs an expert layer's experts."""
+    method = layer.routed_experts.quant_method
+    kernel = getattr(method, "experts_cls", None)
+    name = kernel.__name__ if kernel else type(method).__name__
+    return f"{name} (16 bit)" if isinstance(method, UnquantizedFusedMoEMethod) else name
+
+
+def expert_weights(layer: MoERunner) -> int:
+    """Return how many weights the experts of a layer have on this rank, in any precision."""
+    config = layer.routed_experts.moe_config
+    one = config.hidden_dim * config.intermediate_size_per_partition
+    return config.num_local_experts * one * (3 if config.is_act_and_mul else 2)

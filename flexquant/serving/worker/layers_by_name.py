@@ -1,26 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Serve layers that keep a state (linear attention, Mamba, short convolutions) of several variants.
+"""Serve layers of several variants that vLLM looks up by name in a pass, and that hold linears of their own.
 
-Such a layer is both what vLLM gives a cache to and what holds the linears that compute the state. So each
-variant keeps its own layer, and all of them read and write *one* state, the cache of the first variant's
-layer. vLLM looks these layers up by name in a pass: the first variant's has the name that vLLM gave it, and
-the others are registered under that name and their variant's. They ask for no cache, so they are in no group
-of vLLM's KV cache, and their `kv_cache` is the first layer's. vLLM also describes a pass to each layer by
-name: `forward_pass` has the description of the first layer given to the others.
+Unlike attention layers, these cannot be shared as they are: each variant keeps its own, with its own weights
+and kernels. The first variant's has the name that vLLM gave it; the others are registered under that name and
+their variant's.
+
+*Experts*: only those that the checkpoint stores once are shared. A layer's router stays with its variant,
+since it reads that variant's norm.
+
+*Layers that keep a state* (linear attention, Mamba, short convolutions): all variants read and write *one*
+state, the cache of the first variant's layer. The others ask for no cache, so they are in no group of vLLM's
+KV cache, and their `kv_cache` is the first layer's. vLLM also describes a pass to each layer by name:
+`forward_pass` has the description of the first layer given to the others.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from vllm.model_executor.models import ModelRegistry
+from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.serving.vllm_api import LinearBase, MambaBase
+from flexquant.errors import FlexQuantError
+from flexquant.serving.kernels.layers import expert_layers
+from flexquant.serving.vllm_api import CompressedTensorsWNA16MoEMethod, LinearBase, MambaBase, MoERunner
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +37,52 @@ if TYPE_CHECKING:
 
 APART = "@"
 """Separates a layer's name from its variant; no module's name has it."""
+ADVICE = (
+    "keep the experts in 16 bit in every variant (list them in the recipe's 'ignore'), or serve on a device "
+    "that has such a kernel"
+)
+
+
+def name_apart(layer: MoERunner, variant: str, context: dict[str, nn.Module]) -> None:
+    """Register an expert layer in ``context``, vLLM's layers by name, under a name with its variant."""
+    layer.layer_name = f"{layer.layer_name}{APART}{variant}"
+    context[layer.layer_name] = layer
+
+
+def only_experts(module: nn.Module) -> nn.Module:
+    """Return the module with the experts' weights of an expert layer; return other modules unchanged."""
+    return module.routed_experts if isinstance(module, MoERunner) else module
+
+
+def check_precision(variant: str, model: nn.Module, activations: str | None) -> None:
+    """Raise :class:`FlexQuantError` if the experts would have other activations than the variant.
+
+    ``activations`` is the precision of a derived variant's activations, None for 16 bit. On CPUs vLLM
+    multiplies INT4 experts with 8-bit activations, whatever the checkpoint says.
+    """
+    if not current_platform.is_cpu() or activations == "int8":
+        return
+    for layer in expert_layers(model):
+        if isinstance(layer.routed_experts.quant_method, CompressedTensorsWNA16MoEMethod):
+            raise FlexQuantError(
+                f"the INT4 experts of variant '{variant}' would have 8-bit activations, the only ones that "
+                f"vLLM's kernels for CPUs have; derive a W4A8 variant from '{variant}' in the policy and "
+                f"route to that, or {ADVICE}"
+            )
+
+
+@contextmanager
+def explained_kernels(variant: str, vllm_config: VllmConfig) -> Iterator[None]:
+    """Turn vLLM's refusal to build a variant's experts into a FlexQuantError that says what to do."""
+    try:
+        yield
+    except (NotImplementedError, ValueError, AssertionError) as e:
+        if not vllm_config.model_config.is_moe:
+            raise
+        said = " ".join(str(e).split()) or "it does not say why"
+        raise FlexQuantError(
+            f"vLLM cannot build variant '{variant}' of this mixture-of-experts model here ({said}); {ADVICE}"
+        ) from e
 
 
 def own_name(layer_name: str) -> str:

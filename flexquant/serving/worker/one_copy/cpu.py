@@ -21,8 +21,8 @@ import torch
 from vllm.logger import init_logger
 
 from flexquant.documents.results import digest_of
-from flexquant.serving.cpu.int4 import INNER_K_TILES, TorchCPUInt4LinearKernel
-from flexquant.serving.cpu.machine import cpu_model
+from flexquant.serving.kernels import cpu_model
+from flexquant.serving.kernels.cpu_kernels import INNER_K_TILES, TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import (
     CPUWNA16LinearKernel,
     MPLinearKernel,

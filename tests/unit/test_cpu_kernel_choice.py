@@ -15,14 +15,14 @@ import yaml
 
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy, parse_policy
-from flexquant.serving.cpu import remembering
-from flexquant.serving.cpu.choosing import sizes_by_variant, zentorch_problem
-from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
-from flexquant.serving.cpu.remembering import find_fastest
+from flexquant.serving.kernels import trial
+from flexquant.serving.kernels.cpu_kernel_choice import sizes_by_variant, zentorch_problem
+from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.trial import find_fastest
 from flexquant.serving.vllm_api import _custom_ops  # noqa: F401 - loads torch.ops._C
 
 TORCH = f"{TorchCPUInt4LinearKernel.__module__}:{TorchCPUInt4LinearKernel.__name__}"
-STOCK = "flexquant.serving.cpu.vendors:CPUW4A16LinearKernel"
+STOCK = "flexquant.serving.kernels.cpu_kernels:CPUW4A16LinearKernel"
 LAYER = {
     "inputs": 256,
     "outputs": 128,
@@ -86,8 +86,8 @@ def test_a_trial_times_real_kernels_and_is_made_once(cache, monkeypatch, zero_po
 
 def remember(cache: Path, layer: dict, **changes: object) -> Path:
     """Put a trial into the cache, as this machine would."""
-    (key,) = [{**remembering._circumstances(), **layer}]
-    file = cache / f"{remembering.digest_of(key)[:32]}.json"
+    (key,) = [{**trial._circumstances(), **layer}]
+    file = cache / f"{trial.digest_of(key)[:32]}.json"
     cache.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"key": key, "chosen": TORCH, "microseconds": {}} | changes))
     return file
@@ -119,8 +119,8 @@ def test_the_first_kernel_is_kept_unless_another_is_clearly_faster():
     def times(*microseconds: float) -> dict[str, dict[str, float]]:
         return {name: {"1": t, "64": t} for name, t in zip((STOCK, TORCH), microseconds, strict=True)}
 
-    assert remembering._least(times(100, 96), STOCK) == STOCK
-    assert remembering._least(times(100, 90), STOCK) == TORCH
+    assert trial._least(times(100, 96), STOCK) == STOCK
+    assert trial._least(times(100, 90), STOCK) == TORCH
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,15 @@ def test_a_zentorch_that_vllm_does_not_take_is_told_in_one_line(tmp_path, monkey
 
 
 def test_a_trial_of_an_unknown_kernel_ends_with_a_message(tmp_path):
-    layer = {**LAYER, "kernels": ["flexquant.serving.cpu.int4:NoKernel"]}
+    layer = {**LAYER, "kernels": ["flexquant.serving.kernels.cpu_kernels:NoKernel"]}
     (tmp_path / "request").write_text(json.dumps({"threads": 1, "layers": [layer]}))
-    command = [sys.executable, "-m", "flexquant.serving.cpu.trial", tmp_path / "request", tmp_path / "reply"]
+    command = [
+        sys.executable,
+        "-m",
+        "flexquant.serving.kernels.trial",
+        tmp_path / "request",
+        tmp_path / "reply",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode and "NoKernel" in done.stderr
     assert not (tmp_path / "reply").exists()

@@ -5,7 +5,7 @@
 vLLM uses one order of kernels for a process, whatever the number of tokens. On a server CPU no order suits
 all sizes: of three W4A16 kernels the fastest for one token is the slowest for a prompt. So each variant's
 layers are timed with as many tokens as the policy gives to that variant
-(:mod:`flexquant.serving.cpu.remembering`). If only one kernel is available, nothing is timed.
+(:mod:`flexquant.serving.kernels.trial`). If only one kernel is available, nothing is timed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,24 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import digest_of
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.schema import PHASES
-from flexquant.serving.cpu.int4 import TorchCPUInt4LinearKernel
-from flexquant.serving.cpu.kernels import REPLACED
-from flexquant.serving.cpu.one_copy import layout_of
-from flexquant.serving.cpu.remembering import find_fastest
-from flexquant.serving.vllm_api import CPUInt8ScaledMMLinearKernel, MPLinearKernel, scalar_types
-from flexquant.serving.worker.linear_kernels import (
+from flexquant.serving.kernels.cpu_kernels import (
+    REPLACED,
+    AMXW4A8LinearKernel,
+    CPUW4A16LinearKernel,
+    TorchCPUInt4LinearKernel,
+    ZentorchW4A8LinearKernel,
+    ZentorchW4A16LinearKernel,
+)
+from flexquant.serving.kernels.layers import (
     LinearKernel,
     QuantisedLayer,
+    exchange_kernel,
     is_quantised,
     kernel_of_layer,
-    remake,
-    set_kernel,
 )
+from flexquant.serving.kernels.trial import find_fastest
+from flexquant.serving.vllm_api import CPUInt8ScaledMMLinearKernel, MPLinearKernel, scalar_types
+from flexquant.serving.worker.one_copy.cpu import layout_of
 
 logger = init_logger("vllm.flexquant.cpu")
 
@@ -76,7 +81,8 @@ def choose_cpu_kernels(
     """
     if problem := zentorch_problem():
         logger.warning(problem)
-    to_try: dict[str, tuple[JsonObject, list[tuple[QuantisedLayer, list[type[LinearKernel]]]]]] = {}
+    to_try: dict[str, tuple[JsonObject, list[QuantisedLayer]]] = {}
+    kinds_by_name: dict[str, type[LinearKernel]] = {}
     for name, model in models.items():
         for layer in model.modules():
             kernel = kernel_of_layer(layer)
@@ -86,6 +92,8 @@ def choose_cpu_kernels(
             if name in read_again and isinstance(kernel, MPLinearKernel):
                 kinds = [kind for kind in kinds if layout_of(kind) is not None]
             if len(kinds) > 1 and _is_worth_a_trial(layer, kernel):
+                by_name = {f"{kind.__module__}:{kind.__name__}": kind for kind in kinds}
+                kinds_by_name |= by_name
                 request = {
                     "inputs": layer.input_size_per_partition,
                     "outputs": layer.output_size_per_partition,
@@ -93,20 +101,15 @@ def choose_cpu_kernels(
                     "group_size": getattr(kernel.config, "group_size", None),
                     "zero_points": getattr(kernel.config, "zero_points", False),
                     "sizes": list(sizes.get(name, DECODE_SIZES)),
-                    "kernels": [f"{kind.__module__}:{kind.__name__}" for kind in kinds],
+                    "kernels": list(by_name),
                 }
-                to_try.setdefault(digest_of(request), (request, []))[1].append((layer, kinds))
+                to_try.setdefault(digest_of(request), (request, []))[1].append(layer)
             elif kinds:
-                _exchange(layer, kinds[0])
+                exchange_kernel(layer, kinds[0])
     chosen = find_fastest([request for request, _ in to_try.values()])
-    for (request, tried), kind_name in zip(to_try.values(), chosen, strict=True):
-        for tried_layer, kinds in tried:
-            _exchange(tried_layer, kinds[request["kernels"].index(kind_name)])
-
-
-def _exchange(layer: QuantisedLayer, kind: type[LinearKernel]) -> None:
-    if (kernel := kernel_of_layer(layer)) is not None and kind is not type(kernel):
-        set_kernel(layer, remake(kernel, kind))
+    for (_, layers), kind_name in zip(to_try.values(), chosen, strict=True):
+        for tried in layers:
+            exchange_kernel(tried, kinds_by_name[kind_name])
 
 
 def _is_worth_a_trial(layer: QuantisedLayer, kernel: LinearKernel) -> bool:
@@ -172,14 +175,12 @@ def has_zentorch() -> bool:
 
 
 def _int4_kernels(is_w4a8: bool) -> list[type[MPLinearKernel]]:
-    from flexquant.serving.cpu import vendors
-
     kinds: list[type[MPLinearKernel]] = []
     if has_zentorch():
-        kinds.append(vendors.ZentorchW4A8LinearKernel if is_w4a8 else vendors.ZentorchW4A16LinearKernel)
+        kinds.append(ZentorchW4A8LinearKernel if is_w4a8 else ZentorchW4A16LinearKernel)
     if hasattr(torch.ops._C, "cpu_gemm_wna16"):
         # PyTorch's `_dyn_quant_matmul_4bit` is left out: on x86 it is 30 times slower than these.
-        kinds.append(vendors.AMXW4A8LinearKernel if is_w4a8 else vendors.CPUW4A16LinearKernel)
+        kinds.append(AMXW4A8LinearKernel if is_w4a8 else CPUW4A16LinearKernel)
     return kinds if is_w4a8 else [*kinds, TorchCPUInt4LinearKernel]
 
 

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Say which kernels run a model that is built without weights, and whether it fits into memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from vllm.platforms import current_platform
+
+from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes
+from flexquant.doctor import Finding
+from flexquant.serving.kernels.cpu_kernels import REPLACED, TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.layers import (
+    LinearKernel,
+    expert_layers,
+    experts_kernel_name,
+    kernel_name,
+    kernel_of_layer,
+    linear_sizes,
+)
+from flexquant.serving.vllm_api import (
+    _POSSIBLE_FP8_KERNELS,
+    _POSSIBLE_INT8_KERNELS,
+    _POSSIBLE_KERNELS,
+    AttentionLayerBase,
+    LinearBase,
+    MPLinearKernel,
+    is_supported_and_can_implement_kernel,
+)
+from flexquant.serving.worker.weight_memory import WeightMemory, to_be_packed
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
+    """Yield a finding for each kernel of a variant that is built without weights.
+
+    A group of linears with one name, shape and kernel has the inputs and outputs of one rank, and under
+    ``better`` the kernels that vLLM prefers, each with the reason why vLLM did not take it.
+    """
+    linears: Counter[tuple[str, int, int, str]] = Counter()
+    better: dict[tuple[str, int, int, str], dict[str, str]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase):
+            kernel = kernel_of_layer(layer)
+            group = (name.rsplit(".", 1)[-1], *linear_sizes(layer), kernel_name(layer))
+            if group not in linears:
+                better[group] = _better(kernel) if kernel else {}
+            linears[group] += 1
+    for chosen in dict.fromkeys(kernel for *_, kernel in linears):
+        names = ("name", "inputs", "outputs", "kernel")
+        shapes = [
+            {**dict(zip(names, group, strict=True)), "better": better[group], "layers": layers}
+            for group, layers in linears.items()
+            if group[-1] == chosen
+        ]
+        which = ", ".join("{name} {inputs}x{outputs}".format(**shape) for shape in shapes)
+        reasons = {
+            name: why for group in linears if group[-1] == chosen for name, why in better[group].items()
+        }
+        rather = "".join(f"; not {name}: {why}" for name, why in reasons.items())
+        text = f"{variant}: {chosen} for {which}{rather}"
+        details = {"variant": variant, "kernel": chosen, "shapes": shapes}
+        yield Finding("note" if reasons else "ok", "kernel", text, details)
+    for chosen, layers in Counter(map(experts_kernel_name, expert_layers(model))).items():
+        text = f"{variant}: {chosen} for the experts of {layers} layers"
+        yield Finding("ok", "kernel", text, {"variant": variant, "kernel": chosen, "expert_layers": layers})
+
+
+def _better(kernel: LinearKernel) -> dict[str, str]:
+    """Return the kernels that vLLM tries before this one on this device, and why it does not take them."""
+    here = current_platform._enum
+    registers: list[Sequence[type[LinearKernel]]] = [
+        _POSSIBLE_KERNELS.get(here, []),
+        _POSSIBLE_INT8_KERNELS.get(here, []),
+        _POSSIBLE_FP8_KERNELS.get(here, []),
+    ]
+    for candidates in registers:
+        if type(kernel) in candidates:
+            before = candidates[: candidates.index(type(kernel))]
+            reasons = {candidate.__name__: _why_not(candidate, kernel) for candidate in before}
+            return {name: why for name, why in reasons.items() if why}
+    return {}
+
+
+def _why_not(candidate: type[LinearKernel], kernel: LinearKernel) -> str:
+    """Return why vLLM does not take a kernel; empty if it could, but the user or policy asked for another."""
+    name = candidate.__name__
+    if name in REPLACED:
+        return "FlexQuant replaces it on this CPU, see flexquant/serving/kernels/cpu_kernels.py"
+    if not issubclass(candidate, MPLinearKernel):
+        assert not isinstance(kernel, MPLinearKernel)
+        said = is_supported_and_can_implement_kernel(candidate, kernel.config, None)[1]
+        return said.strip(" .").removeprefix(f"{name} ")
+    capability = current_platform.get_device_capability()
+    if capability is not None and candidate.get_min_capability() > capability.to_int():
+        return f"it needs compute capability {candidate.get_min_capability() / 10}"
+    return (candidate.can_implement(kernel.config)[1] or "").strip(" .")
+
+
+def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -> Iterator[Finding]:
+    """Yield how much memory the weights take on one rank, and how much is left for the KV cache.
+
+    Weights count as stored in the checkpoint; an lm_head that a CPU's kernels pack counts twice, and each
+    scale has a zero point beside it in PyTorch's INT4 kernel. Another kernel's layout can be a little larger.
+    A variant that computes its weights in each pass takes memory to write them to.
+    Memory of activations and CUDA graphs is unknown before a start.
+    """
+    memory = memory_of_weights(variants)
+    sizes, by_layers = memory.nbytes(), memory.nbytes_by_range()
+    weights = sum(sizes.values())
+    text = f"{format_bytes(weights)} a rank: {describe_bytes(by_layers)}"
+    yield Finding("ok", "weights", text, {"bytes": sizes, "bytes_by_layers": by_layers})
+    per_token = cache_bytes_per_token(vllm_config)
+    asked, free = asked_for_cache(vllm_config, weights), free_bytes()
+    longest = vllm_config.model_config.max_model_len
+    tokens = max(0, asked) // per_token
+    text = (
+        f"{format_bytes(asked)} for the KV cache are {tokens} tokens ({per_token} bytes each), "
+        f"{tokens / longest:.1f} requests of {longest}; {format_bytes(free)} are free for it and the weights"
+    )
+    details = {"kv_cache_bytes": asked, "bytes_per_token": per_token, "tokens": tokens, "free_bytes": free}
+    if tokens >= longest and weights + asked <= free:
+        yield Finding("ok", "memory", text, details)
+        return
+    advice = (
+        ": too little; free memory, lower --max-model-len, or raise --gpu-memory-utilization "
+        "(VLLM_CPU_KVCACHE_SPACE on a CPU), or take a policy of fewer variants"
+    )
+    yield Finding("problem", "memory", text + advice, details)
+
+
+def memory_of_weights(variants: Mapping[str, nn.Module]) -> WeightMemory:
+    """Return what the weights of models that have none yet will take, as :func:`examine_memory` says."""
+    for module in [module for model in variants.values() for module in model.modules()]:
+        if isinstance(kernel := kernel_of_layer(module), TorchCPUInt4LinearKernel):
+            # That kernel keeps zero points beside the scales.
+            zeros = torch.empty_like(getattr(module, kernel.w_s_name), device="meta")
+            module.register_parameter("flexquant_zero_points", nn.Parameter(zeros, requires_grad=False))
+    return WeightMemory(variants, [m for model in variants.values() for m in to_be_packed(model)])
+
+
+def attention_layers(vllm_config: VllmConfig) -> list[AttentionLayerBase]:
+    """Return the attention layers of the built model; experts are registered beside them."""
+    registered = vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in registered if isinstance(layer, AttentionLayerBase)]
+
+
+def cache_bytes_per_token(vllm_config: VllmConfig) -> int:
+    """Return the bytes that a token takes in the KV cache of all layers on one rank."""
+    specs = [layer.get_kv_cache_spec(vllm_config) for layer in attention_layers(vllm_config)]
+    return sum(spec.page_size_bytes // spec.block_size for spec in specs if spec is not None)
+
+
+def asked_for_cache(vllm_config: VllmConfig, weights: int) -> int:
+    """Return the KV cache's bytes: the requested ones, or what the weights leave of vLLM's memory share."""
+    cache = vllm_config.cache_config
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+    else:
+        import psutil
+
+        total = psutil.virtual_memory().total
+    return int(cache.gpu_memory_utilization * total) - weights
+
+
+def free_bytes() -> int:
+    """Return the free bytes on the GPU, or in the machine's memory without a GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    import psutil
+
+    return psutil.virtual_memory().available
