@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     fit = _fit(args)
     tell(fit.remark)
     measured = measure(args, fit.candidates, output)
-    decision = decide(measured.samples, measured.names, goal, measured.requests, fit.together)
+    decision = decide(measured.samples, measured.names, goal, measured.requests_of(goal), fit.together)
     return write(measured, fit.report(tuned_policy(measured, decision, goal)), output)
 
 

@@ -41,4 +41,4 @@ def run(args: argparse.Namespace) -> JsonObject:
     print(table)
     write_text(folder / "sensitivity.md", table + "\n")
     save_plot(folder / "sensitivity.png", lambda file: save_sensitivity_plot(document, file))
-    return document
+    return {**document}

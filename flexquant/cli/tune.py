@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     study = None if args.text is None else _study(args, variants)
 
     measured = measure(args, variants, output)
-    decision = decide(measured.samples, measured.names, goal, measured.requests)
+    decision = decide(measured.samples, measured.names, goal, measured.requests_of(goal))
     tuned = tuned_policy(measured, decision, goal, remarks)
     if study is not None:
         from flexquant.layers.quality_limit import limit_loss

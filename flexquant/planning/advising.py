@@ -89,15 +89,13 @@ def try_ways(
     outcomes = []
     for way in ways(device):
         shape = model.shape(way.schemes, devices, way.policy.derived)
-        tokens: int | None = kv_cache_tokens(shape, device, utilization)
+        tokens = kv_cache_tokens(shape, device, utilization)
         problem = _problem(shape, device, model.group_size)
         if not problem and tokens < limits.in_blocks(batches.request_tokens):
             problem = f"does not fit into {utilization:g} of {device.memory_bytes / GIB:.3g} GiB"
-        if problem:
-            tokens, loads = None, {}
-        else:
-            loads = _serve(way, shape, device, batches, limits, tokens)
-        outcomes.append(Outcome(way, shape.resident_bytes / GIB, tokens, loads, problem))
+        loads = {} if problem else _serve(way, shape, device, batches, limits, tokens)
+        fitting = None if problem else tokens
+        outcomes.append(Outcome(way, shape.resident_bytes / GIB, fitting, loads, problem))
     return outcomes
 
 

@@ -54,7 +54,10 @@ class RouteTable:
     def from_json(cls, data: JsonObject) -> RouteTable:
         """Return the table that :meth:`to_json` returned as data."""
         intervals = {
-            phase: [Interval(*row[:2], Plan.from_layers(tuple(data["plans"][row[2]]))) for row in rows]
+            phase: [
+                Interval(first, last, Plan.from_layers(tuple(data["plans"][plan])))
+                for first, last, plan in rows
+            ]
             for phase, rows in data["intervals"].items()
         }
         derived = {name: Derivation(**how) for name, how in data["derived"].items()}

@@ -23,6 +23,7 @@ from flexquant.planning.config_numbers import Attention, language_config
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy
 from flexquant.serving.kernels import STAND_INS
+from flexquant.tuning.objectives import Goal
 from flexquant.tuning.rounds import Grid, Rounds, between
 from flexquant.tuning.samples import MEASURED_PHASES, Samples
 from flexquant.tuning.size_thresholds import (
@@ -189,11 +190,15 @@ class Measurement:
             self._save()
             raise
 
-    def requests(self, variants: Sequence[str], request_tokens: int) -> int:
-        """Return how many requests fit into the KV cache beside the weights of the variants."""
-        folder = self._checkpoint.folder
-        token = Attention.read(language_config(self._checkpoint.config, folder), 1, folder).kv_bytes_per_token
-        return self.memory.requests(variants, request_tokens * token)
+    def requests_of(self, goal: Goal) -> Callable[[Sequence[str]], int]:
+        """Return what tells how many of the goal's requests fit beside the weights of variants."""
+
+        def requests(variants: Sequence[str]) -> int:
+            folder = self._checkpoint.folder
+            attention = Attention.read(language_config(self._checkpoint.config, folder), 1, folder)
+            return self.memory.requests(variants, goal.request_tokens * attention.kv_bytes_per_token)
+
+        return requests
 
     def discard_samples(self) -> None:
         """Delete the samples' file, once what follows from them is written."""

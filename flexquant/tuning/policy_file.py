@@ -94,7 +94,7 @@ def tuned_policy(
         *remarks,
         *crossover_notes(samples, names, decision),
         *bound_notes(samples, decision, goal.slo),
-        *batch_notes(samples, goal, lambda: measured.requests(decision.variants, goal.request_tokens)),
+        *batch_notes(samples, goal, lambda: measured.requests_of(goal)(decision.variants)),
         *unused_notes(measured.memory.saved(decision.variants)),
     ]
     document = tuned_policy_document(decision, measured.variants, times, str(goal))
