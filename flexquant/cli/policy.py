@@ -31,8 +31,6 @@ from flexquant.policy.rules import builtin_policies, load_policy
 from flexquant.policy.schema import PHASES, Phase, json_schema
 from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 
-HELP = "list, validate, show and apply policies"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")

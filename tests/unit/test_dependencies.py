@@ -17,10 +17,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml"}
 EXTRAS_OF_FOLDERS = {"quantization": ["quantize"], "serving": ["gpu", "cpu"]}
-EXTRAS_OF_FILES = {
-    "documents/texts.py": ["quantize"],  # datasets of Hugging Face, for calibration only
-    "cli/quantize.py": ["quantize"],
-}
+EXTRAS_OF_FILES = {"documents/texts.py": ["quantize"], "cli/quantize.py": ["quantize"]}
 ENGINE_AND_PLOTS = ["gpu", "eval"]
 """Extras of all other files, whose functions import them: commands that start engines or draw plots."""
 
