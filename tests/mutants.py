@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -61,7 +62,11 @@ def copy_tree(folder: Path, paths: list[str], room: str) -> None:
         elif source.is_file():
             shutil.copy2(source, target)
     settings = {
-        "only_mutate": [in_package(path) + ("" if path.endswith(".py") else "/*.py") for path in paths],
+        # mutmut tells modules by their path, and merge/ is in the package as a link.
+        "only_mutate": [
+            re.sub("^merge(?=/|$)", "flexquant/merge", path) + ("" if path.endswith(".py") else "/*.py")
+            for path in paths
+        ],
         "pytest_add_cli_args_test_selection": [f"tests/unit/test_{name}.py" for name in ROOMS[room].split()],
     }
     lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
@@ -69,11 +74,6 @@ def copy_tree(folder: Path, paths: list[str], room: str) -> None:
     (folder / "pyproject.toml").write_text(
         text.replace("[tool.mutmut]\n", "[tool.mutmut]\n" + lines), encoding="utf-8"
     )
-
-
-def in_package(path: str) -> str:
-    """Return a path under merge/ as the package has it: mutmut tells modules by their path."""
-    return f"flexquant/{path}" if path.split("/")[0] == "merge" else path
 
 
 def counts(folder: Path) -> dict[str, dict[str, int]]:

@@ -205,7 +205,7 @@ def fit(args: argparse.Namespace) -> JsonObject:
         args.sensitivity,
         memory=args.memory,
         kv_tokens=args.kv_tokens,
-        ranks=args.tensor_parallel_size,
+        devices=args.tensor_parallel_size,
     )
     tell(found.remark)
     measured = _measure(args, found.candidates, output)

@@ -44,7 +44,7 @@ def fit_checkpoint(
     *,
     memory: int | None,
     kv_tokens: int | None,
-    ranks: int,
+    devices: int,
 ) -> Fit:
     """Return what of a merged checkpoint fits into ``memory`` bytes a rank, or beside ``kv_tokens`` tokens.
 
@@ -63,7 +63,7 @@ def fit_checkpoint(
     if sensitivity is not None and high is not None:
         sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
         losses = PlanLosses(sensitivity, high, (FROM_INT4, SOURCE), num_layers, sizes)
-    loaded = count_bytes(folder, policy_that_loads(variants), ranks)
+    loaded = count_bytes(folder, policy_that_loads(variants), devices)
     if memory is None:
         assert kv_tokens is not None
         memory = loaded.most_beside(kv_tokens)

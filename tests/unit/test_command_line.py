@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 from torch.distributed import FileStore
@@ -172,14 +171,10 @@ def test_a_folder_that_cannot_be_made(merged, source, tmp_path, capsys, folder):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def run(*argv: str | Path, stdout: TextIO) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flexquant", *map(str, argv)]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
-
-
 def test_a_full_disk_behind_the_standard_output(merged):
+    command = [sys.executable, "-m", "flexquant", "inspect", str(merged), "--json"]
     with open("/dev/full", "w") as full:
-        result = run("inspect", merged, "--json", stdout=full)
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.returncode == 1
     assert result.stderr.startswith("flexquant inspect: error: the disk is full")
     assert len(result.stderr.splitlines()) == 1
