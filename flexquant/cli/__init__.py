@@ -24,6 +24,7 @@ from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli import advise, checkpoint, doctor, policy, quantize, search, sensitivity, tune
 from flexquant.cli import eval as evaluation
+from flexquant.cli._arguments import add_json
 from flexquant.errors import FlexQuantError, UsageError
 
 Configure = Callable[[argparse.ArgumentParser], None]
@@ -99,9 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
             description=inspect.getdoc(run) or inspect.getdoc(inspect.getmodule(run)),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        subparser.add_argument(
-            "--json", action="store_true", help="print the result as JSON on the last line of stdout"
-        )
+        add_json(subparser)
         configure(subparser)
         subparser.set_defaults(run=run)
     return parser

@@ -102,6 +102,11 @@ def pick(args: argparse.Namespace, *names: str) -> JsonObject:
     return {name: getattr(args, name) for name in names}
 
 
+def add_json(parser: argparse.ArgumentParser, default: object = False) -> None:
+    text = "print the result as JSON on the last line of stdout"
+    parser.add_argument("--json", action="store_true", default=default, help=text)
+
+
 def add_counts(parser: argparse.ArgumentParser, options: Mapping[str, tuple[int, str]]) -> None:
     """Add options of whole numbers of at least 1: option -> its default and its help."""
     for option, (default, text) in options.items():
