@@ -20,6 +20,7 @@ from flexquant.cli._arguments import (
     parse_names,
     parse_number,
     parse_size,
+    pick,
     progress_bar,
     study_of,
     tell,
@@ -199,14 +200,8 @@ def fit(args: argparse.Namespace) -> JsonObject:
     import_ahead()
     from flexquant.layers.memory_fit import fit_checkpoint
 
-    found = fit_checkpoint(
-        args.folder,
-        args.variants,
-        args.sensitivity,
-        memory=args.memory,
-        kv_tokens=args.kv_tokens,
-        devices=args.tensor_parallel_size,
-    )
+    limit, devices = pick(args, "memory", "kv_tokens"), args.tensor_parallel_size
+    found = fit_checkpoint(args.folder, args.variants, args.sensitivity, devices=devices, **limit)
     tell(found.remark)
     measured = _measure(args, found.candidates, output)
     decision = decide(measured.samples, measured.names, goal, measured.requests_of(goal), found.together)
@@ -232,8 +227,7 @@ def _measure(args: argparse.Namespace, variants: Mapping[str, Policy], output: T
         variants,
         replace(grid, effort=grid.effort.changed(args.rounds, args.max_rounds, args.width)),
         output.samples,
-        overwrite=args.overwrite,
-        tensor_parallel_size=args.tensor_parallel_size,
+        **pick(args, "overwrite", "tensor_parallel_size"),
         enforce_eager=on_cpu if args.enforce_eager is None else args.enforce_eager,
     )
     measurement.measure(tell, progress_bar)
