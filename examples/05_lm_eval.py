@@ -28,6 +28,8 @@ from pathlib import Path
 
 from vllm_server import vllm_serve
 
+from flexquant.documents.results import table_lines
+
 MISSING = """lm_eval is not at {!r}, beside this Python or on PATH. Install it in an environment of its own:
     python3 -m venv .venv/lm-eval && .venv/lm-eval/bin/pip install "lm-eval[api]>=0.4.13" transformers
 and pass --lm-eval .venv/lm-eval/bin/lm_eval"""
@@ -61,20 +63,19 @@ def evaluate(lm_eval: str, url: str, args: argparse.Namespace) -> dict:
 
 def print_table(runs: dict[str, dict]) -> None:
     """Print a row for every metric of every task: its value and standard error under each policy."""
-    names = [Path(policy).name for policy in runs]
-    width = max(18, *(len(name) + 2 for name in names))
-    print(f"\n{'task':<24}{'metric':<34}" + "".join(f"{name:>{width}}" for name in names))
+    rows = [["task", "metric", *(Path(policy).name for policy in runs)]]
     for task, metrics in next(iter(runs.values()))["results"].items():
         for metric, value in metrics.items():
             name, _, chosen = metric.partition(",")  # "exact_match,strict-match": the metric and its filter
             if name.endswith("_stderr") or not chosen or not isinstance(value, int | float):
                 continue
-            row = f"{task:<24}{name if chosen == 'none' else f'{name} ({chosen})':<34}"
+            row = [task, name if chosen == "none" else f"{name} ({chosen})"]
             for run in runs.values():
                 error = run["results"][task].get(f"{name}_stderr,{chosen}")
-                cell = f"{run['results'][task][metric]:.4f}"
-                row += f"{cell + (f' ± {error:.4f}' if isinstance(error, float) else ''):>{width}}"
-            print(row)
+                after = f" ± {error:.4f}" if isinstance(error, float) else ""
+                row.append(f"{run['results'][task][metric]:.4f}{after}")
+            rows.append(row)
+    print("", *table_lines(rows, numbers=range(2, len(rows[0]))), sep="\n")
 
 
 def main() -> None:

@@ -26,6 +26,8 @@ import torch
 from openai import OpenAI
 from vllm_server import vllm_serve
 
+from flexquant.documents.results import table_lines
+
 QUESTIONS = [
     "What is the capital of Japan?",
     "Who invented the telephone?",
@@ -163,11 +165,8 @@ def print_routes(passes: list[dict]) -> None:
         print(f"phase {''.join(PHASES[p['phase']] for p in row)}")
         print(f"plan  {''.join(symbols[p['plan']] for p in row)}")
     counts = Counter((p["phase"], p["plan"]) for p in passes)
-    widths = [max(10, len(plan) + 2) for plan in plans]
-    print(f"\n{'forward passes':<16}" + "".join(f"{p:>{w}}" for p, w in zip(plans, widths, strict=True)))
-    for phase in PHASES:
-        cells = zip((counts[phase, plan] for plan in plans), widths, strict=True)
-        print(f"{phase:<16}" + "".join(f"{count:>{w}}" for count, w in cells))
+    rows = [[phase, *(str(counts[phase, plan]) for plan in plans)] for phase in PHASES]
+    print("", *table_lines([["forward passes", *plans], *rows], numbers=range(1, len(plans) + 1)), sep="\n")
 
 
 def main() -> None:

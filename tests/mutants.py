@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -26,24 +27,22 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "mutants.json"
 ROOMS = {
     "flexquant/policy": (
-        "policy policy_refusals policy_schema routes route_changes choose moments trigger cli_policy "
-        "pass_cost yaml_document"
+        "cli_policy machine memory_fit policy policy_refusals policy_schema routes yaml_document"
     ),
     "flexquant/checkpoint": (
-        "output hub layer_ranges merge model_shape same_model same_processor same_tokenizer served_config "
-        "sidecars source_errors split_verify tied_heads"
+        "absent disk_full foreign_errors format hub layer_ranges measured_loss merge merging_vision output "
+        "same_model same_processor same_tokenizer served_config sidecars source_errors split_verify "
+        "tied_heads what_configs_name"
     ),
     "merge": (
-        "conversion dequantize foreign_errors kv_compat kv_proof kv_safety kv_sampling kv_states merge "
-        "merging_experts merging_formats merging_vision mixing quark_format rescaling same_model "
-        "same_processor same_tokenizer settings_by_layer sidecars source_errors split_verify tied_heads"
+        "absent config_pairs conversion dequantize foreign_errors kv_compat kv_proof kv_sampling kv_states "
+        "late_refusal logits merge merging_experts merging_formats merging_vision mixing origins "
+        "quark_format rescaling same_model same_processor same_tokenizer sampling_defaults settings_by_layer "
+        "sidecars source_errors split_verify tied_heads"
     ),
-    "flexquant/serving/worker": (
-        "one_copy pass_clock plan_digest process_group running_moments server_limits trace_file w4a8_scales "
-        "workers"
-    ),
+    "flexquant/serving/worker": "one_copy pass_clock plan_digest tied_heads trace_file w4a8_scales",
 }
-"""Room -> its tests in tests/unit, of those that exist."""
+"""Room -> the tests in tests/unit that are run against its mutants."""
 
 
 def copy_tree(folder: Path, paths: list[str], room: str) -> None:
@@ -62,21 +61,19 @@ def copy_tree(folder: Path, paths: list[str], room: str) -> None:
             shutil.copytree(source, target, dirs_exist_ok=True)
         elif source.is_file():
             shutil.copy2(source, target)
-    tests = [f"tests/unit/test_{name}.py" for name in ROOMS[room].split()]
     settings = {
-        "only_mutate": [in_package(path) + ("" if path.endswith(".py") else "/*.py") for path in paths],
-        "pytest_add_cli_args_test_selection": [test for test in tests if (ROOT / test).exists()],
+        # mutmut tells modules by their path, and merge/ is in the package as a link.
+        "only_mutate": [
+            re.sub("^merge(?=/|$)", "flexquant/merge", path) + ("" if path.endswith(".py") else "/*.py")
+            for path in paths
+        ],
+        "pytest_add_cli_args_test_selection": [f"tests/unit/test_{name}.py" for name in ROOMS[room].split()],
     }
     lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (folder / "pyproject.toml").write_text(
         text.replace("[tool.mutmut]\n", "[tool.mutmut]\n" + lines), encoding="utf-8"
     )
-
-
-def in_package(path: str) -> str:
-    """Return a path under merge/ as the package has it: mutmut tells modules by their path."""
-    return f"flexquant/{path}" if path.split("/")[0] == "merge" else path
 
 
 def counts(folder: Path) -> dict[str, dict[str, int]]:

@@ -49,11 +49,9 @@ EXPECTED = {
 
 @dataclass(frozen=True)
 class Names:
-    """Names that occur in one module of vLLM, become unnecessary together, and are hidden from mypy."""
+    """Names that occur in one module of vLLM and are hidden from mypy."""
 
     module: str
-    goes_when: str
-    """Change in vLLM or in FlexQuant after which the names are not needed any more."""
     mentions: Mapping[str, str]
     """Attributes (``name``, ``object.name``), environment variables and operators, with their purposes."""
     since: tuple[int, int] | None = None
@@ -72,22 +70,31 @@ PUBLIC: dict[str, tuple[str, ...]] = {
 """Module of vLLM -> names that may be imported from it anywhere."""
 
 NAMES = (
+    # Goes when vLLM calls a model once for every PIECEWISE graph of every plan.
     Names(
         "vllm.compilation.cuda_graph",
-        "vLLM calls a model once for every PIECEWISE graph of every plan",
         {
             "self.concrete_cudagraph_entries": "whether a wrapper holds a graph of a size",
             "self.runtime_mode": "FULL graphs go when another policy is taken",
         },
     ),
+    # Goes when vLLM builds a second model over the attention layers of a first.
     Names(
         "vllm.model_executor.model_loader.utils",
-        "vLLM builds a second model over the attention layers of a first",
         {"vllm_config": "initialize_model's", "prefix": "the same", "model_class": "the same"},
     ),
     Names(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
+        {"experts_cls": "the kernel of the experts, for logs"},
+    ),
+    Names(
+        "vllm.config.model",
+        {"word_embeddings_untied_by_checkpoint": "whether to tie a variant's lm_head again"},
+        since=(0, 29),
+    ),
+    # Goes when FlexQuant is a part of vLLM.
+    Names(
         "vllm.model_executor.models.registry",
-        "FlexQuant is a part of vLLM",
         {
             "has_inner_state": "in vLLM's description of a class: taken from the base model's",
             "is_attention_free": "the same",
@@ -97,18 +104,19 @@ NAMES = (
         },
     ),
     Names(
-        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
-        "vLLM builds a second model over the attention layers of a first",
-        {"experts_cls": "the kernel of the experts, for logs"},
+        "vllm.model_executor.models.interfaces",
+        {
+            "multimodal_embeddings": "those of images, for the embeddings that a pass begins with",
+            "is_multimodal": "where they go",
+            "hf_to_vllm_mapper": "a variant's, for adapters; maps the names of modules that are shared",
+            "supports_lora": "base models without it are refused",
+        },
     ),
-    Names(
-        "vllm.envs",
-        "vLLM loads what it has compiled ahead of time for a CPU",
-        {"VLLM_USE_AOT_COMPILE": "written: 0, so that Inductor keeps the code"},
-    ),
+    # Goes when vLLM loads what it has compiled ahead of time for a CPU.
+    Names("vllm.envs", {"VLLM_USE_AOT_COMPILE": "written: 0, so that Inductor keeps the code"}),
+    # Goes when vLLM compiles several instances of one model class apart by itself.
     Names(
         "vllm.compilation.decorators",
-        "vLLM compiles several instances of one model class apart by itself",
         {
             "compiled": "whether a model has been compiled; set anew on a plan",
             "do_not_compile": "whether a model will be compiled",
@@ -117,101 +125,83 @@ NAMES = (
     ),
     Names(
         "vllm.compilation.decorators",
-        "vLLM compiles several instances of one model class apart by itself",
         {"_compile_tag": "names a plan's artefacts; set_model_tag does where it is not read"},
         since=(0, 32),
     ),
+    # Goes when checkpoint headers are counted instead.
     Names(
         "vllm.model_executor.layers.linear",
-        "checkpoint headers are counted instead",
         {
             "input_size_per_partition": "the size of a linear layer on this rank",
             "output_size_per_partition": "the size of a linear layer on this rank",
         },
     ),
+    # Goes when vLLM tells how much memory its CPU kernels hold.
     Names(
         "vllm.model_executor.layers.utils",
-        "vLLM tells how much memory its CPU kernels hold",
         {"layer.cpu_linear": "a function around a 16-bit weight that a CPU kernel has packed"},
     ),
+    # Goes when vLLM asks every model which tensors it wants.
     Names(
         "vllm.model_executor.model_loader.default_loader",
-        "vLLM asks every model which tensors it wants",
         {"is_unused_checkpoint_weight": "shards that need not be opened; without it all are"},
         since=(0, 32),
     ),
+    # Goes when no supported base model defines the hook, and vLLM tells a model that its weights are packed.
     Names(
         "vllm.model_executor.model_loader.utils",
-        "no supported base model defines the hook, and vLLM tells a model that its weights are packed",
         {"model.process_weights_after_loading": "handed on to the variants; then bytes are counted"},
         since=(0, 27),
     ),
+    # Goes when vLLM asks a model, not its class, how images are read.
     Names(
         "vllm.model_executor.models.interfaces",
-        "FlexQuant is a part of vLLM",
-        {
-            "multimodal_embeddings": "those of images, for the embeddings that a pass begins with",
-            "is_multimodal": "where they go",
-            "hf_to_vllm_mapper": "a variant's, for adapters; maps the names of modules that are shared",
-            "supports_lora": "base models without it are refused",
-        },
-    ),
-    Names(
-        "vllm.model_executor.models.interfaces",
-        "vLLM asks a model, not its class, how images are read",
         {"_processor_factory": "the base class's, which prepares its images"},
     ),
     Names(
         "vllm.model_executor.models.interfaces",
-        "vLLM asks a model, not its class, how images are read",
         {"supports_mm_device_do_normalize": "the base class's: whether its tower scales an image's values"},
         since=(0, 32),
     ),
+    # Goes when the forward context tells the phase of a pass and its number of sequences.
     Names(
         "vllm.v1.worker.gpu.model_states",
-        "the forward context tells the phase of a pass and its number of sequences",
         {"get_model_state_cls": "the V2 runner asks a model for that class"},
     ),
+    # Goes when vLLM takes the activations of W4A8 from the model's config, not from the process.
     Names(
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
-        "vLLM takes the activations of W4A8 from the model's config, not from the process",
         {"layer.scheme": "tells INT4 layers by their scheme"},
     ),
+    # Goes when vLLM's own kernels are right on every CPU (see serving/kernels/cpu_kernels.py).
     Names(
         "vllm.model_executor.kernels.linear",
-        "vLLM's own kernels are right on every CPU (see serving/kernels/cpu_kernels.py)",
         {
             "CPUInt8ScaledMMLinearKernel": "replaced, by name, in VLLM_DISABLED_KERNELS",
             "CPUWNA16LinearKernel": "replaced, by name, in VLLM_DISABLED_KERNELS",
         },
     ),
+    Names("vllm.envs", {"VLLM_DISABLED_KERNELS": "written: the kernels that FlexQuant's replace"}),
     Names(
-        "vllm.envs",
-        "vLLM's own kernels are right on every CPU (see serving/kernels/cpu_kernels.py)",
-        {"VLLM_DISABLED_KERNELS": "written: the kernels that FlexQuant's replace"},
+        "vllm._custom_ops",
+        {"torch.ops._C.cpu_gemm_wna16": "missing from the AVX2 library, unlike its kernel"},
     ),
+    # Goes when vLLM chooses a CPU kernel by the number of tokens, and W4A8 by the layer.
     Names(
         "vllm.envs",
-        "vLLM chooses a CPU kernel by the number of tokens, and W4A8 by the layer",
         {"VLLM_CACHE_ROOT": "where the choice is kept", "VLLM_CPU_INT4_W4A8": "0 turns vLLM's W4A8 off"},
     ),
     Names(
         "vllm.model_executor.kernels.linear.mixed_precision.zentorch",
-        "vLLM chooses a CPU kernel by the number of tokens, and W4A8 by the layer",
         {
             "_maybe_process_da8w4_weights": "whether this vLLM makes W4A8 of a layer",
             "_zentorch_da8w4": "whether it has",
         },
         since=(0, 31),
     ),
-    Names(
-        "vllm._custom_ops",
-        "vLLM's own kernels are right on every CPU (see serving/kernels/cpu_kernels.py)",
-        {"torch.ops._C.cpu_gemm_wna16": "missing from the AVX2 library, unlike its kernel"},
-    ),
+    # Goes when vLLM's LLM has options for them.
     Names(
         "vllm.envs",
-        "vLLM's LLM has options for them",
         {
             "VLLM_CPU_KVCACHE_SPACE": "written: less than nine tenths of the memory",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "written: evaluation makes the same batches every time",
@@ -219,21 +209,15 @@ NAMES = (
             "VLLM_USE_V2_MODEL_RUNNER": "written: evaluation's logits processor is the V1 runner's",
         },
     ),
+    # Goes when 0.29 is no longer supported.
     Names(
         "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel",
-        "0.29 is no longer supported",
         {"has_g_idx": "activation ordering by group, refused"},
         until=(0, 29),
     ),
-    Names(
-        "vllm.config.model",
-        "vLLM builds a second model over the attention layers of a first",
-        {"word_embeddings_untied_by_checkpoint": "whether to tie a variant's lm_head again"},
-        since=(0, 29),
-    ),
+    # Goes when vLLM captures graphs anew on request, as it pauses on request.
     Names(
         "vllm.v1.worker.block_table",
-        "vLLM captures graphs anew on request, as it pauses on request",
         {
             "self.block_tables": "the blocks of requests under way, hidden from a capture by the V1 runner",
             "self.block_table.cpu": "one group's, which vLLM copies to the device before each pass",
@@ -241,8 +225,7 @@ NAMES = (
     ),
     Names(
         "vllm.v1.worker.worker_base",
-        "vLLM captures graphs anew on request, as it pauses on request",
         {"self.model_runner": "a worker extension's, with the model and its graphs"},
     ),
 )
-"""In the order in which a server meets them."""
+"""Grouped by the change in vLLM or in FlexQuant after which they are not needed any more."""

@@ -23,14 +23,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-FOR_DECODING_ELSEWHERE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+UNKNOWN = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+FOR_DECODING_ELSEWHERE = {"do_remote_decode": True, "do_remote_prefill": False, **UNKNOWN}
 """The ``kv_transfer_params`` of a request whose tokens another server will generate."""
 OF_THE_ANSWER = ("min_tokens", "max_completion_tokens", "stream_options", "n", "best_of")
 """Fields of a request that the one token from the prefill server has no use for."""

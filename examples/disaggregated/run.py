@@ -4,11 +4,9 @@
 
     python examples/disaggregated/run.py MERGED [--connector NixlConnector]
 
-The prefill server loads W8A8 alone; the decode server what its policy needs. The KV cache goes from one to
-the other by one of vLLM's connectors: through a folder (ExampleConnector, which is for showing, not for
-production: it deletes nothing), or by NIXL, where the package is installed.
-
-Then one server alone answers the same prompts by the same routes, and the tokens are compared.
+The prefill server loads W8A8 alone; the decode server what its policy needs. One of vLLM's connectors takes
+the KV cache from one to the other. Then one server alone answers the same prompts by the same routes, and the
+tokens are compared.
 """
 
 from __future__ import annotations
@@ -82,10 +80,8 @@ def disaggregated(model: Path, decode_policy: str, connector: str, folder: Path)
     with ExitStack() as stack:
         urls = []
         for role, policy, cores in (("prefill", "w8a8", halves[0]), ("decode", decode_policy, halves[1])):
-            transfer: dict[str, Any] = {
-                "kv_connector": connector,
-                "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
-            }
+            kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+            transfer: dict[str, Any] = {"kv_connector": connector, "kv_role": kv_role}
             if connector == "ExampleConnector":
                 transfer["kv_connector_extra_config"] = {"shared_storage_path": str(kv_folder)}
             urls.append(serve(stack, model, policy, cores, folder / role, [*arguments, json.dumps(transfer)]))
@@ -97,15 +93,6 @@ def disaggregated(model: Path, decode_policy: str, connector: str, folder: Path)
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(url)
         yield Servers(url, *urls)
-
-
-@contextmanager
-def one_server(model: Path, decode_policy: str, folder: Path) -> Iterator[str]:
-    """Serve ``model`` by the same routes and threads in one server, and yield its URL."""
-    with ExitStack() as stack:
-        cores = halves_of_the_cores()[0]
-        arguments = [*ARGUMENTS, "--enable-prefix-caching"]
-        yield serve(stack, model, ONE_SERVER[decode_policy], cores, folder / "one", arguments)
 
 
 def serve(stack: ExitStack, model: Path, policy: str, cores: str, log: Path, arguments: Sequence[str]) -> str:
@@ -123,8 +110,8 @@ def wait_until_healthy(url: str) -> None:
     ends = time.monotonic() + PROXY_SECONDS
     while True:
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=PROXY_SECONDS):
-                return
+            read(f"{url}/health")
+            return
         except OSError:
             if time.monotonic() > ends:
                 raise
@@ -138,12 +125,17 @@ def halves_of_the_cores() -> tuple[str, str]:
     return ",".join(map(str, cores[:half])), ",".join(map(str, cores[half:] or cores))
 
 
-def tokenize(url: str, text: str) -> list[int]:
-    body = json.dumps({"model": "merged", "prompt": text}).encode()
-    request = urllib.request.Request(f"{url}/tokenize", body, {"Content-Type": "application/json"})
+def read(url: str, body: dict[str, Any] | None = None) -> str:
+    """Return what a server answers, to a POST of ``body`` if there is one."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as reply:
-        tokens: list[int] = json.load(reply)["tokens"]
-        return tokens
+        return str(reply.read(), "utf-8")
+
+
+def tokenize(url: str, text: str) -> list[int]:
+    tokens: list[int] = json.loads(read(f"{url}/tokenize", {"model": "merged", "prompt": text}))["tokens"]
+    return tokens
 
 
 def answer(url: str, prompt: list[int], tokens: int = TOKENS) -> tuple[list[int], str]:
@@ -162,15 +154,13 @@ def answer(url: str, prompt: list[int], tokens: int = TOKENS) -> tuple[list[int]
 
 def weights_in_mib(url: str) -> dict[str, float]:
     """Return the weights that a server holds, by variant."""
-    with urllib.request.urlopen(f"{url}/flexquant", timeout=60) as reply:
-        held = json.load(reply)["weight_bytes"]
+    held = json.loads(read(f"{url}/flexquant"))["weight_bytes"]
     return {name: round(number / 2**20, 1) for name, number in held.items()}
 
 
 def fetched_tokens(url: str) -> int:
     """Return how many tokens of prompts a server took from the connector."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
-        families = text_string_to_metric_families(reply.read().decode())
+    families = text_string_to_metric_families(read(f"{url}/metrics"))
     (fetched,) = [f for f in families if f.name == "vllm:external_prefix_cache_hits"]
     return int(sum(sample.value for sample in fetched.samples if sample.name.endswith("_total")))
 
@@ -182,7 +172,10 @@ def run(model: Path, decode_policy: str, connector: str, folder: Path) -> dict[s
         apart = [answer(servers.proxy, prompt) for prompt in prompts]
         fetched = fetched_tokens(servers.decode)
         memory = {"prefill": weights_in_mib(servers.prefill), "decode": weights_in_mib(servers.decode)}
-    with one_server(model, decode_policy, folder) as url:
+    with ExitStack() as stack:
+        policy, cores = ONE_SERVER[decode_policy], halves_of_the_cores()[0]
+        arguments = [*ARGUMENTS, "--enable-prefix-caching"]
+        url = serve(stack, model, policy, cores, folder / "one", arguments)
         # Asked first as the prefill server is; what then fills whole blocks is not computed again.
         for prompt in prompts:
             answer(url, prompt, tokens=1)

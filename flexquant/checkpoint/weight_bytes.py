@@ -18,6 +18,7 @@ from flexquant.checkpoint.model_config import JsonObject, QuantizedNumbers
 from flexquant.checkpoint.module_names import EXPERTS, HEAD, describe_range, is_in, layer_number, ranges
 from flexquant.checkpoint.safetensors_io import TensorRef, total_bytes
 from flexquant.checkpoint.schemes import logical_shapes
+from flexquant.documents.results import table_lines
 
 BytesByRange = dict[str, dict[str, int]]
 """Variant or SHARED -> range of layers, e.g. ``0-3``, or an empty text for outside of layers -> bytes."""
@@ -156,6 +157,35 @@ def describe_bytes(nbytes: BytesByRange) -> str:
         f"{_part(name, run, of_name)}: {format_bytes(size)}"
         for name, of_name in nbytes.items()
         for run, size in of_name.items()
+    )
+
+
+def format_report(report: CheckpointReport) -> str:
+    """Return the report as text for a terminal."""
+    parameters = max(v.parameters for v in report.variants.values())
+    of_16_bit = (
+        f"{100 * report.total_bytes / max(1, report.bytes_16bit):.0f} % of the model in 16 bits "
+        f"({format_bytes(report.bytes_16bit)}, {parameters:,} parameters)"
+    )
+    rows = [
+        ["", "bytes", "bits/param", "scheme"],
+        *(
+            [name, format_bytes(v.own_bytes), f"{v.bits_per_parameter:.2f}", v.scheme]
+            for name, v in report.variants.items()
+        ),
+        [SHARED, format_bytes(report.shared_bytes)],
+        ["total", format_bytes(report.total_bytes), "", of_16_bit],
+    ]
+    return "\n".join(
+        [
+            f"{report.base_architecture}, {report.num_layers} layers, {len(report.variants)} variant(s)",
+            "",
+            *table_lines(rows, numbers=(1, 2)),
+            "",
+            f"default policy: {report.policy_text}",
+            f"layers of different variants in one plan: {describe_mixing(report)}",
+            f"KV cache: {describe_kv(report.kv_compatibility)}",
+        ]
     )
 
 

@@ -1,31 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The ``flexquant`` command, with one module per subcommand.
+"""The ``flexquant`` command.
 
-A subcommand's module has its name and defines ``HELP``, ``configure(parser)`` and ``run(args) -> dict``.
-``run`` prints results for people on stdout and progress on stderr; with ``--json`` the dict is the last line
-of stdout.
+Each subcommand has a function that adds its options, and one that runs it. The docstring of the latter, or of
+its module if it has none, is the description that ``--help`` shows. Results for people go to stdout and
+progress to stderr; with ``--json`` the dict that was returned is the last line of stdout.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
-import importlib
+import inspect
 import json
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import flexquant
 from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.cli import advise, checkpoint, doctor, policy, quantize, search, sensitivity, tune
+from flexquant.cli import eval as evaluation
+from flexquant.cli._arguments import add_json
 from flexquant.errors import FlexQuantError, UsageError
 
-OF_CHECKPOINTS = ("build", "quantize", "convert", "merge", "inspect", "doctor", "verify", "split")
-OF_POLICIES = ("policy", "eval", "sensitivity", "search", "tune", "fit", "advise")
-SUBCOMMANDS = (*OF_CHECKPOINTS, *OF_POLICIES)
+Configure = Callable[[argparse.ArgumentParser], None]
+Run = Callable[[argparse.Namespace], JsonObject]
+
+SUBCOMMANDS: dict[str, tuple[Configure, Run]] = {
+    "build": (quantize.configure_build, quantize.build),
+    "quantize": (quantize.configure_quantize, quantize.quantize),
+    "convert": (checkpoint.configure_convert, checkpoint.convert),
+    "merge": (checkpoint.configure_merge, checkpoint.merge),
+    "inspect": (checkpoint.configure_inspect, checkpoint.inspect),
+    "doctor": (doctor.configure, doctor.run),
+    "verify": (checkpoint.configure_verify, checkpoint.verify),
+    "split": (checkpoint.configure_split, checkpoint.split),
+    "policy": (policy.configure, policy.run),
+    "eval": (evaluation.configure, evaluation.run),
+    "sensitivity": (sensitivity.configure, sensitivity.run),
+    "search": (search.configure, search.run),
+    "tune": (tune.configure_tune, tune.tune),
+    "fit": (tune.configure_fit, tune.fit),
+    "advise": (advise.configure, advise.run),
+}
+HELP = {
+    "build": "quantise a 16-bit model and merge its variants, in one go",
+    "quantize": "quantise a 16-bit model into one folder per variant",
+    "convert": "convert an AWQ, GPTQ, AutoRound, block FP8 or Quark checkpoint to compressed-tensors",
+    "merge": "merge quantised variants of one model into one checkpoint",
+    "inspect": "show what a merged checkpoint holds",
+    "doctor": "check how a merged checkpoint would be served on this machine",
+    "verify": "check a merged checkpoint against its hashes or its sources",
+    "split": "write one variant of a merged checkpoint as a plain checkpoint",
+    "policy": "list, validate, show and apply policies",
+    "eval": "measure what each policy costs in quality, through vLLM",
+    "sensitivity": "measure what each layer costs in a lower precision",
+    "search": "choose a precision for each layer in decode, and write the policy",
+    "tune": "measure the variants on this machine and write the policy that follows",
+    "fit": "fit a merged checkpoint into a memory: how many layers have W8A8 beside INT4",
+    "advise": "which way to serve a model on a device, from its config.json",
+}
 MODELS = ("folder", "model", "reference")
 """Arguments for which a model's id on the Hugging Face Hub can stand in the place of its folder."""
 PACKAGE = Path(flexquant.__file__).parent
@@ -55,19 +93,16 @@ def build_parser() -> argparse.ArgumentParser:
         description="Merge quantised variants of one model and choose among them while serving.",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in SUBCOMMANDS:
-        module = importlib.import_module(f"flexquant.cli.{name}")
+    for name, (configure, run) in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(
             name,
-            help=module.HELP,
-            description=module.__doc__,
+            help=HELP[name],
+            description=inspect.getdoc(run) or inspect.getdoc(inspect.getmodule(run)),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        subparser.add_argument(
-            "--json", action="store_true", help="print the result as JSON on the last line of stdout"
-        )
-        module.configure(subparser)
-        subparser.set_defaults(run=module.run)
+        add_json(subparser)
+        configure(subparser)
+        subparser.set_defaults(run=run)
     return parser
 
 

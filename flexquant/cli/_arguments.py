@@ -8,12 +8,15 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.output import staged_file
 from flexquant.checkpoint.source import CASTS
+from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 PERCENT = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*%")
 COUNT = re.compile(r"\d{1,15}")
-DEFAULTS = Settings(batch_sizes=(16,), samples=32, prompt_tokens=128, tokens=32)
+STUDY_DEFAULTS = Settings(batch_sizes=(16,), samples=32, prompt_tokens=128, tokens=32)
 
 
 def parse_folders(pairs: Sequence[str]) -> list[tuple[str, str]]:
@@ -88,13 +91,28 @@ def parse_number(text: str) -> float:
 
 def parse_share(text: str) -> float:
     """Return the number above 0 and up to 1 (an argparse type)."""
-    try:
-        value = parse_number(text)
-    except argparse.ArgumentTypeError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a share above 0 and up to 1, such as 0.9")
-    return value
+    with suppress(argparse.ArgumentTypeError):
+        if 0 < (value := parse_number(text)) <= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"'{text}' is not a share above 0 and up to 1, such as 0.9")
+
+
+def pick(args: argparse.Namespace, *names: str) -> JsonObject:
+    """Return these arguments by name, to be passed on under the same names."""
+    return {name: getattr(args, name) for name in names}
+
+
+def add_json(parser: argparse.ArgumentParser, default: object = False) -> None:
+    text = "print the result as JSON on the last line of stdout"
+    parser.add_argument("--json", action="store_true", default=default, help=text)
+
+
+def add_counts(parser: argparse.ArgumentParser, options: Mapping[str, tuple[int, str]]) -> None:
+    """Add options of whole numbers of at least 1: option -> its default and its help."""
+    for option, (default, text) in options.items():
+        parser.add_argument(
+            option, type=parse_count, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        )
 
 
 def add_effort(add: Callable[..., object], measured: str) -> None:
@@ -126,67 +144,37 @@ def add_shard_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size",
         type=parse_size,
-        default=parse_size("5GB"),
+        default=DEFAULT_SHARD_SIZE,
         metavar="SIZE",
         help="most bytes of tensors in one file (default: 5GB)",
     )
 
 
-def add_rows(parser: argparse.ArgumentParser, defaults: Settings) -> None:
-    """Add the options of the rows of text that are scored."""
-    for option, default, text in (
-        ("--prompt-tokens", defaults.prompt_tokens, "tokens of a row that are prefilled"),
-        ("--tokens", defaults.tokens, "tokens of a row that are forced and scored"),
-    ):
-        parser.add_argument(
-            option, type=parse_count, default=default, metavar="N", help=f"{text} (default: %(default)s)"
-        )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=defaults.seed,
-        metavar="N",
-        help="seed of the rows (default: %(default)s)",
-    )
-
-
-@contextmanager
-def progress_bar(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of (done, total) that shows a bar on stderr, from its first call until all is done.
-
-    If it is then called with a larger total, it shows another bar, which continues from there.
-    ``unit`` is what is counted; without it the numbers are bytes.
-    """
-    from tqdm import tqdm
-
-    bar: tqdm | None = None
-    before = 0
-
-    def show(done: int, total: int) -> None:
-        nonlocal bar, before
-        if bar is None:
-            bar = tqdm(
-                desc=title, initial=before, total=total, leave=False, unit=unit or "B", unit_scale=not unit
-            )
-        bar.update(done - bar.n)
-        before = done
-        if done == total:
-            bar.close()
-            bar = None
-
-    try:
-        yield show
-    finally:
-        if bar is not None:
-            bar.close()
-
-
-def add_study(parser: argparse.ArgumentParser, files: str) -> None:
-    """Add the options of a study of layers; ``files`` names the files that are written into ``--output``."""
+def add_subject(parser: argparse.ArgumentParser) -> None:
+    """Add the checkpoint that is scored, the text and the reference."""
     add = parser.add_argument
     add("folder", type=Path, metavar="OUT", help="merged checkpoint")
     add("--text", type=Path, required=True, metavar="FILE", help="text or .jsonl file to measure on")
     add("--reference", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
+
+
+def add_rows(parser: argparse.ArgumentParser, defaults: Settings, full: str) -> None:
+    """Add the options of the rows of text that are scored; ``full`` says which batch sizes they must fill."""
+    options = {
+        "--samples": (defaults.samples, f"rows of text, a multiple of {full} batch size"),
+        "--prompt-tokens": (defaults.prompt_tokens, "tokens of a row that are prefilled"),
+        "--tokens": (defaults.tokens, "tokens of a row that are forced and scored"),
+    }
+    add_counts(parser, options)
+    parser.add_argument(
+        "--seed", type=int, default=defaults.seed, metavar="N", help="seed of the rows (default: %(default)s)"
+    )
+
+
+def add_study(parser: argparse.ArgumentParser, files: str) -> None:
+    """Add the options of a study of layers; ``files`` names the files that are written into ``--output``."""
+    add_subject(parser)
+    add = parser.add_argument
     add("--output", type=Path, required=True, metavar="DIR", help=f"folder for {files}")
     add("--overwrite", action="store_true", help="discard earlier results in the output, and begin anew")
     add(
@@ -196,33 +184,49 @@ def add_study(parser: argparse.ArgumentParser, files: str) -> None:
         help="comma-separated variants that layers may be in, or policies of one variant such as w4a8 "
         "(default: those of the checkpoint)",
     )
-    add(
-        "--batch-size",
-        type=parse_count,
-        default=DEFAULTS.batch_sizes[0],
-        metavar="N",
-        help="sequences in a decode pass (default: %(default)s)",
-    )
-    add(
-        "--samples",
-        type=parse_count,
-        default=DEFAULTS.samples,
-        metavar="N",
-        help="rows of text, a multiple of the batch size (default: %(default)s)",
-    )
-    add_rows(parser, DEFAULTS)
+    add_counts(parser, {"--batch-size": (STUDY_DEFAULTS.batch_sizes[0], "sequences in a decode pass")})
+    add_rows(parser, STUDY_DEFAULTS, "the")
 
 
-def study_of(args: argparse.Namespace) -> Study:
-    """Return the study that the options describe; raise FlexQuantError for inputs that cannot be measured."""
+def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Study:
+    """Return the study that the options describe, in other ``settings`` if these are given.
+
+    Raises FlexQuantError for inputs that cannot be measured.
+    """
     from flexquant.evaluation.inputs import Subject
     from flexquant.layers.sensitivity import Study
     from flexquant.tuning.candidates import find_variants
 
-    settings = Settings((args.batch_size,), args.samples, args.prompt_tokens, args.tokens, args.seed)
+    settings = settings or Settings(
+        (args.batch_size,), args.samples, args.prompt_tokens, args.tokens, args.seed
+    )
     subject = Subject.open(args.folder)
     variants = find_variants(subject.checkpoint.merged, args.variants)
     return Study.of(subject, variants, args.text, args.reference, settings)
+
+
+@contextmanager
+def progress_bar(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of (done, total) that shows a bar on stderr, from its first call to the block's end.
+
+    ``unit`` is what is counted; without it the numbers are bytes.
+    """
+    from tqdm import tqdm
+
+    bar: tqdm | None = None
+
+    def show(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(desc=title, total=total, leave=False, unit=unit or "B", unit_scale=not unit)
+        bar.total = total
+        bar.update(done - bar.n)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 def tell(message: str) -> None:
@@ -231,8 +235,6 @@ def tell(message: str) -> None:
 
 def save_plot(file: Path, draw: Callable[[Path], None]) -> None:
     """Draw a plot into ``file``; say on stderr why there is none, since a missing plot is no failure."""
-    from flexquant.checkpoint.output import staged_file
-
     try:
         with staged_file(file) as partial:
             draw(partial)

@@ -25,7 +25,6 @@ class Stages:
 
     def __init__(self, total: int) -> None:
         self._stream: TextIO = sys.stderr
-        self._terminal = self._stream.isatty()
         self._total = total
         self._begun = 0
         self._running = False
@@ -45,6 +44,7 @@ class Stages:
         """
         self._begun += 1
         line = f"[{self._begun}/{self._total}] {title} ..."
+        is_terminal = self._stream.isatty()
         started = shown = time.monotonic()
         self._write(line)
         self._running = True
@@ -52,7 +52,7 @@ class Stages:
         def show(done: int, total: int) -> None:
             nonlocal shown
             now = time.monotonic()
-            if self._terminal and now - shown >= SHOWN_EVERY:
+            if is_terminal and now - shown >= SHOWN_EVERY:
                 shown = now
                 state = f"{done} of {total}{unit}" if unit else f"{done / max(total, 1):.0%}"
                 text = f"{line} {state}, {now - started:.0f} s"
@@ -60,8 +60,9 @@ class Stages:
 
         try:
             yield show
-            begin, end = (f"\r{line}", CLEAR_TO_END) if self._terminal else ("", "")
-            self._write(f"{begin} {_seconds(time.monotonic() - started)}{end}")
+            seconds = time.monotonic() - started
+            took = f" {seconds:.{0 if seconds >= 10 else 1}f} s"
+            self._write(f"\r{line}{took}{CLEAR_TO_END}" if is_terminal else took)
         finally:
             self._write("\n")
             self._running = False
@@ -73,9 +74,4 @@ class Stages:
         self._notes.clear()
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+        print(text, end="", file=self._stream, flush=True)

@@ -7,7 +7,6 @@ bytes, operations and overheads, and from requests served pass after pass as vLL
 a checkpoint in W4A16 that computes prompts in INT8; two copies are a merged checkpoint.
 
 examples:
-  flexquant advise my-model --device l20
   flexquant advise org/name --device h100 --input-len 8192 --concurrency 1,64
   flexquant advise my-model --device rtx-4090 --tensor-parallel-size 2
 """
@@ -17,10 +16,11 @@ from __future__ import annotations
 import argparse
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import parse_count, parse_counts, parse_share
-from flexquant.planning.device import builtin_devices
-
-HELP = "which way to serve a model on a device, from its config.json"
+from flexquant.cli._arguments import add_counts, parse_counts, parse_share
+from flexquant.planning.advising import advice_to_json, format_advice, try_ways
+from flexquant.planning.batch_serving import Batches
+from flexquant.planning.device import builtin_devices, load_device
+from flexquant.planning.planned_model import PlannedModel
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +43,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="requests that arrive at once, one number for each load (default: 1,8,32)",
     )
-    for option, default, text in (
-        ("--input-len", 1024, "tokens of a prompt"),
-        ("--output-len", 256, "tokens of an answer"),
-        ("--tensor-parallel-size", 1, "devices that share the model"),
-    ):
-        add(option, type=parse_count, default=default, metavar="N", help=f"{text} (default: %(default)s)")
+    counts = {
+        "--input-len": (1024, "tokens of a prompt"),
+        "--output-len": (256, "tokens of an answer"),
+        "--tensor-parallel-size": (1, "devices that share the model"),
+    }
+    add_counts(parser, counts)
     add(
         "--gpu-memory-utilization",
         type=parse_share,
@@ -59,11 +59,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> JsonObject:
-    from flexquant.planning.advising import advice_to_json, format_advice, try_ways
-    from flexquant.planning.batch_serving import Batches
-    from flexquant.planning.device import load_device
-    from flexquant.planning.planned_model import PlannedModel
-
     device = load_device(args.device)
     model = PlannedModel.read(args.config)
     batches = Batches(args.input_len, args.output_len, args.concurrency)

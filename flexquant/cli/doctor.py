@@ -17,8 +17,6 @@ import argparse
 
 from flexquant.checkpoint.model_config import JsonObject
 
-HELP = "check how a merged checkpoint would be served on this machine"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="OUT", help="merged checkpoint")

@@ -21,19 +21,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_rows, parse_count, parse_counts, parse_names, tell
+from flexquant.cli._arguments import add_counts, add_rows, add_subject, parse_counts, parse_names, tell
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings
-
-HELP = "measure what each policy costs in quality, through vLLM"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     add = parser.add_argument
-    add("folder", metavar="OUT", help="merged checkpoint")
-    add("--text", required=True, metavar="FILE", help="text or .jsonl file to measure on")
-    add("--reference", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
+    add_subject(parser)
     add(
         "--policies",
         type=parse_names,
@@ -48,21 +44,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="sequences in a decode pass, comma-separated (default: %(default)s)",
     )
-    add(
-        "--samples",
-        type=parse_count,
-        default=defaults.samples,
-        metavar="N",
-        help="rows of text, a multiple of every batch size (default: %(default)s)",
-    )
-    add_rows(parser, defaults)
-    add(
-        "--answer-tokens",
-        type=parse_count,
-        default=defaults.answer_tokens,
-        metavar="N",
-        help="most tokens of an answer (default: %(default)s)",
-    )
+    add_rows(parser, defaults, "every")
+    add_counts(parser, {"--answer-tokens": (defaults.answer_tokens, "most tokens of an answer")})
     questions = parser.add_mutually_exclusive_group()
     questions.add_argument(
         "--questions", metavar="FILE", help="questions to answer, one a line (default: 24 built-in ones)"

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.served_config import read_merged_config
-from flexquant.cli._arguments import parse_count
+from flexquant.cli._arguments import add_json, parse_count
 from flexquant.documents.results import table_lines
 from flexquant.policy.default_policy import DEFAULT_POLICY, choose_policy
 from flexquant.policy.pass_times import device_name, format_times
@@ -31,21 +31,14 @@ from flexquant.policy.rules import builtin_policies, load_policy
 from flexquant.policy.schema import PHASES, Phase, json_schema
 from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 
-HELP = "list, validate, show and apply policies"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    json_too = argparse.ArgumentParser(add_help=False)
+    add_json(json_too, default=argparse.SUPPRESS)
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        action = actions.add_parser(name, help=text, description=text)
-        action.add_argument(
-            "--json",
-            action="store_true",
-            default=argparse.SUPPRESS,
-            help="print the result as JSON on the last line of stdout",
-        )
-        return action
+        return actions.add_parser(name, help=text, description=text, parents=[json_too])
 
     add("list", "list the built-in policies")
     add("schema", "print the JSON Schema of policies, for editors")

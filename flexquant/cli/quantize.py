@@ -1,20 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Quantise a 16-bit model into one folder per variant, by a recipe: DIR/w8a8, DIR/w4a16.
-
-This needs llmcompressor (pip install "flexquant[quantize]"), in an environment without vLLM. MODEL is a
-folder or a Hugging Face id. A recipe is a built-in one (see --recipe) or a YAML file that names
-llmcompressor's modifiers for each variant. Calibrate on text like your users': a text file, a .jsonl file
-whose records have 'text' or 'messages', a folder of such files, or a Hugging Face dataset id. Without
---calibration, built-in recipes have the model write half of the text, and keep it as DIR/calibration.jsonl,
-which another run with --resume reuses.
-
-  flexquant quantize Qwen/Qwen2.5-7B-Instruct --output variants --calibration HuggingFaceH4/ultrachat_200k
-  flexquant quantize path/to/model --output variants --calibration chats.jsonl --samples 256 --length 1024
-  flexquant quantize path/to/model --output variants --recipe my-recipe.yaml --calibration self
-  flexquant quantize path/to/model --output variants --recipe fp8 --resume
-  flexquant quantize path/to/model --output variants --recipe my-recipe.yaml --variants w4a16 --overwrite
-"""
+"""The commands that quantise a 16-bit model: quantize, and build, which also merges."""
 
 from __future__ import annotations
 
@@ -22,26 +8,22 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.measured_loss import MAX_LOSS, loss_lines
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import parse_names, parse_number
+from flexquant.checkpoint.weight_bytes import format_bytes, format_report
+from flexquant.cli._arguments import add_shard_size, parse_names, parse_number, pick
 from flexquant.cli._stages import Stages
-from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes
-
-if TYPE_CHECKING:
-    from flexquant.quantization.report import QuantizedVariant
-
-HELP = "quantise a 16-bit model into one folder per variant"
+from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS, quantize_variants
+from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes, load_recipe
+from flexquant.quantization.report import QuantizedVariant
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_quantize(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
     add("--output", required=True, metavar="DIR", help="folder to write the variants into")
-    add_recipe_options(parser)
+    _add_recipe(parser)
     add(
         "--variants",
         type=parse_names,
@@ -52,8 +34,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="keep variants that an interrupted, equal run has finished")
 
 
-def add_recipe_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how a model is quantised; :func:`calibration_options` reads them."""
+def configure_build(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
+    add("--output", required=True, metavar="DIR", help="merged checkpoint to write")
+    add("--variants-folder", metavar="DIR", help="where the variants stay (default: DIR-variants)")
+    add("--policy", metavar="NAME|FILE", help="policy to store as the default (default: the recipe's)")
+    add("--overwrite", action="store_true", help="replace existing folders that other inputs made")
+    _add_recipe(parser)
+    add_shard_size(parser)
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how a model is quantised."""
     add = parser.add_argument
     add(
         "--recipe",
@@ -86,42 +79,67 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def calibration_options(args: argparse.Namespace) -> JsonObject:
-    """Return the calibration arguments of ``quantize_variants``; None where the recipe decides."""
-    return {key: getattr(args, key) for key in ("calibration", "samples", "length", "seed")}
+def quantize(args: argparse.Namespace) -> JsonObject:
+    """Quantise a 16-bit model into one folder per variant, by a recipe: DIR/w8a8, DIR/w4a16.
 
+    This needs llmcompressor (pip install "flexquant[quantize]"), in an environment without vLLM. MODEL is a
+    folder or a Hugging Face id. A recipe is a built-in one (see --recipe) or a YAML file that names
+    llmcompressor's modifiers for each variant. Calibrate on text like your users': a text file, a .jsonl file
+    whose records have 'text' or 'messages', a folder of such files, or a Hugging Face dataset id. Without
+    --calibration, built-in recipes have the model write half of the text, and keep it as
+    DIR/calibration.jsonl, which another run with --resume reuses.
 
-def run(args: argparse.Namespace) -> JsonObject:
-    from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS, quantize_variants
-    from flexquant.quantization.recipe import load_recipe
-
+    examples:
+      flexquant quantize path/to/model --output variants --calibration chats.jsonl --samples 256 --length 1024
+      flexquant quantize path/to/model --output variants --recipe my-recipe.yaml --variants w4a16 --resume
+    """
     recipe = load_recipe(args.recipe)
     wanted = recipe.variants if args.variants is None else set(args.variants)
-    stages = Stages(STAGES_BEFORE_VARIANTS + len(wanted))
-    with only_summary_on_stdout():
-        variants = quantize_variants(
-            args.model,
-            args.output,
-            recipe,
-            variants=args.variants,
-            overwrite=args.overwrite,
-            resume=args.resume,
-            progress=stages.note,
-            stage=stages.stage,
-            verbose=args.verbose,
-            **calibration_options(args),
-        )
-    print_variants(variants, args.max_loss)
+    how = {**_how(args, STAGES_BEFORE_VARIANTS + len(wanted)), **pick(args, "variants", "resume")}
+    with contextlib.redirect_stdout(sys.stderr):  # llmcompressor prints
+        variants = quantize_variants(args.model, args.output, recipe, **how)
+    _print_variants(variants, args.max_loss)
     return {"output": args.output, "variants": {v.name: v.to_json() for v in variants}}
 
 
-def print_variants(variants: Sequence[QuantizedVariant], max_loss: float) -> None:
+def build(args: argparse.Namespace) -> JsonObject:
+    """Build a merged checkpoint from a 16-bit model: quantise by a recipe, compare KV caches, merge, verify.
+
+    This needs llmcompressor, like `flexquant quantize`, and takes its recipes and calibration options. An
+    interrupted build resumes when it is started again. The variants stay in a folder beside the output.
+
+    example:
+      flexquant build path/to/model --output model-merged --recipe fp8 --samples 256 --length 1024
+    """
+    from flexquant.build import STAGES_AFTER_QUANTISING, build_checkpoint
+
+    recipe = load_recipe(args.recipe)
+    how = _how(args, STAGES_BEFORE_VARIANTS + len(recipe.variants) + STAGES_AFTER_QUANTISING)
+    how |= pick(args, "variants_folder", "policy", "max_shard_size")
+    with contextlib.redirect_stdout(sys.stderr):  # llmcompressor prints
+        built = build_checkpoint(args.model, args.output, recipe, **how)
+    _print_variants(built.variants, args.max_loss)
+    print(f"{args.output}: {format_report(built.report)}")
+    return {
+        "output": args.output,
+        "variants": {v.name: v.to_json() for v in built.variants},
+        "tensors_compared_with": built.tensors_compared,
+        **built.report.to_json(),
+    }
+
+
+def _how(args: argparse.Namespace, number_of_stages: int) -> JsonObject:
+    """Return the keyword arguments that ``quantize_variants`` and ``build_checkpoint`` have in common."""
+    stages = Stages(number_of_stages)
+    shared = pick(args, "calibration", "samples", "length", "seed", "overwrite", "verbose")
+    return {**shared, "progress": stages.note, "stage": stages.stage}
+
+
+def _print_variants(variants: Sequence[QuantizedVariant], max_loss: float) -> None:
     """Print a line for each variant and each search that its recipe made, and what all variants lost.
 
     A loss above ``max_loss`` percent is said to be too much.
     """
-    from flexquant.checkpoint.weight_bytes import format_bytes
-
     for v in variants:
         took = "kept from an earlier run" if v.kept else f"{v.seconds:.0f} s"
         group = f", groups of {v.group_size}" if v.group_size else ""
@@ -133,8 +151,3 @@ def print_variants(variants: Sequence[QuantizedVariant], max_loss: float) -> Non
             )
     for line in loss_lines({v.name: v.losses for v in variants if v.losses}, max_loss / 100):
         print(line)
-
-
-def only_summary_on_stdout() -> AbstractContextManager[object]:
-    """Redirect stdout, on which llmcompressor prints, to stderr."""
-    return contextlib.redirect_stdout(sys.stderr)

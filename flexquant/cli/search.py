@@ -19,10 +19,16 @@ import argparse
 import os
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_study, parse_count, parse_number, save_plot, study_of, tell
+from flexquant.cli._arguments import (
+    add_counts,
+    add_study,
+    parse_count,
+    parse_number,
+    save_plot,
+    study_of,
+    tell,
+)
 from flexquant.errors import UsageError
-
-HELP = "choose a precision for each layer in decode, and write the policy"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,14 +47,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="e.g. 0.1: 10 %% slower than the fastest variant",
     )
     budget.add_argument("--layers", type=parse_count, metavar="N", help="number of layers to raise")
-    parser.add_argument(
-        "--sequences",
-        type=parse_count,
-        default=1,
-        metavar="N",
-        help="sequences in the decode pass whose time counts; passes with --batch-size sequences are scored "
-        "(default: %(default)s)",
+    sequences = (
+        "sequences in the decode pass whose time counts; passes with --batch-size sequences are scored"
     )
+    add_counts(parser, {"--sequences": (1, sequences)})
     parser.add_argument(
         "--compare",
         action="store_true",

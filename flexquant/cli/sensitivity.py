@@ -8,8 +8,7 @@ continuations are forced token by token and decoded by the plan. The results are
 --reference, or without it to the most precise variant. An interrupted run resumes if it is started again with
 the same arguments. 'flexquant search' makes a policy from the results.
 
-examples:
-  flexquant sensitivity model-merged --text text.txt --reference model --output results
+example:
   flexquant sensitivity model-merged --text text.txt --variants w8a8,w4a8,w4a16 --samples 16 --output results
 """
 
@@ -20,8 +19,6 @@ import os
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import add_study, save_plot, study_of, tell
-
-HELP = "measure what each layer costs in a lower precision"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,18 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Measure the variants on this machine, and write the policy that follows from it.
-
-An engine is started for each variant, as serving would, and the variants' forward passes are timed in turn,
-by phase and size. The sizes at which one variant overtakes another become rules. The policy holds the times,
-and a plot is written beside it. An interrupted run resumes if it is started again with the same arguments.
-Run nothing else on the machine meanwhile.
-
-examples:
-  flexquant tune model-merged --output tuned.yaml
-  flexquant tune model-merged --output tuned.yaml --variants w8a8,w4a16,w4a8 --objective latency
-  flexquant tune model-merged --output tuned.yaml --slo ttft=300ms,tpot=30ms
-  flexquant tune model-merged --output tuned.yaml --max-quality-loss 0.05 --text text.txt --reference model
-"""
+"""The commands that time variants on this machine and write a policy: tune, and fit for a given memory."""
 
 from __future__ import annotations
 
@@ -21,34 +9,34 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import (
-    DEFAULTS,
+    STUDY_DEFAULTS,
+    add_counts,
     add_effort,
     parse_count,
     parse_names,
     parse_number,
+    parse_size,
+    pick,
     progress_bar,
+    study_of,
     tell,
 )
 from flexquant.errors import UsageError
-from flexquant.tuning.objectives import OBJECTIVES
-
-if TYPE_CHECKING:
-    from flexquant.layers.sensitivity import Study
-    from flexquant.policy.rules import Policy
-    from flexquant.tuning.measure import Measurement
-    from flexquant.tuning.objectives import Goal
-    from flexquant.tuning.policy_file import TuningFiles, TuningResult
-    from flexquant.tuning.rounds import Grid
-
-HELP = "measure the variants on this machine and write the policy that follows"
+from flexquant.evaluation.inputs import read_rows
+from flexquant.measuring.workers import import_ahead
+from flexquant.policy.rules import Policy
+from flexquant.tuning.measure import Measurement
+from flexquant.tuning.objectives import OBJECTIVES, Goal, Slo, decide
+from flexquant.tuning.policy_file import TuningFiles, TuningResult, tuned_policy, write_files
+from flexquant.tuning.rounds import CPU, GPU, QUICK_CPU, QUICK_GPU
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    add_goal(parser)
+def configure_tune(parser: argparse.ArgumentParser) -> None:
+    _add_goal(parser)
     add = parser.add_argument
     add(
         "--max-quality-loss",
@@ -70,10 +58,36 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="folder or Hugging Face id of the 16-bit model, for --text (default: the most precise variant)",
     )
     add("--quality", type=Path, metavar="FILE", help="quality.json of 'flexquant eval', instead of --text")
-    add_measuring(parser)
+    _add_measuring(parser)
 
 
-def add_goal(parser: argparse.ArgumentParser) -> None:
+def configure_fit(parser: argparse.ArgumentParser) -> None:
+    _add_goal(parser)
+    memory = parser.add_mutually_exclusive_group(required=True)
+    memory.add_argument(
+        "--memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="memory of each GPU, or of the CPU, for weights: as many layers as fit have W8A8 of their own, "
+        "and the others compute INT8 weights from INT4",
+    )
+    memory.add_argument(
+        "--kv-tokens",
+        type=parse_count,
+        metavar="N",
+        help="the same, but for the memory that a KV cache of so many tokens leaves for weights",
+    )
+    parser.add_argument(
+        "--sensitivity",
+        type=Path,
+        metavar="FILE",
+        help="sensitivity.json of 'flexquant sensitivity', by which layers are chosen (default: from the "
+        "first)",
+    )
+    _add_measuring(parser)
+
+
+def _add_goal(parser: argparse.ArgumentParser) -> None:
     """Add the options of the checkpoint, of the policy to write, and of what it is to be good at."""
     add = parser.add_argument
     add("folder", type=Path, metavar="OUT", help="merged checkpoint")
@@ -97,13 +111,8 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
         metavar="BOUNDS",
         help="bounds such as ttft=300ms,tpot=30ms: the most precise variants whose passes keep them",
     )
-    add(
-        "--request-tokens",
-        type=parse_count,
-        default=2048,
-        metavar="N",
-        help="tokens of a request, prompt and answer, for --objective throughput (default: %(default)s)",
-    )
+    tokens = "tokens of a request, prompt and answer, for --objective throughput"
+    add_counts(parser, {"--request-tokens": (2048, tokens)})
     add(
         "--variants",
         type=parse_names,
@@ -113,7 +122,7 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_measuring(parser: argparse.ArgumentParser) -> None:
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which sizes are measured, how often, and with which engines."""
     add = parser.add_argument
     add("--quick", action="store_true", help="few sizes and rounds, for a first look")
@@ -129,18 +138,27 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> JsonObject:
+def tune(args: argparse.Namespace) -> JsonObject:
+    """Measure the variants on this machine, and write the policy that follows from it.
+
+    An engine is started for each variant, as serving would, and the variants' forward passes are timed in
+    turn, by phase and size. The sizes at which one variant overtakes another become rules. The policy holds
+    the times, and a plot is written beside it. An interrupted run resumes if it is started again with the
+    same arguments. Run nothing else on the machine meanwhile.
+
+    examples:
+      flexquant tune model-merged --output tuned.yaml --variants w8a8,w4a16,w4a8 --objective latency
+      flexquant tune model-merged --output tuned.yaml --slo ttft=300ms,tpot=30ms
+      flexquant tune model-merged --output tuned.yaml --max-quality-loss 0.05 --text text.txt
+    """
     if (args.text is not None) + (args.quality is not None) != (args.max_quality_loss is not None):
         raise UsageError("--max-quality-loss needs --text or --quality, one of them, and they need it")
     if args.reference is not None and args.text is None:
         raise UsageError("--reference is what --text is measured against; give --text too")
 
-    from flexquant.checkpoint.served_config import read_merged_config
     from flexquant.tuning.candidates import find_variants, leave_out_lossy
-    from flexquant.tuning.objectives import decide
-    from flexquant.tuning.policy_file import tuned_policy
 
-    goal, output = read_goal(args)
+    goal, output = _read_goal(args)
     variants = find_variants(read_merged_config(args.folder)[0], args.variants)
     remarks: list[str] = []
     if args.quality is not None:
@@ -151,9 +169,11 @@ def run(args: argparse.Namespace) -> JsonObject:
             if name not in kept
         ]
         variants = kept
-    study = None if args.text is None else _study(args, variants)
+    study = None if args.text is None else study_of(args, STUDY_DEFAULTS)
+    if study is not None:
+        read_rows(args.text, study.subject.tokenizer, STUDY_DEFAULTS)  # a short text is refused now
 
-    measured = measure(args, variants, output)
+    measured = _measure(args, variants, output)
     decision = decide(measured.samples, measured.names, goal, measured.requests_of(goal))
     tuned = tuned_policy(measured, decision, goal, remarks)
     if study is not None:
@@ -162,70 +182,64 @@ def run(args: argparse.Namespace) -> JsonObject:
         tuned = limit_loss(
             tuned, study, args.max_quality_loss, output.sensitivity, overwrite=args.overwrite, progress=tell
         )
-    return write(measured, tuned, output)
+    return _write(measured, tuned, output)
 
 
-def read_goal(args: argparse.Namespace) -> tuple[Goal, TuningFiles]:
-    """Read the options of :func:`add_goal`; raise UsageError for bad bounds and for an output that exists."""
-    from flexquant.tuning.objectives import Goal, Slo
-    from flexquant.tuning.policy_file import TuningFiles
+def fit(args: argparse.Namespace) -> JsonObject:
+    """Fit a merged checkpoint with INT4 weights into a memory: measure, and write the policy that follows.
 
+    All layers have INT4 weights. As many layers as fit have W8A8 of their own, and the others compute INT8
+    weights from INT4 in each pass. That plan is measured like a variant, as by 'flexquant tune', and the
+    fastest of what fits together becomes the policy. It holds a table of the choices.
+
+    examples:
+      flexquant fit model-merged --output fitting.yaml --memory 20GiB --sensitivity sensitivity.json
+      flexquant fit model-merged --output fitting.yaml --kv-tokens 60000
+    """
+    goal, output = _read_goal(args)
+    import_ahead()
+    from flexquant.layers.memory_fit import fit_checkpoint
+
+    limit, devices = pick(args, "memory", "kv_tokens"), args.tensor_parallel_size
+    found = fit_checkpoint(args.folder, args.variants, args.sensitivity, devices=devices, **limit)
+    tell(found.remark)
+    measured = _measure(args, found.candidates, output)
+    decision = decide(measured.samples, measured.names, goal, measured.requests_of(goal), found.together)
+    return _write(measured, found.report(tuned_policy(measured, decision, goal)), output)
+
+
+def _read_goal(args: argparse.Namespace) -> tuple[Goal, TuningFiles]:
+    """Read the options of :func:`_add_goal`; raise UsageError for bad bounds and an output that exists."""
     slo = None if args.slo is None else Slo.parse(args.slo)
     return Goal(args.objective, slo, args.request_tokens), TuningFiles(args.output, args.overwrite)
 
 
-def measure(args: argparse.Namespace, variants: Mapping[str, Policy], output: TuningFiles) -> Measurement:
-    """Measure the variants as the options of :func:`add_measuring` say."""
-    from flexquant.measuring.workers import import_ahead
-
+def _measure(args: argparse.Namespace, variants: Mapping[str, Policy], output: TuningFiles) -> Measurement:
+    """Measure the variants as the options of :func:`_add_measuring` say."""
     import_ahead()
     from vllm.platforms import current_platform
 
-    from flexquant.tuning.measure import Measurement
-
     on_cpu = current_platform.is_cpu()
+    full, quick = (CPU, QUICK_CPU) if on_cpu else (GPU, QUICK_GPU)
+    grid = (quick if args.quick else full).up_to(args.max_batch, args.max_tokens)
     measurement = Measurement(
         args.folder,
         variants,
-        _grid(args, on_cpu),
+        replace(grid, effort=grid.effort.changed(args.rounds, args.max_rounds, args.width)),
         output.samples,
-        overwrite=args.overwrite,
-        tensor_parallel_size=args.tensor_parallel_size,
+        **pick(args, "overwrite", "tensor_parallel_size"),
         enforce_eager=on_cpu if args.enforce_eager is None else args.enforce_eager,
     )
     measurement.measure(tell, progress_bar)
     return measurement
 
 
-def write(measured: Measurement, tuned: TuningResult, output: TuningFiles) -> JsonObject:
+def _write(measured: Measurement, tuned: TuningResult, output: TuningFiles) -> JsonObject:
     """Write the files, then delete the samples: if writing fails, the command can be run again."""
-    from flexquant.tuning.policy_file import write_files
-
     files = write_files(output, tuned, f"{measured.run['model']}: time of a pass")
     measured.discard_samples()
-    for line in tuned.notes:
+    for line in (*tuned.notes, *(f"wrote {file}" for file in files)):
         print(line)
-    for file in files:
-        print(f"wrote {file}")
     if len(files) == 1:
         print("no plot: matplotlib is missing; pip install matplotlib", file=sys.stderr)
     return tuned.document
-
-
-def _study(args: argparse.Namespace, variants: Mapping[str, Policy]) -> Study:
-    """Return the study that measures losses; raise FlexQuantError for inputs that cannot be measured."""
-    from flexquant.evaluation.inputs import Subject, read_rows
-    from flexquant.layers.sensitivity import Study
-
-    subject = Subject.open(args.folder)
-    study = Study.of(subject, variants, args.text, args.reference, DEFAULTS)
-    read_rows(args.text, subject.tokenizer, DEFAULTS)
-    return study
-
-
-def _grid(args: argparse.Namespace, on_cpu: bool) -> Grid:
-    from flexquant.tuning.rounds import CPU, GPU, QUICK_CPU, QUICK_GPU
-
-    full, quick = (CPU, QUICK_CPU) if on_cpu else (GPU, QUICK_GPU)
-    grid = (quick if args.quick else full).up_to(args.max_batch, args.max_tokens)
-    return replace(grid, effort=grid.effort.changed(args.rounds, args.max_rounds, args.width))

@@ -18,21 +18,56 @@ from statistics import fmean
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import describe_ranges
+from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.checkpoint.weight_bytes import format_bytes
-from flexquant.doctor.loaded_bytes import LoadedBytes
+from flexquant.doctor.loaded_bytes import LoadedBytes, count_bytes
 from flexquant.documents.results import table_lines
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY
+from flexquant.layers.sensitivity import policy_that_loads
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
 from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
-from flexquant.tuning.candidates import FROM_INT4, SOURCE
+from flexquant.tuning.candidates import FROM_INT4, SOURCE, eight_bit, find_variants
 from flexquant.tuning.policy_file import TuningResult
 
 STEPS = 4
 """Number of equal steps, from one copy to two, whose ends the table shows."""
 ADVICE = "give the sensitivity.json that 'flexquant sensitivity' wrote for this checkpoint"
+
+
+def fit_checkpoint(
+    folder: Path,
+    names: Sequence[str] | None,
+    sensitivity: Path | None,
+    *,
+    memory: int | None,
+    kv_tokens: int | None,
+    devices: int,
+) -> Fit:
+    """Return what of a merged checkpoint fits into ``memory`` bytes a rank, or beside ``kv_tokens`` tokens.
+
+    ``names`` are the variants to choose among (None: all), and ``sensitivity`` the file of ``flexquant
+    sensitivity`` by which layers are chosen. Raises FlexQuantError if there are no INT4 weights, or if not
+    even one copy fits.
+    """
+    merged, num_layers = read_merged_config(folder)
+    if SOURCE not in merged.variants:
+        raise UsageError(
+            f"--memory and --kv-tokens need a variant {SOURCE}, and the checkpoint has "
+            f"{', '.join(merged.variants)}; merge one with INT4 weights under that name"
+        )
+    variants = find_variants(merged, (*(names or merged.variants), SOURCE, FROM_INT4))
+    losses, high = None, eight_bit(variants, merged)
+    if sensitivity is not None and high is not None:
+        sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
+        losses = PlanLosses(sensitivity, high, (FROM_INT4, SOURCE), num_layers, sizes)
+    loaded = count_bytes(folder, policy_that_loads(variants), devices)
+    if memory is None:
+        assert kv_tokens is not None
+        memory = loaded.most_beside(kv_tokens)
+    return Fit.of(variants, memory, loaded, num_layers, losses, high=high, mixable=merged.mixable_groups)
 
 
 class PlanLosses:

@@ -33,15 +33,8 @@ def test_two_servers_give_the_tokens_of_one(
     decode_policy: str, variants: set[str], tiny_merged: Callable[..., Path], tmp_path: Path
 ) -> None:
     merged, output = tiny_merged() / "merged", tmp_path / "found.json"
-    command = [
-        sys.executable,
-        FOLDER / "run.py",
-        merged,
-        "--decode-policy",
-        decode_policy,
-        "--output",
-        output,
-    ]
+    options = ["--decode-policy", decode_policy, "--output", output]
+    command = [sys.executable, FOLDER / "run.py", merged, *options]
     printed = programs.run(command, timeout=600, environment=programs.newcomers_environment()).stdout
 
     found = json.loads(output.read_text())

@@ -5,19 +5,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
 from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import generate
-
-pytestmark = pytest.mark.engine
 
 EXAMPLES = programs.ROOT / "examples"
 PROMPTS = ["The capital of France is", "The largest planet of the solar system is"]
@@ -26,9 +28,16 @@ QUESTION = "Name three rivers in Europe."
 """The question of 03_serve.py."""
 
 
-def run(example: str, *args: object) -> str:
+def start(
+    example: str, *args: object, status: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, EXAMPLES / example, *args]
-    return programs.run(command, timeout=600, environment=programs.newcomers_environment()).stdout
+    environment = programs.newcomers_environment() | environment
+    return programs.run(command, timeout=900, status=status, environment=environment)
+
+
+def run(example: str, *args: object) -> str:
+    return start(example, *args).stdout
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +61,14 @@ def beginnings(real_merged) -> dict[str, tuple[str, ...]]:
     return beginnings
 
 
+@pytest.mark.engine
 def test_merge(real_variants, tmp_path):
     output = run("01_merge.py", real_variants["w8a8"], real_variants["w4a16"], tmp_path / "merged")
     assert "bit for bit" in output
     assert (tmp_path / "merged" / "config.json").is_file()
 
 
+@pytest.mark.engine
 @pytest.mark.full
 def test_offline(real_merged, beginnings):
     output = run("02_offline.py", real_merged)
@@ -66,12 +77,14 @@ def test_offline(real_merged, beginnings):
         assert printed and answer.startswith(beginnings[prompt]), answer[:200]
 
 
+@pytest.mark.engine
 @pytest.mark.full
 def test_serve(real_merged, beginnings):
     answer = run("03_serve.py", real_merged)
     assert answer.startswith(beginnings[QUESTION]), answer
 
 
+@pytest.mark.engine
 @pytest.mark.full
 def test_custom_policy(real_merged):
     lines = run("04_custom_policy.py", real_merged).splitlines()
@@ -81,6 +94,7 @@ def test_custom_policy(real_merged):
     assert {plan for phase, plan in taken if phase != "decode"} <= {"w4a16", "w8a8"}
 
 
+@pytest.mark.engine
 def test_demo_serves_each_precision_and_charts_what_it_measured(tiny_merged, tmp_path):
     folder = shutil.copytree(tiny_merged(), tmp_path / "demo")
     reference = make_checkpoint(tmp_path / "reference", scheme=None, num_layers=4)
@@ -122,3 +136,106 @@ def test_demo_serves_each_precision_and_charts_what_it_measured(tiny_merged, tmp
     assert {p["plan"] for p in passes} == {"w8a8"} and set(drawn["plan"]) == {"#"}
     counted = re.findall(r"^(prefill|mixed|decode) +(\d+)$", output, re.MULTILINE)
     assert Counter({phase: int(n) for phase, n in counted}) == Counter(p["phase"] for p in answering)
+
+
+# It is not among the test dependencies: beside vLLM it changes the release of python-dateutil.
+SEARCHED = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+needs_lm_eval = pytest.mark.skipif(
+    shutil.which("lm_eval", path=SEARCHED) is None,
+    reason="no lm_eval on PATH: examples/05_lm_eval.py --help says how to install it",
+)
+
+SENTENCES = [
+    "All human beings are born free and equal in dignity and rights",
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, "
+    "must be in want of a wife",
+    "There is grandeur in this view of life, with its several powers, having been originally breathed into "
+    "a few forms or into one",
+    "Four score and seven years ago our fathers brought forth on this continent a new nation",
+    "We hold these truths to be self-evident, that all men are created equal",
+    "In the beginning God created the heaven and the earth",
+]
+LIMIT = 4
+
+
+def make_tasks(folder: Path) -> None:
+    """Write a task for each kind of request: choose a sentence's end, write it, and score running text."""
+
+    def task(name: str, rows: list[dict], **config: object) -> None:
+        data = folder / f"{name}.json"
+        data.write_text(json.dumps(rows))
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        config = {"task": name, **source, "test_split": "test", **config}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+
+    ends = [" " + " ".join(sentence.split()[-4:]) for sentence in SENTENCES]
+    rows = [
+        {"text": f"{s}.\n{s}.\n{s}.\n{s.removesuffix(end)}", "ends": ends, "label": label, "end": end}
+        for label, (s, end) in enumerate(zip(SENTENCES, ends, strict=True))
+    ]
+    task(
+        "choose_the_end",
+        rows,
+        output_type="multiple_choice",
+        doc_to_text="{{text}}",
+        doc_to_choice="{{ends}}",
+        doc_to_target="label",
+        metric_list=[{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    )
+    task(
+        "write_the_end",
+        rows,
+        output_type="generate_until",
+        doc_to_text="{{text}}",
+        doc_to_target="{{end}}",
+        generation_kwargs={"until": [".", "\n"], "max_gen_toks": 16, "do_sample": False},
+        metric_list=[{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    )
+    task(
+        "running_text",
+        [{"text": ". ".join(SENTENCES[i:] + SENTENCES[:i])} for i in range(len(SENTENCES))],
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="{{text}}",
+        metric_list=[{"metric": "word_perplexity"}],
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.full
+@needs_lm_eval
+def test_tasks_under_two_policies(real_merged, tmp_path):
+    make_tasks(tmp_path)
+    tasks = ["choose_the_end", "write_the_end", "running_text"]
+    output = tmp_path / "measured.json"
+    options = ["--tasks", ",".join(tasks), "--policies", "phase,w4a16", "--limit", LIMIT]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    done = start(
+        "05_lm_eval.py", real_merged, *options, "--include-path", tmp_path, "--output", output, **offline
+    )
+
+    measured = json.loads(output.read_text())["policies"]
+    assert list(measured) == ["phase", "w4a16"]
+    for policy in measured.values():
+        samples = {task: n["effective"] for task, n in policy["n-samples"].items()}
+        assert samples == dict.fromkeys(tasks, LIMIT)
+        # The end stands three times in the prompt, the other words do not, so the choice is plain whatever
+        # text the weights were calibrated on. A wrong word among those that are written may happen.
+        assert policy["results"]["choose_the_end"]["acc,none"] == 1
+        assert 0.5 <= policy["results"]["write_the_end"]["exact_match,none"] <= 1
+    # Text is scored in prefill passes, which are W8A8 under `phase`, so the two policies read different
+    # weights. test_quality asks of more text that W8A8 predicts it better.
+    perplexity = {p: run["results"]["running_text"]["word_perplexity,none"] for p, run in measured.items()}
+    assert all(1 < value < 1000 for value in perplexity.values())
+    assert perplexity["phase"] != perplexity["w4a16"]
+
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["task", "metric", "phase", "w4a16"] in lines
+    assert ["running_text", "word_perplexity", *(f"{value:.4f}" for value in perplexity.values())] in lines
+
+
+def test_missing_lm_eval_is_said_before_a_server_starts(tmp_path):
+    done = start(
+        "05_lm_eval.py", tmp_path, "--tasks", "arc_easy", "--lm-eval", tmp_path / "lm_eval", status=1
+    )
+    assert "pip install" in done.stderr and "starting" not in done.stdout

@@ -186,7 +186,6 @@ def test_metrics_tell_which_policy_routes(served: Served) -> None:
 
 
 def test_the_command_tells_what_a_change_would_do(served: Served, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(cli, "SUBCOMMANDS", ("policy",))
     monkeypatch.delenv(ADMIN_KEY, raising=False)
     assert cli.main(["policy", "apply", "http://127.0.0.1:9", "w8a8"]) == 1
     assert f"the environment has no {ADMIN_KEY}" in capsys.readouterr().err

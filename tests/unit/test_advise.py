@@ -326,8 +326,7 @@ def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
 # the command
 
 
-def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "SUBCOMMANDS", ("advise",))
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     planned(tmp_path, LLAMA_8B)
     options = ["--device", "l20", "--concurrency", "1,4", "--input-len", "512", "--tensor-parallel-size", "2"]
     assert cli.main(["advise", str(tmp_path), *options, "--json"]) == 0
@@ -344,9 +343,8 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
 
 
 def test_a_model_that_cannot_be_predicted_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cli, "SUBCOMMANDS", ("advise",))
     planned(tmp_path, LLAMA_8B)
     argv = ["advise", str(tmp_path), "--device", "l20", "--tensor-parallel-size", "3"]
     assert cli.main(argv) == 1

@@ -10,14 +10,8 @@ import pytest
 
 from flexquant import cli
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
-from flexquant.cli.policy import HELP
 from flexquant.policy.rules import builtin_policies, load_policy
 from tests.pass_times import CROSSED, make_times
-
-
-@pytest.fixture(autouse=True)
-def only_this_subcommand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "SUBCOMMANDS", ("policy",))
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[list[str], dict[str, Any]]:
@@ -176,4 +170,4 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "flexquant policy show phase-batch" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["--help"])
-    assert HELP in capsys.readouterr().out
+    assert cli.HELP["policy"] in capsys.readouterr().out

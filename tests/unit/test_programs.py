@@ -1,14 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The tests' own helper for programs shows what fails, and lets nothing outlast its time."""
+"""Programs and servers that tests and examples start: bounded in time, and ended with all they began."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from examples.vllm_server import ProcessGroup, ServerError, VLLMServer, end_of_log, free_port
 from tests import programs
+from tests.programs import is_running
+
+SLEEP = "import time; time.sleep(600)"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); {SLEEP}"
+LEAVES_A_CHILD = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+"""
+
+signalled: list[tuple[int, bool]] = []
+"""Every signal to a group since this file was imported: the group, and whether its leader still existed."""
+
+
+def watch(event: str, arguments: tuple) -> None:
+    if event == "os.killpg":
+        signalled.append((arguments[0], Path(f"/proc/{arguments[0]}").exists()))
+
+
+sys.addaudithook(watch)
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator:
+    groups: list[ProcessGroup] = []
+
+    def start(program: str) -> ProcessGroup:
+        groups.append(ProcessGroup([sys.executable, "-c", program], tmp_path / "log", os.environ))
+        return groups[-1]
+
+    yield start
+    for group in groups:
+        group.stop()
+
+
+def wait_for_line(log: Path) -> str:
+    while "\n" not in (text := log.read_text()):
+        time.sleep(0.01)
+    return text
+
+
+def wait_for_end(group: ProcessGroup) -> int:
+    while (code := group.exit_code()) is None:
+        time.sleep(0.01)
+    return code
+
+
+@pytest.mark.parametrize("program, ended", [(SLEEP, False), ("pass", True)], ids=["running", "ended"])
+def test_no_signal_goes_to_a_group_whose_number_is_free_again(start, program, ended):
+    """Once a leader is reaped, its number may belong to somebody else's group."""
+    group = start(program)
+    if ended:
+        wait_for_end(group)
+    del signalled[:]
+    group.stop()
+    assert len(signalled) == 2 and all(exists for _, exists in signalled)
+    group.stop()
+    assert len(signalled) == 2
+    assert not Path(f"/proc/{signalled[0][0]}").exists()
+
+
+def test_threads_that_stop_one_group(start):
+    group = start(SLEEP)
+    del signalled[:]
+    threads = [Thread(target=group.stop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [exists for _, exists in signalled] == [True, True]
+
+
+def test_what_an_ended_program_left_behind_is_ended(start, tmp_path):
+    group = start(LEAVES_A_CHILD)
+    assert wait_for_end(group) == 0
+    child = int(wait_for_line(tmp_path / "log"))
+    assert is_running(child)
+    group.stop()
+    while is_running(child):  # the kernel is ending it
+        time.sleep(0.01)
+
+
+def test_a_program_that_ignores_sigterm(start, tmp_path):
+    group = start(STUBBORN)
+    wait_for_line(tmp_path / "log")
+    group.stop(patience=0.1)
+    assert group.exit_code() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "program, code", [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)]
+)
+def test_exit_codes(start, program, code):
+    group = start(program)
+    assert wait_for_end(group) == code
+    group.stop()
+    assert group.exit_code() == code
+
+
+def test_end_of_log(tmp_path):
+    log = tmp_path / "log"
+    assert end_of_log(log, 2) == ""
+    log.write_bytes(b"one\ntwo \xff\nthree\n")
+    assert end_of_log(log, 2) == "two \ufffd\nthree"
+
+
+def test_a_server_that_is_stopped_answers_with_its_end(tmp_path):
+    server = VLLMServer(tmp_path / "no-such-model", [], tmp_path / "log")
+    server.stop()
+    with pytest.raises(ServerError, match="^vllm serve ended with code -15; its log ends:\n"):
+        server.wait_until_healthy()
+
+
+def test_free_ports_can_be_listened_on():
+    with socket.create_server(("127.0.0.1", free_port())):
+        pass
 
 
 def python(code: str) -> list[str]:

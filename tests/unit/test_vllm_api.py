@@ -45,10 +45,10 @@ def test_the_installed_vllm_has_every_name_that_is_hidden_from_mypy(site: Path) 
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        (Names("vllm.no_module", "", {"f": ""}), ".f is not mentioned"),
-        (Names("vllm.envs", "", {"VLLM_NO_SUCH": ""}), ".VLLM_NO_SUCH is not mentioned"),
-        (Names("vllm.envs", "", {"VLLM_PORT": ""}, until=(0, 1)), ".VLLM_PORT is there, although"),
-        (Names("vllm.envs", "", {"VLLM_PORT": ""}, since=(9, 0)), ".VLLM_PORT is there, although"),
+        (Names("vllm.no_module", {"f": ""}), ".f is not mentioned"),
+        (Names("vllm.envs", {"VLLM_NO_SUCH": ""}), ".VLLM_NO_SUCH is not mentioned"),
+        (Names("vllm.envs", {"VLLM_PORT": ""}, until=(0, 1)), ".VLLM_PORT is there, although"),
+        (Names("vllm.envs", {"VLLM_PORT": ""}, since=(9, 0)), ".VLLM_PORT is there, although"),
     ],
 )
 def test_a_wrong_row_is_found(site: Path, wrong: Names, problem: str) -> None:
@@ -56,7 +56,7 @@ def test_a_wrong_row_is_found(site: Path, wrong: Names, problem: str) -> None:
 
 
 def test_a_name_that_some_versions_lack_may_be_missing_there(site: Path) -> None:
-    assert missing_mentions(site, [Names("vllm.envs", "", {"Gone": ""}, until=(0, 1))], version()) == []
+    assert missing_mentions(site, [Names("vllm.envs", {"Gone": ""}, until=(0, 1))], version()) == []
 
 
 def test_an_expected_error_is_one_of_its_versions_alone() -> None:

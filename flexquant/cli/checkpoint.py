@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The commands around a merged checkpoint: convert, merge, inspect, verify, split."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from flexquant.checkpoint.folder import recipe_name
+from flexquant.checkpoint.measured_loss import loss_lines, read_losses
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
+from flexquant.checkpoint.model_config import JsonObject, count_layers
+from flexquant.checkpoint.weight_bytes import (
+    BytesByRange,
+    bytes_in_use,
+    describe_bytes,
+    format_bytes,
+    format_report,
+    report_checkpoint,
+)
+from flexquant.cli._arguments import add_dtype, add_shard_size, parse_folders, pick, progress_bar
+from flexquant.errors import FlexQuantError
+from flexquant.policy.default_policy import choose_policy
+from flexquant.policy.routes import build_route_table
+
+
+def configure_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="checkpoint of another format")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    add_dtype(parser)
+
+
+def convert(args: argparse.Namespace) -> JsonObject:
+    """Convert a checkpoint to the format of compressed-tensors. 'flexquant merge' reads the other
+    formats too.
+
+    Quantised values do not change. AWQ (GEMM), GPTQ without desc_act, block FP8, AutoRound's exports in these
+    formats and Quark's INT8 are read.
+
+    example:
+      flexquant convert model-awq --output model-w4a16 --dtype bfloat16
+    """
+    from flexquant.merge import convert_checkpoint
+
+    with progress_bar("converting") as progress:
+        result = convert_checkpoint(
+            args.folder, args.output, dtype=args.dtype, overwrite=args.overwrite, progress=progress
+        )
+    print(f"{args.output}: {result['linears']} linears, converted from {result['from']}")
+    return result
+
+
+def configure_merge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("variants", nargs="+", metavar="NAME=DIR", help="a variant's name and its checkpoint")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME|FILE",
+        help="policy to store as the default, a built-in name or a YAML file (default: none; serving then "
+        "uses its built-in default)",
+    )
+    for what, part in (
+        ("config", "config"),
+        ("tokenizer", "tokenizer and chat template"),
+        ("generation", "generation settings"),
+        ("processor", "processor of images"),
+    ):
+        parser.add_argument(
+            f"--{what}-from",
+            metavar="NAME",
+            help=f"variant whose {part} the merged model gets (default: they must not differ)",
+        )
+    add_dtype(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    parser.add_argument(
+        "--allow-incompatible-kv",
+        action="store_true",
+        help="merge even though the variants' KV caches are not interchangeable (for experiments)",
+    )
+    add_shard_size(parser)
+
+
+def merge(args: argparse.Namespace) -> JsonObject:
+    """Merge quantised variants of one model into one checkpoint.
+
+    Each variant is a checkpoint folder: of compressed-tensors, such as llmcompressor writes, of AWQ, GPTQ or
+    AutoRound, of Quark in INT8, in block FP8 or in 16 bit. Tensors that are equal in all of them are stored
+    once. The output appears only when it has been checked and is complete.
+
+    example:
+      flexquant merge w8a8=model-w8a8 w4a16=model-w4a16 --output model-merged --policy phase --overwrite
+    """
+    from flexquant.merge import merge_checkpoints
+
+    folders = parse_folders(args.variants)
+    chosen = ("config_from", "tokenizer_from", "generation_from", "processor_from", "dtype", "policy")
+    how = pick(args, *chosen, "overwrite", "allow_incompatible_kv", "max_shard_size")
+    comparing = progress_bar("comparing the KV caches", unit=" layers")
+    with comparing as kv_progress, progress_bar("merging") as progress:
+        report = merge_checkpoints(folders, args.output, progress=progress, kv_progress=kv_progress, **how)
+    print(f"{args.output}: {format_report(report)}")
+    return {"output": args.output, **report.to_json()}
+
+
+def configure_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="merged checkpoint")
+
+
+def inspect(args: argparse.Namespace) -> JsonObject:
+    """Show what a merged checkpoint holds: variants, bytes, bits per parameter, default policy, KV cache.
+
+    It also shows which layers of which variant the default policy loads, and how many bytes they have.
+
+    Only headers and configs are read, so this takes a second whatever the model's size.
+
+    example:
+      flexquant inspect model-merged
+    """
+    checkpoint = MergedCheckpoint.open(args.folder, published=True)
+    merged, layers = checkpoint.merged, count_layers(checkpoint.config)
+    report = report_checkpoint(merged, layers, checkpoint.tensors)
+    loaded: BytesByRange = {}
+    try:
+        _, policy = choose_policy(None, merged.policy)
+        routes = build_route_table(
+            policy, merged.variants, layers, sys.maxsize, mixable=merged.mixable_groups
+        )
+        sources = {name: derivation.source for name, derivation in routes.derived.items()}
+        held = {name: numbers for name, numbers in routes.layers.items() if routes.has_weights(name)}
+        loaded = bytes_in_use(merged, checkpoint.tensors, held, sources)
+        said = describe_bytes(loaded)
+    except FlexQuantError as e:
+        said = f"unknown, since the policy cannot be served: {e}"
+    losses = read_losses({name: checkpoint.folder / recipe_name(name) for name in report.variants})
+    print(f"{args.folder}: {format_report(report)}\nloaded under the default policy: {said}")
+    for line in loss_lines(losses):
+        print(line)
+    of_variants = {name: {k: v.model_dump() for k, v in kinds.items()} for name, kinds in losses.items()}
+    return {**report.to_json(), "loaded": loaded, "losses": of_variants}
+
+
+def configure_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="merged checkpoint")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="compare bit by bit with these sources instead of the recorded hashes",
+    )
+
+
+def verify(args: argparse.Namespace) -> JsonObject:
+    """Check every tensor of a merged checkpoint against its recorded hash, or against its sources.
+
+    example:
+      flexquant verify model-merged --against w8a8=model-w8a8 w4a16=model-w4a16
+    """
+    from flexquant.merge import verify_checkpoint
+
+    against = parse_folders(args.against)
+    with progress_bar("verifying") as progress:
+        result = verify_checkpoint(args.folder, against, progress)
+    for measure, count in result["tensors_compared_with"].items():
+        print(f"{args.folder}: {count} tensors equal to {measure}")
+    return result
+
+
+def configure_split(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="merged checkpoint")
+    parser.add_argument("--variant", required=True, metavar="NAME", help="variant to write")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    add_shard_size(parser)
+
+
+def split(args: argparse.Namespace) -> JsonObject:
+    """Write one variant of a merged checkpoint as a plain checkpoint, which any vLLM loads.
+
+    Keys, config and recipe are those of the source, and the tensors are bit-identical.
+
+    example:
+      flexquant split model-merged --variant w4a16 --output model-w4a16
+    """
+    from flexquant.merge import split_checkpoint
+
+    how = pick(args, "overwrite", "max_shard_size")
+    with progress_bar("splitting") as progress:
+        result = split_checkpoint(args.folder, args.variant, args.output, progress=progress, **how)
+    print(f"{args.output}: {result['tensors']} tensors of '{args.variant}', {format_bytes(result['bytes'])}")
+    return result

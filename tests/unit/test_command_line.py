@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The command line: values of options, lines of stages, and what the system refuses about a user's path."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from torch.distributed import FileStore
+
+from flexquant import cli
+from flexquant.cli import _stages, explain_os_error
+from flexquant.cli._arguments import (
+    parse_count,
+    parse_counts,
+    parse_number,
+    parse_percent,
+    parse_share,
+    parse_size,
+)
+from flexquant.cli._stages import Stages
+from flexquant.merge import merge_checkpoints
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5 * 10**9),
+        ("500mb", 500 * 10**6),
+        ("2 GiB", 2 * 1024**3),
+        ("1.5K", 1500),
+        ("3TiB", 3 * 1024**4),
+        ("1.5MiB", 3 * 1024**2 // 2),
+        ("7", 7),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+MANY = "1" * 400
+BAD = ["", "nan", "inf", "-inf", "1e999", "-1", "0x5", MANY, "1" * 5000, f"0.{'0' * 400}1", "five"]
+
+
+@pytest.mark.parametrize("text", [*BAD, f"{MANY}GB", f"{MANY}.5TiB", f"{MANY}%", f"3,{MANY}", "nan%", "1GB1"])
+@pytest.mark.parametrize("parse", [parse_count, parse_counts, parse_size, parse_number, parse_percent])
+def test_no_text_is_a_number_that_is_none(parse: Callable[[str], object], text: str) -> None:
+    """Whatever is taken is finite."""
+    try:
+        found = parse(text)
+    except argparse.ArgumentTypeError as e:
+        assert "is not a" in str(e) or "the list is empty" in str(e)
+        return
+    for number in found if isinstance(found, tuple) else [found]:
+        assert isinstance(number, int | float) and math.isfinite(number) and abs(number) < 1e30
+
+
+def test_shares_and_numbers() -> None:
+    assert (parse_share("1"), parse_share("0.25"), parse_number("-2.5")) == (1, 0.25, -2.5)
+    for text in ("0", "1.1", "nan", "-0.5", "half"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a share above 0"):
+            parse_share(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="'nan' is not a number such as 0.1"):
+        parse_number("nan")
+
+
+def two_stages() -> None:
+    stages = Stages(2)
+    with stages.stage("reading") as show:
+        for done in range(1, 4):
+            show(done, 3)
+    with pytest.raises(ValueError), stages.stage("w8a8: quantising", unit=" layers") as show:
+        show(12, 30)
+        stages.note("3 linears were rounded to nearest")
+        raise ValueError
+
+
+def test_a_file_gets_one_line_a_stage_and_a_line_for_each_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "log").open("w") as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        two_stages()
+        monkeypatch.undo()
+    first, second, third = (tmp_path / "log").read_text().splitlines()
+    assert re.fullmatch(r"\[1/2\] reading \.\.\. \d+\.\d s", first)
+    assert second == "[2/2] w8a8: quantising ..."
+    assert third == "3 linears were rounded to nearest"
+
+
+def read_all(terminal: int) -> str:
+    """Return what was written to a terminal whose other end is closed, and close this one."""
+    written = b""
+    with suppress(OSError):  # reading fails at the terminal's end
+        while part := os.read(terminal, 10000):
+            written += part
+    os.close(terminal)
+    return written.decode()
+
+
+def test_a_terminal_sees_the_running_line_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stages, "SHOWN_EVERY", 0)
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        two_stages()
+        monkeypatch.undo()
+    written = read_all(master)
+    assert "\r[1/2] reading ... 67%, 0 s" in written
+    assert "\r[2/2] w8a8: quantising ... 12 of 30 layers, 0 s" in written
+    lines = written.replace("\x1b[K", "").split("\n")
+    first, second, third = (line.rstrip("\r").rpartition("\r")[2] for line in lines[:3])
+    assert re.fullmatch(r"\[1/2\] reading \.\.\. \d+\.\d s", first)
+    assert second == "[2/2] w8a8: quantising ... 12 of 30 layers, 0 s"
+    assert third == "3 linears were rounded to nearest"
+
+
+TOO_LONG = "n" * 300
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("source") / "w8a8")
+
+
+@pytest.fixture(scope="module")
+def merged(source: Path) -> Path:
+    merge_checkpoints({"w8a8": source}, source.with_name("merged"))
+    return source.with_name("merged")
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
+    """Run a command that fails with exit code 1; return its one line on stderr."""
+    assert cli.main([str(part) for part in argv]) == 1
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"flexquant {argv[0]}: error: ")
+    return line
+
+
+def test_a_name_that_the_system_refuses(merged, source, tmp_path, capsys):
+    output = tmp_path / TOO_LONG
+    for argv in (
+        ["merge", f"w8a8={source}", "--output", output],
+        ["split", merged, "--variant", "w8a8", "--output", output],
+        ["inspect", output],
+    ):
+        line = complaint(capsys, *argv)
+        assert TOO_LONG in line and "File name too long" in line and "; choose a" in line
+
+
+@pytest.mark.parametrize("folder", ["file/below", "/proc/flexquant/below"])
+def test_a_folder_that_cannot_be_made(merged, source, tmp_path, capsys, folder):
+    (tmp_path / "file").write_text("mine")
+    output = tmp_path / folder
+    for argv in (
+        ["merge", f"w8a8={source}", "--output", output],
+        ["split", merged, "--variant", "w8a8", "--output", output],
+    ):
+        assert str(output) in complaint(capsys, *argv)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_full_disk_behind_the_standard_output(merged):
+    command = [sys.executable, "-m", "flexquant", "inspect", str(merged), "--json"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("flexquant inspect: error: the disk is full")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_full_disk_of_which_a_library_tells(tmp_path):
+    """vLLM's processes meet through a temporary file, which the library cannot write."""
+    (tmp_path / "store").symlink_to("/dev/full")
+    with pytest.raises(RuntimeError) as told:
+        FileStore(str(tmp_path / "store"), 1).set("key", "value")
+    sentence = explain_os_error(told.value)
+    assert sentence is not None and sentence.startswith("the disk is full (No space left on device")
+    assert explain_os_error(RuntimeError("something else")) is None
+
+
+def test_a_reader_that_goes_away_is_no_traceback(merged):
+    command = [sys.executable, "-m", "flexquant", "inspect", str(merged)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 1
+
+
+def test_a_file_missing_from_the_package_itself_is_not_the_users_to_mend():
+    ours = Path(cli.__file__).with_name("gone.yaml")
+    with pytest.raises(FileNotFoundError) as found:
+        ours.read_text()
+    assert explain_os_error(found.value) is None
+    assert explain_os_error(ConnectionResetError(104, "Connection reset by peer")) is None
+    assert explain_os_error(OSError("raised by hand")) is None
