@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> JsonObject:
         report_checkpoint,
     )
     from flexquant.errors import FlexQuantError
-    from flexquant.policy.default_policy import choose_policy
     from flexquant.policy.routes import build_route_table
+    from flexquant.policy.rules import choose_policy
 
     checkpoint = MergedCheckpoint.open(args.folder, published=True)
     merged, layers = checkpoint.merged, count_layers(checkpoint.config)

@@ -16,9 +16,8 @@ from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
-from flexquant.policy.default_policy import choose_policy
 from flexquant.policy.routes import RouteTable, build_route_table
-from flexquant.policy.rules import Policy
+from flexquant.policy.rules import Policy, choose_policy
 from flexquant.serving.derivations import check_derivable
 from flexquant.serving.options import RESOLVED_KEY, ServedPolicy, ServingOptions, additional_config
 from flexquant.serving.refusals import has_one_head, refusals

@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.policy.default_policy import (
+from flexquant.policy.rules import (
     DEFAULT_POLICY,
+    builtin_policies,
     choose_policy,
     default_name,
     find_measured,
     find_policies,
+    load_policy,
+    parse_policy,
+    parse_policy_text,
 )
-from flexquant.policy.rules import builtin_policies, load_policy, parse_policy, parse_policy_text
-from flexquant.policy.schema import SCHEMA, Bounds
+from flexquant.policy.schema import SCHEMA, Bounds, parse_layers
 from tests import programs, readme
 from tests.policies import rules
 
@@ -51,17 +54,18 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     policy = load_policy(str(path))
     assert (policy.name, policy.description) == (str(path), "every key once")
     first, second, last = policy.rules
-    assert (first.phases, first.tokens) == (("prefill", "mixed"), Bounds(min=16, max=512))
-    assert (first.batch_size.min, first.batch_size.max) == (1, None)
-    assert (first.variant, first.layers) == ("w8a8", ())
-    assert (second.phases, second.batch_size, second.variant) == (("decode",), Bounds(max=32), "w4a16")
-    assert [(r.first, r.last, r.variant) for r in second.layers] == [
-        (0, 3, "w8a8"),
-        (-1, -1, "fp8"),
-        (-4, -3, "w8a8"),
+    assert (first.when.phases, first.when.tokens) == (("prefill", "mixed"), Bounds(min=16, max=512))
+    assert (first.when.batch_size.min, first.when.batch_size.max) == (1, None)
+    assert (first.variant, first.layers) == ("w8a8", {})
+    assert (second.when.phases, second.when.batch_size) == (("decode",), Bounds(max=32))
+    assert second.variant == "w4a16"
+    assert [(parse_layers(text), variant) for text, variant in second.layers.items()] == [
+        ((0, 3), "w8a8"),
+        ((-1, -1), "fp8"),
+        ((-4, -3), "w8a8"),
     ]
     assert second.plan_text == "w4a16+w8a8[0-3,-4--3]+fp8[-1]"
-    assert last.phases == ("prefill", "decode", "mixed")
+    assert last.when.phases == ("prefill", "decode", "mixed")
     assert policy.variants == ("w8a8", "w4a16", "fp8")
 
 
@@ -90,7 +94,7 @@ def test_rules_may_share_a_yaml_alias(tmp_path: Path) -> None:
         )
     )
     first, last = load_policy(str(path)).rules
-    assert [r.variant for r in last.layers] == [r.variant for r in first.layers] == ["w8a8"]
+    assert [*last.layers.values()] == [*first.layers.values()] == ["w8a8"]
 
 
 def test_partly_shadowed_rule_is_allowed() -> None:
