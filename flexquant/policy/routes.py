@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import NamedTuple, TypeVar
 
 from flexquant.checkpoint.model_config import JsonObject
@@ -132,7 +132,8 @@ class RouteTable:
         return all(len(self.reachable(tokens)) <= 1 for tokens in {*starts, one + 1, one + 2})
 
 
-class RouteChange(NamedTuple):
+@dataclass(frozen=True)
+class RouteChange:
     """A phase's passes of ``min_tokens`` to ``max_tokens`` tokens, ends included, and their plans."""
 
     phase: Phase

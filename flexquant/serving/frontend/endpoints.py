@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.responses import HTMLResponse
-from pydantic import BaseModel, ConfigDict
 from vllm.logger import init_logger
 
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
+from flexquant.policy.routes import RouteChange
 from flexquant.policy.rules import Policy, parse_policy_text
 from flexquant.policy.schema import SCHEMA, Phase, json_schema
 from flexquant.serving.config import served_policy
@@ -137,27 +137,6 @@ class RouteOfTokens(Reply):
     plan: str
 
 
-class LastPass(Reply):
-    """The fields of :class:`~flexquant.serving.worker.forward_pass.Pass`, and the plan."""
-
-    phase: Phase
-    tokens: int
-    sequences: int
-    max_query_len: int
-    scheduled_tokens: int
-    plan: str
-
-
-class PlanCounts(BaseModel):
-    """Counters of one plan and phase, by their names in ``/metrics`` without ``flexquant:``."""
-
-    model_config = ConfigDict(extra="allow")
-
-    plan: str
-    phase: Phase
-    forward: float
-
-
 class Status(Reply):
     """What the first rank serves, and the counters of all engines."""
 
@@ -173,8 +152,10 @@ class Status(Reply):
     """Variant, or ``shared`` for weights that several variants use -> bytes of its weights."""
     weight_bytes_by_layers: dict[str, dict[str, int]]
     """The same bytes by range of decoder layers, e.g. ``0-3``; an empty text is outside of layers."""
-    last_pass: LastPass | None
-    counted: list[PlanCounts] | None
+    last_pass: JsonObject | None
+    """Phase, tokens with and without padding, sequences and plan, as in the trace; None before any pass."""
+    counted: list[JsonObject] | None
+    """Plan, phase, and their counters by the names in ``/metrics`` without ``flexquant:``."""
     ranks: int
     disagreement: list[PolicyName] | None = None
     """Policies of all engines, only if they differ."""
@@ -221,23 +202,13 @@ async def page() -> HTMLResponse:
     return HTMLResponse(html.replace("NONCE", nonce, 1), headers=headers)
 
 
-class ChangedRoute(Reply):
-    """The fields of :class:`flexquant.policy.routes.RouteChange`."""
-
-    phase: Phase
-    min_tokens: int
-    max_tokens: int
-    before: str
-    after: str
-
-
 class PolicyChange(Reply):
     """Effects of changing the policy, or of a dry run."""
 
     before: PolicyName
     after: PolicyName
     captures_graphs: bool
-    routes: list[ChangedRoute]
+    routes: list[RouteChange]
     dry_run: bool
     seconds: float
 
