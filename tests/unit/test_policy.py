@@ -176,10 +176,7 @@ def test_weights_are_derived_in_int4_unless_int8_is_said() -> None:
         ),
         ({"w4a8": {"from": "w4a16"}}, r"derive\.w4a8 lacks the key 'activations'"),
         ({"w4a8": {"from": "w4a8", "activations": "int8"}}, r"derive\.w4a8\.from is 'w4a8', itself derived"),
-        (
-            {"W4": {"from": "w4a16", "activations": "int8"}},
-            r"derive\.W4 is wrong: 'W4' is not a",
-        ),
+        ({"W4": {"from": "w4a16", "activations": "int8"}}, r"derive\.W4 is wrong: 'W4' is not a"),
         ({"other": {"from": "w4a16", "activations": "fp8"}}, r"derive\.other is used by no rule"),
         ({"w4a8": "w4a16"}, r"derive\.w4a8 is \"w4a16\"; give a mapping"),
     ],

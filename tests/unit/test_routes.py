@@ -283,8 +283,7 @@ def test_reachable_plans_with_speculated_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("w8a8", True), ("single-copy", True), ("phase", False), ("phase-batch", False)],
+    ("name", "expected"), [("w8a8", True), ("single-copy", True), ("phase", False), ("phase-batch", False)]
 )
 def test_whether_the_size_alone_decides(name: str, expected: bool) -> None:
     table = build_route_table(
