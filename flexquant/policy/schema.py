@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from flexquant.checkpoint.merged_config import VARIANT_NAME, check_variant_name
 from flexquant.checkpoint.model_config import JsonObject
@@ -43,14 +43,6 @@ NO_MOMENTS = (
 )
 
 
-def _check_name(name: str) -> str:
-    try:
-        check_variant_name(name)
-    except FlexQuantError as e:
-        raise Problem(f"is wrong: {e}") from e
-    return name
-
-
 def parse_layers(text: str) -> tuple[int, int]:
     """Return the first and the last layer of a key such as ``0-3`` or ``-1``; raise Problem for another."""
     match = LAYERS.fullmatch(text)
@@ -61,6 +53,14 @@ def parse_layers(text: str) -> tuple[int, int]:
     if first > last and (first < 0) == (last < 0):
         raise Problem(f'runs backwards; write "{last}-{first}"')
     return first, last
+
+
+def _check_name(name: str) -> str:
+    try:
+        check_variant_name(name)
+    except FlexQuantError as e:
+        raise Problem(f"is wrong: {e}") from e
+    return name
 
 
 VariantName = Annotated[
@@ -198,12 +198,6 @@ class DerivedSection(Section):
     """int4: a second copy, in the layout of another kernel. int8: no copy, each pass computes them."""
 
 
-def _check_count(rules: list[Rule]) -> list[Rule]:
-    if len(rules) > MAX_RULES:
-        raise Problem(f"has {len(rules)} rules; write at most {MAX_RULES}")
-    return rules
-
-
 class PolicySection(Section):
     """A FlexQuant policy: which variant runs each forward pass."""
 
@@ -213,7 +207,6 @@ class PolicySection(Section):
     rules: Annotated[
         list[Rule],
         Field(min_length=1, json_schema_extra={"maxItems": MAX_RULES}),
-        AfterValidator(_check_count),
         says("give a list of at least one rule"),
     ]
     """The first rule that takes a pass decides; the last rule has no `when`."""
@@ -226,6 +219,13 @@ class PolicySection(Section):
     measured: MeasuredSection | None = None
 
     refused: ClassVar[Mapping[str, str]] = {"experimental": NO_MOMENTS}
+
+    @field_validator("rules")
+    @classmethod
+    def _check_count(cls, rules: list[Rule]) -> list[Rule]:
+        if len(rules) > MAX_RULES:
+            raise Problem(f"has {len(rules)} rules; write at most {MAX_RULES}")
+        return rules
 
 
 def json_schema() -> JsonObject:
