@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What the package imports is declared, so that no other package's requirements have to bring it."""
+"""What the package imports is declared, and not loaded before it is needed.
+
+Checkpoints, policies and documents are read by processes that have neither torch nor vLLM loaded.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 import tomllib
@@ -12,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -57,3 +63,26 @@ def test_every_import_is_declared(folder):
         if unknown := sorted(set(imported(file)) - declared(extras)):
             missing[str(place)] = unknown
     assert not missing
+
+
+IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+names = [m.name for m in pkgutil.iter_modules(package.__path__, package.__name__ + ".")]
+heavy = {}
+for name in names:
+    importlib.import_module(name)
+    heavy |= {h: name for h in ("torch", "vllm", "transformers") if h in sys.modules and h not in heavy}
+importlib.import_module("flexquant.cli.policy")
+importlib.import_module("flexquant.policy.rules").load_policy("phase-batch")
+heavy |= {h: "a policy" for h in {"torch", "vllm", "transformers"} & set(sys.modules) - set(heavy)}
+print(json.dumps([len(names), heavy]))
+"""
+
+
+@pytest.mark.parametrize("package", ["checkpoint", "policy", "documents"])
+def test_no_module_imports_torch_or_vllm(package):
+    command = [sys.executable, "-c", IMPORT_ALL, f"flexquant.{package}"]
+    modules, heavy = json.loads(programs.run(command, timeout=120).stdout)
+    assert modules > 2
+    assert heavy == {}, "the first module that loads each"

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Policy documents: what is read of them, the built-in ones, and which one is used."""
+"""Policy documents: what is read of them, the built-in ones, which one is used, and their JSON Schema."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
+import flexquant.policies
+from flexquant import cli
+from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import (
     DEFAULT_POLICY,
@@ -23,9 +27,10 @@ from flexquant.policy.rules import (
     parse_policy,
     parse_policy_text,
 )
-from flexquant.policy.schema import SCHEMA, Bounds, parse_layers
-from tests import programs, readme
+from flexquant.policy.schema import SCHEMA, Bounds, json_schema, parse_layers
+from tests import readme
 from tests.policies import rules
+from tests.unit.test_policy_refusals import BAD
 
 FULL = """\
 schema: flexquant.policy/v1
@@ -132,15 +137,6 @@ def test_builtin_policies_are_complete() -> None:
         assert parse_policy(policy.document).rules == policy.rules
 
 
-def test_policies_import_neither_torch_nor_vllm() -> None:
-    code = (
-        "import sys, flexquant.policy.rules, flexquant.policy.routes, flexquant.cli.policy;"
-        "flexquant.policy.rules.load_policy('phase-batch');"
-        "sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
-    )
-    programs.run([sys.executable, "-c", code], timeout=120)
-
-
 def deriving(**derive: Any) -> dict[str, Any]:
     return {"schema": "flexquant.policy/v1", "derive": derive, "rules": [{"use": "w4a8"}]}
 
@@ -223,3 +219,52 @@ def test_measured_times_are_those_of_the_chosen_policy() -> None:
     assert find_measured(None, STORED) is None and find_measured(None) is None
     with pytest.raises(FlexQuantError, match="w8a8 has no measured times .*flexquant tune"):
         find_measured("w8a8", tuned.document)
+
+
+FOLDER = Path(flexquant.policies.__file__).parent
+FILE = FOLDER / "policy.schema.json"
+TUNING = sorted((Path(__file__).parents[2] / "benchmarks" / "results" / "tuning").glob("*.yaml"))
+OF_MEANING = (
+    "last rule has when",
+    "early rule without when",
+    "batch size",
+    "min above max",
+    "layers backwards",
+    "shadowed",
+)
+"""How the names of those refusals begin that JSON Schema cannot express."""
+
+
+def test_the_schema_accepts_every_policy_that_is_shipped_or_was_tuned() -> None:
+    schema = json_schema()
+    policies = [*sorted(FOLDER.glob("*.yaml")), *TUNING]
+    assert len(policies) > 10
+    for path in policies:
+        document = from_yaml(path.read_bytes(), path.name, "policy", ("schema", "rules")).data
+        jsonschema.validate(document, schema)
+
+
+@pytest.mark.parametrize("text", [case[0] for case in BAD.values()], ids=BAD)
+def test_the_schema_refuses_what_is_refused_but_for_meaning(text: str, request: Any) -> None:
+    try:
+        document = from_yaml(text.encode(), "bad.yaml", "policy", ("schema", "rules")).data
+    except FlexQuantError:
+        return
+    with pytest.raises(FlexQuantError):
+        parse_policy(document)
+    accepted = jsonschema.Draft202012Validator(json_schema()).is_valid(document)
+    assert accepted == request.node.callspec.id.startswith(OF_MEANING)
+
+
+def test_the_schemas_file_is_of_the_models(capsys: pytest.CaptureFixture[str]) -> None:
+    """If not: flexquant policy schema > policies/policy.schema.json"""
+    assert cli.main(["policy", "schema"]) == 0
+    assert FILE.read_text(encoding="utf-8") == capsys.readouterr().out
+    assert json.loads(FILE.read_text(encoding="utf-8")) == json_schema()
+
+
+def test_built_in_policies_name_the_schema_for_editors() -> None:
+    for path in FOLDER.glob("*.yaml"):
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        assert first == "# yaml-language-server: $schema=policy.schema.json", path.name
+        assert yaml.safe_load(path.read_bytes())["schema"] == "flexquant.policy/v1"
