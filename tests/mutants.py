@@ -25,10 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "mutants.json"
 ROOMS = {
-    "flexquant/policy": (
-        "policy policy_refusals policy_schema routes route_changes choose moments trigger cli_policy "
-        "pass_cost yaml_document"
-    ),
+    "flexquant/policy": "policy policy_refusals routes cli_policy yaml_document",
     "flexquant/checkpoint": (
         "output hub layer_ranges merge model_shape same_model same_processor same_tokenizer served_config "
         "sidecars source_errors split_verify tied_heads"
