@@ -184,7 +184,8 @@ def build_route_table(
     that is named twice, and a plan with layers of variants in different groups of ``mixable``.
     """
     _check_derived(policy, variants)
-    known, plans = [*variants, *policy.derived], []
+    known = [*variants, *policy.derived]
+    plans: list[Plan] = []
     for number in range(len(policy.rules)):
         plans.append(Plan.from_layers(_layers(policy, number, known, num_layers)))
         if mixable is not None:

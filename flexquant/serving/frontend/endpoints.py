@@ -26,7 +26,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
@@ -237,7 +237,8 @@ async def change_policy(
             if not dry_run:
                 captures = any(rank["captures_graphs"] for rank in ranks)
                 seen = [rank["before"]["digest"] for rank in ranks]
-                async with _paused(engine) if captures else nullcontext():
+                pause: AbstractAsyncContextManager[None] = _paused(engine) if captures else nullcontext()
+                async with pause:
                     ranks = await _ask_change(engine, served, False, seen)
                 logger.info("policy %s taken instead of %s", name, ranks[0]["before"]["name"])
         except TimeoutError as e:
