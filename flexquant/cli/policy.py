@@ -26,7 +26,7 @@ from flexquant.documents.results import table_lines
 from flexquant.policy.pass_times import device_name, format_times
 from flexquant.policy.routes import build_route_table, match_rules
 from flexquant.policy.rules import DEFAULT_POLICY, builtin_policies, choose_policy, load_policy
-from flexquant.policy.schema import PHASES, Phase, json_schema
+from flexquant.policy.schema import PHASES, json_schema
 from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 
 Rows = Sequence[tuple[int, int, str]]
@@ -108,6 +108,7 @@ def _validate(args: argparse.Namespace) -> JsonObject:
 
 def _show(args: argparse.Namespace) -> JsonObject:
     result: JsonObject = {}
+    rows: dict[str, Rows]
     if args.model is None:
         _, policy = choose_policy(args.policy)
         names = [rule.plan_text for rule in policy.rules]
@@ -145,7 +146,7 @@ def _show(args: argparse.Namespace) -> JsonObject:
     }
 
 
-def _table(rows: Mapping[Phase, Rows]) -> list[str]:
+def _table(rows: Mapping[str, Rows]) -> list[str]:
     cells = [[f"{'phase':8}", f"{'forward pass of':22}", "plan"]]
     for phase, found in rows.items():
         unit = "sequences" if phase == "decode" else "tokens"
