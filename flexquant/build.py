@@ -28,7 +28,7 @@ from flexquant.merge import merge_checkpoints, verify_checkpoint
 from flexquant.merge.formats import open_source
 from flexquant.merge.merging import policy_to_store
 from flexquant.merge.sidecar_plan import plan_sidecars
-from flexquant.policy.default_policy import choose_policy
+from flexquant.policy.rules import choose_policy
 from flexquant.quantization.progress import Stage, no_stage
 from flexquant.quantization.quantizing import quantize_variants
 from flexquant.quantization.recipe import Recipe

@@ -29,9 +29,8 @@ from flexquant.merge.card import make_card
 from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import MergePlan, plan_merge
 from flexquant.merge.same_model import with_config_of
-from flexquant.policy.default_policy import choose_policy
 from flexquant.policy.routes import build_route_table
-from flexquant.policy.rules import load_policy
+from flexquant.policy.rules import choose_policy, load_policy
 from flexquant.policy.schema import SCHEMA
 
 ANY_NUMBER_OF_TOKENS = 1 << 20

@@ -26,9 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "mutants.json"
 ROOMS = {
-    "flexquant/policy": (
-        "cli_policy machine memory_fit policy policy_refusals policy_schema routes yaml_document"
-    ),
+    "flexquant/policy": "cli_policy machine memory_fit policy policy_refusals routes yaml_document",
     "flexquant/checkpoint": (
         "absent disk_full foreign_errors format hub layer_ranges measured_loss merge merging_vision output "
         "same_model same_processor same_tokenizer served_config sidecars source_errors split_verify "

@@ -21,8 +21,8 @@ from flexquant.checkpoint.weight_bytes import (
 )
 from flexquant.cli._arguments import add_dtype, add_shard_size, parse_folders, pick, progress_bar
 from flexquant.errors import FlexQuantError
-from flexquant.policy.default_policy import choose_policy
 from flexquant.policy.routes import build_route_table
+from flexquant.policy.rules import choose_policy
 
 
 def configure_convert(parser: argparse.ArgumentParser) -> None:

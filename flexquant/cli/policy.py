@@ -16,20 +16,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import add_json, parse_count
 from flexquant.documents.results import table_lines
-from flexquant.policy.default_policy import DEFAULT_POLICY, choose_policy
 from flexquant.policy.pass_times import device_name, format_times
-from flexquant.policy.routes import build_route_table, matching_rules
-from flexquant.policy.rules import builtin_policies, load_policy
-from flexquant.policy.schema import PHASES, Phase, json_schema
+from flexquant.policy.routes import build_route_table, match_rules
+from flexquant.policy.rules import DEFAULT_POLICY, builtin_policies, choose_policy, load_policy
+from flexquant.policy.schema import PHASES, json_schema
 from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
+
+Rows = Sequence[tuple[int, int, str]]
+"""First and last number of tokens of passes, and their plan."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -83,12 +84,11 @@ def _schema(args: argparse.Namespace) -> JsonObject:
 
 
 def _list(args: argparse.Namespace) -> JsonObject:
-    policies = [load_policy(name) for name in builtin_policies()]
+    policies = {name: load_policy(name).description for name in builtin_policies()}
     marks = {DEFAULT_POLICY: " (default)"}
-    rows = [[policy.name, f"{policy.description}{marks.get(policy.name, '')}"] for policy in policies]
-    print("\n".join(table_lines(rows)))
+    print("\n".join(table_lines([[name, f"{text}{marks.get(name, '')}"] for name, text in policies.items()])))
     return {
-        "policies": [{"name": policy.name, "description": policy.description} for policy in policies],
+        "policies": [{"name": name, "description": text} for name, text in policies.items()],
         "default": DEFAULT_POLICY,
     }
 
@@ -102,48 +102,57 @@ def _validate(args: argparse.Namespace) -> JsonObject:
 
 def _show(args: argparse.Namespace) -> JsonObject:
     result: JsonObject = {}
+    rows: dict[str, Rows]
     if args.model is None:
         _, policy = choose_policy(args.policy)
-        rows = [
-            Row(phase, first, last, rule.plan_text)
-            for phase in PHASES
-            for first, last, rule in matching_rules(policy, phase, args.max_tokens)
-        ]
+        names = [rule.plan_text for rule in policy.rules]
+        rows = {phase: match_rules(policy, names, phase, args.max_tokens) for phase in PHASES}
     else:
         config, num_layers = read_merged_config(args.model)
         _, policy = choose_policy(args.policy, config.policy)
         table = build_route_table(
             policy, config.variants, num_layers, args.max_tokens, mixable=config.mixable_groups
         )
-        rows = [
-            Row(phase, interval.min_tokens, interval.max_tokens, interval.plan.name)
-            for phase in PHASES
-            for interval in table.intervals(phase)
-        ]
-        result["num_layers"] = num_layers
-        result["plans"] = {plan.name: list(plan.layers) for plan in table.plans}
+        rows = {phase: [(*row[:2], row.plan.name) for row in table.intervals(phase)] for phase in PHASES}
+        result = {"num_layers": num_layers, "plans": {plan.name: list(plan.layers) for plan in table.plans}}
 
     print(f"{policy.name}: {policy.description}" if policy.description else policy.name)
     print("\n".join(_table(rows)))
     if policy.measured is not None:
         origin = policy.measured.origin
         print(f"\nmeasured: {origin.get('model')}, {device_name(origin)}, {origin.get('date')}")
-        print("\n".join(format_times(policy.measured, lambda phase, size: _plan(rows, phase, size))))
+        print("\n".join(format_times(policy.measured, lambda phase, size: _plan(rows[phase], size))))
     return {
         "policy": policy.name,
         "description": policy.description,
         "routes": [
             {
-                "phase": row.phase,
-                "min_tokens": row.first,
-                "max_tokens": None if row.last == sys.maxsize else row.last,
-                "plan": row.plan,
+                "phase": phase,
+                "min_tokens": first,
+                "max_tokens": None if last == sys.maxsize else last,
+                "plan": plan,
             }
-            for row in rows
+            for phase in PHASES
+            for first, last, plan in rows[phase]
         ],
         "measured": None if policy.measured is None else policy.measured.to_data(),
         **result,
     }
+
+
+def _table(rows: Mapping[str, Rows]) -> list[str]:
+    cells = [[f"{'phase':8}", f"{'forward pass of':22}", "plan"]]
+    for phase, found in rows.items():
+        unit = "sequences" if phase == "decode" else "tokens"
+        for first, last, plan in found:
+            size = f"{first} or more" if last == sys.maxsize else f"{first} to {last}"
+            cells.append([phase, f"{size} {unit}", plan])
+    return table_lines(cells)
+
+
+def _plan(rows: Rows, size: int) -> str:
+    """Return the name of the plan for a pass of ``size`` tokens."""
+    return next((plan for first, last, plan in rows if first <= size <= last), "-")
 
 
 def _apply(args: argparse.Namespace) -> JsonObject:
@@ -161,27 +170,3 @@ def _apply(args: argparse.Namespace) -> JsonObject:
     if not args.dry_run:
         print(f"took {answer['seconds']:.1f} s; a restart serves the policy that the server was started with")
     return answer
-
-
-class Row(NamedTuple):
-    """The plan of the passes of ``first`` to ``last`` tokens, both included."""
-
-    phase: Phase
-    first: int
-    last: int
-    plan: str
-
-
-def _table(rows: Sequence[Row]) -> list[str]:
-    cells = [[f"{'phase':8}", f"{'forward pass of':22}", "plan"]]
-    for row in rows:
-        unit = "sequences" if row.phase == "decode" else "tokens"
-        size = f"{row.first} or more" if row.last == sys.maxsize else f"{row.first} to {row.last}"
-        cells.append([row.phase, f"{size} {unit}", row.plan])
-    return table_lines(cells)
-
-
-def _plan(rows: Sequence[Row], phase: str, size: int) -> str:
-    """Return the name of the plan for a pass of ``size`` tokens."""
-    found = (row for row in rows if row.phase == phase)
-    return next((row.plan for row in found if row.first <= size <= row.last), "-")

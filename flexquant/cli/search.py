@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> JsonObject:
         searched_policy_document,
     )
     from flexquant.layers.searching import Budget, Search
-    from flexquant.policy.default_policy import choose_policy, find_measured
     from flexquant.policy.plans import describe_layers
+    from flexquant.policy.rules import choose_policy, find_measured
 
     budget = Budget(args.max_kl, args.max_slowdown, args.layers)
     study = study_of(args)

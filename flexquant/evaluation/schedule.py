@@ -21,10 +21,9 @@ from pathlib import Path
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import UsageError
 from flexquant.evaluation.inputs import Subject
-from flexquant.policy.default_policy import default_name, find_policies
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable, build_route_table
-from flexquant.policy.rules import Policy
+from flexquant.policy.rules import Policy, default_name, find_policies
 
 
 @dataclass(frozen=True)

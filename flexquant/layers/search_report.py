@@ -64,7 +64,7 @@ def searched_policy_document(
         "when": {**rules[place].get("when", {}), "phase": "decode"},
         "use": Plan.from_layers(found.chosen.layers).rule_use(),
     }
-    takes_others = base.rules[place].phases != ("decode",)
+    takes_others = base.rules[place].when.phases != ("decode",)
     rules[place : place if takes_others else place + 1] = [rule]
     document = add_derivations(document, found.chosen.layers, variants) | {
         "description": f"decode by a searched plan, {budget}: {describe_layers(found.chosen.layers)}",

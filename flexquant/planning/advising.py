@@ -15,9 +15,8 @@ from flexquant.planning.batch_serving import Batches, Limits, Load, serve_batch
 from flexquant.planning.device import GIB, Device
 from flexquant.planning.planned_model import INT4, ModelShape, PlannedModel
 from flexquant.planning.roofline import Batch, pass_seconds, scheme_on
-from flexquant.policy.default_policy import find_policies
 from flexquant.policy.routes import build_route_table
-from flexquant.policy.rules import Policy, load_policy
+from flexquant.policy.rules import Policy, find_policies, load_policy
 from flexquant.policy.schema import Phase
 
 MARGIN = 0.08

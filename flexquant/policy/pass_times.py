@@ -12,8 +12,6 @@ A tuned policy holds them under its key ``measured``:
         w8a8: {1: [60.1, 59.8, 60.9], 8: [159.0, 154.1, 161.2]}
       prefill_ms:                # tokens of one prompt, with an empty KV cache -> the same
         w8a8: {64: [290.9, 280.8, 300.2]}
-
-Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -139,11 +137,11 @@ class PassTimes:
 
     def only(self, variants: Collection[str]) -> PassTimes:
         """Return the times of these variants alone."""
-        decode, prefill = (
-            {name: curve for name, curve in curves.items() if name in variants}
-            for curves in (self.decode, self.prefill)
+        return replace(
+            self,
+            decode={name: self.decode[name] for name in self.decode if name in variants},
+            prefill={name: self.prefill[name] for name in self.prefill if name in variants},
         )
-        return replace(self, decode=decode, prefill=prefill)
 
     def to_data(self) -> JsonObject:
         """Return plain data that :func:`measured_pass_times` reads back, with rounded times."""
@@ -170,16 +168,15 @@ def device_name(origin: JsonObject) -> str:
 
 def measured_pass_times(measured: MeasuredSection) -> PassTimes:
     """Return the times that a policy document holds."""
-    decode, prefill = (
-        {
-            variant: dict(
-                sorted((int(size), Time(*(ms / 1e3 for ms in times))) for size, times in curve.items())
-            )
-            for variant, curve in curves.items()
-        }
-        for curves in (measured.decode_ms, measured.prefill_ms)
-    )
+    decode, prefill = map(_curves_from_data, (measured.decode_ms, measured.prefill_ms))
     return PassTimes(decode, prefill, measured.context, measured.context_ns / 1e9, measured.origin)
+
+
+def _curves_from_data(data: Mapping[str, Mapping[str, list[float]]]) -> dict[str, Curve]:
+    return {
+        variant: {size: Time(*(ms / 1e3 for ms in curve[str(size)])) for size in sorted(map(int, curve))}
+        for variant, curve in data.items()
+    }
 
 
 def format_times(times: PassTimes, plan: Callable[[str, int], str]) -> list[str]:
@@ -193,14 +190,14 @@ def format_times(times: PassTimes, plan: Callable[[str, int], str]) -> list[str]
         rows = [[f"{phase}, ms", *curves, "plan"]]
         for size in sizes:
             unit = UNITS[phase] if size > 1 else UNITS[phase].removesuffix("s")
-            cells = [format_time(curve[size]) for curve in curves.values()]
+            cells = [_milliseconds(curve[size]) for curve in curves.values()]
             rows.append([f"{size} {unit}", *cells, plan(phase, size)])
         lines += [*table_lines(rows), ""]
     return lines[:-1]
 
 
-def format_time(time: Time) -> str:
-    """Return median, smallest and largest in milliseconds, e.g. ``60.1 (59.8-60.9)``."""
+def _milliseconds(time: Time) -> str:
+    """Return median, smallest and largest, e.g. ``60.1 (59.8-60.9)``."""
     median, low, high = (f"{1e3 * seconds:.3g}" for seconds in time)
     return median if low == median == high else f"{median} ({low}-{high})"
 

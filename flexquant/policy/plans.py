@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import describe_range, describe_ranges
-from flexquant.errors import FlexQuantError
 
 Layers = tuple[str, ...]
 """The variant of every decoder layer, in order."""
@@ -36,26 +34,6 @@ class Plan:
         }
         return cls(plan_name(base, others), layers)
 
-    @classmethod
-    def from_name(cls, name: str, num_layers: int) -> Plan:
-        """Return the plan with this name, for a model of ``num_layers`` decoder layers.
-
-        Raises FlexQuantError if no plan of such a model has the name.
-        """
-        base, *others = name.split("+")
-        layers = [base] * num_layers
-        for variant, ranges in (part.removesuffix("]").split("[", 1) for part in others if "[" in part):
-            for first, _, last in (run.partition("-") for run in ranges.split(",")):
-                if first.isdecimal() and (last or first).isdecimal():
-                    run = range(int(first), int(last or first) + 1)
-                    layers[run.start : run.stop] = [variant] * len(run)
-        plan = cls.from_layers(tuple(layers)) if len(layers) == num_layers else None
-        if plan is None or plan.name != name:
-            raise FlexQuantError(f"'{name}' is no plan of a model with {num_layers} layers")
-        for variant in plan.variants:
-            check_variant_name(variant)
-        return plan
-
     @property
     def variants(self) -> tuple[str, ...]:
         """The variants that the plan takes layers from, in the order of their first layer."""
@@ -63,15 +41,9 @@ class Plan:
 
     def rule_use(self) -> str | JsonObject:
         """Return the value of ``use`` in a policy's rule for the plan."""
-        ((default, number),) = Counter(self.layers).most_common(1)
-        if number == len(self.layers):
-            return default
-        return {
-            "default": default,
-            "layers": {
-                describe_range(run): variant for variant, run in runs(self.layers) if variant != default
-            },
-        }
+        default = Counter(self.layers).most_common(1)[0][0]
+        others = {describe_range(run): variant for variant, run in runs(self.layers) if variant != default}
+        return {"default": default, "layers": others} if others else default
 
 
 def plan_name(base: str, others: Mapping[str, str]) -> str:

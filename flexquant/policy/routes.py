@@ -3,22 +3,25 @@
 """Build the route table of a policy for one model, so that choosing a plan takes one look-up.
 
 The plan of a forward pass is a pure function of its phase and its padded token count, the same on every
-rank and for every replay of a CUDA graph. vLLM's front end builds the table; workers get it as plain data
-(:meth:`RouteTable.to_json`). Nothing here imports torch or vLLM.
+rank and for every replay of a CUDA graph. vLLM's front end builds the table (:func:`build_route_table`) from
+the plan of each rule; workers get it as plain data (:meth:`RouteTable.to_json`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import NamedTuple, TypeVar
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.documents.yaml_document import KeyPath
 from flexquant.errors import FlexQuantError
-from flexquant.policy.plans import Plan
-from flexquant.policy.rules import Derivation, LayerRange, Policy, Rule
-from flexquant.policy.schema import PHASES, Phase
+from flexquant.policy.plans import Layers, Plan
+from flexquant.policy.rules import Derivation, Policy
+from flexquant.policy.schema import PHASES, Phase, parse_layers
+
+T = TypeVar("T")
 
 
 class Interval(NamedTuple):
@@ -129,7 +132,8 @@ class RouteTable:
         return all(len(self.reachable(tokens)) <= 1 for tokens in {*starts, one + 1, one + 2})
 
 
-class RouteChange(NamedTuple):
+@dataclass(frozen=True)
+class RouteChange:
     """A phase's passes of ``min_tokens`` to ``max_tokens`` tokens, ends included, and their plans."""
 
     phase: Phase
@@ -147,15 +151,14 @@ def route_changes(before: RouteTable, after: RouteTable) -> list[RouteChange]:
     """
     changes: list[RouteChange] = []
     for phase in PHASES:
-        old, new = before.intervals(phase), after.intervals(phase)
-        starts = sorted({row.min_tokens for row in (*old, *new)})
-        for first, following in zip(starts, [*starts[1:], old[-1].max_tokens + 1], strict=True):
-            plans = before.lookup(phase, first).name, after.lookup(phase, first).name
-            if plans[0] == plans[1]:
-                continue
-            if changes and changes[-1] == (phase, changes[-1].min_tokens, first - 1, *plans):
-                first = changes.pop().min_tokens
-            changes.append(RouteChange(phase, first, following - 1, *plans))
+        rows = [*before.intervals(phase), *after.intervals(phase)]
+        plans = {
+            row.min_tokens: tuple(table.lookup(phase, row.min_tokens).name for table in (before, after))
+            for row in rows
+        }
+        for first, last, (old, new) in _ranges(plans, rows[-1].max_tokens):
+            if old != new:
+                changes.append(RouteChange(phase, first, last, old, new))
     return changes
 
 
@@ -180,56 +183,53 @@ def build_route_table(
     Raises :class:`FlexQuantError` for a variant that does not exist, a layer that the model does not have or
     that is named twice, and a plan with layers of variants in different groups of ``mixable``.
     """
-    variants = [*variants, *_derived(policy, variants)]
-    plans = {}
-    for rule in policy.rules:
-        plan = _plan(rule, variants, num_layers)
+    _check_derived(policy, variants)
+    known = [*variants, *policy.derived]
+    plans: list[Plan] = []
+    for number in range(len(policy.rules)):
+        plans.append(Plan.from_layers(_layers(policy, number, known, num_layers)))
         if mixable is not None:
-            _check_mixable(rule, plan, policy, mixable)
-        plans[rule] = plan
-
-    intervals: dict[Phase, list[Interval]] = {}
-    for phase in PHASES:
-        rows = intervals[phase] = []
-        for first, last, rule in matching_rules(policy, phase, max_tokens, tokens_per_sequence):
-            if rows and rows[-1].plan == plans[rule]:
-                first = rows.pop().min_tokens
-            rows.append(Interval(first, last, plans[rule]))
+            _check_mixable(policy, number, plans[-1], mixable)
+    intervals = {
+        phase: [Interval(*row) for row in match_rules(policy, plans, phase, max_tokens, tokens_per_sequence)]
+        for phase in PHASES
+    }
     table = RouteTable(intervals, policy.derived, tokens_per_sequence)
     return table if max_decode_tokens is None else table.up_to(max_decode_tokens)
 
 
-def matching_rules(
-    policy: Policy, phase: str, max_tokens: int, tokens_per_sequence: int = 1
-) -> list[tuple[int, int, Rule]]:
-    """Return ``(first, last, rule)``, ascending, for the token counts from 1 to ``max_tokens``."""
+def match_rules(
+    policy: Policy, plans: Sequence[T], phase: Phase, max_tokens: int, tokens_per_sequence: int = 1
+) -> list[tuple[int, int, T]]:
+    """Return ``(first, last, plan)``, ascending, for the token counts from 1 to ``max_tokens``.
+
+    ``plans`` are those of the policy's rules, in order; neighbouring ranges have different ones.
+    """
     starts = {1}
     for rule in policy.rules:
-        starts |= rule.tokens.starts() | rule.batch_size.starts(tokens_per_sequence)
-    cuts = sorted(start for start in starts if start <= max_tokens)
-    rows: list[tuple[int, int, Rule]] = []
-    for first, following in zip(cuts, [*cuts[1:], max_tokens + 1], strict=True):
+        starts |= rule.when.tokens.starts() | rule.when.batch_size.starts(tokens_per_sequence)
+    found = {}
+    for first in starts:
         batch_size = -(-first // tokens_per_sequence)
-        rule = next(rule for rule in policy.rules if rule.matches(phase, first, batch_size))
-        if rows and rows[-1][2] is rule:
-            first = rows.pop()[0]
-        rows.append((first, following - 1, rule))
-    return rows
+        rules = zip(policy.rules, plans, strict=True)
+        found[first] = next(plan for rule, plan in rules if rule.matches(phase, first, batch_size))
+    return _ranges(found, max_tokens)
 
 
-def _check_mixable(rule: Rule, plan: Plan, policy: Policy, mixable: Collection[Collection[str]]) -> None:
-    stored = {v: policy.derived[v].source if v in policy.derived else v for v in plan.variants}
-    if any(set(stored.values()) <= set(group) for group in mixable):
-        return
-    groups = [" with ".join(group) for group in mixable if len(group) > 1]
-    advice = f"mix {' or '.join(groups)} only, or use" if groups else "use"
-    raise FlexQuantError(
-        f"{rule.place} begins a plan with layers of {' and '.join(plan.variants)} ({plan.name}), but the "
-        f"residual streams of these variants differ; {advice} a policy without 'layers'"
-    )
+def _ranges(values: Mapping[int, T], end: int) -> list[tuple[int, int, T]]:
+    """Return ``(first, last, value)``, ascending, up to ``end``; neighbours with equal values are one range.
+
+    ``values`` are those from each number on.
+    """
+    starts: list[int] = []
+    for number in sorted(values):
+        if number <= end and not (starts and values[starts[-1]] == values[number]):
+            starts.append(number)
+    lasts = [*(start - 1 for start in starts[1:]), end]
+    return [(first, last, values[first]) for first, last in zip(starts, lasts, strict=True)]
 
 
-def _derived(policy: Policy, variants: Collection[str]) -> list[str]:
+def _check_derived(policy: Policy, variants: Collection[str]) -> None:
     for name, derivation in policy.derived.items():
         if name in variants:
             raise FlexQuantError(
@@ -241,43 +241,63 @@ def _derived(policy: Policy, variants: Collection[str]) -> list[str]:
                 f"{derivation.place} derives '{name}' from '{derivation.source}', but the checkpoint has "
                 f"{', '.join(sorted(variants))}; derive from one of those, or choose another policy"
             )
-    return list(policy.derived)
 
 
-def _plan(rule: Rule, variants: Collection[str], num_layers: int) -> Plan:
-    choices = [(rule.variant, rule.place), *((layers.variant, layers.place) for layers in rule.layers)]
-    for variant, place in choices:
+def _use(policy: Policy, number: int) -> KeyPath:
+    """Return the path of the variant of most layers, in the rule with this number."""
+    return ("rules", number, "use", *(["default"] if policy.rules[number].layers else []))
+
+
+def _check_mixable(policy: Policy, number: int, plan: Plan, mixable: Collection[Collection[str]]) -> None:
+    stored = {policy.derived[v].source if v in policy.derived else v for v in plan.variants}
+    if any(stored <= set(group) for group in mixable):
+        return
+    groups = [" with ".join(group) for group in mixable if len(group) > 1]
+    advice = f"mix {' or '.join(groups)} only, or use" if groups else "use"
+    raise FlexQuantError(
+        f"{policy.place(_use(policy, number))} begins a plan with layers of {' and '.join(plan.variants)} "
+        f"({plan.name}), but the residual streams of these variants differ; {advice} a policy without "
+        "'layers'"
+    )
+
+
+def _layers(policy: Policy, number: int, variants: Collection[str], num_layers: int) -> Layers:
+    """Return the variant of each layer in the plan of the rule with this number."""
+    rule = policy.rules[number]
+    places = {text: policy.place(("rules", number, "use", "layers", text)) for text in rule.layers}
+    choices = [(rule.variant, policy.place(_use(policy, number)))]
+    for variant, place in [*choices, *((rule.layers[text], place) for text, place in places.items())]:
         if variant not in variants:
             raise FlexQuantError(
                 f"{place} names the variant '{variant}', but the checkpoint has "
                 f"{', '.join(sorted(variants))}; use one of those, choose another "
                 "policy, or merge a checkpoint with that variant"
             )
-    chosen: dict[int, LayerRange] = {}
-    for layers in rule.layers:
-        for layer in _resolve(layers, num_layers):
-            if layer in chosen:
+    named: dict[int, str] = {}
+    for text, place in places.items():
+        for layer in _numbers(text, place, num_layers):
+            if layer in named:
                 raise FlexQuantError(
-                    f'{layers.place} overlaps "{chosen[layer].text}": both name layer {layer} of this '
+                    f'{place} overlaps "{named[layer]}": both name layer {layer} of this '
                     f"model's {num_layers} layers; name every layer once"
                 )
-            chosen[layer] = layers
-    return Plan.from_layers(
-        tuple(chosen[i].variant if i in chosen else rule.variant for i in range(num_layers))
-    )
+            named[layer] = text
+    return tuple(rule.layers[named[i]] if i in named else rule.variant for i in range(num_layers))
 
 
-def _resolve(layers: LayerRange, num_layers: int) -> range:
-    for layer in (layers.first, layers.last):
+def _numbers(text: str, place: str, num_layers: int) -> range:
+    """Return the layers that a key such as ``0-3`` or ``-1`` names in a model of ``num_layers``."""
+    ends = parse_layers(text)
+    for layer in ends:
         if not -num_layers <= layer < num_layers:
             raise FlexQuantError(
-                f"{layers.place} names layer {layer}, but the model has {num_layers} layers; use 0 to "
+                f"{place} names layer {layer}, but the model has {num_layers} layers; use 0 to "
                 f"{num_layers - 1}, or -{num_layers} to -1 counted from the end"
             )
-    first, last = layers.first % num_layers, layers.last % num_layers
+    first, last = (layer % num_layers for layer in ends)
     if first > last:
         raise FlexQuantError(
-            f"{layers.place} runs from layer {first} back to {last} of this model's {num_layers} layers; "
+            f"{place} runs from layer {first} back to {last} of this model's {num_layers} layers; "
             "put the earlier layer first"
         )
     return range(first, last + 1)

@@ -1,28 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Read a policy, a YAML document of schema ``flexquant.policy/v1``, into validated rules.
+"""Read a policy, a YAML document of schema ``flexquant.policy/v1``, and choose among several.
 
+    derive:                                  # variants that loading computes from a stored one
+      w4a8: {from: w4a16, activations: int8}
     rules:                                   # first match wins; the last rule has no `when`
       - when: {phase: decode, batch_size: {max: 32}}
         use: {default: w4a16, layers: {"0-3": w8a8, "-1": w8a8}}
-      - use: w8a8
+      - use: w4a8
 
-A policy can derive variants that the checkpoint does not hold; they are computed from a stored one on
-loading:
-
-    derive:
-      w4a8: {from: w4a16, activations: int8}
-
-A policy file and a document stored in a merged checkpoint go through one validator: a file is first
-turned into a plain document plus the line of each key, which the messages then name. What depends on the
-model (its variants and layers) is checked by :func:`flexquant.policy.routes.build_route_table`. Nothing here
-imports torch or vLLM.
+A policy's way to a table: :mod:`flexquant.policy.schema` checks each key of the document, this module what
+rules mean together, and :func:`flexquant.policy.routes.build_route_table` what depends on the model, its
+variants and layers. Messages name the file and line of a key. Nothing in this room imports torch or vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.yaml_document import (
@@ -34,61 +30,25 @@ from flexquant.documents.yaml_document import (
     read_named,
     read_section,
 )
+from flexquant.errors import FlexQuantError, UsageError
 from flexquant.policy.pass_times import PassTimes, measured_pass_times
-from flexquant.policy.plans import plan_name
 from flexquant.policy.schema import (
+    SCHEMA,
     Activations,
     Bounds,
     DerivedSection,
     DerivedWeights,
     PolicySection,
-    RuleSection,
-    parse_layers,
+    Rule,
 )
 
 PACKAGE = "flexquant.policies"
-
-
-@dataclass(frozen=True)
-class LayerRange:
-    """The variant of layers ``first`` to ``last``, both included; negative ones count from the end."""
-
-    first: int
-    last: int
-    variant: str
-    text: str
-    """The range as written in the policy."""
-    place: str = field(compare=False)
-    """File, line and key, for messages."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The forward passes that a rule takes, and the variant that runs each of their layers."""
-
-    phases: tuple[str, ...]
-    tokens: Bounds
-    batch_size: Bounds
-    variant: str
-    layers: tuple[LayerRange, ...]
-    place: str = field(compare=False)
-    """File, line and key of ``use``, for messages."""
-
-    def matches(self, phase: str, tokens: int, batch_size: int) -> bool:
-        """Whether the rule takes a pass; ``batch_size`` matters in decode only."""
-        return phase in self.phases and tokens in self.tokens and batch_size in self.batch_size
-
-    @property
-    def variants(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([self.variant, *(layers.variant for layers in self.layers)]))
-
-    @property
-    def plan_text(self) -> str:
-        """The plan with its layers as written in the policy, e.g. ``w4a16+w8a8[0-3,-1]``."""
-        exceptions: dict[str, list[str]] = {}
-        for layers in self.layers:
-            exceptions.setdefault(layers.variant, []).append(layers.text)
-        return plan_name(self.variant, {name: ",".join(texts) for name, texts in exceptions.items()})
+DEFAULT_POLICY = "phase-batch"
+"""Built-in policy that is used if neither the user nor the checkpoint has one."""
+STORED = "stored"
+"""Name of a merged checkpoint's own policy in commands and results."""
+STORED_SOURCE = "the checkpoint's policy"
+"""Name of the checkpoint's own policy in messages."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +81,8 @@ class Policy:
     """Times of the variants' passes on the machine on which the policy was tuned."""
     document: JsonObject
     """The policy as plain JSON-able data, which :func:`parse_policy` reads back."""
+    place: Callable[[KeyPath], str] = field(compare=False)
+    """Returns the file, line and key of a path in the document, for messages."""
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -160,6 +122,76 @@ def parse_policy(document: JsonObject, source: str = "stored policy") -> Policy:
     return _validate(from_data(document, source, "policy"), source)
 
 
+def choose_policy(given: str | None = None, stored: JsonObject | None = None) -> tuple[str, Policy]:
+    """Return a name and the policy: ``given``, else ``stored``, else the default.
+
+    ``given`` is a built-in policy's name or a policy file's path, ``stored`` the document in a merged
+    checkpoint. Raises FlexQuantError for an unknown name, a file that cannot be read, and a document that
+    breaks the schema.
+    """
+    if given is None and stored is not None:
+        return STORED_SOURCE, parse_policy(stored, STORED_SOURCE)
+    name = DEFAULT_POLICY if given is None else given
+    return name, load_policy(name)
+
+
+def find_measured(given: str | None, stored: JsonObject | None = None) -> tuple[PassTimes, str] | None:
+    """Return the measured times of the policy that :func:`choose_policy` chooses, and the policy's name.
+
+    None if the checkpoint's or the default policy has no times. Raises FlexQuantError if ``given`` has none.
+    """
+    name, policy = choose_policy(given, stored)
+    if policy.measured is not None:
+        return policy.measured, name
+    if given is not None:
+        raise FlexQuantError(
+            f"{given} has no measured times (key 'measured'); give a policy that 'flexquant tune' wrote"
+        )
+    return None
+
+
+def default_name(stored: JsonObject | None) -> str:
+    """Return the name of serving's default policy for :func:`find_policies`."""
+    return DEFAULT_POLICY if stored is None else STORED
+
+
+def find_policies(
+    names: Sequence[str],
+    variants: Collection[str],
+    folder: str | Path | None = None,
+    stored: JsonObject | None = None,
+) -> dict[str, Policy]:
+    """Return the policies with the given names, each once, keyed by their names in results.
+
+    A name is one of ``variants`` (which runs all passes), a built-in policy, a policy file, or ``stored``:
+    the document in the checkpoint ``folder``. The name of a file in results is the last part of its path.
+    Raises FlexQuantError for an unknown name and two files of one name.
+    """
+    policies: dict[str, Policy] = {}
+    for text in dict.fromkeys(names):
+        name, policy = _find(text, variants, folder, stored)
+        if name in policies:
+            raise UsageError(f"two policies are named '{name}'; rename one of the files")
+        policies[name] = policy
+    return policies
+
+
+def _find(
+    text: str, variants: Collection[str], folder: str | Path | None, stored: JsonObject | None
+) -> tuple[str, Policy]:
+    if text in variants:
+        return text, parse_policy({"schema": SCHEMA, "rules": [{"use": text}]}, text)
+    if text == STORED and folder is not None:
+        if stored is None:
+            raise FlexQuantError(f"{folder} stores no policy; its default is the built-in '{DEFAULT_POLICY}'")
+        return STORED, parse_policy(stored, STORED_SOURCE)
+    try:
+        policy = load_policy(text)
+    except FlexQuantError as e:
+        raise FlexQuantError(f"{e}; or a variant of the checkpoint: {', '.join(variants)}") from e
+    return text if text in builtin_policies() else Path(text).name, policy
+
+
 def add_derivations(
     document: JsonObject, variants: Iterable[str], policies: Mapping[str, Policy]
 ) -> JsonObject:
@@ -172,33 +204,24 @@ def add_derivations(
 
 def _validate(document: Document, name: str) -> Policy:
     found = read_section(PolicySection, document)
-    rules: list[Rule] = []
-    for i, entry in enumerate(found.rules):
-        path = ("rules", i)
-        has_when = "when" in entry.model_fields_set
-        is_last = i == len(found.rules) - 1
-        if is_last and has_when:
-            document.fail(
-                (*path, "when"),
-                "is in the last rule, which must take every pass; remove it, or add a last rule",
-            )
-        if not is_last and not has_when:
-            document.fail(
-                path, "has no 'when', so no later rule can match; add one, or move the rule to the end"
-            )
-        rule = _rule(entry, path, document)
-        if not is_last and not _can_match(rule, rules):
-            document.fail(
-                path, "can never match, because earlier rules take all its passes; remove or move it"
-            )
-        rules.append(rule)
+    *early, last = enumerate(found.rules)
+    for i, rule in early:
+        if "when" not in rule.model_fields_set:
+            problem = "has no 'when', so no later rule can match; add one, or move the rule to the end"
+            document.fail(("rules", i), problem)
+        if not _can_match(rule, found.rules[:i]):
+            problem = "can never match, because earlier rules take all its passes; remove or move it"
+            document.fail(("rules", i), problem)
+    if "when" in last[1].model_fields_set:
+        problem = "is in the last rule, which must take every pass; remove it, or add a last rule"
+        document.fail(("rules", last[0], "when"), problem)
     derived = _derivations(found.derive, document)
-    used = {variant for rule in rules for variant in rule.variants}
     for variant in derived:
-        if variant not in used:
+        if not any(variant in rule.variants for rule in found.rules):
             document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
     measured = None if found.measured is None else measured_pass_times(found.measured)
-    return Policy(name, found.description, tuple(rules), derived, measured, document.data)
+    rules = tuple(found.rules)
+    return Policy(name, found.description, rules, derived, measured, document.data, document.place)
 
 
 def _derivations(found: Mapping[str, DerivedSection], document: Document) -> dict[str, Derivation]:
@@ -215,31 +238,17 @@ def _derivations(found: Mapping[str, DerivedSection], document: Document) -> dic
     return derived
 
 
-def _rule(entry: RuleSection, path: KeyPath, document: Document) -> Rule:
-    when, use, use_path = entry.when, entry.use, (*path, "use")
-    layers: tuple[LayerRange, ...] = ()
-    if isinstance(use, str):
-        variant, place = use, document.place(use_path)
-    else:
-        variant, place = use.default, document.place((*use_path, "default"))
-        layers = tuple(
-            LayerRange(*parse_layers(text), other, text, document.place((*use_path, "layers", text)))
-            for text, other in use.layers.items()
-        )
-    return Rule(when.phases, when.tokens, when.batch_size, variant, layers, place)
-
-
 def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:
     """Whether some pass reaches the rule, rather than an earlier one.
 
     Only sizes at which a range begins, or just above an end, need a test: if earlier rules miss a pass of the
     rule, they miss one of these.
     """
-    for phase in rule.phases:
-        in_phase = [other for other in earlier if phase in other.phases]
-        for tokens in _starts(rule.tokens, [other.tokens for other in in_phase]):
+    for phase in rule.when.phases:
+        in_phase = [other.when for other in earlier if phase in other.when.phases]
+        for tokens in _starts(rule.when.tokens, [other.tokens for other in in_phase]):
             batches = [other.batch_size for other in in_phase if tokens in other.tokens]
-            for batch_size in _starts(rule.batch_size, batches):
+            for batch_size in _starts(rule.when.batch_size, batches):
                 if not any(batch_size in other for other in batches):
                     return True
     return False

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from flexquant.checkpoint.merged_config import VARIANT_NAME, check_variant_name
 from flexquant.checkpoint.model_config import JsonObject
@@ -27,6 +27,7 @@ from flexquant.documents.yaml_document import (
 )
 from flexquant.errors import FlexQuantError
 from flexquant.policy.pass_times import MeasuredSection
+from flexquant.policy.plans import plan_name
 
 SCHEMA: Literal["flexquant.policy/v1"] = "flexquant.policy/v1"
 MAX_RULES = 64
@@ -42,14 +43,6 @@ NO_MOMENTS = (
 )
 
 
-def _check_name(name: str) -> str:
-    try:
-        check_variant_name(name)
-    except FlexQuantError as e:
-        raise Problem(f"is wrong: {e}") from e
-    return name
-
-
 def parse_layers(text: str) -> tuple[int, int]:
     """Return the first and the last layer of a key such as ``0-3`` or ``-1``; raise Problem for another."""
     match = LAYERS.fullmatch(text)
@@ -62,9 +55,12 @@ def parse_layers(text: str) -> tuple[int, int]:
     return first, last
 
 
-def _check_layers(text: str) -> str:
-    parse_layers(text)
-    return text
+def _check_name(name: str) -> str:
+    try:
+        check_variant_name(name)
+    except FlexQuantError as e:
+        raise Problem(f"is wrong: {e}") from e
+    return name
 
 
 VariantName = Annotated[
@@ -74,10 +70,10 @@ VariantName = Annotated[
     says("give the name of a variant, e.g. w8a8"),
 ]
 LayersKey = Annotated[
-    str, AfterValidator(_check_layers), Field(json_schema_extra={"pattern": f"^({LAYERS.pattern})$"})
+    str,
+    AfterValidator(lambda text: parse_layers(text) and text),
+    Field(json_schema_extra={"pattern": f"^({LAYERS.pattern})$"}),
 ]
-
-
 NOT_EMPTY = ConfigDict(json_schema_extra={"minProperties": 1})
 
 
@@ -154,7 +150,7 @@ class Use(Section):
     """Layers by number or range, e.g. "0-3"; negative numbers count from the end."""
 
 
-class RuleSection(Section):
+class Rule(Section):
     """The first rule that takes a pass decides."""
 
     use: Annotated[
@@ -164,6 +160,31 @@ class RuleSection(Section):
     """The variant that runs the pass, with others for some layers or without."""
     when: When = When.model_construct()
     """Every rule but the last has it."""
+
+    @property
+    def variant(self) -> str:
+        """The variant of all layers but ``layers``."""
+        return self.use if isinstance(self.use, str) else self.use.default
+
+    @property
+    def layers(self) -> Mapping[str, str]:
+        """Layers as written in the policy, e.g. ``0-3`` -> their variant."""
+        return {} if isinstance(self.use, str) else self.use.layers
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([self.variant, *self.layers.values()]))
+
+    @property
+    def plan_text(self) -> str:
+        """The plan with its layers as written in the policy, e.g. ``w4a16+w8a8[0-3,-1]``."""
+        texts = {name: [t for t, v in self.layers.items() if v == name] for name in self.layers.values()}
+        return plan_name(self.variant, {name: ",".join(found) for name, found in texts.items()})
+
+    def matches(self, phase: Phase, tokens: int, batch_size: int) -> bool:
+        """Whether the rule takes a pass; ``batch_size`` matters in decode only."""
+        when = self.when
+        return phase in when.phases and tokens in when.tokens and batch_size in when.batch_size
 
 
 class DerivedSection(Section):
@@ -177,12 +198,6 @@ class DerivedSection(Section):
     """int4: a second copy, in the layout of another kernel. int8: no copy, each pass computes them."""
 
 
-def _check_count(rules: list[RuleSection]) -> list[RuleSection]:
-    if len(rules) > MAX_RULES:
-        raise Problem(f"has {len(rules)} rules; write at most {MAX_RULES}")
-    return rules
-
-
 class PolicySection(Section):
     """A FlexQuant policy: which variant runs each forward pass."""
 
@@ -190,9 +205,8 @@ class PolicySection(Section):
         alias="schema"
     )
     rules: Annotated[
-        list[RuleSection],
+        list[Rule],
         Field(min_length=1, json_schema_extra={"maxItems": MAX_RULES}),
-        AfterValidator(_check_count),
         says("give a list of at least one rule"),
     ]
     """The first rule that takes a pass decides; the last rule has no `when`."""
@@ -205,6 +219,13 @@ class PolicySection(Section):
     measured: MeasuredSection | None = None
 
     refused: ClassVar[Mapping[str, str]] = {"experimental": NO_MOMENTS}
+
+    @field_validator("rules")
+    @classmethod
+    def _check_count(cls, rules: list[Rule]) -> list[Rule]:
+        if len(rules) > MAX_RULES:
+            raise Problem(f"has {len(rules)} rules; write at most {MAX_RULES}")
+        return rules
 
 
 def json_schema() -> JsonObject:

@@ -16,9 +16,8 @@ from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
-from flexquant.policy.default_policy import choose_policy
 from flexquant.policy.routes import RouteTable, build_route_table
-from flexquant.policy.rules import Policy
+from flexquant.policy.rules import Policy, choose_policy
 from flexquant.serving.derivations import check_derivable
 from flexquant.serving.options import RESOLVED_KEY, ServedPolicy, ServingOptions, additional_config
 from flexquant.serving.refusals import has_one_head, refusals
@@ -36,19 +35,33 @@ def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
     """
     name, policy = choose_policy(ServingOptions.from_vllm(vllm_config).policy, merged.policy)
     served = served_policy(vllm_config, merged, name, policy)
-    vllm_config.additional_config = {
-        **additional_config(vllm_config),
-        RESOLVED_KEY: served.to_json(),
-    }
+    vllm_config.additional_config = additional_config(vllm_config) | {RESOLVED_KEY: served.to_json()}
     return served.routes.up_to(max_decode_tokens(vllm_config))
 
 
 def served_policy(vllm_config: VllmConfig, merged: MergedConfig, name: str, policy: Policy) -> ServedPolicy:
-    """In the front end: return the policy for workers; raise :class:`FlexQuantError` if it cannot be served.
+    """In the front end: return the policy for workers, with decode passes of all sizes in its table.
 
-    The digest leaves measured times out, which serving does not use.
+    The digest leaves measured times out, which serving does not use. Raises :class:`FlexQuantError` for a
+    policy that this server cannot serve, and for a checkpoint that does not fit the model.
     """
-    routes = build_routes(vllm_config, merged, policy)
+    num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+    for module in merged.shared_modules:
+        if (layer_number(module) or 0) >= num_layers:
+            raise FlexQuantError(
+                f"the merged checkpoint's quantization_config has '{module}' among shared_modules, and the "
+                f"model has {num_layers} decoder layers, counted from 0; merge it again"
+            )
+    routes = build_route_table(
+        policy,
+        variants=list(merged.variants),
+        num_layers=num_layers,
+        max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        mixable=merged.mixable_groups,
+        tokens_per_sequence=tokens_per_sequence(vllm_config),
+    )
+    for variant, derivation in policy.derived.items():
+        check_derivable(variant, derivation, merged.variants[derivation.source])
     check_supported(vllm_config, merged, routes.up_to(max_decode_tokens(vllm_config)))
     document = {key: value for key, value in policy.document.items() if key != "measured"}
     return ServedPolicy(name, digest_of(document), routes)
@@ -151,29 +164,3 @@ def max_decode_tokens(vllm_config: VllmConfig) -> int:
     as_given = min((size for size in sizes if size >= most), default=most)
     rounded = min((-(-size // one) * one for size in sizes if -(-size // one) * one >= most), default=most)
     return max(as_given, rounded)
-
-
-def build_routes(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) -> RouteTable:
-    """Return the table of plans for this server, in which decode passes can have as many tokens as others.
-
-    Raises :class:`FlexQuantError` for a policy that does not fit the checkpoint or the device, and for a
-    checkpoint that does not fit the model.
-    """
-    num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
-    for module in merged.shared_modules:
-        if (layer_number(module) or 0) >= num_layers:
-            raise FlexQuantError(
-                f"the merged checkpoint's quantization_config has '{module}' among shared_modules, and the "
-                f"model has {num_layers} decoder layers, counted from 0; merge it again"
-            )
-    table = build_route_table(
-        policy,
-        variants=list(merged.variants),
-        num_layers=num_layers,
-        max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        mixable=merged.mixable_groups,
-        tokens_per_sequence=tokens_per_sequence(vllm_config),
-    )
-    for variant, derivation in policy.derived.items():
-        check_derivable(variant, derivation, merged.variants[derivation.source])
-    return table

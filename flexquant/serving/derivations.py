@@ -3,7 +3,7 @@
 """Refuse a derived variant whose source or device does not suit it.
 
 The front end asks before it starts a worker. A worker asks again for what only it can see: the device that it
-runs on, and scales that an older checkpoint does not record.
+runs on, and the scales of its tensors.
 """
 
 from __future__ import annotations

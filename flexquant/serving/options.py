@@ -2,16 +2,17 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read the user's options and the served policy, which vLLM's ``--additional-config`` carries.
 
-The front end resolves the policy to a route table (:mod:`flexquant.serving.config`) and puts the table into
-the configuration beside the user's options. vLLM passes the configuration to every worker that the front end
-starts, so their ranks route by the same table, and no worker reads a policy. Workers of several front ends,
-one on each of several machines, compare what they received (:mod:`flexquant.serving.worker.ranks`).
+The front end puts the policy's route table (:mod:`flexquant.serving.config`) beside the user's options. vLLM
+passes both to every worker that the front end starts, so no worker reads a policy. Workers of several front
+ends, one on each machine, compare what they received (:mod:`flexquant.serving.worker.ranks`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
@@ -25,42 +26,37 @@ OPTIONS_KEY = "flexquant"
 RESOLVED_KEY = "flexquant_policy"
 """Key of ``additional_config`` with the policy that the front end has resolved."""
 
-KINDS = {bool: (bool, "true or false"), int: (int, "a whole number from 1 on")}
-"""Type of an option's default -> type of its values, and their name in messages; other options take text."""
 
+class ServingOptions(BaseModel):
+    """Options in ``--additional-config '{"flexquant": {...}}'``; a field's description says what it takes."""
 
-@dataclass(frozen=True)
-class ServingOptions:
-    """Options in ``--additional-config '{"flexquant": {...}}'``."""
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    policy: str | None = None
+    policy: str | None = Field(None, description="a string")
     """Name of a built-in policy or path of a YAML file; None: the checkpoint's, else the default."""
-    trace: str | None = None
+    trace: str | None = Field(None, description="a string")
     """File that receives one JSON line per forward pass (phase, tokens, plan ...); None: no trace."""
-    trace_mib: int = 1024
+    trace_mib: int = Field(1024, ge=1, description="a whole number from 1 on")
     """Largest size of a trace file in MiB, at least 1."""
-    verify: bool = False
+    verify: bool = Field(False, description="true or false")
     """Whether the checkpoint is compared with the hashes that the merge recorded before it is loaded."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> ServingOptions:
         """Read the options; raise :class:`FlexQuantError` for an unknown key or a value of another type."""
         options = additional_config(vllm_config).get(OPTIONS_KEY, {})
-        allowed = list(cls.__dataclass_fields__)
-        if not isinstance(options, dict):
-            raise FlexQuantError(
-                f"additional-config key '{OPTIONS_KEY}' is {options!r}; give a mapping with keys {allowed}"
-            )
-        for key, value in options.items():
-            if key not in allowed:
-                raise FlexQuantError(
-                    f"additional-config '{OPTIONS_KEY}' has the unknown key '{key}'; allowed: {allowed}"
-                )
-            default = cls.__dataclass_fields__[key].default
-            expected, wanted = KINDS.get(type(default), (str, "a string"))
-            if type(value) is not expected or (type(value) is int and value < 1):
-                raise FlexQuantError(f"additional-config '{OPTIONS_KEY}.{key}' is {value!r}; give {wanted}")
-        return cls(**options)
+        try:
+            return cls.model_validate(options)
+        except ValidationError as e:
+            path, value = e.errors()[0]["loc"], e.errors()[0]["input"]
+        fields, allowed = cls.model_fields, list(cls.model_fields)
+        if not path:
+            problem = f"key '{OPTIONS_KEY}' is {options!r}; give a mapping with keys {allowed}"
+        elif path[0] not in fields:
+            problem = f"'{OPTIONS_KEY}' has the unknown key '{path[0]}'; allowed: {allowed}"
+        else:
+            problem = f"'{OPTIONS_KEY}.{path[0]}' is {value!r}; give {fields[str(path[0])].description}"
+        raise FlexQuantError(f"additional-config {problem}")
 
 
 def additional_config(vllm_config: VllmConfig) -> JsonObject:

@@ -33,7 +33,7 @@ LOAD_FORMATS = (
 
 def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
     """Yield a sentence for each requested feature that is not supported, with what to do instead."""
-    topics = (_of_model, _of_vision, _of_adapters, _of_ranks, _of_speculation, _of_memory, _of_graphs)
+    topics = (_of_model, _of_vision, _of_adapters, _of_ranks, _of_speculation, _of_graphs)
     return chain.from_iterable(topic(vllm_config, merged, routes) for topic in topics)
 
 
@@ -60,6 +60,9 @@ def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
         )
     if model.enable_prompt_embeds and not has_one_embedding(merged, routes):
         yield "prompt embeddings for variants with different embeddings (drop --enable-prompt-embeds)"
+    offload = vllm_config.offload_config
+    if offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0:
+        yield "prefetching offload, which takes one model (use --cpu-offload-gb)"
 
 
 def _of_vision(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -136,12 +139,6 @@ def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             f"speculative method '{method}' for variants with different embeddings or lm_heads, of which the "
             "draft model shares one (use 'draft_model' or 'ngram')"
         )
-
-
-def _of_memory(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
-    offload = vllm_config.offload_config
-    if offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0:
-        yield "prefetching offload, which takes one model (use --cpu-offload-gb)"
 
 
 def _of_graphs(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:

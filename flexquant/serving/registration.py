@@ -15,6 +15,7 @@ import dataclasses
 import multiprocessing
 import os
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,19 +89,15 @@ class FlexQuantConfig(QuantizationConfig):
 
     def has_blocked_weights(self) -> bool:
         """Tell vLLM whether some variant has FP8 weights in blocks, for which it takes another operator."""
-        return any(is_in_blocks(variant.quantization_config) for variant in self.merged.variants.values())
+        sections = [variant.quantization_config for variant in self.merged.variants.values()]
+        groups = chain.from_iterable(section.get("config_groups", {}).values() for section in sections)
+        return any((group.get("weights") or {}).get("strategy") == "block" for group in groups)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         raise FlexQuantError(
             f"vLLM builds layer '{prefix}' by another class than FlexQuant's, which alone knows the "
             "variants; leave 'architectures' out of --hf-overrides"
         )
-
-
-def is_in_blocks(section: JsonObject) -> bool:
-    """Whether a ``quantization_config`` of compressed-tensors has groups of weights in blocks."""
-    groups = section.get("config_groups", {}).values()
-    return any((group.get("weights") or {}).get("strategy") == "block" for group in groups)
 
 
 class SingleVariantParser(HFConfigParser):

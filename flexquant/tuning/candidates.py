@@ -12,8 +12,7 @@ from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import SCHEMA as EVALUATION_SCHEMA
-from flexquant.policy.default_policy import find_policies
-from flexquant.policy.rules import Policy
+from flexquant.policy.rules import Policy, find_policies
 
 BITS_16 = 16
 SOURCE = "w4a16"

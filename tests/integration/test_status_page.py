@@ -109,26 +109,20 @@ def test_the_route_of_the_last_pass_is_lit(page: Any, live: Live) -> None:
     wait(lambda: text(page, "[aria-current]").startswith("w8a8"))
 
 
-def test_shares_times_latencies_and_weights_are_shown(page: Any, live: Live) -> None:
+def test_what_passes_took_is_shown_by_plan_and_phase(page: Any, live: Live) -> None:
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda number: ask(live, number), range(3)))
-    shares = wait(lambda: re.findall(r"(passes|tokens|time): (.*)", text(page, "#shares")))
-    assert [title for title, _ in shares] == ["passes", "tokens", "time"]
-    wait(
-        lambda: all(
-            "w8a8" in s and "w4a16" in s for _, s in re.findall(r"(\w+): (.*%.*)", text(page, "#shares"))
-        )
-    )
-    for _, plans in shares:
-        assert sum(float(part) for part in re.findall(r"([\d.]+) %", plans)) == pytest.approx(100, abs=2)
-    totals = text(page, "#totals tbody").splitlines()
-    assert {line.split("\t")[0] for line in totals} >= {"w8a8, prefill", "w4a16, decode"}
-    latencies = wait(lambda: re.findall(r"[\d.]+ ms", text(page, "#latency b")))
-    assert len(latencies) == 2
-    weights = text(page, "#memory")
-    assert all(variant in weights for variant in ("w8a8", "w4a16", "shared"))
-    assert "Kernel" in weights
+    wait(lambda: {"w8a8, prefill", "w4a16, decode"} <= totals(page).keys())
+    for passes, tokens, seconds, milliseconds in totals(page).values():
+        assert float(passes.replace(",", "")) >= 1 and float(tokens.replace(",", "")) >= 1
+        assert float(seconds) >= 0 and float(milliseconds) > 0
     picture(page, "status-page")
+
+
+def totals(page: Any) -> dict[str, list[str]]:
+    """Return plan and phase -> passes, tokens, seconds and milliseconds a pass."""
+    rows = [line.split("\t") for line in text(page, "#totals").splitlines()]
+    return {name: numbers for name, *numbers in rows}
 
 
 def test_another_policy_is_shown_by_its_name_as_text(page: Any, live: Live, tmp_path: Path) -> None:
@@ -144,7 +138,7 @@ def test_another_policy_is_shown_by_its_name_as_text(page: Any, live: Live, tmp_
 def test_nothing_comes_from_elsewhere_and_nothing_fails(page: Any, live: Live) -> None:
     wait(lambda: page.execute_script("return performance.getEntriesByType('resource').length"))
     names = page.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
-    assert {name.removeprefix(live.url) for name in names} <= {"/flexquant", "/metrics", "/favicon.ico"}
+    assert {name.removeprefix(live.url) for name in names} <= {"/flexquant", "/favicon.ico"}
     errors = [
         entry["message"]
         for entry in page.get_log("browser")
@@ -175,7 +169,7 @@ def test_text_can_be_read_by_day_and_in_the_dark(page: Any, scheme: str) -> None
             const behind = e => { for (; e; e = e.parentElement) {
                 const colour = getComputedStyle(e).backgroundColor;
                 if (colour !== 'rgba(0, 0, 0, 0)') return colour; } };
-            return [...document.querySelectorAll('body, .faint, .cell, .cell small, td, th, figcaption')]
+            return [...document.querySelectorAll('body, p, .cell, .cell small, td, th')]
                 .map(e => [e.innerText.slice(0, 30), getComputedStyle(e).color, behind(e)]);
         """)
         assert len(found) > 20

@@ -15,10 +15,9 @@ from flexquant.doctor.loaded_bytes import LoadedBytes
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.memory_fit import Fit, PlanLosses
 from flexquant.layers.sensitivity import SCHEMA
-from flexquant.policy.default_policy import find_policies
 from flexquant.policy.pass_times import PassTimes, Time
 from flexquant.policy.plans import all_in, describe_layers, with_layer
-from flexquant.policy.rules import Policy
+from flexquant.policy.rules import Policy, find_policies
 from flexquant.tuning.candidates import FROM_INT4
 from flexquant.tuning.policy_file import TuningResult
 from flexquant.tuning.size_thresholds import Decision, Range

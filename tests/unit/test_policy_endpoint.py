@@ -25,7 +25,7 @@ from vllm.config import VllmConfig
 
 from benchmarks.speed.shapes import SHAPES
 from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig, StoredVariant
-from flexquant.serving.frontend import policy_endpoint
+from flexquant.serving.frontend import endpoints
 from flexquant.serving.frontend.client import ADMIN_KEY
 from flexquant.serving.frontend.endpoints import FlexQuantEndpoints, sum_up
 from flexquant.serving.registration import WORKER_EXTENSION
@@ -179,11 +179,11 @@ def test_a_change_that_takes_long_goes_on(
     captures: bool, app: FastAPI, vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(policy_endpoint, "CAPTURE_TIMEOUT", 0.01)
-        slow, fast = engines = [Engine(), Engine()]
+        monkeypatch.setattr(endpoints, "CAPTURE_TIMEOUT", 0.01)
+        slow, fast = both = [Engine(), Engine()]
         slow.captures = captures
         slow.may_change.clear()
-        app.state.flexquant_engine = EnginesClient(engines, vllm_config)
+        app.state.flexquant_engine = EnginesClient(both, vllm_config)
         async with posting(app) as answer:
             reply = await answer
             assert reply.status_code == 504

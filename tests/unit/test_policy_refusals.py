@@ -14,7 +14,99 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import builtin_policies, load_policy, parse_policy, parse_policy_text
 from tests.policies import rules
 
+CONDITIONS = {
+    "when empty": ("{}", "rules[0].when is empty", "phase,"),
+    "unknown phase": (
+        "{phase: [decode, prefil]}",
+        'rules[0].when.phase is ["decode", "prefil"]',
+        "prefill, decode, mixed",
+    ),
+    "no phase": ("{phase: []}", "phase is []", "prefill,"),
+    "phase a bool": ("{phase: on}", "phase is true", "prefill,"),
+    "batch size beside prefill": (
+        "{phase: [decode, mixed], batch_size: {max: 4}}",
+        "rules[0].when.batch_size is for a rule with 'phase: decode' only, but this one has decode, mixed",
+        "use 'tokens' instead",
+    ),
+    "batch size without phase": (
+        "{batch_size: {max: 4}}",
+        "rules[0].when.batch_size",
+        "use 'tokens' instead",
+    ),
+    "since_prompt": (
+        "{phase: decode, since_prompt: {max: 4}}",
+        "rules[0].when.since_prompt is refused: FlexQuant no longer tells moments of decoding apart",
+        "no measurement showed a gain over chance; remove it, and tell decode passes apart by 'batch_size'",
+    ),
+    "unsure": (
+        "{phase: decode, unsure: false}",
+        "rules[0].when.unsure is refused: FlexQuant no longer tells moments of decoding apart",
+        "remove it",
+    ),
+    "tokens a number": ("{tokens: 4}", "tokens is 4", "min, max"),
+    "tokens empty": ("{tokens: {}}", "tokens is empty", "min, max"),
+    "bound zero": ("{tokens: {min: 0}}", "rules[0].when.tokens.min is 0", "at least 1"),
+    "bound a bool": ("{tokens: {max: true}}", "rules[0].when.tokens.max is true", "whole number"),
+    "bound a fraction": ("{tokens: {max: 1.5}}", "rules[0].when.tokens.max is 1.5", "whole number"),
+    "bound a text": ('{tokens: {max: "8"}}', 'rules[0].when.tokens.max is "8"', "whole number"),
+    "min above max": (
+        "{phase: decode, batch_size: {min: 9, max: 8}}",
+        "rules[0].when.batch_size has min 9 above max 8",
+        "correct one",
+    ),
+    "an octal number": (
+        "{phase: decode, batch_size: {max: 010}}",
+        "rules[0].when.batch_size.max is '010', which cannot be read (YAML 1.1 takes it for 8",
+        "correct or quote it",
+    ),
+    "a number to the base of 60": (
+        "{tokens: {min: 1:30}}",
+        "rules[0].when.tokens.min is '1:30', which cannot be read (YAML 1.1 takes it for 90",
+        "correct or quote it",
+    ),
+    "date for a number": (
+        "{tokens: {max: 2024-13-40}}",
+        'rules[0].when.tokens.max is "2024-13-40"',
+        "whole number",
+    ),
+}
+"""Conditions of the first rule, in line 3, what is wrong with them, and the advice."""
+USES = {
+    "use a number": ("8", "rules[0].use is 8", "name of a variant"),
+    "use a list": ("[w8a8]", 'rules[0].use is ["w8a8"]', "name of a variant"),
+    "use not a variant name": ("W8A8", "'W8A8' is not a variant name", "lower-case"),
+    "use without layers": ("{default: w8a8}", "rules[0].use lacks the key 'layers'", "default,"),
+    "use without default": (
+        '{layers: {"0": w8a8}}',
+        "rules[0].use lacks the key 'default'",
+        "default, layers",
+    ),
+    "layers empty": ("{default: w8a8, layers: {}}", "rules[0].use.layers is {}", '"0-3": w8a8'),
+    "layers a list": ("{default: w8a8, layers: [0, 1]}", "rules[0].use.layers is [0, 1]", '"0-3": w8a8'),
+    "layers with a leading zero": (
+        "{default: w8a8, layers: {010: w4a16}}",
+        "rules[0].use.layers.010 does not name layers",
+        '"0-3"',
+    ),
+    "layers backwards": (
+        '{default: w8a8, layers: {"3-0": w4a16}}',
+        "rules[0].use.layers.3-0 runs backwards",
+        'write "0-3"',
+    ),
+    "layer variant a number": (
+        '{default: w8a8, layers: {"0": 4}}',
+        "rules[0].use.layers.0 is 4",
+        "name of a variant",
+    ),
+    "unknown tag": ("!python/name:os.system x", "not valid YAML", "correct the syntax"),
+}
+"""What the only rule uses, in line 3, what is wrong with it, and the advice."""
 BAD = {
+    **{
+        name: (rules(f"- when: {text}", "  use: w8a8", "- use: w8a8"), 3, problem, advice)
+        for name, (text, problem, advice) in CONDITIONS.items()
+    },
+    **{name: (rules(f"- use: {text}"), 3, problem, advice) for name, (text, problem, advice) in USES.items()},
     "unknown top key": (
         "schema: flexquant.policy/v1\nrule: []\n",
         2,
@@ -59,49 +151,11 @@ BAD = {
         "move the rule to the end",
     ),
     "when null": (rules("- when:", "  use: w8a8", "- use: w8a8"), 3, "rules[0].when is null", "phase,"),
-    "when empty": (rules("- when: {}", "  use: w8a8", "- use: w8a8"), 3, "rules[0].when is empty", "phase,"),
     "unknown when key": (
         rules("- when:", "    phase: decode", "    batchsize: {max: 4}", "  use: w8a8", "- use: w8a8"),
         5,
         "rules[0].when.batchsize is an unknown key",
         "phase, batch_size, tokens",
-    ),
-    "unknown phase": (
-        rules("- when: {phase: [decode, prefil]}", "  use: w8a8", "- use: w8a8"),
-        3,
-        'rules[0].when.phase is ["decode", "prefil"]',
-        "prefill, decode, mixed",
-    ),
-    "no phase": (rules("- when: {phase: []}", "  use: w8a8", "- use: w8a8"), 3, "phase is []", "prefill,"),
-    "phase a bool": (
-        rules("- when: {phase: on}", "  use: w8a8", "- use: w8a8"),
-        3,
-        "phase is true",
-        "prefill,",
-    ),
-    "batch size beside prefill": (
-        rules("- when: {phase: [decode, mixed], batch_size: {max: 4}}", "  use: w8a8", "- use: w8a8"),
-        3,
-        "rules[0].when.batch_size is for a rule with 'phase: decode' only, but this one has decode, mixed",
-        "use 'tokens' instead",
-    ),
-    "batch size without phase": (
-        rules("- when: {batch_size: {max: 4}}", "  use: w8a8", "- use: w8a8"),
-        3,
-        "rules[0].when.batch_size",
-        "use 'tokens' instead",
-    ),
-    "since_prompt": (
-        rules("- when: {phase: decode, since_prompt: {max: 4}}", "  use: w8a8", "- use: w8a8"),
-        3,
-        "rules[0].when.since_prompt is refused: FlexQuant no longer tells moments of decoding apart",
-        "no measurement showed a gain over chance; remove it, and tell decode passes apart by 'batch_size'",
-    ),
-    "unsure": (
-        rules("- when: {phase: decode, unsure: false}", "  use: w8a8", "- use: w8a8"),
-        3,
-        "rules[0].when.unsure is refused: FlexQuant no longer tells moments of decoding apart",
-        "remove it",
     ),
     "a trigger": (
         rules("- when: {phase: decode, unsure: true}", "  use: w8a8", "- use: w8a8")
@@ -110,68 +164,11 @@ BAD = {
         "experimental is refused: FlexQuant no longer tells moments of decoding apart",
         "remove it",
     ),
-    "tokens a number": (
-        rules("- when: {tokens: 4}", "  use: w8a8", "- use: w8a8"),
-        3,
-        "tokens is 4",
-        "min, max",
-    ),
-    "tokens empty": (
-        rules("- when: {tokens: {}}", "  use: w8a8", "- use: w8a8"),
-        3,
-        "tokens is empty",
-        "min, max",
-    ),
     "unknown bound": (
         rules("- when: {tokens: {", "    maximum: 4}}", "  use: w8a8", "- use: w8a8"),
         4,
         "rules[0].when.tokens.maximum is an unknown key",
         "min, max",
-    ),
-    "bound zero": (
-        rules("- when: {tokens: {min: 0}}", "  use: w8a8", "- use: w8a8"),
-        3,
-        "rules[0].when.tokens.min is 0",
-        "at least 1",
-    ),
-    "bound a bool": (
-        rules("- when: {tokens: {max: true}}", "  use: w8a8", "- use: w8a8"),
-        3,
-        "rules[0].when.tokens.max is true",
-        "whole number",
-    ),
-    "bound a fraction": (
-        rules("- when: {tokens: {max: 1.5}}", "  use: w8a8", "- use: w8a8"),
-        3,
-        "rules[0].when.tokens.max is 1.5",
-        "whole number",
-    ),
-    "bound a text": (
-        rules('- when: {tokens: {max: "8"}}', "  use: w8a8", "- use: w8a8"),
-        3,
-        'rules[0].when.tokens.max is "8"',
-        "whole number",
-    ),
-    "min above max": (
-        rules("- when: {phase: decode, batch_size: {min: 9, max: 8}}", "  use: w8a8", "- use: w8a8"),
-        3,
-        "rules[0].when.batch_size has min 9 above max 8",
-        "correct one",
-    ),
-    "use a number": (rules("- use: 8"), 3, "rules[0].use is 8", "name of a variant"),
-    "use a list": (rules("- use: [w8a8]"), 3, 'rules[0].use is ["w8a8"]', "name of a variant"),
-    "use not a variant name": (rules("- use: W8A8"), 3, "'W8A8' is not a variant name", "lower-case"),
-    "use without layers": (
-        rules("- use: {default: w8a8}"),
-        3,
-        "rules[0].use lacks the key 'layers'",
-        "default,",
-    ),
-    "use without default": (
-        rules('- use: {layers: {"0": w8a8}}'),
-        3,
-        "rules[0].use lacks the key 'default'",
-        "default, layers",
     ),
     "unknown use key": (
         rules("- use:", "    default: w8a8", "    layer: {}"),
@@ -179,29 +176,11 @@ BAD = {
         "rules[0].use.layer is an unknown key",
         "default, layers",
     ),
-    "layers empty": (
-        rules("- use: {default: w8a8, layers: {}}"),
-        3,
-        "rules[0].use.layers is {}",
-        '"0-3": w8a8',
-    ),
-    "layers a list": (
-        rules("- use: {default: w8a8, layers: [0, 1]}"),
-        3,
-        "rules[0].use.layers is [0, 1]",
-        '"0-3": w8a8',
-    ),
     "layers unreadable": (
         rules("- use:", "    default: w8a8", "    layers:", "      first: w4a16"),
         6,
         "rules[0].use.layers.first does not name layers",
         '"-4--1"',
-    ),
-    "layers with a leading zero": (
-        rules("- use: {default: w8a8, layers: {010: w4a16}}"),
-        3,
-        "rules[0].use.layers.010 does not name layers",
-        '"0-3"',
     ),
     "layers of more digits than Python reads": (
         rules(f"- use: {{default: w8a8, layers: {{? {'9' * 5000} : w4a16}}}}"),
@@ -209,35 +188,11 @@ BAD = {
         "a key has 5000 characters",
         "at most 200",
     ),
-    "an octal number": (
-        rules("- when: {phase: decode, batch_size: {max: 010}}", "  use: w4a16", "- use: w8a8"),
-        3,
-        "rules[0].when.batch_size.max is '010', which cannot be read (YAML 1.1 takes it for 8",
-        "correct or quote it",
-    ),
-    "a number to the base of 60": (
-        rules("- when: {tokens: {min: 1:30}}", "  use: w4a16", "- use: w8a8"),
-        3,
-        "rules[0].when.tokens.min is '1:30', which cannot be read (YAML 1.1 takes it for 90",
-        "correct or quote it",
-    ),
-    "layers backwards": (
-        rules('- use: {default: w8a8, layers: {"3-0": w4a16}}'),
-        3,
-        "rules[0].use.layers.3-0 runs backwards",
-        'write "0-3"',
-    ),
     "layers given twice": (
         rules("- use:", "    default: w8a8", "    layers:", "      5: w4a16", '      "5": w8a8'),
         7,
         "rules[0].use.layers.5 was given in line 6 already",
         "remove one",
-    ),
-    "layer variant a number": (
-        rules('- use: {default: w8a8, layers: {"0": 4}}'),
-        3,
-        "rules[0].use.layers.0 is 4",
-        "name of a variant",
     ),
     "duplicate key": (
         rules("- use: w8a8", "  use: w4a16"),
@@ -279,14 +234,8 @@ BAD = {
     "syntax": (rules("- use: {default: w8a8"), 4, "not valid YAML", "correct the syntax"),
     "tab": ("schema: x\nrules:\n\t- use: w8a8\n", 3, "not valid YAML", "correct the syntax"),
     "two documents": (rules("- use: w8a8") + "---\nb: 1\n", 4, "not valid YAML", "correct the syntax"),
-    "unknown tag": (rules("- use: !python/name:os.system x"), 3, "not valid YAML", "correct the syntax"),
-    "date for a number": (
-        rules("- when: {tokens: {max: 2024-13-40}}", "  use: w8a8", "- use: w4a16"),
-        3,
-        'rules[0].when.tokens.max is "2024-13-40"',
-        "whole number",
-    ),
 }
+"""Name of a case -> the policy, the line that its message names, what is wrong, and the advice."""
 
 
 @pytest.mark.parametrize(("text", "line", "problem", "advice"), BAD.values(), ids=BAD)

@@ -10,7 +10,7 @@ import pytest
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
-from flexquant.policy.routes import RouteTable, build_route_table, route_changes
+from flexquant.policy.routes import RouteChange, RouteTable, build_route_table, route_changes
 from flexquant.policy.rules import Policy, builtin_policies, load_policy, parse_policy
 from flexquant.policy.schema import PHASES
 
@@ -283,8 +283,7 @@ def test_reachable_plans_with_speculated_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("w8a8", True), ("single-copy", True), ("phase", False), ("phase-batch", False)],
+    ("name", "expected"), [("w8a8", True), ("single-copy", True), ("phase", False), ("phase-batch", False)]
 )
 def test_whether_the_size_alone_decides(name: str, expected: bool) -> None:
     table = build_route_table(
@@ -364,5 +363,5 @@ def test_neighbouring_passes_are_told_together() -> None:
     def upto(most: int) -> RouteTable:
         return build_route_table(policy(decode("a", max=most), {"use": "b"}), ["a", "b"], 2, 50)
 
-    assert route_changes(upto(8), upto(20)) == [("decode", 9, 20, "b", "a")]
+    assert route_changes(upto(8), upto(20)) == [RouteChange("decode", 9, 20, "b", "a")]
     assert route_changes(upto(8), upto(8)) == []

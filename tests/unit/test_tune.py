@@ -18,9 +18,8 @@ from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.measuring.comparison import Effort
 from flexquant.merge import merge_checkpoints
-from flexquant.policy.default_policy import find_policies
 from flexquant.policy.routes import build_route_table
-from flexquant.policy.rules import load_policy, parse_policy
+from flexquant.policy.rules import find_policies, load_policy, parse_policy
 from flexquant.tuning.candidates import FROM_INT4, eight_bit, find_variants, leave_out_lossy
 from flexquant.tuning.measure import Measurement, Memory, stand_in_notes
 from flexquant.tuning.objectives import Goal, Slo, decide, meet, optimise

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Who may use the routes, and how they ask the workers of all engines: with data parallelism, several."""
+"""What all routes need: who may use them, how they ask the workers of all engines, how they refuse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel, ConfigDict
 
+from flexquant.checkpoint.merged_config import QUANT_METHOD
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.serving.frontend.client import ADMIN_KEY, admin_key
 
 if TYPE_CHECKING:
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
 
 STATUS_TIMEOUT = 60.0
 """Largest number of seconds for the workers' answer; they first finish the step that they are in."""
-LATE = f"The workers did not answer within {STATUS_TIMEOUT:.0f} s."
 
 VLLM_KEY = HTTPBearer(
     auto_error=False, scheme_name="vLLM's key", description="`--api-key`, where the server has one."
@@ -56,6 +58,15 @@ def _require(given: Given, keys: list[str]) -> None:
         raise HTTPException(401, "Unauthorized")
 
 
+def serves_merged(engine: AsyncLLM) -> bool:
+    """Whether the engine of vLLM's client ``engine`` serves a merged checkpoint with FlexQuant's workers."""
+    from flexquant.serving.registration import WORKER_EXTENSION
+
+    config = engine.vllm_config
+    is_merged = config.model_config.quantization == QUANT_METHOD
+    return is_merged and config.parallel_config.worker_extension_cls == WORKER_EXTENSION
+
+
 def merged_engine(request: Request) -> AsyncLLM:
     """Return vLLM's client of the engine.
 
@@ -70,48 +81,21 @@ def merged_engine(request: Request) -> AsyncLLM:
     return engine
 
 
-async def ask_ranks(request: Request, method: str, *args: object, timeout: float) -> Answers:
-    """Return the answers of all workers (:func:`ask_workers`); raise as :func:`merged_engine` does."""
-    return await ask_workers(merged_engine(request), method, *args, timeout=timeout)
-
-
-async def ask_briefly(request: Request, method: str, *args: object) -> Answers:
-    """Return the answers of all workers; raise HTTPException 504 if they take longer than they may."""
-    try:
-        return await ask_ranks(request, method, *args, timeout=STATUS_TIMEOUT)
-    except TimeoutError as e:
-        raise HTTPException(504, f"{LATE} A long step may be under way; ask again.") from e
-
-
-def serves_merged(engine: AsyncLLM) -> bool:
-    """Whether the engine of vLLM's client ``engine`` serves a merged checkpoint with FlexQuant's workers."""
-    from flexquant.checkpoint.merged_config import QUANT_METHOD
-    from flexquant.serving.registration import WORKER_EXTENSION
-
-    config = engine.vllm_config
-    is_merged = config.model_config.quantization == QUANT_METHOD
-    return is_merged and config.parallel_config.worker_extension_cls == WORKER_EXTENSION
-
-
 async def ask_workers(engine: AsyncLLM, method: str, *args: object, timeout: float | None) -> Answers:
     """Call a method of FlexQuant's worker extension on every rank of every engine; return all answers.
 
-    Each engine answers between two of its own steps. Raises TimeoutError after ``timeout`` seconds
-    (None: no limit). After a timeout or a cancellation the engines still answer, in the order in which they
-    were asked.
+    With data parallelism there are several engines. Each answers between two of its own steps. Raises
+    TimeoutError after ``timeout`` seconds (None: no limit). After a timeout or a cancellation the engines
+    still answer, in the order in which they were asked.
     """
     # AsyncLLM.collective_rpc also asks all engines, but returns only the first one's answers. The engines get
     # no timeout: after one, vLLM's executor would take the late answer for the answer to its next question.
     client: AsyncMPClient = engine.engine_core
-    ranks: list[Answers] = await answer_of(
-        asyncio.gather(
-            *(
-                client._call_utility_async("collective_rpc", method, None, args, None, engine=core)
-                for core in client.core_engines
-            )
-        ),
-        timeout,
-    )
+    questions = [
+        client._call_utility_async("collective_rpc", method, None, args, None, engine=core)
+        for core in client.core_engines
+    ]
+    ranks: list[Answers] = await answer_of(asyncio.gather(*questions), timeout)
     return [*itertools.chain.from_iterable(ranks)]
 
 
@@ -125,3 +109,37 @@ async def answer_of(question: Awaitable[Answer], timeout: float | None) -> Answe
     if not asked.done():
         raise TimeoutError(f"no answer within {timeout} s")
     return asked.result()
+
+
+class Reply(BaseModel):
+    """An answer with exactly the declared keys, for validation and for the server's OpenAPI schema."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class PolicyName(Reply):
+    name: str
+    digest: str
+    """SHA-256 of the policy's document."""
+
+
+class Reason(Reply):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class Refusal(Reply):
+    """Body of an HTTPException in vLLM's server."""
+
+    error: Reason
+
+
+def refusal_responses(**reasons: str) -> dict[int | str, JsonObject]:
+    """Return OpenAPI responses for statuses, each given as ``_401="why"``.
+
+    Unless 422 or ``_4XX`` is given, FastAPI adds a response of its own, 422 for a wrong parameter; vLLM
+    answers 400.
+    """
+    return {status[1:]: {"model": Refusal, "description": why} for status, why in reasons.items()}

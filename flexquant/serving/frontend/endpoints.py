@@ -6,23 +6,52 @@
 and ``GET /metrics`` shows the counters beside vLLM's. ``POST /flexquant/policy`` changes the policy, and
 exists only if the operator has set a key. vLLM adds a plugin's routes only if the operator names the plugin:
 ``VLLM_PLUGINS=flexquant``.
+
+A policy changes between two steps of the engine. This process resolves it to its route table. All ranks are
+first asked whether they can take it, and compare it with what they have loaded. vLLM runs such a question in
+the loop of its engine, where no step is running, and passes questions and steps to the ranks in the same
+order. So all ranks change between the same two steps, without an effect on requests. If CUDA graphs have to
+be captured, vLLM's own pause holds all requests meanwhile.
+
+Each engine takes the policy only if it still has a policy that the first question saw. So if two API servers
+change the policy at once, one of them is refused, or both. If an engine refuses or does not answer after
+others have taken the policy, they differ: the answer says so, and ``GET /flexquant`` lists their policies.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.resources
-import itertools
 import secrets
+import time
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.responses import HTMLResponse
+from vllm.logger import init_logger
 
+from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.serving.frontend.access import LATE, ask_briefly, authorise
-from flexquant.serving.frontend.answers import Status, refusal_responses
+from flexquant.errors import FlexQuantError
+from flexquant.policy.routes import RouteChange
+from flexquant.policy.rules import Policy, parse_policy_text
+from flexquant.policy.schema import SCHEMA, Phase, json_schema
+from flexquant.serving.config import served_policy
+from flexquant.serving.frontend.access import (
+    STATUS_TIMEOUT,
+    PolicyName,
+    Reply,
+    answer_of,
+    ask_workers,
+    authorise,
+    authorise_admin,
+    merged_engine,
+    refusal_responses,
+)
 from flexquant.serving.frontend.client import admin_key
 from flexquant.serving.frontend.metrics import WorkerMetrics, add_metrics_route
 
@@ -30,8 +59,20 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from fastapi.datastructures import State
+    from vllm.config import VllmConfig
 
+    from flexquant.serving.options import ServedPolicy
     from flexquant.serving.vllm_api import AsyncLLM
+
+logger = init_logger("vllm.flexquant.policy")
+
+MAX_BYTES = 1 << 17
+"""Largest size of a posted policy, 30 times a tuned one; the worst of that size take seconds to read."""
+CAPTURE_TIMEOUT = 1800.0
+"""Largest number of seconds for a change that captures CUDA graphs."""
+LATE = f"The workers did not answer within {STATUS_TIMEOUT:.0f} s."
+
+_one_at_a_time = asyncio.Lock()
 
 
 class FlexQuantEndpoints:
@@ -56,8 +97,6 @@ class FlexQuantEndpoints:
         app.add_api_route("/flexquant/ui", page, methods=["GET"], response_class=HTMLResponse)
         add_metrics_route(app)
         if admin_key():
-            from flexquant.serving.frontend.policy_endpoint import add_policy_route
-
             add_policy_route(app)
 
     async def init_state(self, engine_client: AsyncLLM, state: State, args: Namespace) -> None:
@@ -66,12 +105,71 @@ class FlexQuantEndpoints:
         state.flexquant_metrics = WorkerMetrics(engine_client)
 
 
+def add_policy_route(app: FastAPI) -> None:
+    """Add ``POST /flexquant/policy``."""
+    document = json_schema() | {"examples": [{"schema": SCHEMA, "rules": [{"use": "w8a8"}]}]}
+    content = {kind: {"schema": document} for kind in ("application/json", "application/yaml")}
+    app.add_api_route(
+        "/flexquant/policy",
+        change_policy,
+        methods=["POST"],
+        dependencies=[Depends(authorise_admin)],
+        response_model=PolicyChange,
+        response_model_exclude_unset=True,
+        responses=refusal_responses(
+            _400="A parameter of the query is wrong.",
+            _401="Not the administrator's key.",
+            _404="No merged checkpoint is served.",
+            _409="The server cannot take this policy.",
+            _413=f"The body has more than {MAX_BYTES} bytes.",
+            _422="The body is no policy, or the name is not printable.",
+            _504="The engines take long; what they were asked is still under way.",
+        ),
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )
+
+
+class RouteOfTokens(Reply):
+    """The plan of the passes of ``min_tokens`` to ``max_tokens`` tokens, ends included."""
+
+    min_tokens: int
+    max_tokens: int
+    plan: str
+
+
+class Status(Reply):
+    """What the first rank serves, and the counters of all engines."""
+
+    flexquant: str
+    architecture: str
+    policy: PolicyName
+    plans: dict[str, list[str]]
+    """Plan -> variant of each layer."""
+    routes: dict[Phase, list[RouteOfTokens]]
+    kernels: dict[str, list[str]]
+    """Variant -> names of its kernels."""
+    weight_bytes: dict[str, int]
+    """Variant, or ``shared`` for weights that several variants use -> bytes of its weights."""
+    weight_bytes_by_layers: dict[str, dict[str, int]]
+    """The same bytes by range of decoder layers, e.g. ``0-3``; an empty text is outside of layers."""
+    last_pass: JsonObject | None
+    """Phase, tokens with and without padding, sequences and plan, as in the trace; None before any pass."""
+    counted: list[JsonObject] | None
+    """Plan, phase, and their counters by the names in ``/metrics`` without ``flexquant:``."""
+    ranks: int
+    disagreement: list[PolicyName] | None = None
+    """Policies of all engines, only if they differ."""
+
+
 async def status(request: Request) -> JsonObject:
     """Return the first rank's status, with the sums of all engines' counters, and policies that differ.
 
-    Raises HTTPException 404 if no merged checkpoint is served.
+    Raises HTTPException 404 if no merged checkpoint is served, and 504 if the workers take too long.
     """
-    return sum_up(await ask_briefly(request, "flexquant_status"))
+    try:
+        return sum_up(await ask_workers(merged_engine(request), "flexquant_status", timeout=STATUS_TIMEOUT))
+    except TimeoutError as e:
+        raise HTTPException(504, f"{LATE} A long step may be under way; ask again.") from e
 
 
 def sum_up(ranks: list[JsonObject]) -> JsonObject:
@@ -85,11 +183,9 @@ def sum_up(ranks: list[JsonObject]) -> JsonObject:
 def add_up(counted: Iterable[list[JsonObject]]) -> list[JsonObject]:
     """Add the counters of several engines, by plan and phase."""
     cells: dict[tuple[str, str], Counter[str]] = {}
-    for cell in itertools.chain.from_iterable(counted):
-        where = cell["plan"], cell["phase"]
-        cells.setdefault(where, Counter()).update(
-            {name: value for name, value in cell.items() if name not in ("plan", "phase")}
-        )
+    for cell in chain.from_iterable(counted):
+        numbers = {name: value for name, value in cell.items() if name not in ("plan", "phase")}
+        cells.setdefault((cell["plan"], cell["phase"]), Counter()).update(numbers)
     return [{"plan": plan, "phase": phase, **sums} for (plan, phase), sums in cells.items()]
 
 
@@ -104,3 +200,114 @@ async def page() -> HTMLResponse:
         "X-Content-Type-Options": "nosniff",
     }
     return HTMLResponse(html.replace("NONCE", nonce, 1), headers=headers)
+
+
+class PolicyChange(Reply):
+    """Effects of changing the policy, or of a dry run."""
+
+    before: PolicyName
+    after: PolicyName
+    captures_graphs: bool
+    routes: list[RouteChange]
+    dry_run: bool
+    seconds: float
+
+
+async def change_policy(
+    request: Request,
+    name: Annotated[str, Query(min_length=1, max_length=200)] = "posted policy",
+    dry_run: bool = False,
+) -> JsonObject:
+    """Change the server's policy to that in the body, YAML or JSON, and return what changes.
+
+    ``name`` becomes the policy's name, and ``dry_run`` only asks what would change. Raises HTTPException 413
+    for a body of more than 128 KiB, 422 for a body that is no policy, and 409 for a policy that this server
+    cannot take, each with the reason; nothing changes then, except on engines that the reason speaks of.
+    Raises HTTPException 504 if the engines do not finish in time. Threads parse and resolve the policy, so
+    the server's loop does not wait.
+    """
+    body = await read_body(request)
+    async with _one_at_a_time:
+        policy = await asyncio.to_thread(read_policy, body, name)
+        began = time.perf_counter()
+        engine = merged_engine(request)
+        served = await asyncio.to_thread(resolve, engine.vllm_config, policy)
+        try:
+            ranks = await _ask_change(engine, served, True)
+            if not dry_run:
+                captures = any(rank["captures_graphs"] for rank in ranks)
+                seen = [rank["before"]["digest"] for rank in ranks]
+                pause: AbstractAsyncContextManager[None] = _paused(engine) if captures else nullcontext()
+                async with pause:
+                    ranks = await _ask_change(engine, served, False, seen)
+                logger.info("policy %s taken instead of %s", name, ranks[0]["before"]["name"])
+        except TimeoutError as e:
+            under_way = f"{e}; it is still under way: GET /flexquant tells the policy that is served"
+            raise HTTPException(504, under_way) from e
+        return {**ranks[0], "dry_run": dry_run, "seconds": time.perf_counter() - began}
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body; raise HTTPException 413 as soon as it is too large."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BYTES:
+            raise HTTPException(413, f"a policy of more than {MAX_BYTES} bytes; give one that is smaller")
+    return bytes(body)
+
+
+def read_policy(body: bytes, name: str) -> Policy:
+    """Return the policy in a body; raise HTTPException 422 if there is none."""
+    try:
+        if not name.isprintable():
+            raise FlexQuantError(f"the name {name!r} is not printable; give another one")
+        return parse_policy_text(body, name, name)
+    except FlexQuantError as e:
+        raise HTTPException(422, str(e)) from e
+
+
+def resolve(vllm_config: VllmConfig, policy: Policy) -> ServedPolicy:
+    """Return the policy as workers take it; raise HTTPException 409 if this server cannot serve it."""
+    try:
+        merged = MergedConfig.from_json(vllm_config.model_config.hf_config.quantization_config)
+        return served_policy(vllm_config, merged, policy.name, policy)
+    except FlexQuantError as e:
+        raise HTTPException(409, str(e)) from e
+
+
+async def _ask_change(
+    engine: AsyncLLM, served: ServedPolicy, dry_run: bool, seen: list[str] | None = None
+) -> list[JsonObject]:
+    """Return the answers of all ranks; raise HTTPException 409 with the reason if one refuses."""
+    timeout = STATUS_TIMEOUT if dry_run else CAPTURE_TIMEOUT
+    method = "flexquant_change_policy"
+    ranks = await ask_workers(engine, method, served.to_json(), dry_run, seen, timeout=timeout)
+    refused = [rank["refused"] for rank in ranks if "refused" in rank]
+    if refused and not dry_run and len(refused) < len(ranks):
+        raise HTTPException(
+            409,
+            f"{refused[0]}; other engines have taken {served.name}: GET /flexquant tells their policies; "
+            "apply one policy to all again",
+        )
+    if refused:
+        raise HTTPException(409, refused[0])
+    return ranks
+
+
+@asynccontextmanager
+async def _paused(engine: AsyncLLM) -> AsyncIterator[None]:
+    """Pause requests, without dropping them, in the block; an operator's own pause stays."""
+    was_paused = await engine.is_paused()
+    timeout = None
+    try:
+        if not was_paused:
+            await engine.pause_generation(mode="keep", clear_cache=False)
+        yield
+    except TimeoutError:
+        timeout = 0.0  # engines resume once they have done what was asked before
+        raise
+    finally:
+        if not was_paused:
+            with suppress(TimeoutError):
+                await answer_of(engine.resume_generation(), timeout)

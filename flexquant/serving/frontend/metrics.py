@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.flexquant.metrics")
 
-FORWARD = "flexquant:forward"
-TOKENS = "flexquant:tokens"
-PADDED_TOKENS = "flexquant:padded_tokens"
-SECONDS = "flexquant:forward_seconds"
+FORWARD, TOKENS = "flexquant:forward", "flexquant:tokens"
+PADDED_TOKENS, SECONDS = "flexquant:padded_tokens", "flexquant:forward_seconds"
 SIZE = "flexquant:forward_size"
 REPLAYS = "flexquant:graph_replays"
 WEIGHT_BYTES = "flexquant:weight_bytes"
@@ -130,22 +128,17 @@ def weights_and_policies(engines: Engines) -> Iterator[Metric]:
     yield from (weights, policies)
 
 
-def all_metrics(collector: WorkerMetrics) -> CollectorRegistry:
-    """Return vLLM's metrics, of all API servers, and those of the workers."""
+async def read_metrics(request: Request) -> Response:
+    """Return vLLM's metrics, of all API servers, and those of the workers, in Prometheus' text format."""
+    collector: WorkerMetrics = request.app.state.flexquant_metrics
+    await collector.ask()
     registry = CollectorRegistry()
     if OF_SEVERAL_SERVERS in os.environ:
         MultiProcessCollector(registry)
     else:
         registry.register(REGISTRY)
     registry.register(collector)
-    return registry
-
-
-async def read_metrics(request: Request) -> Response:
-    """Return all metrics in Prometheus' text format."""
-    collector: WorkerMetrics = request.app.state.flexquant_metrics
-    await collector.ask()
-    text = await asyncio.to_thread(generate_latest, all_metrics(collector))
+    text = await asyncio.to_thread(generate_latest, registry)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -10,6 +10,7 @@ to the next. The KV cache stays, as all variants read it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
 from vllm.logger import init_logger
@@ -233,5 +234,5 @@ def describe_change(before: ServedPolicy, after: ServedPolicy, *, captures: bool
         "before": before.described(),
         "after": after.described(),
         "captures_graphs": captures,
-        "routes": [change._asdict() for change in route_changes(before.routes, after.routes)],
+        "routes": [asdict(change) for change in route_changes(before.routes, after.routes)],
     }
