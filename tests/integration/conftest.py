@@ -140,7 +140,7 @@ def take_policy(llm: LLM, policy: str, empty_cache: bool = True) -> None:
         config = llm.llm_engine.vllm_config
         served = served_policy(config, model.merged, model.policy.name, read_policy(policy))
         model.policy = clip_to_server(config, model.merged, served)
-        assert {plan.name for plan in model.routes.plans} <= model._plans.keys(), "the engine lacks a plan"
+        assert {plan.name for plan in model.routes.plans} <= model.plans.keys(), "the engine lacks a plan"
 
     llm.apply_model(swap)
     if empty_cache:

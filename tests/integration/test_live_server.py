@@ -29,7 +29,7 @@ from flexquant.serving.frontend.metrics import (
     TOKENS,
     WEIGHT_BYTES,
 )
-from flexquant.serving.worker.metrics import SIZE_BUCKETS
+from flexquant.serving.worker.pass_records import SIZE_BUCKETS
 from tests import programs
 from tests.integration.hostile_callers import ENDLESS, Caller
 from tests.integration.hostile_callers import POLICY as GOOD

@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Change the policy of a serving model, on all ranks of its engine or on none.
+"""Keep all ranks on one policy: compare it at the start, change it on all ranks of an engine or on none.
 
-The policy can use the decoder layers that were loaded of each variant at the start; if plans are compiled, it
-can use only those plans. No pass runs between two steps of the engine, so the new routes apply from one pass
-to the next. The KV cache stays, as all variants read it.
+On one machine the ranks always agree at the start, since the front end resolves the policy for all workers.
+With several machines, each has a front end of its own, which reads its own files.
+
+A later policy can use the decoder layers that were loaded of each variant at the start; if plans are
+compiled, it can use only those plans. No pass runs between two steps of the engine, so the new routes apply
+from one pass to the next. The KV cache stays, as all variants read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Protocol
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
+import torch
 from vllm.logger import init_logger
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import describe_ranges
+from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
-from flexquant.policy.routes import route_changes
+from flexquant.policy.routes import RouteTable, route_changes
 from flexquant.serving.config import clip_to_server
 from flexquant.serving.options import ServedPolicy
+from flexquant.serving.vllm_api import get_pp_group, get_tp_group, get_world_group
 from flexquant.serving.worker.plan_views import decoder_path, is_compiled
-from flexquant.serving.worker.ranks import on_all_ranks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,13 +35,69 @@ if TYPE_CHECKING:
 
     from flexquant.checkpoint.merged_config import MergedConfig
     from flexquant.policy.plans import Plan
-    from flexquant.policy.routes import RouteTable
-    from flexquant.policy.rules import Derivation
     from flexquant.serving.worker.forward_pass import PassObserver
     from flexquant.serving.worker.graphs import PlanGraphs, Runner
     from flexquant.serving.worker.pass_records import PassRecords
 
 logger = init_logger("vllm.flexquant.live_policy")
+
+Result = TypeVar("Result")
+
+
+def check_ranks_agree(routes: RouteTable, quantization_config: JsonObject) -> None:
+    """Raise :class:`FlexQuantError`, on all ranks, if one has other routes or another merged checkpoint.
+
+    ``quantization_config`` is that section of the merged checkpoint's config.json. Every rank has to call
+    this.
+    """
+    world = get_world_group()
+    if world.world_size == 1:
+        return
+    table = routes.to_json()
+    mine = {
+        "routes": digest_of([table["intervals"], table["plans"]]),
+        "quantization_config in config.json": digest_of(quantization_config),
+    }
+    everyones: list[dict[str, str]] = [{}] * world.world_size
+    torch.distributed.all_gather_object(everyones, mine, group=world.cpu_group)
+    for what in mine:
+        others = [rank for rank, digests in enumerate(everyones) if digests[what] != everyones[0][what]]
+        if others:
+            raise FlexQuantError(
+                f"rank {others[0]} has other {what} than rank 0; give every machine the same policy file, "
+                "merged checkpoint and options of vLLM"
+            )
+
+
+def on_all_ranks(step: Callable[[], Result]) -> Result:
+    """Return the result of a step that succeeds on every rank of an engine; every rank has to call this.
+
+    Raises :class:`FlexQuantError`, on all ranks, if the step raises anything on one of them.
+    """
+    result: Result | None = None
+    failure: Exception | None = None
+    try:
+        result = step()
+    except Exception as e:
+        failure = e
+        if not isinstance(e, FlexQuantError):
+            logger.exception("a step that all ranks have to take together has failed")
+    everyones = [reason_of(failure)]
+    # Do not use the world group: it also has replicas of a mixture of experts, which run at other times.
+    for group in (get_tp_group(), get_pp_group()):
+        theirs: list[list[str]] = [[]] * group.world_size
+        torch.distributed.all_gather_object(theirs, everyones, group=group.cpu_group)
+        everyones = [*itertools.chain.from_iterable(theirs)]
+    if reasons := [reason for reason in everyones if reason]:
+        raise FlexQuantError(reasons[0]) from failure
+    return cast(Result, result)
+
+
+def reason_of(failure: Exception | None) -> str:
+    """Return in one sentence why something failed; empty for None."""
+    if failure is None or isinstance(failure, FlexQuantError):
+        return str(failure or "")
+    return f"{type(failure).__name__} ({failure}), and the worker's log tells where"
 
 
 class RoutedModel(Protocol):
@@ -43,31 +105,21 @@ class RoutedModel(Protocol):
 
     merged: MergedConfig
     policy: ServedPolicy
+    plans: dict[str, nn.Module]
+    graphs: PlanGraphs
     observer: PassObserver
     records: PassRecords
 
-    @property
-    def routes(self) -> RouteTable: ...
+    def build_plan(self, plan: Plan) -> nn.Module: ...
 
 
 class LivePolicy:
     """One rank's part in the changes of its engine's policy."""
 
-    def __init__(
-        self,
-        model: RoutedModel,
-        vllm_config: VllmConfig,
-        plans: dict[str, nn.Module],
-        graphs: PlanGraphs,
-        build_plan: Callable[[Plan], nn.Module],
-    ) -> None:
-        """Prepare for changes; ``build_plan`` makes plans of later policies, which are added to ``plans``."""
+    def __init__(self, model: RoutedModel, vllm_config: VllmConfig) -> None:
         self._model = model
         self._vllm_config = vllm_config
-        self._plans = plans
-        self._graphs = graphs
-        self._build_plan = build_plan
-        self._loaded = model.routes
+        self._loaded = model.policy.routes
         """The first routes, which determine the layers that were loaded of each variant."""
 
     def change(
@@ -81,68 +133,111 @@ class LivePolicy:
         the model cannot take the policy on some rank.
         """
 
+        before = self._model.policy
+
         def check() -> tuple[ServedPolicy, JsonObject]:
-            check_seen(before, seen, policy.name)
+            if seen is not None and before.digest not in seen:
+                raise FlexQuantError(
+                    f"the server took {before.name} while {policy.name} was being checked; look at GET "
+                    f"/flexquant, and apply {policy.name} again"
+                )
             after = clip_to_server(self._vllm_config, self._model.merged, policy)
             if not after.routes.ignores_phase():
                 self._model.observer.check_phases()
-            compiles = any(
-                is_compiled(plan.get_submodule(decoder_path(plan))) for plan in self._plans.values()
-            )
-            check_change(
-                after,
-                layers=self._loaded.layers,
-                derived=self._loaded.derived,
-                compiled_plans=list(self._plans) if compiles else None,
-            )
-            captures = check_capture(self._vllm_config, self._graphs, after)
-            return after, describe_change(before, after, captures=captures)
+            if problem := next(self._problems(after), None):
+                raise FlexQuantError(f"{after.name} {problem}")
+            return after, {
+                "before": before.described(),
+                "after": after.described(),
+                "captures_graphs": not self._model.graphs.fit(after.routes),
+                "routes": [change._asdict() for change in route_changes(before.routes, after.routes)],
+            }
 
-        before = self._model.policy
         after, told = on_all_ranks(check)
         if runner is not None:
             self._take(after, runner)
         return told
 
+    def _problems(self, after: ServedPolicy) -> Iterator[str]:
+        """Yield why this rank cannot take a policy."""
+        needed, loaded = after.routes.layers, self._loaded.layers
+        if missing := sorted(needed.keys() - loaded.keys()):
+            yield (
+                f"uses {' and '.join(missing)}, but the server has loaded {', '.join(loaded)}; take a policy "
+                "that uses these alone, or start a server with one that uses all of them"
+            )
+        for name, numbers in needed.items():
+            if absent := numbers - loaded[name]:
+                yield (
+                    f"uses layers {describe_ranges(absent)} of {name}, but the server has loaded its layers "
+                    f"{describe_ranges(loaded[name])} alone; take a policy that uses no others of it, or "
+                    "start a server with one that uses them all"
+                )
+        for name in sorted(needed):
+            if after.routes.derived.get(name) != self._loaded.derived.get(name):
+                yield (
+                    f"derives {name} otherwise than the policy that the server was started with; derive it "
+                    "in the same way, or start a server with this policy"
+                )
+        plans = self._model.plans
+        unknown = [plan.name for plan in after.routes.plans if plan.name not in plans]
+        if unknown and any(is_compiled(plan.get_submodule(decoder_path(plan))) for plan in plans.values()):
+            yield (
+                f"has the plan {unknown[0]}, but the server has compiled {', '.join(plans)}, and compiles no "
+                "more; use these alone, or start a server with this policy"
+            )
+        if self._model.graphs.fit(after.routes):
+            return
+        for asked, what in (
+            (self._vllm_config.speculative_config, "speculative decoding"),
+            (self._vllm_config.kv_transfer_config, "a KV connector"),
+        ):
+            if asked is not None:
+                yield (
+                    f"needs other CUDA graphs, and with {what} they are captured at the start only; start a "
+                    "server with this policy"
+                )
+
     def _take(self, after: ServedPolicy, runner: Runner) -> None:
         """Route by a policy; ranks agree after every step that can fail, and no later step can."""
-        before = self._model.policy
+        model, before = self._model, self._model.policy
 
         def build_missing() -> dict[str, nn.Module]:
-            self._model.observer.settle()
-            missing = [plan for plan in after.routes.plans if plan.name not in self._plans]
-            return {plan.name: self._build_plan(plan) for plan in missing}
+            model.observer.settle()
+            missing = [plan for plan in after.routes.plans if plan.name not in model.plans]
+            return {plan.name: model.build_plan(plan) for plan in missing}
 
-        self._plans |= on_all_ranks(build_missing)
-        self._model.policy = after
-        if not self._graphs.fit(after.routes):
+        model.plans |= on_all_ranks(build_missing)
+        model.policy = after
+        if not model.graphs.fit(after.routes):
             self._capture_again(runner, before)
         logger.info("FlexQuant: policy %s instead of %s", after.name, before.name)
         try:
-            self._model.records.announce_policy(after)
+            model.records.announce_policy(after)
         except Exception:
             logger.exception("policy %s is served, but this rank could not note that", after.name)
 
     def _capture_again(self, runner: Runner, before: ServedPolicy) -> None:
         """Capture CUDA graphs for the policy; if a rank fails, all return to the policy ``before``."""
+        model, graphs = self._model, self._model.graphs
 
         def capture() -> None:
-            self._graphs.capture_again(runner, self._vllm_config)
+            graphs.capture_again(runner, self._vllm_config)
 
-        pieces = self._graphs.pieces()
-        with self._model.observer.capturing():
+        pieces = graphs.pieces()
+        with model.observer.capturing():
             try:
                 on_all_ranks(capture)
                 return
             except FlexQuantError as e:
                 failure = e
-            name, self._model.policy = self._model.policy.name, before
-            self._graphs.drop_pieces(but=pieces)
+            name, model.policy = model.policy.name, before
+            graphs.drop_pieces(but=pieces)
             try:
                 on_all_ranks(capture)
                 served = "is served as before"
             except FlexQuantError as e:
-                self._graphs.do_without(runner)
+                graphs.do_without(runner)
                 served = (
                     f"is served without CUDA graphs, since its own could not be captured again ({e}); start "
                     "the server anew to have them back"
@@ -151,87 +246,3 @@ class LivePolicy:
             f"the CUDA graphs of {name} could not be captured on every rank ({failure}); {before.name} "
             f"{served}"
         ) from failure
-
-
-def check_seen(before: ServedPolicy, seen: Collection[str] | None, name: str) -> None:
-    """Raise :class:`FlexQuantError` if the policy ``before`` has changed since the caller saw it.
-
-    ``seen`` are the digests that the caller has seen; None: the policy ``name`` may replace any policy.
-    """
-    if seen is not None and before.digest not in seen:
-        raise FlexQuantError(
-            f"the server took {before.name} while {name} was being checked; look at GET /flexquant, and "
-            f"apply {name} again"
-        )
-
-
-def check_change(
-    after: ServedPolicy,
-    *,
-    layers: Mapping[str, Collection[int]],
-    derived: Mapping[str, Derivation],
-    compiled_plans: Collection[str] | None,
-) -> None:
-    """Raise :class:`FlexQuantError` if a policy needs layers, variants or plans that a serving model lacks.
-
-    ``layers`` are the loaded layers of each variant, ``derived`` the derived variants. ``compiled_plans`` are
-    the names of the compiled plans; None if the model is not compiled.
-    """
-    needed = after.routes.layers
-    if missing := sorted(needed.keys() - layers.keys()):
-        raise FlexQuantError(
-            f"{after.name} uses {' and '.join(missing)}, but the server has loaded {', '.join(layers)}; "
-            "take a policy that uses these alone, or start a server with one that uses all of them"
-        )
-    for name, numbers in needed.items():
-        if absent := numbers - set(layers[name]):
-            raise FlexQuantError(
-                f"{after.name} uses layers {describe_ranges(absent)} of {name}, but the server has loaded "
-                f"its layers {describe_ranges(layers[name])} alone; take a policy that uses no others of it, "
-                "or start a server with one that uses them all"
-            )
-    for name in sorted(needed):
-        if after.routes.derived.get(name) != derived.get(name):
-            raise FlexQuantError(
-                f"{after.name} derives {name} otherwise than the policy that the server was started with; "
-                "derive it in the same way, or start a server with this policy"
-            )
-    if compiled_plans is None:
-        return
-    unknown = [plan.name for plan in after.routes.plans if plan.name not in compiled_plans]
-    if unknown:
-        compiled = ", ".join(compiled_plans)
-        raise FlexQuantError(
-            f"{after.name} has the plan {unknown[0]}, but the server has compiled {compiled}, and "
-            "compiles no more; use these alone, or start a server with this policy"
-        )
-
-
-def check_capture(vllm_config: VllmConfig, graphs: PlanGraphs, after: ServedPolicy) -> bool:
-    """Return whether CUDA graphs have to be captured for a policy; raise FlexQuantError if they cannot be."""
-    if graphs.fit(after.routes):
-        return False
-    for asked, what in (
-        (vllm_config.speculative_config, "speculative decoding"),
-        (vllm_config.kv_transfer_config, "a KV connector"),
-    ):
-        if asked is not None:
-            raise FlexQuantError(
-                f"{after.name} needs other CUDA graphs, and with {what} they are captured at the start only; "
-                "start a server with this policy"
-            )
-    return True
-
-
-def describe_change(before: ServedPolicy, after: ServedPolicy, *, captures: bool) -> JsonObject:
-    """Describe a change as JSON-able data.
-
-    It has both policies, whether CUDA graphs are captured, and in ``routes`` the passes that get another
-    plan.
-    """
-    return {
-        "before": before.described(),
-        "after": after.described(),
-        "captures_graphs": captures,
-        "routes": [change._asdict() for change in route_changes(before.routes, after.routes)],
-    }

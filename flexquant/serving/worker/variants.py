@@ -115,13 +115,14 @@ def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -
 
 
 def build_variants(
-    vllm_config: VllmConfig, merged: MergedConfig, names: list[str], routes: RouteTable, prefix: str
+    vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable, prefix: str
 ) -> dict[str, nn.Module]:
-    """Build the named variants over one set of attention layers; the weights are loaded later.
+    """Build the variants that plans need over one set of attention layers; the weights are loaded later.
 
-    ``names`` can include variants that ``routes`` derives; those that have no weights come last. Raises
-    :class:`FlexQuantError` for an architecture that is not built with ``model.layers``.
+    Variants that have no weights come last. Raises :class:`FlexQuantError` for an architecture that is not
+    built with ``model.layers``.
     """
+    names = [name for name in (*merged.variants, *routes.derived) if name in routes.layers]
     real_context = vllm_config.compilation_config.static_forward_context
     variants: dict[str, nn.Module] = {}
     for name in filter(routes.has_weights, names):
@@ -130,13 +131,14 @@ def build_variants(
         if variants:
             share_modules(name, variant, variants, registered, real_context, merged, routes)
         variants[name] = variant
-    read_again = {routes.source(name) for name in names if not routes.has_weights(name)}
+    computed = [name for name in names if name not in variants]
+    read_again = {routes.source(name) for name in computed}
     if current_platform.is_cpu():
         choose_cpu_kernels(variants, sizes_by_variant(routes), read_again)
     else:
         for name in read_again:
             use_marlin(variants[name])
-    for name in [name for name in names if name not in variants]:
+    for name in computed:
         variants[name] = one_copy_of(variants[routes.source(name)], name)
         share_states_of_view(variants[name], name, real_context)
     return variants
