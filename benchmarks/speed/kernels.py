@@ -189,7 +189,7 @@ def take_kernel(layer: Any, name: str) -> None:
     Raises NoKernelError if the named one cannot run it.
     """
     found = kernel_of_layer(layer)
-    kinds = {kind.__name__: kind for kind in possible_kernels(found)}
+    kinds = {kind.__name__: kind for kind in (possible_kernels(found) if found else ())}
     if name and name not in kinds:
         raise NoKernelError(f"{name} is not among {', '.join(kinds) or 'none'}")
     if kinds:

@@ -5,7 +5,7 @@
 The front end resolves the policy to a route table (:mod:`flexquant.serving.config`) and puts the table into
 the configuration beside the user's options. vLLM passes the configuration to every worker that the front end
 starts, so their ranks route by the same table, and no worker reads a policy. Workers of several front ends,
-one on each of several machines, compare what they received (:mod:`flexquant.serving.worker.live_policy`).
+one on each of several machines, compare what they received (:mod:`flexquant.serving.worker.ranks`).
 """
 
 from __future__ import annotations

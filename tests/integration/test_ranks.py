@@ -14,7 +14,7 @@ import pytest
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import parse_policy_text
-from flexquant.serving.worker.live_policy import check_ranks_agree, on_all_ranks
+from flexquant.serving.worker.ranks import check_ranks_agree, on_all_ranks
 from tests.policies import LAYERED_DECODE, THRESHOLD
 
 CONFIG = {"variants": {"w8a8": {}, "w4a16": {}}}

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import CompressedTensorsWNA16
-from flexquant.serving.worker.w4a8 import find_kernel, is_int4_layer, use_8bit_activations
+from flexquant.serving.worker.w4a8 import find_kernel, int4_scheme, use_8bit_activations
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import (
     Answers,
@@ -89,7 +89,7 @@ def own_modules(model) -> set[str]:
 
 def count_int4_weights(model) -> int:
     layers = model.variants["w4a16"].modules()
-    return sum(layer.input_size * layer.output_size for layer in layers if is_int4_layer(layer))
+    return sum(layer.input_size * layer.output_size for layer in layers if int4_scheme(layer))
 
 
 @pytest.fixture(scope="module")

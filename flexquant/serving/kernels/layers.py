@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeGuard
 
-import torch
 from torch import nn
 
 from flexquant.serving.vllm_api import (
@@ -20,19 +18,6 @@ from flexquant.serving.vllm_api import (
 
 LinearKernel = MPLinearKernel | ScaledMMLinearKernel
 """A kernel of vLLM's for weights that are packed, or for weights and activations in 8 bit."""
-
-
-class QuantisedLayer(Protocol):
-    """What vLLM sets on a quantised layer, be it a linear layer or an lm_head."""
-
-    input_size_per_partition: int
-    output_size_per_partition: int
-    params_dtype: torch.dtype
-
-
-def is_quantised(layer: nn.Module) -> TypeGuard[QuantisedLayer]:
-    """Whether a kernel of vLLM's multiplies a layer by weights that are not in 16 bit."""
-    return kernel_of_layer(layer) is not None
 
 
 def kernel_of_layer(layer: object) -> LinearKernel | None:

@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -62,7 +62,8 @@ def find_fastest(layers: Sequence[JsonObject]) -> list[str]:
     unless another is clearly faster, and if the trial fails.
     """
     keys = [{**_circumstances(), **layer} for layer in layers]
-    files = [_folder() / f"{digest_of(key)[:32]}.json" for key in keys]
+    folder = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "cpu_kernels"
+    files = [folder / f"{digest_of(key)[:32]}.json" for key in keys]
     missing = [i for i, key in enumerate(keys) if _read(files[i], key) is None]
     chosen = [layer["kernels"][0] for layer in layers]
     if missing:
@@ -100,10 +101,6 @@ def _try(layers: list[JsonObject]) -> list[dict[str, dict[str, float]]]:
 def _circumstances() -> JsonObject:
     versions = versions_of(("torch", "vllm", "zentorch"))
     return {"cpu": cpu_model(), "threads": torch.get_num_threads(), "versions": versions}
-
-
-def _folder() -> Path:
-    return Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "cpu_kernels"
 
 
 def _read(file: Path, key: JsonObject) -> str | None:
@@ -193,7 +190,7 @@ def _int4(
     inputs, outputs, group = layer["inputs"], layer["outputs"], layer["group_size"]
     shape = (inputs, outputs)
     groups, zeros = inputs // group if group > 0 else 1, layer["zero_points"]
-    linear = _Linear(
+    linear = _linear(
         weight_packed=torch.empty(outputs, inputs // 8, dtype=torch.int32).random_(),
         weight_scale=torch.empty(outputs, groups, dtype=dtype).uniform_(0.001, 0.002),
         weight_zero_point=torch.empty(outputs // 8, groups, dtype=torch.int32).random_() if zeros else None,
@@ -213,7 +210,7 @@ def _int8(
     from flexquant.serving.vllm_api import Int8ScaledMMLinearLayerConfig
 
     names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
-    linear = _Linear(
+    linear = _linear(
         weight=torch.empty(layer["outputs"], layer["inputs"], dtype=torch.int8).random_(-127, 128),
         weight_scale=torch.empty(layer["outputs"], 1).uniform_(0.001, 0.002),
         **dict.fromkeys(names[2:]),
@@ -225,19 +222,15 @@ def _int8(
     return make(config, names), linear
 
 
-class _Linear(nn.Module):
-    """What vLLM's kernels read of a linear layer, which has no bias here."""
-
-    logical_widths: list[int]
-
-    def __init__(self, **weights: torch.Tensor | None) -> None:
-        super().__init__()
-        self.bias = None
-        for name, weight in weights.items():
-            parameter = None if weight is None else nn.Parameter(weight, requires_grad=False)
-            if parameter is not None:
-                vars(parameter).update(output_dim=0, input_dim=1)
-            self.register_parameter(name, parameter)
+def _linear(**weights: torch.Tensor | None) -> Any:
+    """Return what vLLM's kernels read of a linear layer, which has no bias here."""
+    linear = nn.Module()
+    for name, weight in {"bias": None, **weights}.items():
+        parameter = None if weight is None else nn.Parameter(weight, requires_grad=False)
+        if parameter is not None:
+            vars(parameter).update(output_dim=0, input_dim=1)
+        linear.register_parameter(name, parameter)
+    return linear
 
 
 if __name__ == "__main__":

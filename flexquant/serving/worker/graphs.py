@@ -11,7 +11,7 @@ FlexQuant captures them all then. vLLM's own wrappers tell whether a plan's grap
 twice: first to estimate the memory, dropping these graphs, and then for good. The scheduler's passes capture
 nothing: if a graph is missing then, the pass runs without it, with a warning.
 
-Another policy (`live_policy`) can need other graphs. vLLM then captures again, while no pass runs.
+Another policy (`worker_extension`) can need other graphs. vLLM then captures again, while no pass runs.
 """
 
 from __future__ import annotations

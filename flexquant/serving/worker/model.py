@@ -34,10 +34,10 @@ from flexquant.serving.worker.adapters import offer_to_adapters, share_adapters,
 from flexquant.serving.worker.forward_pass import Pass, PassObserver, PassState, observed_model_state
 from flexquant.serving.worker.graphs import PlanGraphs
 from flexquant.serving.worker.layers_by_name import HybridModel
-from flexquant.serving.worker.live_policy import LivePolicy, check_ranks_agree
 from flexquant.serving.worker.one_copy import find_scales
 from flexquant.serving.worker.pass_records import PassRecords
 from flexquant.serving.worker.plan_views import build_plan
+from flexquant.serving.worker.ranks import check_ranks_agree
 from flexquant.serving.worker.variants import build_variants
 from flexquant.serving.worker.weight_memory import WeightMemory, unpack_the_looked_up
 from flexquant.serving.worker.weights import VariantLoader
@@ -67,13 +67,13 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         self.merged = MergedConfig.from_json(self.config.quantization_config)
         self.policy = clip_to_server(vllm_config, self.merged, ServedPolicy.from_vllm(vllm_config))
         check_ranks_agree(self.routes, self.config.quantization_config)
-        self._vllm_config = vllm_config
+        self.vllm_config = vllm_config
+        self.first_routes = self.routes
+        """Determine what is loaded; a later policy (`worker_extension`) has other routes."""
         self._build_variants(prefix)
         self._observe_passes()
         self._build_plans()
         self.graphs = PlanGraphs()
-        self.live_policy = LivePolicy(self, vllm_config)
-        """Changes the policy while serving."""
         self.weight_bytes: dict[str, int] = {}
         """Variant -> bytes of its weights as kernels keep them; known once all are loaded."""
         self.weight_bytes_by_layers: BytesByRange = {}
@@ -83,10 +83,9 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
     def _build_variants(self, prefix: str) -> None:
         """Build the variants that plans need, with the loader of their weights."""
         provide_cpu_kernels()
-        routes, vllm_config = self.routes, self._vllm_config
+        routes, vllm_config = self.routes, self.vllm_config
         variants = build_variants(vllm_config, self.merged, routes, prefix)
         self.variants = nn.ModuleDict(variants)
-        self._derived = routes.derived
         self._loader = VariantLoader(
             {name: variant for name, variant in variants.items() if routes.has_weights(name)},
             self.merged,
@@ -101,11 +100,11 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 
     def _observe_passes(self) -> None:
         """Observe the attention layers of the variants, and record the passes."""
-        self.records = PassRecords(self._vllm_config)
+        self.records = PassRecords(self.vllm_config)
         self.observer = PassObserver(
             self.routes.tokens_per_sequence, began=self.records.begin, replayed=self._replayed
         )
-        registered = self._vllm_config.compilation_config.static_forward_context
+        registered = self.vllm_config.compilation_config.static_forward_context
         self.observer.observe(
             {name: layer for name, layer in registered.items() if isinstance(layer, AttentionLayerBase)}
         )
@@ -120,12 +119,12 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         self.plans: dict[str, Any] = {plan.name: self.build_plan(plan) for plan in self.routes.plans}
         self._last_plan = self.routes.plans[0].name
         self._lora_manager: LoRAModelManager | None = None
-        if self._vllm_config.lora_config is not None:
+        if self.vllm_config.lora_config is not None:
             offer_to_adapters(self, self._any_plan)
 
     def build_plan(self, plan: Plan) -> nn.Module:
         """Return a plan as a view over the variants."""
-        built = build_plan(dict(self.variants.items()), plan, self.merged, self._derived)
+        built = build_plan(dict(self.variants.items()), plan, self.merged, self.first_routes.derived)
         if self._aux_layers is not None:
             set_aux_layers(built, self._aux_layers)
         return built
@@ -148,7 +147,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         for variant in self.variants.values():
             if hook := getattr(variant, "process_weights_after_loading", None):
                 hook()
-        if self._vllm_config.lora_config is not None:
+        if self.vllm_config.lora_config is not None:
             tell_devices(dict(self.variants.items()))
         self._announce()
 
@@ -211,7 +210,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 
     def get_model_state_cls(self) -> type:
         """Return the class that prepares the passes of vLLM's V2 runner."""
-        return observed_model_state(self._vllm_config, self.observer)
+        return observed_model_state(self.vllm_config, self.observer)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.plans[self._last_plan].embed_input_ids(input_ids)
@@ -261,7 +260,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 
         With data parallelism vLLM's passes also keep engines in step while one serves, so all run one plan.
         """
-        if self._vllm_config.parallel_config.data_parallel_size == 1:
+        if self.vllm_config.parallel_config.data_parallel_size == 1:
             for other in self.routes.reachable(tokens):
                 if other.name != plan:
                     self.plans[other.name](**inputs)

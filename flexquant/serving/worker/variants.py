@@ -3,20 +3,17 @@
 """Build several variants in one process: a model for each precision, over one set of attention layers.
 
 A *variant* is a whole model: vLLM's own class for the base architecture, built with that variant's own
-compressed-tensors config, so that every linear layer has vLLM's own kernel for its scheme. Building the
-same architecture again under the same layer names is what keeps a checkpoint's ``targets`` and ``ignore``
-lists meaningful, but vLLM registers attention layers by name, in ``static_forward_context``, to give each
-its part of the KV cache. So all variants but the first are built against a scratch dictionary, and then
-their attention modules are replaced by the first variant's: *one* KV cache, written and read by all.
-Modules outside the decoder layers whose tensors are the same in every variant (embedding, final norm,
-lm_head, what reads images) are replaced in the same way, and so are equal experts.
+compressed-tensors config, so that every linear layer has vLLM's own kernel for its scheme. All have the same
+layer names, which a checkpoint's ``targets`` and ``ignore`` lists state, but vLLM registers attention layers
+by name, in ``static_forward_context``, to give each its part of the KV cache. So all variants but the first
+are built against a scratch dictionary, and then their attention modules are replaced by the first variant's:
+*one* KV cache, written and read by all. Modules whose tensors are the same in every variant (embedding, final
+norm, lm_head, what reads images, experts) are replaced in the same way.
 A *derived* variant (`w4a8`) is its source built again, with other kernels in the INT4 layers alone.
-
 Layers that keep a state beside their linears stay with their variant, and share the state (`layers_by_name`).
 
 Only the decoder layers that some plan takes from a variant have memory. The others are built with their
 linears and experts on the meta device, so that vLLM's classes find what they need, and are then removed.
-Modules that variants share in a layer come from the first variant that has the layer.
 """
 
 from __future__ import annotations
@@ -41,6 +38,7 @@ from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     LinearBase,
     MambaBase,
+    MoERunner,
     ParallelLMHead,
     VocabParallelEmbedding,
     initialize_model,
@@ -50,7 +48,6 @@ from flexquant.serving.worker.layers_by_name import (
     explained_kernels,
     keep_state,
     name_apart,
-    only_experts,
     share_states_of_view,
 )
 from flexquant.serving.worker.one_copy import one_copy_of, use_marlin
@@ -221,23 +218,19 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     embedding itself, such as Gemma 2's, has no lm_head.
     """
     found = dict(model.named_modules(remove_duplicate=False))
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
     modules = []
     for name in names:
-        if (module := found.get(name, found.get(name_in_vllm(model, name)))) is not None:
-            modules.append(only_experts(module))
+        mapped = mapper.apply_list([f"{name}.weight"]) if mapper is not None else []
+        in_vllm = mapped[0].removesuffix(".weight") if mapped else name
+        if (module := found.get(name, found.get(in_vllm))) is not None:
+            modules.append(module.routed_experts if isinstance(module, MoERunner) else module)
         elif not HEAD.search(name):
             raise FlexQuantError(
                 f"the checkpoint's variants share the module '{name}', which {type(model).__name__} of this "
                 "vLLM does not have; serve one variant's own checkpoint ('flexquant split')"
             )
     return modules
-
-
-def name_in_vllm(model: nn.Module, name: str) -> str:
-    """Return vLLM's name for a module of the checkpoint, by the name mapping of the model's class."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    mapped = mapper.apply_list([f"{name}.weight"]) if mapper is not None else []
-    return mapped[0].removesuffix(".weight") if mapped else name
 
 
 def check_cache_layers(

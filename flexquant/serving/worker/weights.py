@@ -37,15 +37,6 @@ MARKED = 8
 """Numbers of a row that are marked; integers can have the mark's value by themselves."""
 
 
-def finite(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor; raise :class:`FlexQuantError` if a number in it is NaN or infinite."""
-    if not is_finite(tensor):
-        raise FlexQuantError(
-            f"tensor '{key}' holds NaN or infinite numbers; quantise the model again, and merge again"
-        )
-    return tensor
-
-
 class VariantLoader:
     """Passes tensors to variants; the first variant that has a shared module loads it."""
 
@@ -120,8 +111,11 @@ class VariantLoader:
 
     def _takers(self, prefix: str, key: str) -> list[str]:
         """Return the variants that a tensor is loaded into; for a shared module, only the first."""
-        readers = [name for name in self._readers_of(prefix) if not self._is_copy(name, prefix, key)]
-        takers = [name for name in readers if is_in(key, self._layers[name])]
+        takers = [
+            name
+            for name in self._readers_of(prefix)
+            if not self._is_copy(name, prefix, key) and is_in(key, self._layers[name])
+        ]
         held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
         return takers[:1] if held_once else takers
 
@@ -146,9 +140,14 @@ class VariantLoader:
     def _runs(self, weights: Iterable[NamedTensor]) -> Iterator[tuple[str, list[NamedTensor]]]:
         """Yield each prefix with consecutive tensors, at most :data:`RUN`, whose keys lack the prefix."""
         for prefix, group in groupby(weights, key=lambda item: self._split(item[0])[0]):
-            tensors = ((self._split(key)[1], finite(key, tensor)) for key, tensor in group)
-            while run := list(islice(tensors, RUN)):
-                yield prefix, run
+            while run := list(islice(group, RUN)):
+                for key, tensor in run:
+                    if not is_finite(tensor):
+                        raise FlexQuantError(
+                            f"tensor '{key}' holds NaN or infinite numbers; quantise the model again, and "
+                            "merge again"
+                        )
+                yield prefix, [(self._split(key)[1], tensor) for key, tensor in run]
 
     def _split(self, key: str) -> tuple[str, str]:
         """Split a merged key into its prefix, dot included, and the original key.

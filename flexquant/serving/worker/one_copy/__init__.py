@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -40,28 +40,22 @@ from flexquant.serving.worker.plan_views import (
     with_module,
 )
 
+if TYPE_CHECKING:
+    from flexquant.serving.worker.one_copy.cpu import CPUInt8Product
+    from flexquant.serving.worker.one_copy.marlin import MarlinProduct
+
+    Product = CPUInt8Product | MarlinProduct
+    """Multiplies in 8 bit by the weights that the INT4 kernel of one device keeps."""
+
 SCALE_BYTES = 4
 MARLIN_TILES = ((64, 128), (128, 64))
 """Outputs and inputs of which Marlin takes multiples; it pads weights with others."""
 
 
-class Int8Product(Protocol):
-    """Multiplies in 8 bit by the weights that the INT4 kernel of one device keeps."""
-
-    precision: str
-    """For people: INT8, or FP8."""
-
-    def prepare(self, layer: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the buffers that the layer's view needs, once its weights are packed."""
-
-    def multiply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype; ``bias`` is the layer's."""
-
-
 class OneCopyMethod(QuantizeMethodBase):
     """Computes the outputs of a linear with ``product``; ``kernel_name`` is for people."""
 
-    def __init__(self, product: Int8Product, kernel_name: str) -> None:
+    def __init__(self, product: Product, kernel_name: str) -> None:
         self._product = product
         self.kernel_name = kernel_name
 
@@ -69,7 +63,7 @@ class OneCopyMethod(QuantizeMethodBase):
         raise RuntimeError("the source creates the weights; this is a FlexQuant bug")
 
     def find_scales(self, layer: LinearBase) -> None:
-        """Make ``layer``, a view, ready once the source's kernel has packed its weights."""
+        """Give ``layer``, a view, its buffers, once the source's kernel has packed its weights."""
         layer._buffers = {**layer._buffers, **self._product.prepare(layer)}
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,9 +119,8 @@ def use_marlin(source: nn.Module) -> None:
 
 def find_scales(models: Iterable[nn.Module]) -> None:
     """Make the variants among ``models`` that compute their weights ready, once all weights are loaded."""
-    for module in chain.from_iterable(map(_computing, models)):
-        assert isinstance(module.quant_method, OneCopyMethod)
-        module.quant_method.find_scales(module)
+    for layer, method in chain.from_iterable(map(_computing, models)):
+        method.find_scales(layer)
 
 
 def computed_bytes(model: nn.Module) -> int:
@@ -135,15 +128,15 @@ def computed_bytes(model: nn.Module) -> int:
 
     They are the INT8 weights of its largest linear, and for each linear one float32 scale an output channel.
     """
-    sizes = [linear_sizes(layer) for layer in _computing(model)]
+    sizes = [linear_sizes(layer) for layer, _ in _computing(model)]
     return max((i * o for i, o in sizes), default=0) + sum(SCALE_BYTES * o for _, o in sizes)
 
 
-def _computing(model: nn.Module) -> Iterator[LinearBase]:
-    """Yield the linears of a model that compute their weights in each pass."""
+def _computing(model: nn.Module) -> Iterator[tuple[LinearBase, OneCopyMethod]]:
+    """Yield the linears of a model that compute their weights in each pass, with their methods."""
     for module in model.modules():
         if isinstance(module, LinearBase) and isinstance(module.quant_method, OneCopyMethod):
-            yield module
+            yield module, module.quant_method
 
 
 def _int4_linears(model: nn.Module) -> Iterator[tuple[str, LinearBase, MPLinearKernel]]:
@@ -156,7 +149,7 @@ def _int4_linears(model: nn.Module) -> Iterator[tuple[str, LinearBase, MPLinearK
             yield path, layer, kernel
 
 
-def _product(kernel: MPLinearKernel) -> Int8Product | None:
+def _product(kernel: MPLinearKernel) -> Product | None:
     """Return the product of this device for a kernel's weights; None if their layout is not known."""
     if isinstance(kernel, MarlinLinearKernel):
         from flexquant.serving.worker.one_copy.marlin import MarlinProduct

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Have all ranks agree: on the routes and the quantisation at the start, and on every later step.
+
+On one machine the routes are always equal, since the front end resolves the policy for all workers. With
+several machines, each has a front end of its own, which reads its own files.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch
+from vllm.logger import init_logger
+
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.documents.results import digest_of
+from flexquant.errors import FlexQuantError
+from flexquant.policy.routes import RouteTable
+from flexquant.serving.vllm_api import get_pp_group, get_tp_group, get_world_group
+
+logger = init_logger("vllm.flexquant.ranks")
+
+Result = TypeVar("Result")
+
+
+def check_ranks_agree(routes: RouteTable, quantization_config: JsonObject) -> None:
+    """Raise :class:`FlexQuantError`, on all ranks, if one has other routes or another merged checkpoint.
+
+    ``quantization_config`` is that section of the merged checkpoint's config.json. Every rank has to call
+    this.
+    """
+    world = get_world_group()
+    if world.world_size == 1:
+        return
+    table = routes.to_json()
+    mine = {
+        "routes": digest_of([table["intervals"], table["plans"]]),
+        "quantization_config in config.json": digest_of(quantization_config),
+    }
+    everyones: list[dict[str, str]] = [{}] * world.world_size
+    torch.distributed.all_gather_object(everyones, mine, group=world.cpu_group)
+    for what in mine:
+        others = [rank for rank, digests in enumerate(everyones) if digests[what] != everyones[0][what]]
+        if others:
+            raise FlexQuantError(
+                f"rank {others[0]} has other {what} than rank 0; give every machine the same policy file, "
+                "merged checkpoint and options of vLLM"
+            )
+
+
+def on_all_ranks(step: Callable[[], Result]) -> Result:
+    """Return the result of a step that succeeds on every rank of an engine; every rank has to call this.
+
+    Raises :class:`FlexQuantError`, on all ranks, if the step raises anything on one of them.
+    """
+    result: Result | None = None
+    failure: Exception | None = None
+    try:
+        result = step()
+    except Exception as e:
+        failure = e
+        if not isinstance(e, FlexQuantError):
+            logger.exception("a step that all ranks have to take together has failed")
+    everyones = [reason_of(failure)]
+    # Do not use the world group: it also has replicas of a mixture of experts, which run at other times.
+    for group in (get_tp_group(), get_pp_group()):
+        theirs: list[list[str]] = [[]] * group.world_size
+        torch.distributed.all_gather_object(theirs, everyones, group=group.cpu_group)
+        everyones = [*itertools.chain.from_iterable(theirs)]
+    if reasons := [reason for reason in everyones if reason]:
+        raise FlexQuantError(reasons[0]) from failure
+    return cast(Result, result)
+
+
+def reason_of(failure: Exception | None) -> str:
+    """Return in one sentence why something failed; empty for None."""
+    if failure is None or isinstance(failure, FlexQuantError):
+        return str(failure or "")
+    return f"{type(failure).__name__} ({failure}), and the worker's log tells where"
