@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,11 +35,16 @@ from vllm.logger import init_logger
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import digest_of, versions_of
 from flexquant.serving.kernels import cpu_model
-from flexquant.serving.vllm_api import envs
-
-if TYPE_CHECKING:
-    from flexquant.serving.kernels.layers import LinearKernel
-    from flexquant.serving.vllm_api import MPLinearKernel, ScaledMMLinearKernel
+from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
+from flexquant.serving.vllm_api import (
+    Int8ScaledMMLinearLayerConfig,
+    MPLinearKernel,
+    MPLinearLayerConfig,
+    ScaledMMLinearKernel,
+    envs,
+    scalar_types,
+    set_default_torch_dtype,
+)
 
 logger = init_logger("vllm.flexquant.cpu")
 
@@ -127,8 +132,6 @@ def _write(file: Path, found: JsonObject) -> None:
 
 
 def main(request: str, reply: str) -> None:
-    from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
-
     asked = json.loads(Path(request).read_text(encoding="utf-8"))
     provide_cpu_kernels()
     torch.set_num_threads(asked["threads"])
@@ -166,27 +169,19 @@ def measure(layer: JsonObject) -> dict[str, dict[int, float]]:
 
 def _make(name: str, layer: JsonObject, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a layer as a function of its inputs [tokens, in]."""
-    from flexquant.serving.vllm_api import set_default_torch_dtype
-
     module, _, kind = name.partition(":")
     make = getattr(importlib.import_module(module), kind)
-    kernel: LinearKernel
-    linear: nn.Module
-    kernel, linear = _int8(make, layer, dtype) if layer["group_size"] is None else _int4(make, layer, dtype)
+    kernel, linear = _int8(make, layer) if layer["group_size"] is None else _int4(make, layer, dtype)
     with set_default_torch_dtype(dtype):  # oneDNN's kernel uses it as the dtype of its outputs
         kernel.process_weights_after_loading(linear)
     return lambda x: kernel.apply_weights(linear, x, None)
 
 
-def _int4(
-    make: type[MPLinearKernel], layer: JsonObject, dtype: torch.dtype
-) -> tuple[MPLinearKernel, nn.Module]:
+def _int4(make: type[MPLinearKernel], layer: JsonObject, dtype: torch.dtype) -> tuple[MPLinearKernel, Any]:
     """Make INT4 weights as compressed-tensors stores them: [out, in / 8], scales [out, groups].
 
     Zero points, if ``layer`` has them, are [out / 8, groups].
     """
-    from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
-
     inputs, outputs, group = layer["inputs"], layer["outputs"], layer["group_size"]
     shape = (inputs, outputs)
     groups, zeros = inputs // group if group > 0 else 1, layer["zero_points"]
@@ -203,12 +198,8 @@ def _int4(
     return make(config, "weight_packed", "weight_scale", "weight_zero_point"), linear
 
 
-def _int8(
-    make: type[ScaledMMLinearKernel], layer: JsonObject, dtype: torch.dtype
-) -> tuple[ScaledMMLinearKernel, nn.Module]:
+def _int8(make: type[ScaledMMLinearKernel], layer: JsonObject) -> tuple[ScaledMMLinearKernel, Any]:
     """Make INT8 weights [out, in] with a scale for each output, for activations quantised per token."""
-    from flexquant.serving.vllm_api import Int8ScaledMMLinearLayerConfig
-
     names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
     linear = _linear(
         weight=torch.empty(layer["outputs"], layer["inputs"], dtype=torch.int8).random_(-127, 128),

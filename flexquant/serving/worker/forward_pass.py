@@ -2,10 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Find what each forward pass holds: its phase, tokens and sequences, which decide its plan.
 
-In every step, on every device, vLLM's model runners describe the batch to the metadata builders of its
-attention backends, with the query lengths on the host. So FlexQuant gives its attention layers a subclass of
-their own backend, whose builder reads the lengths there: the device is not read, and no backend's own
-metadata is needed. The description travels with the metadata to its forward pass.
+In every step, vLLM's model runners describe the batch to the metadata builders of its attention backends,
+with the query lengths on the host. So FlexQuant gives its attention layers a subclass of their own backend,
+whose builder reads the lengths there. The description travels with the metadata to its forward pass.
 
 A step that vLLM replays from a FULL graph builds metadata too, but does not call the model. Its description
 is left over; the step's logits or the next step, whichever comes first, finds it and reports the replay.
@@ -239,21 +238,19 @@ class PassObserver:
                 return super().update_block_table(*args, **options)
 
             def _describe_to_sharers(self) -> None:
-                """Have vLLM give the metadata to those that share a state too.
+                """Have vLLM give the metadata to those that share a state too, by adding them to its list.
 
-                The list is vLLM's own. They are not in it before, as vLLM makes a cache for each layer in it.
+                They are not in it before, as vLLM makes a cache for each layer in it.
                 """
-                for name in [name for layer in self.layer_names for name in observer._sharers.get(layer, ())]:
-                    if name not in self.layer_names:
-                        self.layer_names.append(name)
+                sharing = [name for layer in self.layer_names for name in observer._sharers.get(layer, ())]
+                self.layer_names += [name for name in sharing if name not in self.layer_names]
 
             def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> object:
-                before = observer._next_is_own
-                observer.expect(own=True)
+                before, observer._next_is_own = observer._next_is_own, True
                 try:
                     return super().build_for_cudagraph_capture(common_attn_metadata)
                 finally:
-                    observer.expect(own=before)
+                    observer._next_is_own = before
 
         return subclass_attention_backend("FlexQuant", backend, ObservedBuilder)
 

@@ -57,7 +57,6 @@ class PlanGraphs:
         """Sizes of the PIECEWISE graphs."""
         self._full: dict[tuple[Phase, int], str] = {}
         """(Phase, padded tokens) -> plan of the FULL graph."""
-        self._missing: set[tuple[str, BatchDescriptor | None]] = set()
 
     @contextmanager
     def compiling(self, plan: str) -> Iterator[None]:
@@ -95,13 +94,11 @@ class PlanGraphs:
         """In a PIECEWISE pass, run a plan, with its pieces' graphs if it has graphs of this size."""
         if self._has_graphs(name, context.batch_descriptor):
             return plan(**inputs)
-        if (name, context.batch_descriptor) not in self._missing:
-            self._missing.add((name, context.batch_descriptor))
-            logger.warning(
-                "plan %s has no CUDA graphs for %s, which is a bug of FlexQuant: such passes run without",
-                name,
-                context.batch_descriptor,
-            )
+        logger.warning_once(
+            "plan %s has no CUDA graphs for %s, which is a bug of FlexQuant: such passes run without",
+            name,
+            context.batch_descriptor,
+        )
         with _without_graphs(context):
             return plan(**inputs)
 
