@@ -4,12 +4,10 @@
 
 Kernels are timed on linear layers of random weights, in a process of its own
 (``python -m flexquant.serving.kernels.trial REQUEST REPLY``): zentorch remembers the layout of weights by
-their address, and would mistake weights that the serving process loads later at the same address for those of
-a trial.
+their address, and would mistake weights that are loaded later at the same address for those of a trial.
 
 A result is a file in vLLM's cache folder, so that the next start, and the other ranks of this one, take the
-same kernels: kernels differ in the last bits of their results. To time them anew, delete the folder
-``flexquant/cpu_kernels`` there.
+same kernels. To time them anew, delete the folder ``flexquant/cpu_kernels`` there.
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ RUNS = 5
 def find_fastest(layers: Sequence[JsonObject]) -> list[str]:
     """Return the name of the fastest kernel for each layer, by the geometric mean of the times over sizes.
 
-    ``layers`` have the form that :func:`measure` takes. The first kernel is kept
-    unless another is clearly faster, and if the trial fails.
+    ``layers`` are those of :func:`measure`. The first kernel is kept unless another is clearly faster.
     """
     keys = [{**_circumstances(), **layer} for layer in layers]
     folder = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "cpu_kernels"

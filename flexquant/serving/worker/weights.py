@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Load the merged checkpoint's prefixed tensors into the variants, through each variant's own loader.
 
-vLLM makes parameters of uninitialised memory and loads Q, K and V, say, into parts of one. So a few numbers
-of every row are marked before loading, with NaN or an integer, and what still has its marks afterwards was
-never written.
+vLLM makes parameters of uninitialised memory. So a few numbers of every row are marked before loading, with
+NaN or an integer, and what still has its marks afterwards was never written.
 """
 
 from __future__ import annotations
@@ -77,11 +76,8 @@ class VariantLoader:
         """Load all weights; return the names of the parameters, with the variant's name first.
 
         Every variant's own loader gets its tensors in the checkpoint's order, in several calls of at most
-        :data:`RUN` tensors. vLLM's loaders keep no state between calls: each tensor of a fused parameter,
-        such as Q, K and V, is put into its part by itself.
-
-        Raises :class:`FlexQuantError` if a tensor is missing or not finite, and for smoothed variants that
-        must not be.
+        :data:`RUN` tensors: vLLM's loaders keep no state between calls. Raises :class:`FlexQuantError` if a
+        tensor is missing or not finite, and for smoothed variants that must not be.
         """
         parameters = {
             f"{name}.{parameter}": tensor

@@ -2,14 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Derive W8A8 without a second copy of the weights: each linear computes INT8 weights from INT4 in each pass.
 
-1. *Build*: the source, a W4A16 variant, gets INT4 kernels whose layout of weights is known: on a GPU Marlin
-   (:func:`use_marlin`), on a CPU one of those that ``cpu.layout_of`` knows. :func:`one_copy_of` makes the
-   variant, a view of the source: it has the source's modules, but for each INT4 linear a view of that linear
-   with another method (:class:`OneCopyMethod`).
+1. *Build*: the source, a W4A16 variant, gets INT4 kernels whose layout of weights is known: on a GPU Marlin,
+   on a CPU one of those that ``cpu.layout_of`` knows. The variant is a view of the source, with a view of
+   each INT4 linear that has another method (:class:`OneCopyMethod`).
 2. *Load*: only the source is loaded. Then :func:`find_scales` gives each view one scale a channel.
-3. *Pass*: the method reads the weights where the source's kernel keeps them, and writes INT8 weights into
-   memory that all layers share. An INT8 product with 8-bit activations follows; on Blackwell, which has none,
-   all this is FP8. ``cpu`` and ``marlin`` do so for a CPU and for a GPU.
+3. *Pass*: the method reads the weights where the source's kernel keeps them, writes INT8 weights into memory
+   that all layers share, and multiplies in INT8; on Blackwell, which has no such product, all this is FP8.
 
 Layers in other precisions, and experts, compute as in the source.
 """
@@ -155,9 +153,7 @@ def _product(kernel: MPLinearKernel) -> Product | None:
         from flexquant.serving.worker.one_copy.marlin import MarlinProduct
 
         return MarlinProduct(kernel)
-    if not current_platform.is_cpu():
-        return None
     from flexquant.serving.worker.one_copy.cpu import CPUInt8Product, layout_of
 
-    layout = layout_of(type(kernel))
+    layout = layout_of(type(kernel)) if current_platform.is_cpu() else None
     return None if layout is None else CPUInt8Product(kernel, layout)

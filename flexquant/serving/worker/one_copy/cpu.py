@@ -3,8 +3,8 @@
 """Multiply in INT8 on a CPU by weights that are kept in INT4 alone, in the layout of the INT4 kernel.
 
 Each call writes a layer's INT8 weights into memory that all layers of a thread share, and has oneDNN
-multiply (``torch._int_mm``). The two loops around that product are one_copy.cpp, which PyTorch's own tool
-compiles once for a machine; without a compiler, PyTorch's operators do the same, but far more slowly.
+multiply (``torch._int_mm``). The two loops around that product are cpu.cpp, which PyTorch compiles once for a
+machine; without a compiler, PyTorch's operators do the same, but far more slowly.
 """
 
 from __future__ import annotations
@@ -180,14 +180,14 @@ def _one_copy_linear_shape(
 
 @functools.cache
 def has_operators() -> bool:
-    """Whether one_copy.cpp is compiled, which is done now if it was not done before on such a machine."""
+    """Whether cpu.cpp is compiled, which is done now if it was not done before on such a machine."""
     from torch.utils.cpp_extension import load
 
     here = torch.__version__, cpu_model(), torch.backends.cpu.get_cpu_capability()
     name = f"{digest_of([SOURCE.read_text(), FLAGS, *here])[:16]}.so"
     library = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "one_copy" / name
     path = os.environ.get("PATH", "")
-    # PyTorch looks on the path for ninja, which vLLM brings, also where the environment is not activated.
+    # PyTorch looks for ninja, which vLLM brings, also where the environment is not activated.
     os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
     try:
         if library.exists():
