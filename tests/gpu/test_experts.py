@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.checkpoints import EXPERTS
 from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
 from tests.gpu.test_graph_modes import BATCHES
 from tests.gpu.test_plans_in_graphs import BY_BATCH
-from tests.integration.conftest import answers, tiny_merged  # noqa: F401 - a fixture
+from tests.integration.conftest import answers, records_of, tiny_merged  # noqa: F401 - a fixture
 from tests.policies import rules
 
 MODES = ["PIECEWISE", "FULL_AND_PIECEWISE"]
@@ -37,7 +35,7 @@ def test_plans_of_a_mixture(runner, mode, folder, tmp_path):
     assert w8a8 == generate(folder / "w8a8")
     assert w4a16 == generate(folder / "w4a16")
     by_batch = generate(folder / "merged", BY_BATCH, flexquant={"trace": str(trace)})
-    passes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+    passes = records_of(trace)[1:]
     plans = {(p["phase"], p["sequences"]): p["plan"] for p in passes}
     assert plans[("decode", 1)] == plans[("decode", 3)] == plans[("decode", 20)] == "w4a16"
     assert plans[("prefill", 1)] == "w8a8"

@@ -4,14 +4,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
 from tests.gpu.test_graph_modes import BATCHES
 from tests.gpu.test_policy_change import add, change, step
-from tests.integration.conftest import answers
+from tests.integration.conftest import answers, records_of
 from tests.policies import rules
 from tests.states import make_variants, merge_twins
 
@@ -39,7 +37,7 @@ def test_graphs_of_two_variants_share_a_state(runner, mode, folder, tmp_path):
 
     found = generate("twins", BY_BATCH, flexquant={"trace": str(trace)})
     assert found == generate("w8a8")
-    passes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+    passes = records_of(trace)[1:]
     assert {(p["phase"] == "decode" and p["sequences"] <= 4, p["plan"]) for p in passes} == {
         (True, "second"),
         (False, "first"),

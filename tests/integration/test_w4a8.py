@@ -21,7 +21,7 @@ from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import CompressedTensorsWNA16
 from flexquant.serving.worker.w4a8 import find_kernel, int4_scheme, use_8bit_activations
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import (
+from tests.integration.conftest import (, records_of
     Answers,
     answers,
     bytes_of_int4_group,
@@ -102,7 +102,7 @@ def single_copy(single, tmp_path_factory) -> SingleCopy:
         (kinds,) = llm.apply_model(own_modules)
         short = answers(llm, SHORT)
         answers(llm, ["a prompt of more than thirty-two tokens, which are bytes here"])
-    header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+    header, *passes = records_of(trace)
     return SingleCopy(x, outputs, short, weights, kinds, header, passes)
 
 
