@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +20,14 @@ from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import CompressedTensorsWNA16
 from flexquant.serving.worker.w4a8 import find_kernel, int4_scheme, use_8bit_activations
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import (, records_of
+from tests.integration.conftest import (
     Answers,
     answers,
     bytes_of_int4_group,
     engine,
     every_plan_of,
     generate,
+    records_of,
     take_policy,
 )
 from tests.integration.test_serving_errors import flexquant, refusal
