@@ -164,21 +164,3 @@ def test_a_smoothed_variant_is_refused(smooth: Any, tmp_path: Path) -> None:
             del config["quantization_config"]["rescaled"]
         norm = "model.layers.1.input_layernorm.weight"
         assert_refused(f"'w8a8' and 'w4a16' .* {norm}: one of them is smoothed")
-
-
-@pytest.mark.full
-def test_an_adapter_for_modules_that_are_not_there(folder: Path, tmp_path: Path) -> None:
-    """vLLM refuses it, and goes on answering."""
-    from vllm.lora.request import LoRARequest
-
-    adapter = make_adapter(tmp_path / "other", 3, ("self_attn.q_proj",))
-    with edited_json(adapter / "adapter_config.json") as config:
-        config["target_modules"] = ["wrong_proj"]
-    tensors = {
-        "base_model.model.model.layers.0.self_attn.wrong_proj.lora_A.weight": torch.zeros(RANK, HIDDEN)
-    }
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    with engine(folder / "w8a8-w4a16", "phase", **OPTIONS) as llm:
-        with pytest.raises(Exception, match="wrong_proj"):
-            llm.llm_engine.add_lora(LoRARequest("other", 1, str(adapter)))
-        assert len(answers(llm, PROMPTS)) == len(PROMPTS)

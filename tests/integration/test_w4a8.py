@@ -158,18 +158,20 @@ def test_three_variants_from_two(real_symmetric, tmp_path):
     assert found["phase-batch-w4a8"] == found["phase"]
 
 
+def refused(folder, work, source: str, activations: str) -> str:
+    policy = work / "p.yaml"
+    policy.write_text(DERIVE.format(source=source, activations=activations))
+    return refusal(folder / "merged", **flexquant(policy=str(policy)))
+
+
 def test_w4a8_cannot_come_from_other_weights(tiny_merged, tmp_path):
-    policy = tmp_path / "p.yaml"
-    policy.write_text(DERIVE.format(source="w8a8", activations="int8"))
-    message = refusal(tiny_merged() / "merged", **flexquant(policy=str(policy)))
+    message = refused(tiny_merged(), tmp_path, "w8a8", "int8")
     assert "derive.fast derives 'fast' from 'w8a8', which has no symmetric INT4 weights" in message
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="some GPUs have the kernel")
 def test_device_without_a_kernel_is_refused_before_loading(tiny_merged, tmp_path):
-    policy = tmp_path / "p.yaml"
-    policy.write_text(DERIVE.format(source="w4a16", activations="fp8"))
-    message = refusal(tiny_merged() / "merged", **flexquant(policy=str(policy)))
+    message = refused(tiny_merged(), tmp_path, "w4a16", "fp8")
     assert message.startswith("there is no kernel for INT4 weights with fp8 activations on this CPU")
     with pytest.raises(FlexQuantError):
         find_kernel("fp8")
