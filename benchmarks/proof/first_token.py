@@ -74,7 +74,7 @@ class Exchange:
     def take(self, mode: str) -> None:
         """Serve in ``mode`` from the next request on; nothing may be running."""
         self._served.observer.settle()
-        self._served.records.end()
+        self._served.records.clock.end()
         model = self._plan if mode == VLLM else self._served
         if hasattr(self._runner.model, "runnable"):  # vLLM's wrapper for FULL graphs
             self._runner.model.runnable = model

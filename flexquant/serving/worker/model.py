@@ -102,7 +102,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         """Observe the attention layers of the variants, and record the passes."""
         self.records = PassRecords(self.vllm_config)
         self.observer = PassObserver(
-            self.routes.tokens_per_sequence, began=self.records.begin, replayed=self._replayed
+            self.routes.tokens_per_sequence, began=self.records.clock.begin, replayed=self._replayed
         )
         registered = self.vllm_config.compilation_config.static_forward_context
         self.observer.observe(
@@ -278,7 +278,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return the logits [tokens, vocabulary] of the last pass, computed by its plan's lm_head."""
-        self.records.end()
+        self.records.clock.end()
         logits = self.plans[self._last_plan].compute_logits(hidden_states)
         self.observer.settle()  # counts a replayed pass, whose time is recorded then
         self.records.time()

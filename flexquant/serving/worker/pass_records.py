@@ -3,7 +3,7 @@
 """Record a worker's passes: their counters and times, and a trace if one is configured.
 
 A worker counts, since it sees every pass, even one that vLLM replays from a FULL graph. The API server asks
-for its counters (:mod:`flexquant.serving.frontend.metrics`). One worker of an engine counts, since all
+for its counters (:mod:`flexquant.serving.frontend.metrics`). One worker of an engine tells them, since all
 workers run the same passes; every worker has a trace.
 """
 
@@ -191,19 +191,19 @@ class Trace:
 
 
 class PassRecords:
-    """The trace of one worker, if one is configured, and the counters of its engine, if this worker counts.
+    """The trace of one worker, if one is configured, and the counters of its engine.
 
-    The first rank of the last pipeline stage counts, as it computes logits, with which a pass ends.
+    The first rank of the last pipeline stage tells these, as it computes logits, with which a pass ends.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         parallel, file = vllm_config.parallel_config, trace_file(vllm_config)
         mib = ServingOptions.from_vllm(vllm_config).trace_mib
         self._trace = Trace(file, mib) if file is not None else None
-        self._clock: PassClock[PlanCounters] | None = None
-        if parallel.rank == parallel.world_size - parallel.tensor_parallel_size:
-            device = torch.device(vllm_config.device_config.device_type)
-            self._clock = PassClock(device, PlanCounters.add_seconds)
+        self._tells = parallel.rank == parallel.world_size - parallel.tensor_parallel_size
+        device = torch.device(vllm_config.device_config.device_type)
+        self.clock: PassClock[PlanCounters] = PassClock(device, PlanCounters.add_seconds)
+        """Is told when a pass begins, and that it has ended before :meth:`time`."""
         self._engine = str(parallel.data_parallel_index)
         self._counters: dict[tuple[str, str], PlanCounters] = {}
         """(Plan, phase) -> counters."""
@@ -218,39 +218,28 @@ class PassRecords:
             plans = {plan.name: list(plan.layers) for plan in policy.routes.plans}
             self._trace.write({"flexquant": __version__, "policy": policy.name, "plans": plans, **details})
 
-    def begin(self) -> None:
-        """Note that a pass begins; :meth:`serve` says which."""
-        if self._clock is not None:
-            self._clock.begin()
-
     def serve(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
         """Record a pass of vLLM's scheduler; ``graph`` is the mode of the CUDA graphs that it runs from."""
         self._last = (forward_pass, plan)
         if self._trace is not None:
             self._trace.write({**forward_pass._asdict(), "plan": plan})
-        if self._clock is not None:
-            where = plan, forward_pass.phase
-            counters = self._counters.get(where) or self._counters.setdefault(where, PlanCounters())
-            counters.count(forward_pass, graph)
-
-    def end(self) -> None:
-        """Note that the pass that began last has ended."""
-        if self._clock is not None:
-            self._clock.end()
+        where = plan, forward_pass.phase
+        counters = self._counters.get(where) or self._counters.setdefault(where, PlanCounters())
+        counters.count(forward_pass, graph)
 
     def time(self) -> None:
         """Count the seconds of the pass that has ended, after :meth:`serve` said which it was."""
-        if self._clock is not None and self._last is not None:
+        if self._last is not None:
             forward_pass, plan = self._last
-            self._clock.attribute(self._counters[plan, forward_pass.phase])
+            self.clock.attribute(self._counters[plan, forward_pass.phase])
 
     def last_pass(self) -> JsonObject | None:
         """Return the last pass and its plan, in the form of the trace; None before the first pass."""
         return {**self._last[0]._asdict(), "plan": self._last[1]} if self._last is not None else None
 
     def counted(self) -> list[JsonObject] | None:
-        """Return a record for each plan and phase that has run; None if another worker counts."""
-        if self._clock is None:
+        """Return a record for each plan and phase that has run; None if another worker tells."""
+        if not self._tells:
             return None
         return [
             {"plan": plan, "phase": phase, **counters.to_data()}
@@ -258,12 +247,12 @@ class PassRecords:
         ]
 
     def metrics_data(self) -> JsonObject | None:
-        """Return all counters, and the policies, for ``/metrics``; None if another worker counts.
+        """Return all counters, and the policies, for ``/metrics``; None if another worker tells.
 
         ``sizes`` has a histogram for each record of ``counted``: the upper end of each bucket with the number
         of passes up to it, and the sum of the passes' sizes.
         """
-        if self._clock is None:
+        if not self._tells:
             return None
         return {
             "engine": self._engine,
