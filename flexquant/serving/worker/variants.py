@@ -19,9 +19,9 @@ linears and experts on the meta device, so that vLLM's classes find what they ne
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -57,8 +57,6 @@ from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activat
 if TYPE_CHECKING:
     from flexquant.policy.routes import RouteTable
     from flexquant.serving.vllm_api import QuantizationConfig, QuantizeMethodBase
-
-Created = ParamSpec("Created")
 
 
 def variant_vllm_config(
@@ -269,7 +267,13 @@ def memory_for(layers: Collection[int], quant_config: QuantizationConfig | None)
             return method
         # A method that transforms a linear's inputs wraps the linear's own; all layers share its matrices.
         method_of_weights = getattr(method, "quant_method", method)
-        vars(method_of_weights)["create_weights"] = without_memory(method_of_weights.create_weights)
+        create = method_of_weights.create_weights
+
+        def create_without_memory(*args: object, **kwargs: object) -> None:
+            with torch.device("meta"):
+                create(*args, **kwargs)
+
+        vars(method_of_weights)["create_weights"] = create_without_memory
         return method
 
     vars(quant_config)["get_quant_method"] = get_quant_method
@@ -277,16 +281,6 @@ def memory_for(layers: Collection[int], quant_config: QuantizationConfig | None)
         yield
     finally:
         del vars(quant_config)["get_quant_method"]
-
-
-def without_memory(create: Callable[Created, None]) -> Callable[Created, None]:
-    """Return a function that creates on the meta device what ``create`` creates."""
-
-    def create_without_memory(*args: Created.args, **kwargs: Created.kwargs) -> None:
-        with torch.device("meta"):
-            create(*args, **kwargs)
-
-    return create_without_memory
 
 
 def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, nn.Module]) -> None:
