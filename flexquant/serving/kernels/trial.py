@@ -34,6 +34,7 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import digest_of, versions_of
 from flexquant.serving.kernels import cpu_model
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
+from flexquant.serving.kernels.layers import LinearKernel
 from flexquant.serving.vllm_api import (
     Int8ScaledMMLinearLayerConfig,
     MPLinearKernel,
@@ -168,6 +169,7 @@ def _make(name: str, layer: JsonObject, dtype: torch.dtype) -> Callable[[torch.T
     """Return a layer as a function of its inputs [tokens, in]."""
     module, _, kind = name.partition(":")
     make = getattr(importlib.import_module(module), kind)
+    kernel: LinearKernel
     kernel, linear = _int8(make, layer) if layer["group_size"] is None else _int4(make, layer, dtype)
     with set_default_torch_dtype(dtype):  # oneDNN's kernel uses it as the dtype of its outputs
         kernel.process_weights_after_loading(linear)
