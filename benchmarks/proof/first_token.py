@@ -64,7 +64,7 @@ class Exchange:
         """Prepare the modes; in VLLM every pass takes ``plan``."""
         (self._runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
         (self._served,) = llm.apply_model(lambda model: getattr(model, "runnable", model))
-        self._plan = self._served._plans[plan]
+        self._plan = self._served.plans[plan]
         groups = (group for groups in self._runner.attn_groups for group in groups)
         observed = [builder for group in groups for builder in group.metadata_builders]
         if hasattr(self._runner, "model_state"):
@@ -74,7 +74,7 @@ class Exchange:
     def take(self, mode: str) -> None:
         """Serve in ``mode`` from the next request on; nothing may be running."""
         self._served.observer.settle()
-        self._served.records.end()
+        self._served.records.clock.end()
         model = self._plan if mode == VLLM else self._served
         if hasattr(self._runner.model, "runnable"):  # vLLM's wrapper for FULL graphs
             self._runner.model.runnable = model

@@ -32,7 +32,7 @@ from benchmarks.speed.synthetic import group_size, linear_tensors, quantisation_
 from benchmarks.speed.worker import Worker, WorkerError, answer_requests
 from examples.vllm_server import free_port
 from flexquant.serving.kernels.cpu_kernel_choice import has_zentorch, possible_kernels
-from flexquant.serving.kernels.layers import kernel_of_layer, remake
+from flexquant.serving.kernels.layers import exchange_kernel, kernel_of_layer
 
 ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
 """Bytes of weights that all copies of a layer have together: several times the L2 of an H200 (50 MB)."""
@@ -189,11 +189,11 @@ def take_kernel(layer: Any, name: str) -> None:
     Raises NoKernelError if the named one cannot run it.
     """
     found = kernel_of_layer(layer)
-    kinds = {kind.__name__: kind for kind in possible_kernels(found)}
+    kinds = {kind.__name__: kind for kind in (possible_kernels(found) if found else ())}
     if name and name not in kinds:
         raise NoKernelError(f"{name} is not among {', '.join(kinds) or 'none'}")
     if kinds:
-        layer.scheme.kernel = remake(found, kinds[name or next(iter(kinds))])
+        exchange_kernel(layer, kinds[name or next(iter(kinds))])
 
 
 def has_stock_w4a8() -> bool:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 
@@ -13,7 +12,7 @@ from vllm.config import CUDAGraphMode
 
 from tests.gpu.conftest import RUNNERS, graph_engine
 from tests.gpu.test_plans_in_graphs import BY_BATCH
-from tests.integration.conftest import answers
+from tests.integration.conftest import answers, records_of
 
 STEPS = 12
 BLOCK, BLOCKS = 32, 10
@@ -42,14 +41,8 @@ def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints
     happened: Counter[str] = Counter()
     options: dict[str, Any] = {"enable_prefix_caching": True, "max_num_batched_tokens": 64}
     options |= {"block_size": BLOCK, "num_gpu_blocks_override": BLOCKS, "max_model_len": 256}
-    with graph_engine(
-        checkpoints / "apart",
-        runner,
-        mode,
-        BY_BATCH,
-        flexquant={"trace": str(trace)},
-        **options,
-    ) as llm:
+    options["flexquant"] = {"trace": str(trace)}
+    with graph_engine(checkpoints / "apart", runner, mode, BY_BATCH, **options) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         schedule, preempt = scheduler.schedule, scheduler._preempt_request
 
@@ -72,7 +65,7 @@ def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints
         told = {
             name: counted(llm, name) for name in ("forward", "tokens", "forward_seconds", "graph_replays")
         }
-    _, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+    _, *passes = records_of(trace)
     assert [(p["scheduled_tokens"], p["sequences"]) for p in passes] == scheduled
     assert all(p["tokens"] >= p["scheduled_tokens"] for p in passes)
     assert happened["cached"] and happened["chunked"] and happened["preempted"], happened
@@ -103,4 +96,4 @@ def test_batches_that_keep_data_parallel_engines_in_step_are_not_counted(runner,
         model.observer.settle()
         assert (trace.read_text(), model.records.counted()) == (told, counted_before)
         answers(llm, PROMPTS[:1], max_tokens=STEPS, ignore_eos=True)
-    assert len(trace.read_text().splitlines()) == 1 + 2 * STEPS
+    assert len(records_of(trace)) == 1 + 2 * STEPS

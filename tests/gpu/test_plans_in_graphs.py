@@ -57,7 +57,7 @@ def sizes_of_pieces(model) -> dict[str, list[int]]:
             for descriptor, entry in wrappers[0].concrete_cudagraph_entries.items()
             if entry.cudagraph is not None
         )
-        for plan, wrappers in model._graphs._wrappers.items()
+        for plan, wrappers in model.graphs._wrappers.items()
         if wrappers
     }
 
@@ -116,7 +116,7 @@ def test_vllms_own_passes_run_every_plan_that_their_size_can_take(runner, checkp
     ran = []
     with graph_engine(checkpoints / "apart", runner, None, BY_BATCH) as llm:
         (model,) = llm.apply_model(lambda model: model)
-        for name, plan in model._plans.items():
+        for name, plan in model.plans.items():
             plan.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
         # As vLLM warms attention up and tunes kernels, for which it describes sequences.
         described = {"force_attention": True, "create_mixed_batch": True} if runner == "V1" else {}

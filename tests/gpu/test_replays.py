@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from vllm.compilation.counter import compilation_counter
 
 from tests.gpu.conftest import ON_GPU, RUNNERS, SIZES, graph_engine
 from tests.gpu.test_plans_in_graphs import BY_BATCH, BY_SIZE
-from tests.integration.conftest import answers
+from tests.integration.conftest import answers, records_of
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="CUDA's graphs do not tell what is in them")
 
@@ -98,7 +97,7 @@ def watch_steps(llm: Any) -> list[Step]:
 
 def traced(trace: Path) -> list[dict[str, Any]]:
     """Return the passes in a trace, without what it says of policies."""
-    return [record for line in trace.read_text().splitlines() if "phase" in (record := json.loads(line))]
+    return [record for record in records_of(trace) if "phase" in record]
 
 
 def check_steps(mode: str, passes: list[dict[str, Any]], steps: list[Step]) -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -140,7 +140,7 @@ def take_policy(llm: LLM, policy: str, empty_cache: bool = True) -> None:
         config = llm.llm_engine.vllm_config
         served = served_policy(config, model.merged, model.policy.name, read_policy(policy))
         model.policy = clip_to_server(config, model.merged, served)
-        assert {plan.name for plan in model.routes.plans} <= model._plans.keys(), "the engine lacks a plan"
+        assert {plan.name for plan in model.routes.plans} <= model.plans.keys(), "the engine lacks a plan"
 
     llm.apply_model(swap)
     if empty_cache:
@@ -204,11 +204,37 @@ def _generate(
         with engine(folder, union, flexquant={"trace": str(trace)}, **options) as llm:
             for policy in policies:
                 take_policy(llm, policy)
-                before = len(trace.read_text().splitlines())
+                before = len(records_of(trace))
                 found = [answers(llm, batch, **sampling) for batch in batches]
-                lines = trace.read_text().splitlines()[before:]
-                served.append(Served(found, [json.loads(line) for line in lines]))
+                served.append(Served(found, records_of(trace)[before:]))
     return served
+
+
+def check_variants(
+    merged: Path, sources: Mapping[str, Path], *batches: list[Any], more: Sequence[str] = (), **options: Any
+) -> list[Served]:
+    """Assert that each variant answers as stock vLLM does from its own folder, one of ``sources``.
+
+    Return what the variants, and then the policies ``more``, answer; the rest is for :func:`generate`.
+    """
+    served = generate(merged, [*sources, *more], *batches, **options)
+    for (variant, source), found in zip(sources.items(), served, strict=False):
+        (stock,) = generate(source, None, *batches, **options)
+        assert found.answers == stock.answers, variant
+    return served
+
+
+@contextmanager
+def edited_json(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield what is in a JSON file, to be edited; it is written back at the end."""
+    content = json.loads(file.read_text())
+    yield content
+    file.write_text(json.dumps(content))
+
+
+def records_of(trace: Path) -> list[dict[str, Any]]:
+    """Return the records of a trace: first what is served, then every pass."""
+    return [json.loads(line) for line in trace.read_text().splitlines()]
 
 
 def bytes_of_int4_group() -> int:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import answers, engine, every_plan_of, take_policy
+from tests.integration.conftest import answers, edited_json, engine, every_plan_of, take_policy
 from tests.integration.logprobs import distance
 from tests.policies import LAYERED_DECODE, rules
 
@@ -160,10 +160,8 @@ def test_a_smoothed_variant_is_refused(smooth: Any, tmp_path: Path) -> None:
 
     assert_refused("LoRA for variants whose layers take scaled inputs .*w4a16 against w8a8")
     if smooth is smooth_norm:  # the norms show the smoothing too, where merging has recorded nothing
-        path = tmp_path / "merged" / "config.json"
-        config = json.loads(path.read_text())
-        del config["quantization_config"]["rescaled"]
-        path.write_text(json.dumps(config))
+        with edited_json(tmp_path / "merged" / "config.json") as config:
+            del config["quantization_config"]["rescaled"]
         norm = "model.layers.1.input_layernorm.weight"
         assert_refused(f"'w8a8' and 'w4a16' .* {norm}: one of them is smoothed")
 
@@ -174,12 +172,10 @@ def test_an_adapter_for_modules_that_are_not_there(folder: Path, tmp_path: Path)
     from vllm.lora.request import LoRARequest
 
     adapter = make_adapter(tmp_path / "other", 3, ("self_attn.q_proj",))
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["wrong_proj"]}))
-    tensors = {
-        "base_model.model.model.layers.0.self_attn.wrong_proj.lora_A.weight": torch.zeros(RANK, HIDDEN)
-    }
-    save_file(tensors, adapter / "adapter_model.safetensors")
+    with edited_json(adapter / "adapter_config.json") as config:
+        config["target_modules"] = ["wrong_proj"]
+    name = "base_model.model.model.layers.0.self_attn.wrong_proj.lora_A.weight"
+    save_file({name: torch.zeros(RANK, HIDDEN)}, adapter / "adapter_model.safetensors")
     with engine(folder / "w8a8-w4a16", "phase", **OPTIONS) as llm:
         with pytest.raises(Exception, match="wrong_proj"):
             llm.llm_engine.add_lora(LoRARequest("other", 1, str(adapter)))

@@ -9,7 +9,6 @@ and keeps them on disk, under names that two plans of one model must not share.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,7 +19,7 @@ from vllm.platforms import current_platform
 
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import Answers, answers, engine
+from tests.integration.conftest import Answers, answers, engine, records_of
 from tests.integration.logprobs import distance
 
 pytestmark = [
@@ -219,7 +218,7 @@ def compiled(folder, policies, tmp_path_factory):
         return run(folder / "merged", caches / "several", policies["several"], mode, **options)
 
     several = start_several()
-    routes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+    routes = records_of(trace)[1:]
     w8a8, w4a16 = (run(folder / name, caches / name, mode=mode) for name in ("w8a8", "w4a16"))
     layered = run(folder / "merged", caches / "layered", policies["layered"], mode)
     return Compiled(several, w8a8, w4a16, layered, routes, caches / "several", start_several)
@@ -340,8 +339,7 @@ def on_a_cpu(folder, policies, tmp_path_factory):
         )
         for start in ("cold", "warm")
     )
-    lines = (cache / "cold.jsonl").read_text().splitlines()[1:]
-    return cold, warm, [json.loads(line) for line in lines]
+    return cold, warm, records_of(cache / "cold.jsonl")[1:]
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from openai import OpenAI
 from examples.vllm_server import vllm_serve
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import answers, engine, generate
+from tests.integration.conftest import answers, check_variants, engine, generate, records_of
 
 pytestmark = pytest.mark.engine
 
@@ -45,11 +45,8 @@ def alone(folder: Path) -> Any:
 
 def test_fp8_kv_cache(folder: Path, alone: Any) -> None:
     options = {"kv_cache_dtype": "fp8", **OPTIONS}
-    policies = [*VARIANTS, "phase"]
-    served = generate(folder / "merged", policies, PROMPTS, sampling=SAMPLING, **options)
-    for variant, found in zip(VARIANTS, served, strict=False):
-        (stock,) = generate(folder / variant, None, PROMPTS, sampling=SAMPLING, **options)
-        assert found.answers == stock.answers, variant
+    sources = {variant: folder / variant for variant in VARIANTS}
+    served = check_variants(folder / "merged", sources, PROMPTS, more=["phase"], sampling=SAMPLING, **options)
     assert served[-1].answers != alone.answers, "the cache was in 16 bit"
     assert [p["plan"] for p in served[-1].passes] == [p["plan"] for p in alone.passes]
 
@@ -85,7 +82,7 @@ def test_structured_output_and_prompt_embeddings(folder: Path, alone: Any, tmp_p
         (embedded,) = answers(llm, [{"prompt_embeds": embeds}], **SAMPLING)
     assert all(re.fullmatch(pattern, text) for text in texts), texts
     assert embedded[0] == alone.answers[0][0][0]
-    plans = {(p["phase"] == "decode", p["plan"]) for p in map(json.loads, trace.read_text().splitlines()[1:])}
+    plans = {(p["phase"] == "decode", p["plan"]) for p in records_of(trace)[1:]}
     assert plans == {(False, "w8a8"), (True, "w4a16")}
 
 
@@ -105,11 +102,9 @@ def test_long_context(tmp_path: Path) -> None:
     merge_checkpoints(sources, tmp_path / "merged")
     prompt = {"prompt_token_ids": [(7 * i) % 251 for i in range(LONG)]}
     options = {"max_model_len": LONG + 32, "max_num_batched_tokens": 4096, "max_num_seqs": 2}
-    policies = [*VARIANTS, "phase"]
-    served = generate(tmp_path / "merged", policies, [prompt], sampling=SAMPLING, **options)
-    for variant, found in zip(VARIANTS, served, strict=False):
-        (stock,) = generate(tmp_path / variant, None, [prompt], sampling=SAMPLING, **options)
-        assert found.answers == stock.answers, variant
+    served = check_variants(
+        tmp_path / "merged", sources, [prompt], more=["phase"], sampling=SAMPLING, **options
+    )
     assert [p["plan"] for p in served[-1].passes] == ["w8a8"] * (LONG // 4096) + ["w4a16"] * (12 - 1)
 
 

@@ -249,7 +249,7 @@ class Plan(torch.nn.Module):
 def captured(configured, monkeypatch):
     """Return a plan of 30 pieces, the last with a graph for 8 tokens, after vLLM has ended capturing."""
     config, _ = configured(POLICY, "PIECEWISE")
-    graphs = PlanGraphs(has_full=False)
+    graphs = PlanGraphs()
     with graphs.compiling("plan"):
         pieces = [CUDAGraphWrapper(Plan(), config, CUDAGraphMode.PIECEWISE) for _ in range(30)]
     size = BatchDescriptor(num_tokens=8)
@@ -270,7 +270,7 @@ def replay_one(graphs: PlanGraphs, tokens: int) -> CUDAGraphMode:
         batch_descriptor=BatchDescriptor(num_tokens=tokens),
     )
     with override_forward_context(context):
-        graphs.capture_missing({"plan": Plan()}, ["plan"], context, {}, tokens)
+        graphs.capture_missing({"plan": Plan()}, ["plan"], context, {})
         return graphs.replay("plan", Plan(), context, {})
 
 

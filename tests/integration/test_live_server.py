@@ -25,7 +25,7 @@ from flexquant.serving.frontend.metrics import (
     TOKENS,
     WEIGHT_BYTES,
 )
-from flexquant.serving.worker.metrics import SIZE_BUCKETS
+from flexquant.serving.worker.pass_records import SIZE_BUCKETS
 from tests.integration.live_server import ADMIN, LONG, REQUESTS, Live, Served, ask_all, labelled
 
 pytestmark = pytest.mark.engine

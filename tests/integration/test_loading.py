@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,15 @@ from flexquant.checkpoint.module_names import layer_number
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests.checkpoints import fold_final_norm, make_checkpoint
-from tests.integration.conftest import answers, change, engine, generate
+from tests.integration.conftest import (
+    answers,
+    change,
+    check_variants,
+    edited_json,
+    engine,
+    generate,
+    records_of,
+)
 from tests.policies import SWITCHING, rules
 
 pytestmark = pytest.mark.engine
@@ -42,7 +49,7 @@ def serve(folder, policy, trace, prompts=("hello",), **options):
     """Answer the first prompt, then all; return both answers, the trace's header and its passes."""
     with engine(folder, policy, flexquant={"trace": str(trace)}, **SMALL, **options) as llm:
         found = [answers(llm, list(batch), max_tokens=4, ignore_eos=True) for batch in (prompts[:1], prompts)]
-    header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+    header, *passes = records_of(trace)
     return found, header, passes
 
 
@@ -76,7 +83,7 @@ def one_layer(tiny_merged, tmp_path_factory):
         (held,) = llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})
         context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
         (status,) = llm.collective_rpc("flexquant_status")
-        return found, json.loads(trace.read_text().splitlines()[0]), held, list(context), status
+        return found, records_of(trace)[0], held, list(context), status
 
 
 @pytest.mark.oldest
@@ -131,24 +138,17 @@ def test_a_matrix_that_absent_layers_share_has_memory(tmp_path):
         rotate_online(source)
     merge_checkpoints(sources, tmp_path / "merged")
     with engine(tmp_path / "merged", ONE_LAYER, **SMALL) as llm:
-        (matrix,) = llm.apply_model(
-            lambda model: (
-                model.variants["w8a8"]
-                .model.layers[1]
-                .mlp.down_proj.get_submodule(ROTATION)
-                .weight.partitions[0]
-            )
-        )
+        (down,) = llm.apply_model(lambda model: model.variants["w8a8"].model.layers[1].mlp.down_proj)
+        matrix = down.get_submodule(ROTATION).weight.partitions[0]
     assert torch.equal(matrix, torch.eye(matrix.shape[0]))
 
 
 def rotate_online(folder: Path) -> None:
     """Let the inputs of every layer's down_proj be multiplied by the identity, as vLLM scales it."""
-    config = json.loads((folder / "config.json").read_text())
     apply = [{"targets": ["re:.*down_proj$"], "location": "input"}]
     transform = {"config_groups": {"R4": {"type": "random-matrix", "apply": apply}}}
-    config["quantization_config"]["transform_config"] = transform
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited_json(folder / "config.json") as config:
+        config["quantization_config"]["transform_config"] = transform
     tensors = load_file(folder / "model.safetensors")
     width = config["intermediate_size"]
     for number in range(config["num_hidden_layers"]):
@@ -215,13 +215,11 @@ def test_a_derived_variant_and_its_source_have_the_layers_that_plans_take(tiny_m
 
 def keep_tensors(folder: Path, is_left) -> None:
     """Remove the tensors from a merged checkpoint for which ``is_left`` is false."""
-    index_file = folder / "model.safetensors.index.json"
-    index = json.loads(index_file.read_text())
-    for shard in set(index["weight_map"].values()):
-        tensors = {key: tensor for key, tensor in load_file(folder / shard).items() if is_left(key)}
-        save_file(tensors, folder / shard, metadata={"format": "pt"})
-    index["weight_map"] = {key: shard for key, shard in index["weight_map"].items() if is_left(key)}
-    index_file.write_text(json.dumps(index))
+    with edited_json(folder / "model.safetensors.index.json") as index:
+        for shard in set(index["weight_map"].values()):
+            tensors = {key: tensor for key, tensor in load_file(folder / shard).items() if is_left(key)}
+            save_file(tensors, folder / shard, metadata={"format": "pt"})
+        index["weight_map"] = {key: shard for key, shard in index["weight_map"].items() if is_left(key)}
 
 
 def test_weights_outside_the_decoder_layers_are_held_once(both):
@@ -306,14 +304,10 @@ def test_variants_with_final_norms_and_heads_of_their_own(tmp_path):
     }
     merge_checkpoints(sources, tmp_path / "merged")
 
-    policies = [*sources, "phase"]
-    served = dict(zip(policies, generate(tmp_path / "merged", policies, PROMPTS, **SMALL), strict=True))
-    stock = {variant: generate(source, None, PROMPTS, **SMALL)[0] for variant, source in sources.items()}
-    for variant in sources:
-        assert served[variant].answers == stock[variant].answers
+    w8a8, _, phase = check_variants(tmp_path / "merged", sources, PROMPTS, more=["phase"], **SMALL)
     _, header, _ = serve(tmp_path / "merged", "phase", tmp_path / "routes.jsonl")
     assert header["weight_bytes"]["w4a16"] > 320 * 128 * 2
-    (tokens, logprobs), _ = served["phase"].answers[0]
-    (tokens_in_w8a8, logprobs_in_w8a8), _ = stock["w8a8"].answers[0]
+    (tokens, logprobs), _ = phase.answers[0]
+    (tokens_in_w8a8, logprobs_in_w8a8), _ = w8a8.answers[0]
     assert (tokens[0], logprobs[0]) == (tokens_in_w8a8[0], logprobs_in_w8a8[0]), "the first pass is w8a8's"
     assert logprobs[1] != logprobs_in_w8a8[1], "the second is not"

@@ -24,7 +24,7 @@ from flexquant.serving.worker.one_copy import OneCopyMethod
 from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.foreign import write_foreign
-from tests.integration.conftest import answers, engine, generate, take_policy
+from tests.integration.conftest import answers, edited_json, engine, generate, take_policy
 from tests.integration.logprobs import distance
 from tests.integration.test_serving_errors import configure, refusal
 from tests.publishers.edits import settings_in
@@ -126,9 +126,8 @@ def test_settings_that_are_left_out_have_defaults(tmp_path: Path) -> None:
     """vLLM by itself has none: groups are of 128, symmetric, and their inputs are in order."""
     int4 = make_checkpoint(tmp_path / "int4", "qwen2", "w4a16", group_size=128)
     bare = write_foreign(int4, tmp_path / "bare", "gptq")
-    config = json.loads((bare / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": "4"}
-    (bare / "config.json").write_text(json.dumps(config))
+    with edited_json(bare / "config.json") as config:
+        config["quantization_config"] = {"quant_method": "gptq", "bits": "4"}
     served, whole = (generate(folder, ["w4a16"], PROMPTS, sampling=SAMPLING)[0] for folder in (bare, int4))
     assert distance(served.answers[0], whole.answers[0]) < 0.01
 
@@ -266,11 +265,10 @@ def test_layers_in_8_bit_stay_as_they_are(tmp_path: Path) -> None:
 def test_int4_weights_of_no_layer_are_refused(tmp_path: Path) -> None:
     """The configuration tells of INT4, and all linears of the decoder are in 8 bit."""
     folder = make_checkpoint(tmp_path / "model", "qwen2", "w8a8")
-    config = json.loads((folder / "config.json").read_text())
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
     group = {"targets": ["re:.*elsewhere$"], "weights": weights, "format": "pack-quantized"}
-    config["quantization_config"]["config_groups"]["int4"] = group
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited_json(folder / "config.json") as config:
+        config["quantization_config"]["config_groups"]["int4"] = group
     *_, refused = examine(str(folder), ["--max-model-len", "64"])
     assert refused.subject == "refused" and "such as w4a16" in refused.text
 

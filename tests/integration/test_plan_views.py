@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import fold_final_norm, make_checkpoint
-from tests.integration.conftest import answers, engine
+from tests.integration.conftest import answers, engine, records_of
 from tests.policies import SWITCHING
 
 pytestmark = pytest.mark.engine
@@ -60,12 +59,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
                 )
         told_before: list[int] = []
         for variant in model.variants.values():  # whose hooks the plans share
-            variant.register_forward_pre_hook(
-                lambda *_: told_before.append(len(trace.read_text().splitlines()) - 1)
-            )
+            variant.register_forward_pre_hook(lambda *_: told_before.append(len(records_of(trace)) - 1))
         for prompts in (["two", "prompts"], ["one"]):
             answers(llm, prompts, max_tokens=3, ignore_eos=True)
-        passes = [json.loads(line) for line in trace.read_text().splitlines()][1:]
+        passes = records_of(trace)[1:]
         registered = llm.llm_engine.vllm_config.compilation_config.static_forward_context
         yield Served(model, ran, passes, told_before, registered)
 

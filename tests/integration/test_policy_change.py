@@ -107,9 +107,9 @@ def test_a_failure_that_nobody_foresaw_changes_nothing(tiny_merged, monkeypatch)
     with engine(tiny_merged() / "merged", "phase") as llm:
         model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
         expected = answers(llm, PROMPTS)
-        for place in ("_build_plan", "_graphs"):
+        for place in ("build_plan", "graphs"):
             with monkeypatch.context() as patch:
-                patch.setattr(model.live_policy, place, None)
+                patch.setattr(model, place, None)
                 refused = change(llm, "layered", yaml.safe_load(LAYERED_DECODE))["refused"]
             assert re.match(
                 r"(Attribute|Type)Error \('NoneType' .*, and the worker's log tells where", refused

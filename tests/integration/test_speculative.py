@@ -18,7 +18,15 @@ from safetensors.torch import save_file
 from vllm.platforms import current_platform
 
 from tests.checkpoints import base_config, make_checkpoint
-from tests.integration.conftest import Answers, answers, change, engine, every_plan_of, take_policy
+from tests.integration.conftest import (
+    Answers,
+    answers,
+    change,
+    engine,
+    every_plan_of,
+    records_of,
+    take_policy,
+)
 from tests.integration.logprobs import assert_equal_but_for_ties
 
 pytestmark = [
@@ -133,14 +141,13 @@ def run(folder: Path, speculative: dict[str, Any] | None) -> dict[str, Run]:
             core.step_fn, core.scheduler.schedule = step, counted
             for plan, policy in POLICIES.items():
                 take_policy(llm, policy)
-                lines, before = len(trace.read_text().splitlines()), len(steps)
+                told, before = len(records_of(trace)), len(steps)
                 found = [
                     answer
                     for batch in (PROMPTS[:1], PROMPTS)
                     for answer in answers(llm, batch, max_tokens=TOKENS, ignore_eos=True)
                 ]
-                passes = [json.loads(line) for line in trace.read_text().splitlines()[lines:]]
-                runs[plan] = Run(found, passes, steps[before:])
+                runs[plan] = Run(found, records_of(trace)[told:], steps[before:])
     return runs
 
 

@@ -22,7 +22,7 @@ from flexquant.cli import main
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import MambaBase
 from tests import programs
-from tests.integration.conftest import answers, engine, generate
+from tests.integration.conftest import answers, check_variants, engine, generate
 from tests.integration.logprobs import distance
 from tests.integration.test_architectures import LAYERED, OPTIONS, PROMPTS, SAMPLING, check_plans
 from tests.integration.test_policy_change import change
@@ -197,11 +197,9 @@ def linears(layer: Any) -> list[Any]:
 def test_gates_that_one_variant_alone_quantises_are_its_own(tmp_path):
     """Publishers leave these projections in 16 bit, or they do not."""
     folder = make_variants(tmp_path, "qwen3_next", {"w8a8": "linear_attn.out_proj", "w4a16": "in_proj_qkvz"})
-    merge_checkpoints({name: folder / name for name in ("w8a8", "w4a16")}, folder / "merged")
-    served = generate(folder / "merged", ["w8a8", "w4a16"], PROMPTS, sampling=SAMPLING, **OPTIONS)
-    for variant, found in zip(("w8a8", "w4a16"), served, strict=True):
-        (stock,) = generate(folder / variant, None, PROMPTS, sampling=SAMPLING, **OPTIONS)
-        assert found.answers == stock.answers, variant
+    sources = {name: folder / name for name in ("w8a8", "w4a16")}
+    merge_checkpoints(sources, folder / "merged")
+    check_variants(folder / "merged", sources, PROMPTS, sampling=SAMPLING, **OPTIONS)
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ from examples.vllm_server import vllm_serve
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import StateDict
-from tests.integration.conftest import Served, generate
+from tests.integration.conftest import Served, check_variants, edited_json, generate
 from tests.integration.test_architectures import LAYERED, OPTIONS, SAMPLING
 from tests.vision import (
     KINDS,
@@ -110,20 +110,16 @@ def test_a_head_is_served_at_every_path_whatever_the_config_says(
     sources = {v: make_vision_checkpoint(tmp_path / v, v, kind, transform=own_head) for v in VARIANTS}
     write_as_another_release(sources["w4a16"], name)
     for folder in sources.values():
-        config = json.loads((folder / "config.json").read_text())
-        config.pop("tie_word_embeddings", None)
-        config["text_config"].pop("tie_word_embeddings", None)
-        if tied == "not in the text":
-            config["text_config"]["tie_word_embeddings"] = False
-        elif tied == "said at the top":
-            config["tie_word_embeddings"] = True
-        (folder / "config.json").write_text(json.dumps(config))
+        with edited_json(folder / "config.json") as config:
+            for place in (config, config["text_config"]):
+                place.pop("tie_word_embeddings", None)
+            if tied == "not in the text":
+                config["text_config"]["tie_word_embeddings"] = False
+            elif tied == "said at the top":
+                config["tie_word_embeddings"] = True
     merge_checkpoints(sources, tmp_path / "merged")
     asked = ["a prompt without an image", "another one"]
-    found = generate(tmp_path / "merged", VARIANTS, asked, sampling=SAMPLING, **OPTIONS)
-    for variant, answers in zip(VARIANTS, found, strict=True):
-        (stock,) = generate(sources[variant], None, asked, sampling=SAMPLING, **OPTIONS)
-        assert answers.answers == stock.answers
+    check_variants(tmp_path / "merged", sources, asked, sampling=SAMPLING, **OPTIONS)
 
 
 def test_variants_and_images_matter(served: dict[str, Served]) -> None:
@@ -202,10 +198,7 @@ def test_a_variant_that_is_tied_beside_one_with_a_head_of_its_own(tmp_path: Path
         sources[name] = edited(source, tie, tmp_path / name)
     merge_checkpoints(sources, tmp_path / "merged")
     asked = same_text(KINDS["idefics3"])
-    found = generate(tmp_path / "merged", list(VARIANTS), asked, sampling=SAMPLING, **OPTIONS)
-    for name, served in zip(VARIANTS, found, strict=True):
-        (stock,) = generate(sources[name], None, asked, sampling=SAMPLING, **OPTIONS)
-        assert served.answers == stock.answers, name
+    check_variants(tmp_path / "merged", sources, asked, sampling=SAMPLING, **OPTIONS)
 
 
 def configure(folder: Path, **options: Any) -> None:
@@ -215,9 +208,8 @@ def configure(folder: Path, **options: Any) -> None:
 def edited(folder: Path, edit: Callable[[dict[str, Any]], Any], to: Path) -> Path:
     """Return a copy of a checkpoint whose config has been edited."""
     shutil.copytree(folder, to)
-    config = json.loads((to / "config.json").read_text())
-    edit(config)
-    (to / "config.json").write_text(json.dumps(config))
+    with edited_json(to / "config.json") as config:
+        edit(config)
     return to
 
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from vllm.platforms import current_platform
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import CompressedTensorsWNA16
-from flexquant.serving.worker.w4a8 import find_kernel, is_int4_layer, use_8bit_activations
+from flexquant.serving.worker.w4a8 import find_kernel, int4_scheme, use_8bit_activations
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import (
     Answers,
@@ -28,6 +27,7 @@ from tests.integration.conftest import (
     engine,
     every_plan_of,
     generate,
+    records_of,
     take_policy,
 )
 from tests.integration.test_serving_errors import flexquant, refusal
@@ -89,7 +89,7 @@ def own_modules(model) -> set[str]:
 
 def count_int4_weights(model) -> int:
     layers = model.variants["w4a16"].modules()
-    return sum(layer.input_size * layer.output_size for layer in layers if is_int4_layer(layer))
+    return sum(layer.input_size * layer.output_size for layer in layers if int4_scheme(layer))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def single_copy(single, tmp_path_factory) -> SingleCopy:
         (kinds,) = llm.apply_model(own_modules)
         short = answers(llm, SHORT)
         answers(llm, ["a prompt of more than thirty-two tokens, which are bytes here"])
-    header, *passes = [json.loads(line) for line in trace.read_text().splitlines()]
+    header, *passes = records_of(trace)
     return SingleCopy(x, outputs, short, weights, kinds, header, passes)
 
 
@@ -158,18 +158,20 @@ def test_three_variants_from_two(real_symmetric, tmp_path):
     assert found["phase-batch-w4a8"] == found["phase"]
 
 
+def refused(folder, work, source: str, activations: str) -> str:
+    policy = work / "p.yaml"
+    policy.write_text(DERIVE.format(source=source, activations=activations))
+    return refusal(folder / "merged", **flexquant(policy=str(policy)))
+
+
 def test_w4a8_cannot_come_from_other_weights(tiny_merged, tmp_path):
-    policy = tmp_path / "p.yaml"
-    policy.write_text(DERIVE.format(source="w8a8", activations="int8"))
-    message = refusal(tiny_merged() / "merged", **flexquant(policy=str(policy)))
+    message = refused(tiny_merged(), tmp_path, "w8a8", "int8")
     assert "derive.fast derives 'fast' from 'w8a8', which has no symmetric INT4 weights" in message
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="some GPUs have the kernel")
 def test_device_without_a_kernel_is_refused_before_loading(tiny_merged, tmp_path):
-    policy = tmp_path / "p.yaml"
-    policy.write_text(DERIVE.format(source="w4a16", activations="fp8"))
-    message = refusal(tiny_merged() / "merged", **flexquant(policy=str(policy)))
+    message = refused(tiny_merged(), tmp_path, "w4a16", "fp8")
     assert message.startswith("there is no kernel for INT4 weights with fp8 activations on this CPU")
     with pytest.raises(FlexQuantError):
         find_kernel("fp8")

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from flexquant.measuring.engine import change_policy
 from flexquant.policy.rules import load_policy
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 from flexquant.serving.worker.worker_extension import FlexQuantWorker
-from tests.integration.conftest import Answers, engine
+from tests.integration.conftest import Answers, engine, records_of
 from tests.integration.test_compile import PLAN, PROMPTS, SEVERAL, SIZES, TOKENS, answers_by_number
 
 if TYPE_CHECKING:
@@ -103,9 +102,9 @@ def check_policy_change(merged: Path, ranks: dict[str, int], work: Path) -> None
     assert told == [told[0]] * count(ranks)
     assert told[0]["routes"]
     files = [trace, *(trace.with_name(f"trace.jsonl.rank{rank}") for rank in range(1, count(ranks)))]
-    first, *others = [file.read_text().splitlines()[1:] for file in files]
+    first, *others = [records_of(file)[1:] for file in files]
     assert others == [first] * len(others)
-    plans = [json.loads(line).get("plan", "another policy") for line in first]
+    plans = [record.get("plan", "another policy") for record in first]
     changed = plans.index("another policy")
     assert plans[0] == "w8a8", "the prompts"
     assert set(plans[1:changed]) == {"w4a16"}
@@ -140,4 +139,4 @@ def run_several(folder: Path, ranks: dict[str, int], work: Path, executor: str =
     trace = work / "routes.jsonl"
     by_number = run(folder, ranks, str(work / "policy.yaml"), {"trace": str(trace)}, executor)
     files = [trace, *(trace.with_name(f"routes.jsonl.rank{rank}") for rank in range(1, count(ranks)))]
-    return Several(by_number, [[json.loads(line) for line in f.read_text().splitlines()] for f in files])
+    return Several(by_number, [*map(records_of, files)])

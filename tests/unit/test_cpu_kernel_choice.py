@@ -86,7 +86,7 @@ def test_a_trial_times_real_kernels_and_is_made_once(cache, monkeypatch, zero_po
 
 def remember(cache: Path, layer: dict, **changes: object) -> Path:
     """Put a trial into the cache, as this machine would."""
-    (key,) = [{**trial._circumstances(), **layer}]
+    key = {**trial._circumstances(), **layer}
     file = cache / f"{trial.digest_of(key)[:32]}.json"
     cache.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"key": key, "chosen": TORCH, "microseconds": {}} | changes))
@@ -148,13 +148,7 @@ def test_a_zentorch_that_vllm_does_not_take_is_told_in_one_line(tmp_path, monkey
 def test_a_trial_of_an_unknown_kernel_ends_with_a_message(tmp_path):
     layer = {**LAYER, "kernels": ["flexquant.serving.kernels.cpu_kernels:NoKernel"]}
     (tmp_path / "request").write_text(json.dumps({"threads": 1, "layers": [layer]}))
-    command = [
-        sys.executable,
-        "-m",
-        "flexquant.serving.kernels.trial",
-        tmp_path / "request",
-        tmp_path / "reply",
-    ]
+    command = [sys.executable, "-m", trial.__name__, tmp_path / "request", tmp_path / "reply"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode and "NoKernel" in done.stderr
     assert not (tmp_path / "reply").exists()

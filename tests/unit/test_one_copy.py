@@ -29,14 +29,16 @@ SHAPES = {"whole blocks": 128, "a narrow block": 128 + 48}
 
 
 def made(
-    kind: Any, outputs: int, group: int, sign: str = "", zeros: bool = False
+    kind: Any, outputs: int, group: int, signs: float | None = 1.0, zeros: bool = False
 ) -> tuple[Any, torch.nn.Module, torch.Tensor]:
-    """Return a kernel, its packed layer, and the weights that it was given, float64 [out, in]."""
+    """Return a kernel, its packed layer, and the weights that it was given, float64 [out, in].
+
+    ``signs`` are those of all scales; None: both.
+    """
     torch.manual_seed(0)
     layer = {"inputs": INPUTS, "outputs": outputs, "group_size": group, "zero_points": zeros}
     kernel, linear = trial._int4(kind, layer, torch.bfloat16)
-    if sign == "negative":
-        linear.weight_scale.data *= torch.randn_like(linear.weight_scale).sign()
+    linear.weight_scale.data *= torch.randn_like(linear.weight_scale).sign() if signs is None else signs
     codes = unpack_from_int32(linear.weight_packed.data, 4, torch.Size((outputs, INPUTS)))
     width = INPUTS if group == -1 else group
     if zeros:
@@ -76,7 +78,7 @@ def test_the_int8_weights_are_the_nearest(
         assert one_copy.has_operators()
     else:
         monkeypatch.setattr(one_copy, "has_operators", lambda: False)
-    kernel, linear, weight = made(kind, outputs, group, "negative", zeros)
+    kernel, linear, weight = made(kind, outputs, group, None, zeros)
     layout = one_copy.layout_of(kind)
     packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
     channel = one_copy.channel_scales(packed, scale, zero, INPUTS, layout)

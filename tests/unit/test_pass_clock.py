@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexquant.serving.frontend.endpoints import add_up
-from flexquant.serving.worker.pass_times import PassClock
+from flexquant.serving.worker.pass_records import PassClock
 
 
 def test_a_pass_is_timed_once_and_only_if_it_began() -> None:

@@ -19,10 +19,10 @@ HEADER = {"policy": "phase"}
 def write(path: Path, passes: int) -> list[int]:
     """Write a trace of passes with 1, 2, ... sequences; return the sequences of the passes in the trace."""
     trace = Trace(str(path), 1)
-    trace.begin(HEADER)
+    trace.write(HEADER)
     for number in range(1, passes + 1):
-        trace.record(Pass("decode", number, number, 1, number), "w4a16")
-    trace.begin(HEADER)
+        trace.write({**Pass("decode", number, number, 1, number)._asdict(), "plan": "w4a16"})
+    trace.write(HEADER)
     if not path.is_file():
         return []
     header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -55,11 +55,11 @@ def test_a_file_that_fails_once_more_when_it_is_closed_ends_it(
 ) -> None:
     file = tmp_path / "trace.jsonl"
     trace = Trace(str(file), 1)
-    trace.begin(HEADER)
+    trace.write(HEADER)
     assert trace._file is not None
     os.close(trace._file.fileno())
     for _ in range(2):
-        trace.record(Pass("decode", 1, 1, 1, 1), "w4a16")
+        trace.write({**Pass("decode", 1, 1, 1, 1)._asdict(), "plan": "w4a16"})
     assert [json.loads(line) for line in file.read_text().splitlines()] == [HEADER]
     reason = "it cannot be written (Bad file descriptor)"
     assert caplog.messages == [f"the trace '{file}' ends here, and serving goes on: {reason}"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 from vllm.platforms import current_platform
 
@@ -29,8 +28,9 @@ from flexquant.serving.kernels.cpu_kernels import (
 )
 from flexquant.serving.worker.w4a8 import MarlinW4A8LinearKernel, find_kernel
 from tests.checkpoints import make_checkpoint
+from tests.unit.test_one_copy import INPUTS, made
 
-INPUTS, OUTPUTS, GROUP = 256, 128, 64
+OUTPUTS, GROUP = 128, 64
 SIGNS = {"positive": 1.0, "negative": -1.0, "both": None}
 
 
@@ -46,14 +46,7 @@ def kernels() -> list[Any]:
 @pytest.mark.parametrize("sign", SIGNS)
 @pytest.mark.parametrize("kind", kernels())
 def test_group_scales_below_zero_are_multiplied_with(kind: Any, sign: str, tokens: int) -> None:
-    torch.manual_seed(0)
-    layer = {"inputs": INPUTS, "outputs": OUTPUTS, "group_size": GROUP, "zero_points": False}
-    kernel, linear = trial._int4(kind, layer, torch.bfloat16)
-    signs = torch.randn_like(linear.weight_scale).sign() if SIGNS[sign] is None else SIGNS[sign]
-    linear.weight_scale.data *= signs
-    codes = unpack_from_int32(linear.weight_packed.data, 4, torch.Size((OUTPUTS, INPUTS)))
-    weight = codes.double() * linear.weight_scale.data.double().repeat_interleave(GROUP, dim=1)
-    kernel.process_weights_after_loading(linear)
+    kernel, linear, weight = made(kind, OUTPUTS, GROUP, SIGNS[sign])
     x = torch.randn(tokens, INPUTS, dtype=torch.bfloat16)
     expected = x.double() @ weight.t()
     found = kernel.apply_weights(linear, x, None).double()

@@ -14,6 +14,7 @@ import importlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,13 +33,7 @@ from flexquant.serving.kernels.cpu_kernels import (
     ZentorchW4A8LinearKernel,
     ZentorchW4A16LinearKernel,
 )
-from flexquant.serving.kernels.layers import (
-    LinearKernel,
-    QuantisedLayer,
-    exchange_kernel,
-    is_quantised,
-    kernel_of_layer,
-)
+from flexquant.serving.kernels.layers import LinearKernel, exchange_kernel, kernel_of_layer
 from flexquant.serving.kernels.trial import find_fastest
 from flexquant.serving.vllm_api import CPUInt8ScaledMMLinearKernel, MPLinearKernel, scalar_types
 from flexquant.serving.worker.one_copy.cpu import layout_of
@@ -81,12 +76,12 @@ def choose_cpu_kernels(
     """
     if problem := zentorch_problem():
         logger.warning(problem)
-    to_try: dict[str, tuple[JsonObject, list[QuantisedLayer]]] = {}
+    to_try: dict[str, tuple[JsonObject, list[Any]]] = {}
     kinds_by_name: dict[str, type[LinearKernel]] = {}
     for name, model in models.items():
-        for layer in model.modules():
-            kernel = kernel_of_layer(layer)
-            if kernel is None or not is_quantised(layer):
+        modules: list[Any] = list(model.modules())
+        for layer in modules:
+            if (kernel := kernel_of_layer(layer)) is None:
                 continue
             kinds = possible_kernels(kernel)
             if name in read_again and isinstance(kernel, MPLinearKernel):
@@ -108,11 +103,11 @@ def choose_cpu_kernels(
                 exchange_kernel(layer, kinds[0])
     chosen = find_fastest([request for request, _ in to_try.values()])
     for (_, layers), kind_name in zip(to_try.values(), chosen, strict=True):
-        for tried in layers:
-            exchange_kernel(tried, kinds_by_name[kind_name])
+        for layer in layers:
+            exchange_kernel(layer, kinds_by_name[kind_name])
 
 
-def _is_worth_a_trial(layer: QuantisedLayer, kernel: LinearKernel) -> bool:
+def _is_worth_a_trial(layer: Any, kernel: LinearKernel) -> bool:
     """Whether a layer has many weights, of a scheme that a trial supports.
 
     These are INT4, and INT8 per channel with activations quantised per token.
@@ -125,25 +120,30 @@ def _is_worth_a_trial(layer: QuantisedLayer, kernel: LinearKernel) -> bool:
     return config.is_channelwise and config.input_symmetric and not config.is_static_input_scheme
 
 
-def possible_kernels(kernel: LinearKernel | None) -> list[type[LinearKernel]]:
+def possible_kernels(kernel: LinearKernel) -> list[type[LinearKernel]]:
     """Return the kernels that can replace ``kernel`` on this CPU in the same precision, vLLM's first.
 
     The list is empty for W4A8 if only the stand-in is available.
     """
-    kinds: list[type[LinearKernel]]
-    if kernel is None:
-        return []
+    kinds: list[type[LinearKernel]] = []
     if isinstance(kernel, MPLinearKernel):
-        kinds = [*_int4_kernels(kernel.config.act_type == torch.int8)]
+        is_w4a8 = kernel.config.act_type == torch.int8
+        if has_zentorch():
+            kinds.append(ZentorchW4A8LinearKernel if is_w4a8 else ZentorchW4A16LinearKernel)
+        if hasattr(torch.ops._C, "cpu_gemm_wna16"):
+            # PyTorch's `_dyn_quant_matmul_4bit` is left out: on x86 it is 30 times slower than these.
+            kinds.append(AMXW4A8LinearKernel if is_w4a8 else CPUW4A16LinearKernel)
+        if not is_w4a8:
+            kinds.append(TorchCPUInt4LinearKernel)
     elif isinstance(kernel, CPUInt8ScaledMMLinearKernel) or type(kernel).__name__ == ZENTORCH_INT8:
         kinds = [REPLACED.get("CPUInt8ScaledMMLinearKernel", CPUInt8ScaledMMLinearKernel)]
         if has_zentorch():
             from flexquant.serving.vllm_api import ZentorchInt8ScaledMMLinearKernel
 
             kinds.insert(0, ZentorchInt8ScaledMMLinearKernel)
-    else:
-        return []
-    return [kind for kind in kinds if not _is_disabled(kind) and kind.can_implement(kernel.config)[0]]
+    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
+    enabled = (k for k in kinds if not {k.__name__, getattr(k, "of", k.__name__)} & {*disabled})
+    return [kind for kind in enabled if kind.can_implement(kernel.config)[0]]
 
 
 def zentorch_problem() -> str | None:
@@ -172,18 +172,3 @@ def zentorch_problem() -> str | None:
 def has_zentorch() -> bool:
     """Whether vLLM has AMD's kernels: on Zen 4 and later, with a zentorch that fits the installed torch."""
     return getattr(current_platform, "is_zen_cpu", bool)()
-
-
-def _int4_kernels(is_w4a8: bool) -> list[type[MPLinearKernel]]:
-    kinds: list[type[MPLinearKernel]] = []
-    if has_zentorch():
-        kinds.append(ZentorchW4A8LinearKernel if is_w4a8 else ZentorchW4A16LinearKernel)
-    if hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        # PyTorch's `_dyn_quant_matmul_4bit` is left out: on x86 it is 30 times slower than these.
-        kinds.append(AMXW4A8LinearKernel if is_w4a8 else CPUW4A16LinearKernel)
-    return kinds if is_w4a8 else [*kinds, TorchCPUInt4LinearKernel]
-
-
-def _is_disabled(kind: type[LinearKernel]) -> bool:
-    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
-    return kind.__name__ in disabled or getattr(kind, "of", None) in disabled

@@ -3,12 +3,11 @@
 """Provide linear kernels for CPUs where vLLM's own are missing, wrong, or of another precision.
 
 - INT4 with 16-bit activations, by PyTorch's own operator, and a stand-in for W4A8.
-- vLLM's INT4 kernels for CPUs with AVX512, its own and AMD's, each held to one precision. If vLLM has a W4A8
-  kernel (zentorch, or AMX) and ``VLLM_CPU_INT4_W4A8`` is not 0, it runs all W4A16 layers of the process as
-  W4A8, and the layer's name does not show it. Here a variant gets the precision in its name.
+- vLLM's INT4 kernels for CPUs with AVX512, its own and AMD's, each held to one precision. vLLM runs all
+  W4A16 layers of a process as W4A8 if it has a kernel and ``VLLM_CPU_INT4_W4A8`` is not 0.
 - W8A8 for CPUs without VNNI. There oneDNN adds products of 8-bit pairs in 16 bits (``vpmaddubsw``), which
-  overflows at +-32767 if weights and activations are both large: every linear has a few percent of error,
-  without a warning. In fp32, 8-bit integers and their products are exact, and sums are exact to 7 digits.
+  overflows without a warning: every linear has a few percent of error. In fp32, 8-bit integers and their
+  products are exact, and sums are exact to 7 digits.
 
 :func:`provide_cpu_kernels` puts them in the place of vLLM's, each with a condition for deleting it.
 """
@@ -90,19 +89,16 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         packed, scale, zero, *_ = self._get_weight_params(layer)
         # int32 [out, in/8] and [out, in/group]; GPTQ's, and AWQ's as vLLM rewrites them, are transposed.
-        is_transposed = getattr(packed, "packed_dim", 1) == 0
-        q = unpack_quantized_values_into_int32(
-            packed.data, self.config.weight_type, 0 if is_transposed else 1
-        )
-        if is_transposed:
+        dim = 0 if getattr(packed, "packed_dim", 1) == 0 else 1
+        q = unpack_quantized_values_into_int32(packed.data, self.config.weight_type, dim)
+        if dim == 0:
             q, scale = q.t(), scale.t()
         weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.contiguous(), INNER_K_TILES)
         scale_and_zero = torch.zeros(*scale.t().shape, 2, dtype=scale.dtype)  # [in/group, out, 2]
         scale_and_zero[..., 0] = scale.data.t()
         if self.config.zero_points:
             assert zero is not None
-            is_transposed = getattr(zero, "output_dim", 1) == 0
-            zero.data = (zero.data.t() if is_transposed else zero.data).contiguous()
+            zero.data = (zero.data.t() if getattr(zero, "output_dim", 1) == 0 else zero.data).contiguous()
             middle = unpack_quantized_values_into_int32(zero.data, self.config.weight_type, 1)
             scale_and_zero[..., 1] = (MIDDLE - middle) * scale.data.t()  # ATen adds it to what is symmetric
         for name, value in ((self.w_q_name, weight), (self.w_s_name, scale_and_zero)):
@@ -112,9 +108,7 @@ class TorchCPUInt4LinearKernel(MPLinearKernel):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         out = self._multiply(layer, x.reshape(-1, x.shape[-1]))
-        if bias is not None:
-            out = out + bias
-        return out.reshape(*x.shape[:-1], out.shape[-1])
+        return (out if bias is None else out + bias).reshape(*x.shape[:-1], out.shape[-1])
 
     def _multiply(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return [tokens, out] for ``x`` [tokens, in], in its dtype."""
@@ -253,9 +247,7 @@ class ExactCPUInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
         weight, scale, *_ = self._get_layer_params(layer)
         quantized, x_scale, _ = ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]), None, None, True)
         out = torch.ops.flexquant.exact_int8_linear(quantized, x_scale, weight, scale)
-        if bias is not None:
-            out = out + bias
-        return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
+        return (out if bias is None else out + bias).to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
 
 
 @torch.library.impl(_operators, "exact_int8_linear", "CPU")
@@ -296,20 +288,18 @@ def provide_cpu_kernels() -> None:
     """Provide W4A16 and W8A8 kernels, in this process, on a CPU for which vLLM's own are missing or wrong."""
     if not current_platform.is_cpu():
         return
-    # vLLM's CPUWNA16LinearKernel (0.26 and 0.32) accepts every layer, and then fails at the first forward
-    # pass on a CPU without AVX512, because its AVX2 library lacks the operator. Delete this once the oldest
-    # supported vLLM has the operator for AVX2, or does not select the kernel without it.
+    # vLLM's CPUWNA16LinearKernel (0.26 and 0.32) accepts every layer, and fails at the first forward pass on
+    # a CPU without AVX512. Delete this once the oldest supported vLLM has the operator for AVX2 too.
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         _replace("CPUWNA16LinearKernel", TorchCPUInt4LinearKernel, "mp")
     if platform.machine() not in ("x86_64", "AMD64"):
         return
-    # vLLM's CPUInt8ScaledMMLinearKernel (0.26 and 0.32) passes s8 x s8 to oneDNN, which saturates on CPUs
-    # without VNNI, even with AVX512. Delete this once it does not for the oldest supported vLLM.
+    # vLLM's CPUInt8ScaledMMLinearKernel (0.26 and 0.32) passes s8 x s8 to oneDNN, which saturates without
+    # VNNI. Delete this once it does not for the oldest supported vLLM.
     if int8_saturates():
         _replace("CPUInt8ScaledMMLinearKernel", ExactCPUInt8LinearKernel, "int8")
-    # On CPUs with AMX the kernel uses another operator, which takes only [tokens, in], while models that
-    # vLLM runs through transformers pass [1, tokens, in]. Delete this once the oldest supported vLLM reshapes
-    # them, as it does for oneDNN.
+    # With AMX the kernel's operator takes only [tokens, in], while models that vLLM runs through transformers
+    # pass [1, tokens, in]. Delete this once the oldest supported vLLM reshapes them, as it does for oneDNN.
     elif torch.cpu._is_amx_tile_supported():
         _replace("CPUInt8ScaledMMLinearKernel", AnyShapeCPUInt8LinearKernel, "int8")
 

@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeGuard
 
-import torch
 from torch import nn
 
 from flexquant.serving.vllm_api import (
@@ -22,19 +20,6 @@ LinearKernel = MPLinearKernel | ScaledMMLinearKernel
 """A kernel of vLLM's for weights that are packed, or for weights and activations in 8 bit."""
 
 
-class QuantisedLayer(Protocol):
-    """What vLLM sets on a quantised layer, be it a linear layer or an lm_head."""
-
-    input_size_per_partition: int
-    output_size_per_partition: int
-    params_dtype: torch.dtype
-
-
-def is_quantised(layer: nn.Module) -> TypeGuard[QuantisedLayer]:
-    """Whether a kernel of vLLM's multiplies a layer by weights that are not in 16 bit."""
-    return kernel_of_layer(layer) is not None
-
-
 def kernel_of_layer(layer: object) -> LinearKernel | None:
     """Return the kernel of a quantised layer; None in 16 bit, and for a scheme without a kernel object."""
     return next((getattr(holder, name) for holder, name in _kernels(layer)), None)
@@ -44,8 +29,13 @@ def exchange_kernel(layer: object, kind: Callable[..., LinearKernel]) -> None:
     """Exchange the kernel of a quantised layer for one of another kind."""
     holder, name = next(_kernels(layer))
     kernel = getattr(holder, name)
-    if type(kernel) is not kind:
-        setattr(holder, name, remake(kernel, kind))
+    if type(kernel) is kind:
+        return
+    if isinstance(kernel, MPLinearKernel):
+        names = kernel.w_q_name, kernel.w_s_name, kernel.w_zp_name
+        setattr(holder, name, kind(kernel.config, *names))
+    else:
+        setattr(holder, name, kind(kernel.config, kernel.layer_param_names))
 
 
 def _kernels(layer: object) -> Iterator[tuple[object, str]]:
@@ -82,13 +72,6 @@ def kernel_names(model: nn.Module) -> list[str]:
     """Return the names of all kernels of a model's linear and expert layers, in alphabetical order."""
     linears = {kernel_name(module) for module in model.modules() if isinstance(module, LinearBase)}
     return sorted(linears | {experts_kernel_name(layer) for layer in expert_layers(model)})
-
-
-def remake(kernel: LinearKernel, kind: Callable[..., LinearKernel]) -> LinearKernel:
-    """Return a kernel of another kind for the same layer."""
-    if isinstance(kernel, MPLinearKernel):
-        return kind(kernel.config, kernel.w_q_name, kernel.w_s_name, kernel.w_zp_name)
-    return kind(kernel.config, kernel.layer_param_names)
 
 
 def expert_layers(model: nn.Module) -> list[MoERunner]:

@@ -4,12 +4,10 @@
 
 Kernels are timed on linear layers of random weights, in a process of its own
 (``python -m flexquant.serving.kernels.trial REQUEST REPLY``): zentorch remembers the layout of weights by
-their address, and would mistake weights that the serving process loads later at the same address for those of
-a trial.
+their address, and would mistake weights that are loaded later at the same address for those of a trial.
 
 A result is a file in vLLM's cache folder, so that the next start, and the other ranks of this one, take the
-same kernels: kernels differ in the last bits of their results. To time them anew, delete the folder
-``flexquant/cpu_kernels`` there.
+same kernels. To time them anew, delete the folder ``flexquant/cpu_kernels`` there.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,11 +33,17 @@ from vllm.logger import init_logger
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import digest_of, versions_of
 from flexquant.serving.kernels import cpu_model
-from flexquant.serving.vllm_api import envs
-
-if TYPE_CHECKING:
-    from flexquant.serving.kernels.layers import LinearKernel
-    from flexquant.serving.vllm_api import MPLinearKernel, ScaledMMLinearKernel
+from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
+from flexquant.serving.kernels.layers import LinearKernel
+from flexquant.serving.vllm_api import (
+    Int8ScaledMMLinearLayerConfig,
+    MPLinearKernel,
+    MPLinearLayerConfig,
+    ScaledMMLinearKernel,
+    envs,
+    scalar_types,
+    set_default_torch_dtype,
+)
 
 logger = init_logger("vllm.flexquant.cpu")
 
@@ -58,11 +62,11 @@ RUNS = 5
 def find_fastest(layers: Sequence[JsonObject]) -> list[str]:
     """Return the name of the fastest kernel for each layer, by the geometric mean of the times over sizes.
 
-    ``layers`` have the form that :func:`measure` takes. The first kernel is kept
-    unless another is clearly faster, and if the trial fails.
+    ``layers`` are those of :func:`measure`. The first kernel is kept unless another is clearly faster.
     """
     keys = [{**_circumstances(), **layer} for layer in layers]
-    files = [_folder() / f"{digest_of(key)[:32]}.json" for key in keys]
+    folder = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "cpu_kernels"
+    files = [folder / f"{digest_of(key)[:32]}.json" for key in keys]
     missing = [i for i, key in enumerate(keys) if _read(files[i], key) is None]
     chosen = [layer["kernels"][0] for layer in layers]
     if missing:
@@ -102,10 +106,6 @@ def _circumstances() -> JsonObject:
     return {"cpu": cpu_model(), "threads": torch.get_num_threads(), "versions": versions}
 
 
-def _folder() -> Path:
-    return Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "cpu_kernels"
-
-
 def _read(file: Path, key: JsonObject) -> str | None:
     """Return an earlier trial's choice; None if there is none, or if its file cannot be used."""
     try:
@@ -130,8 +130,6 @@ def _write(file: Path, found: JsonObject) -> None:
 
 
 def main(request: str, reply: str) -> None:
-    from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
-
     asked = json.loads(Path(request).read_text(encoding="utf-8"))
     provide_cpu_kernels()
     torch.set_num_threads(asked["threads"])
@@ -169,31 +167,24 @@ def measure(layer: JsonObject) -> dict[str, dict[int, float]]:
 
 def _make(name: str, layer: JsonObject, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a layer as a function of its inputs [tokens, in]."""
-    from flexquant.serving.vllm_api import set_default_torch_dtype
-
     module, _, kind = name.partition(":")
     make = getattr(importlib.import_module(module), kind)
     kernel: LinearKernel
-    linear: nn.Module
-    kernel, linear = _int8(make, layer, dtype) if layer["group_size"] is None else _int4(make, layer, dtype)
+    kernel, linear = _int8(make, layer) if layer["group_size"] is None else _int4(make, layer, dtype)
     with set_default_torch_dtype(dtype):  # oneDNN's kernel uses it as the dtype of its outputs
         kernel.process_weights_after_loading(linear)
     return lambda x: kernel.apply_weights(linear, x, None)
 
 
-def _int4(
-    make: type[MPLinearKernel], layer: JsonObject, dtype: torch.dtype
-) -> tuple[MPLinearKernel, nn.Module]:
+def _int4(make: type[MPLinearKernel], layer: JsonObject, dtype: torch.dtype) -> tuple[MPLinearKernel, Any]:
     """Make INT4 weights as compressed-tensors stores them: [out, in / 8], scales [out, groups].
 
     Zero points, if ``layer`` has them, are [out / 8, groups].
     """
-    from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
-
     inputs, outputs, group = layer["inputs"], layer["outputs"], layer["group_size"]
     shape = (inputs, outputs)
     groups, zeros = inputs // group if group > 0 else 1, layer["zero_points"]
-    linear = _Linear(
+    linear = _linear(
         weight_packed=torch.empty(outputs, inputs // 8, dtype=torch.int32).random_(),
         weight_scale=torch.empty(outputs, groups, dtype=dtype).uniform_(0.001, 0.002),
         weight_zero_point=torch.empty(outputs // 8, groups, dtype=torch.int32).random_() if zeros else None,
@@ -206,14 +197,10 @@ def _int4(
     return make(config, "weight_packed", "weight_scale", "weight_zero_point"), linear
 
 
-def _int8(
-    make: type[ScaledMMLinearKernel], layer: JsonObject, dtype: torch.dtype
-) -> tuple[ScaledMMLinearKernel, nn.Module]:
+def _int8(make: type[ScaledMMLinearKernel], layer: JsonObject) -> tuple[ScaledMMLinearKernel, Any]:
     """Make INT8 weights [out, in] with a scale for each output, for activations quantised per token."""
-    from flexquant.serving.vllm_api import Int8ScaledMMLinearLayerConfig
-
     names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
-    linear = _Linear(
+    linear = _linear(
         weight=torch.empty(layer["outputs"], layer["inputs"], dtype=torch.int8).random_(-127, 128),
         weight_scale=torch.empty(layer["outputs"], 1).uniform_(0.001, 0.002),
         **dict.fromkeys(names[2:]),
@@ -225,19 +212,15 @@ def _int8(
     return make(config, names), linear
 
 
-class _Linear(nn.Module):
-    """What vLLM's kernels read of a linear layer, which has no bias here."""
-
-    logical_widths: list[int]
-
-    def __init__(self, **weights: torch.Tensor | None) -> None:
-        super().__init__()
-        self.bias = None
-        for name, weight in weights.items():
-            parameter = None if weight is None else nn.Parameter(weight, requires_grad=False)
-            if parameter is not None:
-                vars(parameter).update(output_dim=0, input_dim=1)
-            self.register_parameter(name, parameter)
+def _linear(**weights: torch.Tensor | None) -> Any:
+    """Return what vLLM's kernels read of a linear layer, which has no bias here."""
+    linear = nn.Module()
+    for name, weight in {"bias": None, **weights}.items():
+        parameter = None if weight is None else nn.Parameter(weight, requires_grad=False)
+        if parameter is not None:
+            vars(parameter).update(output_dim=0, input_dim=1)
+        linear.register_parameter(name, parameter)
+    return linear
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Serve LoRA adapters: all variants add one copy of each adapter to their linear layers' outputs.
 
-vLLM's manager goes through the names of a model's modules, wraps every linear layer, and puts an adapter's
-matrices into the wrapper of the layer that the adapter names (``model.layers.0.self_attn.q_proj``). The
-layers of FlexQuant's model lie below ``variants``. So a plan also becomes a child of the model, named
-``model`` and before the variants: vLLM finds its layers there first, by the names that adapters use. Layers
-of the other variants are wrapped where they are, and then share the matrices of the layer with the same name.
-The manager does the rest of its work once: it loads an adapter into a slot, and maps sequences to adapters.
+vLLM's manager wraps every linear layer that it finds by name, and puts an adapter's matrices into the wrapper
+of the layer that the adapter names (``model.layers.0.self_attn.q_proj``). FlexQuant's layers lie below
+``variants``. So a plan also becomes a child of the model, named ``model`` and before the variants: vLLM finds
+its layers there first. Layers of the other variants are wrapped where they are, and then share the matrices
+of the layer with the same name.
 
 An adapter is trained on the 16-bit model's inputs of a layer. SmoothQuant and AWQ scale these inputs, so an
 adapter's matrices would have to be scaled too. Stock vLLM does not do that either, and answers wrongly.

@@ -2,10 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Find what each forward pass holds: its phase, tokens and sequences, which decide its plan.
 
-In every step, on every device, vLLM's model runners describe the batch to the metadata builders of its
-attention backends, with the query lengths on the host. So FlexQuant gives its attention layers a subclass of
-their own backend, whose builder reads the lengths there: the device is not read, and no backend's own
-metadata is needed. The description travels with the metadata to its forward pass.
+In every step, vLLM's model runners describe the batch to the metadata builders of its attention backends,
+with the query lengths on the host. So FlexQuant gives its attention layers a subclass of their own backend,
+whose builder reads the lengths there. The description travels with the metadata to its forward pass.
 
 A step that vLLM replays from a FULL graph builds metadata too, but does not call the model. Its description
 is left over; the step's logits or the next step, whichever comes first, finds it and reports the replay.
@@ -13,13 +12,14 @@ is left over; the step's logits or the next step, whichever comes first, finds i
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.schema import Phase
 from flexquant.serving.vllm_api import MambaBase, subclass_attention_backend
@@ -27,12 +27,17 @@ from flexquant.serving.worker.layers_by_name import sharers, shares_state
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
 
     from flexquant.serving.vllm_api import (
         AttentionBackend,
         CommonAttentionMetadata,
         ForwardContext,
+        InputBatch,
     )
+
+OF_VLLM = re.compile(r"_.*warmup.*|req_\d+_[0-9a-f]+")
+"""Matches requests that vLLM's runner makes up; names of users' requests begin with a kind or a number."""
 
 
 class Pass(NamedTuple):
@@ -48,10 +53,6 @@ class Pass(NamedTuple):
     scheduled_tokens: int
     """Tokens without padding, as vLLM's scheduler asked; 0 if the backend cannot be observed."""
 
-    def to_data(self) -> JsonObject:
-        """Return JSON-able data."""
-        return self._asdict()
-
 
 UNKNOWN = Pass("prefill", 0, 0, 0, 0)
 
@@ -66,10 +67,6 @@ def describe_pass(
     tokens: 1, plus any speculated ones.
     """
     starts = query_start_loc.numpy()
-    if len(starts) == 2:
-        length = int(starts[1])
-        of_one: Phase = "decode" if length <= tokens_per_sequence else "prefill"
-        return Pass(of_one, tokens, 1, length, length)
     if max_query_len == 1:  # most passes of a server; this takes a few operations rather than a dozen
         sequences = int(starts[-1])
         return Pass("decode", tokens, sequences, 1, sequences)
@@ -101,13 +98,6 @@ class PassState(Enum):
         return self in (PassState.SCHEDULED, PassState.IN_STEP)
 
 
-@runtime_checkable
-class LayerWithBackend(Protocol):
-    """An attention layer that keeps its backend where vLLM's own layers do."""
-
-    attn_backend: type[AttentionBackend] | None
-
-
 class PassObserver:
     """Observes the passes of one model through the metadata builders of its attention layers."""
 
@@ -126,7 +116,6 @@ class PassObserver:
         self._tokens_per_sequence = tokens_per_sequence
         self._began = began
         self._replayed = replayed
-        self._backends: dict[type[AttentionBackend], type[AttentionBackend]] = {}
         self._first_layer: str | None = None
         self._sharers: dict[str, list[str]] = {}
         self._unobserved: str | None = None
@@ -139,29 +128,25 @@ class PassObserver:
         self.state = PassState.WARM_UP
         """Whose pass :meth:`read` read last."""
 
-    def observe(self, layers: Mapping[str, object]) -> None:
+    def observe(self, layers: Mapping[str, Any]) -> None:
         """Give attention layers, by name, an observed backend; call this before vLLM makes their KV cache.
 
         A layer that keeps its backend elsewhere cannot be observed: :meth:`check_phases` refuses it.
         """
+        observed_once = functools.cache(self._observed)
         self._sharers = sharers(layers)
         with_state: str | None = None
         for name, layer in layers.items():
-            if isinstance(layer, LayerWithBackend) and (backend := layer.attn_backend) is not None:
-                layer.attn_backend = self._observed_once(backend)
+            if (backend := getattr(layer, "attn_backend", None)) is not None:
+                layer.attn_backend = observed_once(backend)
                 self._first_layer = self._first_layer or name
             elif not isinstance(layer, MambaBase):
                 self._unobserved = f"'{name}' ({type(layer).__name__})"
             elif not shares_state(layer):
-                observed = self._observed_once(layer.get_attn_backend())
+                observed = observed_once(layer.get_attn_backend())
                 vars(layer)["get_attn_backend"] = lambda observed=observed: observed
                 with_state = with_state or name
         self._first_layer = self._first_layer or with_state
-
-    def _observed_once(self, backend: type[AttentionBackend]) -> type[AttentionBackend]:
-        if backend not in self._backends:
-            self._backends[backend] = self._observed(backend)
-        return self._backends[backend]
 
     def check_phases(self) -> None:
         """Raise :class:`FlexQuantError` if prefill and decode cannot be told apart."""
@@ -192,7 +177,7 @@ class PassObserver:
             self._replayed(replayed)
 
     def expect(self, *, own: bool) -> None:
-        """Note whether the pass that vLLM describes next has requests of vLLM's own (`model_states`)."""
+        """Note whether the pass that vLLM describes next has requests of vLLM's own."""
         self._next_is_own = own
 
     @contextmanager
@@ -215,8 +200,9 @@ class PassObserver:
         )
         if self._next_is_own:
             return found
-        if self._stage == PassState.WARM_UP and _holds_prompt(common):
-            self._stage = PassState.SCHEDULED
+        if self._stage == PassState.WARM_UP and common.is_prefilling is not None:
+            holds_prompt = bool(common.is_prefilling.any())  # as far as vLLM reports it
+            self._stage = PassState.SCHEDULED if holds_prompt else self._stage
         if self._stage == PassState.SCHEDULED and self._first_layer in layer_names:
             self.settle()
             self._left_over = found
@@ -252,25 +238,38 @@ class PassObserver:
                 return super().update_block_table(*args, **options)
 
             def _describe_to_sharers(self) -> None:
-                """Have vLLM give the metadata to those that share a state too.
+                """Have vLLM give the metadata to those that share a state too, by adding them to its list.
 
-                The list is vLLM's own. They are not in it before, as vLLM makes a cache for each layer in it.
+                They are not in it before, as vLLM makes a cache for each layer in it.
                 """
-                for name in [name for layer in self.layer_names for name in observer._sharers.get(layer, ())]:
-                    if name not in self.layer_names:
-                        self.layer_names.append(name)
+                sharing = [name for layer in self.layer_names for name in observer._sharers.get(layer, ())]
+                self.layer_names += [name for name in sharing if name not in self.layer_names]
 
             def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> object:
-                before = observer._next_is_own
-                observer.expect(own=True)
+                before, observer._next_is_own = observer._next_is_own, True
                 try:
                     return super().build_for_cudagraph_capture(common_attn_metadata)
                 finally:
-                    observer.expect(own=before)
+                    observer._next_is_own = before
 
         return subclass_attention_backend("FlexQuant", backend, ObservedBuilder)
 
 
-def _holds_prompt(common: CommonAttentionMetadata) -> bool:
-    """Whether a sequence has tokens of its prompt in the pass, as far as vLLM reports it."""
-    return common.is_prefilling is not None and bool(common.is_prefilling.any())
+def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> type:
+    """Return vLLM's class that prepares the V2 runner's passes, extended to tell ``observer`` of vLLM's own.
+
+    That runner warms up with requests of its own, and keeps data-parallel engines in step with them; only
+    their names tell them from users' requests. The V1 runner makes up such passes without requests.
+    """
+    base: Any
+    if vllm_config.model_config.is_hybrid:
+        from flexquant.serving.vllm_api import MambaHybridModelState as base
+    else:
+        from flexquant.serving.vllm_api import DefaultModelState as base
+
+    class ObservedModelState(base):
+        def prepare_attn(self, input_batch: InputBatch, *args: object, **options: object) -> object:
+            observer.expect(own=any(map(OF_VLLM.fullmatch, input_batch.req_ids)))
+            return super().prepare_attn(input_batch, *args, **options)
+
+    return ObservedModelState

@@ -2,21 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Capture CUDA graphs of several plans at start-up: every graph that a pass can need, and no other.
 
-vLLM captures a model by calling it once for every size. What it captures depends on the mode:
-
 *FULL* graphs hold a whole forward pass and are replayed without calling the model. vLLM captures them with
 the attention metadata of the passes that will replay them, so routing as usual puts the right plan in.
 
 *PIECEWISE* graphs lie inside each compiled plan, between its attention layers, and are replayed by running
-the plan. The metadata of the capturing call (there may be none) shows at most one of the phases that a size
-serves. vLLM captures each size once, but several plans can run at that size. So at the first pass of a size
-FlexQuant captures every plan that the policy can choose for it. vLLM's own wrappers tell whether a plan's
-graphs exist, since vLLM captures twice: first to estimate the memory, dropping these graphs, and then for
-good. The scheduler's passes capture nothing: if a graph is missing then, the pass runs without it, with a
-warning.
+the plan. vLLM calls the model once for each size, for whatever phase, but several plans can run at that size:
+FlexQuant captures them all then. vLLM's own wrappers tell whether a plan's graphs exist, since vLLM captures
+twice: first to estimate the memory, dropping these graphs, and then for good. The scheduler's passes capture
+nothing: if a graph is missing then, the pass runs without it, with a warning.
 
-Another policy (`live_policy`) can need other graphs: another plan in a FULL graph, or
-the pieces of another plan for a size. vLLM then captures again, while no pass runs.
+Another policy (`worker_extension`) can need other graphs. vLLM then captures again, while no pass runs.
 """
 
 from __future__ import annotations
@@ -56,16 +51,12 @@ logger = init_logger("vllm.flexquant.graphs")
 class PlanGraphs:
     """The CUDA graphs of a model's plans."""
 
-    def __init__(self, *, has_full: bool) -> None:
-        """Begin without graphs; ``has_full`` tells whether vLLM captures FULL graphs."""
-        self._has_full = has_full
+    def __init__(self) -> None:
         self._wrappers: dict[str, list[CUDAGraphWrapper]] = {}
         self._pieces: set[BatchDescriptor] = set()
         """Sizes of the PIECEWISE graphs."""
         self._full: dict[tuple[Phase, int], str] = {}
         """(Phase, padded tokens) -> plan of the FULL graph."""
-        self._memory: GraphMemory | None = GraphMemory()
-        self._missing: set[tuple[str, BatchDescriptor | None]] = set()
 
     @contextmanager
     def compiling(self, plan: str) -> Iterator[None]:
@@ -81,26 +72,21 @@ class PlanGraphs:
         reachable: Iterable[str],
         context: ForwardContext,
         inputs: Mapping[str, object],
-        tokens: int,
     ) -> None:
-        """In a PIECEWISE pass of ``tokens`` padded tokens, capture the plans that lack graphs of its size.
+        """In a PIECEWISE pass while vLLM captures, capture the plans that lack graphs of the pass's size.
 
         ``reachable`` names the plans that the policy can take at that size.
         """
-        if not monitor.cudagraph_capturing_enabled or self._memory is None:
+        if not monitor.cudagraph_capturing_enabled:
             return
         if context.batch_descriptor is not None:
             self._pieces.add(context.batch_descriptor)
         for name in reachable:
-            if self._has_graphs(name, context.batch_descriptor):
-                continue
-            # A first run without capture loads kernels and lets them choose their configuration.
-            with _without_graphs(context):
+            if not self._has_graphs(name, context.batch_descriptor):
+                # A first run without capture loads kernels and lets them choose their configuration.
+                with _without_graphs(context):
+                    plans[name](**inputs)
                 plans[name](**inputs)
-            self._memory.sample()
-            plans[name](**inputs)
-            self._memory.captured(name, CUDAGraphMode.PIECEWISE, tokens)
-            self._memory.sample()
 
     def replay(
         self, name: str, plan: nn.Module, context: ForwardContext, inputs: Mapping[str, object]
@@ -108,13 +94,11 @@ class PlanGraphs:
         """In a PIECEWISE pass, run a plan, with its pieces' graphs if it has graphs of this size."""
         if self._has_graphs(name, context.batch_descriptor):
             return plan(**inputs)
-        if (name, context.batch_descriptor) not in self._missing:
-            self._missing.add((name, context.batch_descriptor))
-            logger.warning(
-                "plan %s has no CUDA graphs for %s, which is a bug of FlexQuant: such passes run without",
-                name,
-                context.batch_descriptor,
-            )
+        logger.warning_once(
+            "plan %s has no CUDA graphs for %s, which is a bug of FlexQuant: such passes run without",
+            name,
+            context.batch_descriptor,
+        )
         with _without_graphs(context):
             return plan(**inputs)
 
@@ -131,21 +115,9 @@ class PlanGraphs:
                 return True
         return not wrappers
 
-    def watch_full_capture(self, plan: str, phase: Phase, tokens: int) -> None:
-        """Note that ``plan`` runs a pass of ``tokens`` padded tokens, in a FULL capture or its warm-up."""
-        if self._memory is None or not self._has_full:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            self._full[phase, tokens] = plan
-            self._memory.captured(plan, CUDAGraphMode.FULL, tokens)
-        else:
-            self._memory.sample()
-
-    def finish(self) -> None:
-        """Note that serving begins: log once what was captured, and capture nothing more."""
-        if self._memory is not None:
-            self._memory.log()
-            self._memory = None
+    def note_full(self, plan: str, phase: Phase, tokens: int) -> None:
+        """Note that vLLM captures ``plan`` in a FULL graph for passes of ``tokens`` padded tokens."""
+        self._full[phase, tokens] = plan
 
     def fit(self, routes: RouteTable) -> bool:
         """Whether the existing graphs hold the plans that ``routes`` give to the passes that replay them."""
@@ -162,7 +134,6 @@ class PlanGraphs:
         its pieces without the others. All FULL graphs are dropped first, since vLLM tells them apart by size
         only; PIECEWISE graphs stay. A capture writes nothing into the KV cache, nor into a request's state.
         """
-        self._memory = GraphMemory()
         torch.accelerator.synchronize()
         if hasattr(runner, "cudagraph_manager") and runner.cudagraph_manager is not None:
             runner.cudagraph_manager.graphs.clear()
@@ -171,7 +142,6 @@ class PlanGraphs:
                 wrapper.concrete_cudagraph_entries.clear()
         with set_current_vllm_config(vllm_config), no_blocks_of_requests(runner):
             runner.capture_model()
-        self.finish()
 
     def pieces(self) -> dict[CUDAGraphWrapper, set[BatchDescriptor]]:
         """Return the sizes of the existing PIECEWISE graphs, for :meth:`drop_pieces`."""
@@ -199,7 +169,6 @@ class PlanGraphs:
             wrapper.concrete_cudagraph_entries.clear()
         self._full.clear()
         self._pieces.clear()
-        self._memory = None
 
 
 @contextmanager
@@ -221,47 +190,6 @@ def no_blocks_of_requests(runner: Runner) -> Iterator[None]:
     finally:
         for table, own in zip(tables, kept, strict=True):
             table.copy_(own)
-
-
-class GraphMemory:
-    """Device memory of each plan's graphs, from the free memory before and after a capture.
-
-    The memory of a FULL capture is known only at the next sample, since none can be taken during a capture. A
-    graph that vLLM captures twice counts once.
-    """
-
-    def __init__(self) -> None:
-        self._bytes: dict[tuple[str, str, int], int] = {}
-        """(Mode, plan, tokens) -> bytes."""
-        self._free = 0
-        self._pending: tuple[str, str, int] | None = None
-
-    def sample(self) -> None:
-        """Outside of a capture: attribute memory taken since the last sample to the capture in between."""
-        free = torch.accelerator.get_memory_info()[0]
-        if self._pending is not None:
-            self._bytes[self._pending] = self._free - free
-            self._pending = None
-        self._free = free
-
-    def captured(self, plan: str, mode: CUDAGraphMode, tokens: int) -> None:
-        """Note a graph of ``plan`` for passes of ``tokens`` padded tokens."""
-        self._pending = (mode.name, plan, tokens)
-        self._bytes[self._pending] = 0
-
-    def log(self) -> None:
-        """Log the bytes of each plan's graphs; a FULL graph captured last, the smallest, is not counted."""
-        for mode, plan in sorted({key[:2] for key in self._bytes}):
-            taken = {tokens: size for (*which, tokens), size in self._bytes.items() if which == [mode, plan]}
-            logger.info(
-                "%s CUDA graphs of plan %s: %d sizes of %d to %d tokens, %.1f MiB",
-                mode,
-                plan,
-                len(taken),
-                min(taken),
-                max(taken),
-                sum(taken.values()) / 2**20,
-            )
 
 
 @contextmanager

@@ -49,11 +49,6 @@ def name_apart(layer: MoERunner, variant: str, context: dict[str, nn.Module]) ->
     context[layer.layer_name] = layer
 
 
-def only_experts(module: nn.Module) -> nn.Module:
-    """Return the module with the experts' weights of an expert layer; return other modules unchanged."""
-    return module.routed_experts if isinstance(module, MoERunner) else module
-
-
 def check_precision(variant: str, model: nn.Module, activations: str | None) -> None:
     """Raise :class:`FlexQuantError` if the experts would have other activations than the variant.
 
@@ -118,9 +113,8 @@ def share_state(layer: Any, variant: str, context: dict[str, nn.Module]) -> None
 
 def share_states_of_view(view: nn.Module, variant: str, context: dict[str, nn.Module]) -> None:
     """Register the layers of a variant that is a view of another, where they are copies of that one's."""
-    layers: list[Any] = [module for module in view.modules() if isinstance(module, MambaBase)]
-    for layer in layers:
-        if layer is not context[layer.prefix]:
+    for layer in view.modules():
+        if isinstance(layer, MambaBase) and layer is not context[layer.prefix]:
             share_state(layer, variant, context)
 
 
@@ -183,13 +177,10 @@ class HybridModel:
 
     def get_mamba_state_copy_func(self) -> Any:
         """Answer vLLM before 0.32, which asks for one tuple for all kinds of states."""
-        return self._first_variant().get_mamba_state_copy_func()
+        return next(iter(self.variants.values())).get_mamba_state_copy_func()
 
     def get_mamba_state_copy_funcs(self, mamba_types: set[Any]) -> Any:
-        return self._first_variant().get_mamba_state_copy_funcs(mamba_types)
-
-    def _first_variant(self) -> Any:
-        return next(iter(self.variants.values()))
+        return next(iter(self.variants.values())).get_mamba_state_copy_funcs(mamba_types)
 
 
 def base_class(vllm_config: VllmConfig) -> Any:

@@ -31,11 +31,9 @@ from flexquant.serving.vllm_api import (
     get_forward_context,
 )
 from flexquant.serving.worker.adapters import offer_to_adapters, share_adapters, tell_devices
-from flexquant.serving.worker.forward_pass import Pass, PassObserver, PassState
+from flexquant.serving.worker.forward_pass import Pass, PassObserver, PassState, observed_model_state
 from flexquant.serving.worker.graphs import PlanGraphs
 from flexquant.serving.worker.layers_by_name import HybridModel
-from flexquant.serving.worker.live_policy import LivePolicy
-from flexquant.serving.worker.model_states import observed_model_state
 from flexquant.serving.worker.one_copy import find_scales
 from flexquant.serving.worker.pass_records import PassRecords
 from flexquant.serving.worker.plan_views import build_plan
@@ -69,12 +67,13 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         self.merged = MergedConfig.from_json(self.config.quantization_config)
         self.policy = clip_to_server(vllm_config, self.merged, ServedPolicy.from_vllm(vllm_config))
         check_ranks_agree(self.routes, self.config.quantization_config)
-        self._vllm_config = vllm_config
+        self.vllm_config = vllm_config
+        self.first_routes = self.routes
+        """Determine what is loaded; a later policy (`worker_extension`) has other routes."""
         self._build_variants(prefix)
         self._observe_passes()
         self._build_plans()
-        self.live_policy = LivePolicy(self, vllm_config, self._plans, self._graphs, self._build_plan)
-        """Changes the policy while serving."""
+        self.graphs = PlanGraphs()
         self.weight_bytes: dict[str, int] = {}
         """Variant -> bytes of its weights as kernels keep them; known once all are loaded."""
         self.weight_bytes_by_layers: BytesByRange = {}
@@ -84,11 +83,9 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
     def _build_variants(self, prefix: str) -> None:
         """Build the variants that plans need, with the loader of their weights."""
         provide_cpu_kernels()
-        routes, vllm_config = self.routes, self._vllm_config
-        names = [name for name in (*self.merged.variants, *routes.derived) if name in routes.layers]
-        variants = build_variants(vllm_config, self.merged, names, routes, prefix)
+        routes, vllm_config = self.routes, self.vllm_config
+        variants = build_variants(vllm_config, self.merged, routes, prefix)
         self.variants = nn.ModuleDict(variants)
-        self._derived = routes.derived
         self._loader = VariantLoader(
             {name: variant for name, variant in variants.items() if routes.has_weights(name)},
             self.merged,
@@ -103,11 +100,11 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 
     def _observe_passes(self) -> None:
         """Observe the attention layers of the variants, and record the passes."""
-        self.records = PassRecords.of_worker(self._vllm_config)
+        self.records = PassRecords(self.vllm_config)
         self.observer = PassObserver(
-            self.routes.tokens_per_sequence, began=lambda: self.records.begin(), replayed=self._replayed
+            self.routes.tokens_per_sequence, began=self.records.clock.begin, replayed=self._replayed
         )
-        registered = self._vllm_config.compilation_config.static_forward_context
+        registered = self.vllm_config.compilation_config.static_forward_context
         self.observer.observe(
             {name: layer for name, layer in registered.items() if isinstance(layer, AttentionLayerBase)}
         )
@@ -115,23 +112,27 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
             self.observer.check_phases()
 
     def _build_plans(self) -> None:
-        """Build the plans as views over the variants, and prepare for their CUDA graphs."""
+        """Build the plans as views over the variants."""
         self._aux_layers: tuple[int, ...] | None = None
         """Layers that EAGLE-3 reads, as vLLM set them; plans that are built later get them too."""
         # Use a plain dict: plans are views, and vLLM must not see their weights a second time.
-        self._plans: dict[str, Any] = {plan.name: self._build_plan(plan) for plan in self.routes.plans}
+        self.plans: dict[str, Any] = {plan.name: self.build_plan(plan) for plan in self.routes.plans}
         self._last_plan = self.routes.plans[0].name
         self._lora_manager: LoRAModelManager | None = None
-        if self._vllm_config.lora_config is not None:
-            offer_to_adapters(self, self._plans[self._last_plan])
-        mode = self._vllm_config.compilation_config.cudagraph_mode
-        self._graphs = PlanGraphs(has_full=mode is not None and mode.has_full_cudagraphs())
+        if self.vllm_config.lora_config is not None:
+            offer_to_adapters(self, self._any_plan)
 
-    def _build_plan(self, plan: Plan) -> nn.Module:
-        built = build_plan(dict(self.variants.items()), plan, self.merged, self._derived)
+    def build_plan(self, plan: Plan) -> nn.Module:
+        """Return a plan as a view over the variants."""
+        built = build_plan(dict(self.variants.items()), plan, self.merged, self.first_routes.derived)
         if self._aux_layers is not None:
             set_aux_layers(built, self._aux_layers)
         return built
+
+    @property
+    def _any_plan(self) -> Any:
+        """A plan, for what all plans have in common."""
+        return self.plans[self.routes.plans[0].name]
 
     def is_unused_checkpoint_weight(self, name: str) -> bool:
         """Tell vLLM's loader (0.32 on) which tensors are not loaded, so that it can skip their shards."""
@@ -146,7 +147,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         for variant in self.variants.values():
             if hook := getattr(variant, "process_weights_after_loading", None):
                 hook()
-        if self._vllm_config.lora_config is not None:
+        if self.vllm_config.lora_config is not None:
             tell_devices(dict(self.variants.items()))
         self._announce()
 
@@ -160,7 +161,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         find_scales(self.variants.values())
         sizes = self.weight_bytes = self._memory.nbytes()
         by_layers = self.weight_bytes_by_layers = self._memory.nbytes_by_range()
-        in_16_bit = self._memory.nbytes_in_16_bit(self._plans[self.routes.plans[0].name])
+        in_16_bit = self._memory.nbytes_in_16_bit(self._any_plan)
         self._memory = None
         logger.info(
             "FlexQuant %s: policy %s; plans %s; weights %s, in all %.0f %% of 16-bit",
@@ -183,17 +184,16 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
     @property
     def model(self) -> nn.Module:
         """A plan's inner model; draft models share its embedding, which all plans have in common."""
-        return self._plans[self.routes.plans[0].name].model
+        return self._any_plan.model
 
     @property
     def lm_head(self) -> nn.Module:
         """A plan's lm_head, possibly the embedding; draft models share it, and all plans have the same."""
-        plan = self._plans[self.routes.plans[0].name]
-        return getattr(plan, "lm_head", None) or plan.model.embed_tokens
+        return getattr(self._any_plan, "lm_head", None) or self._any_plan.model.embed_tokens
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Have every plan return the hidden states before these decoder layers, which EAGLE-3 reads."""
-        for plan in self._plans.values():
+        for plan in self.plans.values():
             set_aux_layers(plan, layers)
         self._aux_layers = layers
 
@@ -210,10 +210,10 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 
     def get_model_state_cls(self) -> type:
         """Return the class that prepares the passes of vLLM's V2 runner."""
-        return observed_model_state(self._vllm_config, self.observer)
+        return observed_model_state(self.vllm_config, self.observer)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self._plans[self._last_plan].embed_input_ids(input_ids)
+        return self.plans[self._last_plan].embed_input_ids(input_ids)
 
     def forward(
         self,
@@ -236,21 +236,23 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         state = self.observer.state
         if in_pieces and not state.is_serving:
             reachable = [plan.name for plan in self.routes.reachable(tokens)]
-            self._graphs.capture_missing(self._plans, reachable, context, inputs, tokens)
+            self.graphs.capture_missing(self.plans, reachable, context, inputs)
         if forward_pass is None:
             any_plan = self.routes.reachable(tokens)[0].name
-            return self._plans[any_plan](**inputs) if in_pieces else self._run_all(inputs)
-        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens)
+            return self.plans[any_plan](**inputs) if in_pieces else self._run_all(inputs)
+        plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens).name
         if not (in_pieces or state.is_serving):
-            self._warm_up_others(plan.name, tokens, inputs)
-            self._graphs.watch_full_capture(plan.name, forward_pass.phase, tokens)
+            if torch.cuda.is_current_stream_capturing():
+                self.graphs.note_full(plan, forward_pass.phase, tokens)
+            else:
+                self._warm_up_others(plan, tokens, inputs)
         if in_pieces:
-            output = self._graphs.replay(plan.name, self._plans[plan.name], context, inputs)
+            output = self.graphs.replay(plan, self.plans[plan], context, inputs)
         else:
-            output = self._plans[plan.name](**inputs)
+            output = self.plans[plan](**inputs)
         if state == PassState.SCHEDULED:  # a GPU computes meanwhile
-            self._served(forward_pass, plan.name, context.cudagraph_runtime_mode)
-        vars(self)["_last_plan"] = plan.name  # Module.__setattr__ looks through all of its parts
+            self.records.serve(forward_pass, plan, context.cudagraph_runtime_mode)
+        vars(self)["_last_plan"] = plan  # Module.__setattr__ looks through all of its parts
         return output
 
     def _warm_up_others(self, plan: str, tokens: int, inputs: Mapping[str, object]) -> None:
@@ -258,32 +260,26 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 
         With data parallelism vLLM's passes also keep engines in step while one serves, so all run one plan.
         """
-        in_step = self._vllm_config.parallel_config.data_parallel_size > 1
-        if not (in_step or torch.cuda.is_current_stream_capturing()):
+        if self.vllm_config.parallel_config.data_parallel_size == 1:
             for other in self.routes.reachable(tokens):
                 if other.name != plan:
-                    self._plans[other.name](**inputs)
-
-    def _served(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
-        """Record a pass of vLLM's scheduler, its plan, and the mode of the CUDA graphs that it runs from."""
-        self._graphs.finish()
-        self.records.serve(forward_pass, plan, graph)
+                    self.plans[other.name](**inputs)
 
     def _replayed(self, forward_pass: Pass) -> None:
         plan = self.routes.lookup(forward_pass.phase, forward_pass.tokens).name
-        self._served(forward_pass, plan, CUDAGraphMode.FULL)
+        self.records.serve(forward_pass, plan, CUDAGraphMode.FULL)
 
     def _run_all(self, inputs: Mapping[str, object]) -> Output:
         """Run every plan in vLLM's profiling run, so that each is compiled and its memory is counted."""
-        for name, plan in self._plans.items():
-            with self._graphs.compiling(name):
+        for name, plan in self.plans.items():
+            with self.graphs.compiling(name):
                 output = plan(**inputs)
         return output
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return the logits [tokens, vocabulary] of the last pass, computed by its plan's lm_head."""
-        self.records.end()
-        logits = self._plans[self._last_plan].compute_logits(hidden_states)
+        self.records.clock.end()
+        logits = self.plans[self._last_plan].compute_logits(hidden_states)
         self.observer.settle()  # counts a replayed pass, whose time is recorded then
         self.records.time()
         return logits

@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Record a worker's passes in its metrics and, if one is configured, in a trace of passes and plans."""
+"""Record a worker's passes: their counters and times, and a trace if one is configured.
+
+A worker counts, since it sees every pass, even one that vLLM replays from a FULL graph. The API server asks
+for its counters (:mod:`flexquant.serving.frontend.metrics`). One worker of an engine tells them, since all
+workers run the same passes; every worker has a trace.
+"""
 
 from __future__ import annotations
 
+import itertools
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO
+from dataclasses import dataclass, field
+from typing import BinaryIO, Generic, TypeVar
 
 import msgspec
+import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 
@@ -16,9 +28,111 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.serving.options import ServedPolicy, ServingOptions
 from flexquant.serving.worker.forward_pass import Pass
-from flexquant.serving.worker.metrics import PassMetrics
 
 logger = init_logger("vllm.flexquant.trace")
+
+Label = TypeVar("Label")
+EVENTS = 16
+"""Events that are made at first, for eight passes on a GPU; more are made only if it is further behind."""
+SIZE_BUCKETS = (1, 2, 3, *(factor << power for power in range(1, 13) for factor in (2, 3)), 1 << 14)
+"""Upper ends of the buckets of passes by size: 1, 2, 3, 4, 6, 8, 12, 16, ..., 8192, 12288, 16384."""
+SIZE_ENDS = [*(f"{end}.0" for end in SIZE_BUCKETS), "+Inf"]
+"""The same as Prometheus writes them, with the bucket of all larger sizes."""
+
+
+class PassClock(Generic[Label]):
+    """Times successive passes, from the description of the batch until the logits are requested.
+
+    A pass whose logits nobody requests has no time. On a GPU both moments are events in its stream, which are
+    read once they have passed, so nothing waits for the GPU; they are made before the passes and used again.
+    """
+
+    def __init__(self, device: torch.device, timed: Callable[[Label, float], None]) -> None:
+        """Time passes; ``timed`` is called with their labels and the seconds, on a GPU with delay."""
+        self._timed = timed
+        self._device = None if device.type == "cpu" else device
+        self._began: float | torch.Event | None = None
+        self._ended: tuple[torch.Event, torch.Event] | float | None = None
+        """Begin and end of the pass that ended last, or its seconds; None once it has a label."""
+        self._under_way: deque[tuple[Label, torch.Event, torch.Event]] = deque()
+        self._idle: list[torch.Event] = []
+        if self._device is not None:
+            self._idle = [self._record() for _ in range(EVENTS)]
+
+    def begin(self) -> None:
+        """Note that a pass begins."""
+        if self._device is None:
+            self._began = time.perf_counter()
+        elif isinstance(self._began, torch.Event):
+            self._began.record()
+        else:
+            self._began = self._record()
+
+    def end(self) -> None:
+        """Note that the pass that began last has ended; a second call does nothing."""
+        began, self._began = self._began, None
+        if isinstance(began, float):
+            self._ended = time.perf_counter() - began
+        elif began is not None:
+            self._ended = began, self._record()
+
+    def attribute(self, label: Label) -> None:
+        """Give the pass that ended last its label; a second call does nothing."""
+        times, self._ended = self._ended, None
+        if isinstance(times, float):
+            self._timed(label, times)
+        elif times is not None:
+            self._under_way.append((label, *times))
+            while self._under_way and self._under_way[0][2].query():
+                passed, first, last = self._under_way.popleft()
+                self._timed(passed, first.elapsed_time(last) / 1000)
+                self._idle += (first, last)
+
+    def _record(self) -> torch.Event:
+        """Return an event that is recorded now; the first record of an event makes it on the device."""
+        event = self._idle.pop() if self._idle else torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+
+@dataclass(slots=True)
+class PlanCounters:
+    """Counters of one plan and phase."""
+
+    forward: int = 0
+    tokens: int = 0
+    """Tokens without padding."""
+    padded_tokens: int = 0
+    seconds: float = 0.0
+    size: int = 0
+    """Sum of the sizes of all passes: their sequences in decode, else their tokens, without padding."""
+    buckets: list[int] = field(default_factory=lambda: [0] * len(SIZE_ENDS))
+    """Number of passes in each bucket of sizes, in the order of SIZE_ENDS."""
+    replays: Counter[str] = field(default_factory=Counter)
+    """Mode of CUDA graphs -> number of passes that ran from such graphs."""
+
+    def count(self, forward_pass: Pass, graph: CUDAGraphMode) -> None:
+        """Count a pass; ``graph`` is the mode of the CUDA graphs that it runs from."""
+        size = forward_pass.sequences if forward_pass.phase == "decode" else forward_pass.scheduled_tokens
+        self.forward += 1
+        self.tokens += forward_pass.scheduled_tokens
+        self.padded_tokens += forward_pass.tokens
+        self.size += size
+        self.buckets[bisect_left(SIZE_BUCKETS, size)] += 1
+        if graph != CUDAGraphMode.NONE:
+            self.replays[graph.name] += 1
+
+    def add_seconds(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def to_data(self) -> dict[str, float]:
+        """Return the counters but the buckets, by their names in ``/metrics`` without ``flexquant:``."""
+        return {
+            "forward": self.forward,
+            "tokens": self.tokens,
+            "padded_tokens": self.padded_tokens,
+            "forward_seconds": self.seconds,
+        } | {f"graph_replays_{mode}": number for mode, number in self.replays.items()}
 
 
 def trace_file(vllm_config: VllmConfig) -> str | None:
@@ -50,11 +164,8 @@ class Trace:
         self._path, self._mib, self._size = path, mib, 0
         self._encode = msgspec.json.Encoder().encode
 
-    def begin(self, header: JsonObject) -> None:
-        """Write what is served; called before the first :meth:`record`."""
-        self._write(header)
-
-    def _write(self, record: JsonObject) -> None:
+    def write(self, record: JsonObject) -> None:
+        """Write one line, unless the trace has ended."""
         if self._file is None:
             return
         line = self._encode(record) + b"\n"
@@ -78,68 +189,77 @@ class Trace:
             with suppress(OSError):  # some file systems report a full disk only now
                 file.close()
 
-    def record(self, forward_pass: Pass, plan: str) -> None:
-        if self._file is None:
-            return
-        self._write({**forward_pass.to_data(), "plan": plan})
-
 
 class PassRecords:
-    """The trace and the metrics of one worker; either can be missing."""
+    """The trace of one worker, if one is configured, and the counters of its engine.
 
-    def __init__(self, metrics: PassMetrics | None, trace: Trace | None) -> None:
-        self._metrics = metrics
-        self._trace = trace
+    The first rank of the last pipeline stage tells these, as it computes logits, with which a pass ends.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        parallel, file = vllm_config.parallel_config, trace_file(vllm_config)
+        mib = ServingOptions.from_vllm(vllm_config).trace_mib
+        self._trace = Trace(file, mib) if file is not None else None
+        self._tells = parallel.rank == parallel.world_size - parallel.tensor_parallel_size
+        device = torch.device(vllm_config.device_config.device_type)
+        self.clock: PassClock[PlanCounters] = PassClock(device, PlanCounters.add_seconds)
+        """Is told when a pass begins, and that it has ended before :meth:`time`."""
+        self._engine = str(parallel.data_parallel_index)
+        self._counters: dict[tuple[str, str], PlanCounters] = {}
+        """(Plan, phase) -> counters."""
+        self._policies: dict[tuple[str, str], int] = {}
+        """(Name, digest) of each policy that has routed -> whether it routes now."""
         self._last: tuple[Pass, str] | None = None
-
-    @classmethod
-    def of_worker(cls, vllm_config: VllmConfig) -> PassRecords:
-        """Return the records that this worker keeps under the configuration."""
-        file, mib = trace_file(vllm_config), ServingOptions.from_vllm(vllm_config).trace_mib
-        return cls(PassMetrics.of_worker(vllm_config), Trace(file, mib) if file is not None else None)
 
     def announce_policy(self, policy: ServedPolicy, **details: object) -> None:
         """Record the policy that routes passes from now on; ``details`` go into the trace."""
-        if self._metrics is not None:
-            self._metrics.announce_policy(policy.name, policy.digest)
+        self._policies = {**dict.fromkeys(self._policies, 0), (policy.name, policy.digest): 1}
         if self._trace is not None:
             plans = {plan.name: list(plan.layers) for plan in policy.routes.plans}
-            self._trace.begin({"flexquant": __version__, "policy": policy.name, "plans": plans, **details})
-
-    def begin(self) -> None:
-        """Note that a pass begins; :meth:`serve` says which."""
-        if self._metrics is not None:
-            self._metrics.clock.begin()
+            self._trace.write({"flexquant": __version__, "policy": policy.name, "plans": plans, **details})
 
     def serve(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:
         """Record a pass of vLLM's scheduler; ``graph`` is the mode of the CUDA graphs that it runs from."""
         self._last = (forward_pass, plan)
         if self._trace is not None:
-            self._trace.record(forward_pass, plan)
-        if self._metrics is not None:
-            self._metrics.count_pass(forward_pass, plan, graph)
-
-    def end(self) -> None:
-        """Note that the pass that began last has ended."""
-        if self._metrics is not None:
-            self._metrics.clock.end()
+            self._trace.write({**forward_pass._asdict(), "plan": plan})
+        where = plan, forward_pass.phase
+        counters = self._counters.get(where) or self._counters.setdefault(where, PlanCounters())
+        counters.count(forward_pass, graph)
 
     def time(self) -> None:
-        """Record the time of the pass that has ended, after :meth:`serve` said which it was."""
-        if self._metrics is not None:
-            self._metrics.time_pass()
-
-    def counted(self) -> list[JsonObject] | None:
-        """Return a record for each plan and phase that has run; None if another worker counts."""
-        return self._metrics.counted() if self._metrics is not None else None
-
-    def metrics_data(self) -> JsonObject | None:
-        """Return all counters (:meth:`PassMetrics.to_data`); None if another worker counts."""
-        return self._metrics.to_data() if self._metrics is not None else None
+        """Count the seconds of the pass that has ended, after :meth:`serve` said which it was."""
+        if self._last is not None:
+            forward_pass, plan = self._last
+            self.clock.attribute(self._counters[plan, forward_pass.phase])
 
     def last_pass(self) -> JsonObject | None:
         """Return the last pass and its plan, in the form of the trace; None before the first pass."""
-        if self._last is None:
+        return {**self._last[0]._asdict(), "plan": self._last[1]} if self._last is not None else None
+
+    def counted(self) -> list[JsonObject] | None:
+        """Return a record for each plan and phase that has run; None if another worker tells."""
+        if not self._tells:
             return None
-        forward_pass, plan = self._last
-        return {**forward_pass.to_data(), "plan": plan}
+        return [
+            {"plan": plan, "phase": phase, **counters.to_data()}
+            for (plan, phase), counters in self._counters.items()
+        ]
+
+    def metrics_data(self) -> JsonObject | None:
+        """Return all counters, and the policies, for ``/metrics``; None if another worker tells.
+
+        ``sizes`` has a histogram for each record of ``counted``: the upper end of each bucket with the number
+        of passes up to it, and the sum of the passes' sizes.
+        """
+        if not self._tells:
+            return None
+        return {
+            "engine": self._engine,
+            "policies": [[*policy, routes] for policy, routes in self._policies.items()],
+            "counted": self.counted(),
+            "sizes": [
+                [[*zip(SIZE_ENDS, itertools.accumulate(counters.buckets), strict=True)], counters.size]
+                for counters in self._counters.values()
+            ],
+        }

@@ -7,13 +7,11 @@ from the variants: it owns no weights and has no branches, so it compiles, captu
 model. Plans mix whole decoder layers, norms included, since SmoothQuant moves scales between a layer's norms
 and its linears.
 
-Each plan needs compile state of its own. vLLM compiles once per module instance, and finds compiled artefacts
-on disk by a hash of the configuration and the *name* of the forward, not of the instance's content: two plans
-of one class would collide, and the second would silently run the first's graph. Each plan therefore gets a
-copy of the config with a digest of all that it computes with in ``additional_config``, which vLLM hashes. It
-is set up under a model tag with the same digest, which names vLLM's Inductor cache folder: all plans of a
-model write below the first plan's folder. The policy is not part of the key, so another policy, or another
-path of the same policy, finds the compiled plans.
+Each plan needs compile state of its own. vLLM finds compiled artefacts on disk by a hash of the configuration
+and the *name* of the forward, not of the instance's content: two plans of one class would collide, and the
+second would silently run the first's graph. So each plan gets a copy of the config with a digest of all that
+it computes with in ``additional_config``, which vLLM hashes, and a model tag with that digest, which names
+vLLM's Inductor cache folder. The policy is not part of the key, so another policy finds the compiled plans.
 """
 
 from __future__ import annotations
@@ -105,8 +103,7 @@ def build_plan(
     layers = [stacks[v][i] for i, v in enumerate(plan.layers)]
     inner = shallow_copy(base.get_submodule(path), layers=nn.ModuleList(layers))
     if is_compiled(inner):
-        digest = plan_digest(plan, merged, derived)
-        give_own_compile_state(inner, plan.name, digest, inner.vllm_config)
+        give_own_compile_state(inner, plan.name, plan_digest(plan, merged, derived), inner.vllm_config)
     # vLLM calls eval() on the whole model later, which does not reach views.
     return with_module(base, path, inner).eval()
 
@@ -131,28 +128,23 @@ def plan_digest(plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivati
             "activations": derivation.activations if derivation else None,
             **({"weights": derivation.weights} if derivation and derivation.is_one_copy else {}),
         }
-    content = {
-        "flexquant": __version__,
-        "architecture": merged.base_architecture,
-        "layers": plan.layers,
-        "schemes": schemes,
-    }
-    return digest_of(content)
+    architecture = merged.base_architecture
+    return digest_of(
+        {"flexquant": __version__, "architecture": architecture, "layers": plan.layers, "schemes": schemes}
+    )
 
 
 def give_own_compile_state(
     inner: TorchCompileWithNoGuardsWrapper, plan_name: str, digest: str, vllm_config: VllmConfig
 ) -> None:
     """Have ``inner``, a shallow copy of a compiled module, compiled and cached by itself."""
-    others = additional_config(vllm_config)
-    for key in (OPTIONS_KEY, RESOLVED_KEY):
-        others.pop(key, None)
+    given = additional_config(vllm_config).items()
+    others = {key: value for key, value in given if key not in (OPTIONS_KEY, RESOLVED_KEY)}
     config = copy.copy(vllm_config)
     config.additional_config = {**others, "flexquant_plan": f"{plan_name} {digest}"}
     inner.vllm_config = config
     inner.compiled = False
-    tag = vars(inner)["_compile_tag"] = (
-        f"flexquant-{re.sub(r'[^a-zA-Z0-9_-]+', '_', plan_name)}-{digest[:16]}"
-    )
+    tag = f"flexquant-{re.sub(r'[^a-zA-Z0-9_-]+', '_', plan_name)}-{digest[:16]}"
+    vars(inner)["_compile_tag"] = tag
     with set_model_tag(tag), set_current_vllm_config(config):
         TorchCompileWithNoGuardsWrapper.__init__(inner)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Check that all ranks have the same routes and the same quantisation; if not, none serves.
+"""Have all ranks agree: on the routes and the quantisation at the start, and on every later step.
 
-On one machine they always agree, since the front end resolves the policy for all workers. With several
-machines, each has a front end of its own, which reads its own files.
+On one machine the routes are always equal, since the front end resolves the policy for all workers. With
+several machines, each has a front end of its own, which reads its own files.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ def on_all_ranks(step: Callable[[], Result]) -> Result:
     """
     result: Result | None = None
     failure: Exception | None = None
+    everyones = [""]
     try:
         result = step()
+    except FlexQuantError as e:
+        failure, everyones = e, [str(e)]
     except Exception as e:
-        failure = e
-        if not isinstance(e, FlexQuantError):
-            logger.exception("a step that all ranks have to take together has failed")
-    everyones = [reason_of(failure)]
+        failure, everyones = e, [f"{type(e).__name__} ({e}), and the worker's log tells where"]
+        logger.exception("a step that all ranks have to take together has failed")
     # Do not use the world group: it also has replicas of a mixture of experts, which run at other times.
     for group in (get_tp_group(), get_pp_group()):
         theirs: list[list[str]] = [[]] * group.world_size
@@ -73,10 +74,3 @@ def on_all_ranks(step: Callable[[], Result]) -> Result:
     if reasons := [reason for reason in everyones if reason]:
         raise FlexQuantError(reasons[0]) from failure
     return cast(Result, result)
-
-
-def reason_of(failure: Exception | None) -> str:
-    """Return in one sentence why something failed; empty for None."""
-    if failure is None or isinstance(failure, FlexQuantError):
-        return str(failure or "")
-    return f"{type(failure).__name__} ({failure}), and the worker's log tells where"

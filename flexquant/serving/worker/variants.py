@@ -3,28 +3,25 @@
 """Build several variants in one process: a model for each precision, over one set of attention layers.
 
 A *variant* is a whole model: vLLM's own class for the base architecture, built with that variant's own
-compressed-tensors config, so that every linear layer has vLLM's own kernel for its scheme. Building the
-same architecture again under the same layer names is what keeps a checkpoint's ``targets`` and ``ignore``
-lists meaningful, but vLLM registers attention layers by name, in ``static_forward_context``, to give each
-its part of the KV cache. So all variants but the first are built against a scratch dictionary, and then
-their attention modules are replaced by the first variant's: *one* KV cache, written and read by all.
-Modules outside the decoder layers whose tensors are the same in every variant (embedding, final norm,
-lm_head, what reads images) are replaced in the same way, and so are equal experts.
+compressed-tensors config, so that every linear layer has vLLM's own kernel for its scheme. All have the same
+layer names, which a checkpoint's ``targets`` and ``ignore`` lists state, but vLLM registers attention layers
+by name, in ``static_forward_context``, to give each its part of the KV cache. So all variants but the first
+are built against a scratch dictionary, and then their attention modules are replaced by the first variant's:
+*one* KV cache, written and read by all. Modules whose tensors are the same in every variant (embedding, final
+norm, lm_head, what reads images, experts) are replaced in the same way.
 A *derived* variant (`w4a8`) is its source built again, with other kernels in the INT4 layers alone.
-
 Layers that keep a state beside their linears stay with their variant, and share the state (`layers_by_name`).
 
 Only the decoder layers that some plan takes from a variant have memory. The others are built with their
 linears and experts on the meta device, so that vLLM's classes find what they need, and are then removed.
-Modules that variants share in a layer come from the first variant that has the layer.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -41,6 +38,7 @@ from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     LinearBase,
     MambaBase,
+    MoERunner,
     ParallelLMHead,
     VocabParallelEmbedding,
     initialize_model,
@@ -50,7 +48,6 @@ from flexquant.serving.worker.layers_by_name import (
     explained_kernels,
     keep_state,
     name_apart,
-    only_experts,
     share_states_of_view,
 )
 from flexquant.serving.worker.one_copy import one_copy_of, use_marlin
@@ -60,8 +57,6 @@ from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activat
 if TYPE_CHECKING:
     from flexquant.policy.routes import RouteTable
     from flexquant.serving.vllm_api import QuantizationConfig, QuantizeMethodBase
-
-Created = ParamSpec("Created")
 
 
 def variant_vllm_config(
@@ -115,13 +110,14 @@ def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -
 
 
 def build_variants(
-    vllm_config: VllmConfig, merged: MergedConfig, names: list[str], routes: RouteTable, prefix: str
+    vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable, prefix: str
 ) -> dict[str, nn.Module]:
-    """Build the named variants over one set of attention layers; the weights are loaded later.
+    """Build the variants that plans need over one set of attention layers; the weights are loaded later.
 
-    ``names`` can include variants that ``routes`` derives; those that have no weights come last. Raises
-    :class:`FlexQuantError` for an architecture that is not built with ``model.layers``.
+    Variants that have no weights come last. Raises :class:`FlexQuantError` for an architecture that is not
+    built with ``model.layers``.
     """
+    names = [name for name in (*merged.variants, *routes.derived) if name in routes.layers]
     real_context = vllm_config.compilation_config.static_forward_context
     variants: dict[str, nn.Module] = {}
     for name in filter(routes.has_weights, names):
@@ -130,13 +126,14 @@ def build_variants(
         if variants:
             share_modules(name, variant, variants, registered, real_context, merged, routes)
         variants[name] = variant
-    read_again = {routes.source(name) for name in names if not routes.has_weights(name)}
+    computed = [name for name in names if name not in variants]
+    read_again = {routes.source(name) for name in computed}
     if current_platform.is_cpu():
         choose_cpu_kernels(variants, sizes_by_variant(routes), read_again)
     else:
         for name in read_again:
             use_marlin(variants[name])
-    for name in [name for name in names if name not in variants]:
+    for name in computed:
         variants[name] = one_copy_of(variants[routes.source(name)], name)
         share_states_of_view(variants[name], name, real_context)
     return variants
@@ -219,23 +216,19 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     embedding itself, such as Gemma 2's, has no lm_head.
     """
     found = dict(model.named_modules(remove_duplicate=False))
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
     modules = []
     for name in names:
-        if (module := found.get(name, found.get(name_in_vllm(model, name)))) is not None:
-            modules.append(only_experts(module))
+        mapped = mapper.apply_list([f"{name}.weight"]) if mapper is not None else []
+        in_vllm = mapped[0].removesuffix(".weight") if mapped else name
+        if (module := found.get(name, found.get(in_vllm))) is not None:
+            modules.append(module.routed_experts if isinstance(module, MoERunner) else module)
         elif not HEAD.search(name):
             raise FlexQuantError(
                 f"the checkpoint's variants share the module '{name}', which {type(model).__name__} of this "
                 "vLLM does not have; serve one variant's own checkpoint ('flexquant split')"
             )
     return modules
-
-
-def name_in_vllm(model: nn.Module, name: str) -> str:
-    """Return vLLM's name for a module of the checkpoint, by the name mapping of the model's class."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    mapped = mapper.apply_list([f"{name}.weight"]) if mapper is not None else []
-    return mapped[0].removesuffix(".weight") if mapped else name
 
 
 def check_cache_layers(
@@ -274,7 +267,13 @@ def memory_for(layers: Collection[int], quant_config: QuantizationConfig | None)
             return method
         # A method that transforms a linear's inputs wraps the linear's own; all layers share its matrices.
         method_of_weights = getattr(method, "quant_method", method)
-        vars(method_of_weights)["create_weights"] = without_memory(method_of_weights.create_weights)
+        create = method_of_weights.create_weights
+
+        def create_without_memory(*args: object, **kwargs: object) -> None:
+            with torch.device("meta"):
+                create(*args, **kwargs)
+
+        vars(method_of_weights)["create_weights"] = create_without_memory
         return method
 
     vars(quant_config)["get_quant_method"] = get_quant_method
@@ -282,16 +281,6 @@ def memory_for(layers: Collection[int], quant_config: QuantizationConfig | None)
         yield
     finally:
         del vars(quant_config)["get_quant_method"]
-
-
-def without_memory(create: Callable[Created, None]) -> Callable[Created, None]:
-    """Return a function that creates on the meta device what ``create`` creates."""
-
-    def create_without_memory(*args: Created.args, **kwargs: Created.kwargs) -> None:
-        with torch.device("meta"):
-            create(*args, **kwargs)
-
-    return create_without_memory
 
 
 def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, nn.Module]) -> None:

@@ -6,9 +6,9 @@ vLLM asks a model's class how images are processed: which processor prepares the
 image in a prompt. So every base architecture has a class of its own here, which answers as the base does;
 vLLM finds it by the name that :func:`~flexquant.checkpoint.merged_config.served_architecture` returns.
 
-Everything else is as for text. A pass begins with embeddings, images' included, which vLLM makes before the
-pass and its plan are known. Any plan can make them, since towers and embedding exist once: merging ensures
-this for the towers, and :mod:`flexquant.serving.config` for the embedding.
+vLLM makes embeddings, images' included, before the pass and its plan are known. Any plan can make them, since
+towers and embedding exist once: merging ensures this for the towers, and :mod:`flexquant.serving.config` for
+the embedding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FlexQuantVisionModel(FlexQuantForCausalLM, SupportsMultiModal):
 
     def embed_multimodal(self, **images: object) -> Embeddings:
         """Return the embeddings of images that the base model's processor has prepared."""
-        return self._plans[self._last_plan].embed_multimodal(**images)
+        return self.plans[self._last_plan].embed_multimodal(**images)
 
     def embed_input_ids(
         self,
@@ -44,7 +44,7 @@ class FlexQuantVisionModel(FlexQuantForCausalLM, SupportsMultiModal):
         is_multimodal: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return embeddings [tokens, hidden], those of images where ``is_multimodal`` [tokens] is set."""
-        return self._plans[self._last_plan].embed_input_ids(
+        return self.plans[self._last_plan].embed_input_ids(
             input_ids, multimodal_embeddings=multimodal_embeddings, is_multimodal=is_multimodal
         )
 
@@ -54,7 +54,7 @@ class WithMRoPE(FlexQuantVisionModel, SupportsMRoPE):
 
     def get_mrope_input_positions(self, *prompt: Any, **named: Any) -> tuple[torch.Tensor, int]:
         """Return the positions [3, tokens] of a prompt, and what is added to them after it."""
-        return self._plans[self._last_plan].get_mrope_input_positions(*prompt, **named)
+        return self.plans[self._last_plan].get_mrope_input_positions(*prompt, **named)
 
 
 @functools.cache

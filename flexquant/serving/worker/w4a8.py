@@ -48,6 +48,12 @@ class MarlinW4A8LinearKernel(MarlinLinearKernel):
         super().process_weights_after_loading(layer)
 
 
+def int4_scheme(layer: nn.Module) -> CompressedTensorsWNA16 | None:
+    """Return the scheme of a layer with packed weights and 16-bit activations; None for another."""
+    scheme = getattr(layer, "scheme", None)
+    return scheme if isinstance(scheme, CompressedTensorsWNA16) else None
+
+
 def use_8bit_activations(model: nn.Module, activations: str) -> None:
     """Have the INT4 layers below ``model``, whose weights are not loaded, quantise their inputs per token.
 
@@ -58,8 +64,7 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
     if activations == "fp8":
         get__quant_fp8_method()  # built now, while vLLM's config is at hand
     for name, layer in model.named_modules():
-        scheme = getattr(layer, "scheme", None)
-        if not isinstance(scheme, CompressedTensorsWNA16):
+        if (scheme := int4_scheme(layer)) is None:
             continue
         if scheme.kernel is None:
             raise FlexQuantError(
@@ -80,11 +85,6 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
         scheme.kernel = kernel(config, old.w_q_name, old.w_s_name, old.w_zp_name)
 
 
-def is_int4_layer(layer: nn.Module) -> bool:
-    """Whether a layer has packed weights and 16-bit activations in its checkpoint."""
-    return isinstance(getattr(layer, "scheme", None), CompressedTensorsWNA16)
-
-
 def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
     """Return the modules that a derived variant shares with its source: all without INT4 linear layers.
 
@@ -95,16 +95,15 @@ def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
         name
         for name, module in variant.named_modules()
         if (module._parameters or module._buffers)
-        and not any(map(is_int4_layer, module.modules()))
+        and not any(map(int4_scheme, module.modules()))
         and not is_state_layer_or_its_convolution(module)
     )
 
 
 def find_kernel(activations: str) -> type[MPLinearKernel]:
-    """Return vLLM's kernel class for INT4 weights and 8-bit activations on this device.
+    """Return vLLM's kernel class for INT4 weights and 8-bit activations; raise FlexQuantError for none.
 
-    On a CPU it is a stand-in, which :mod:`~flexquant.serving.kernels.cpu_kernel_choice` exchanges for a
-    vendor's kernel where there is one. Raises :class:`FlexQuantError` where there is none.
+    On a CPU it is a stand-in, which `cpu_kernel_choice` exchanges for a vendor's kernel where there is one.
     """
     check_w4a8_device(activations)
     return MarlinW4A8LinearKernel if current_platform.is_cuda() else TorchCPUW4A8LinearKernel

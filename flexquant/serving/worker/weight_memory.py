@@ -4,14 +4,14 @@
 
 The count covers what a rank holds after vLLM's ``process_weights_after_loading``: every parameter, and every
 copy of a weight that a kernel has packed. Memory that several modules use counts once. On a CPU vLLM passes
-weights to oneDNN and leaves an empty parameter or none. It also passes the lm_head's weight to oneDNN, but
-keeps that parameter. oneDNN does not report how much it holds, so
-its copy counts like the loaded weight, in the same dtype. Buffers and workspaces do not count, but for what a
-variant takes that computes its weights in each pass: the memory that it writes them to, and their scales.
+weights to oneDNN, which does not report how much it holds, so its copy counts like the loaded weight. Buffers
+and workspaces do not count, but for what a variant takes that computes its weights in each pass: the memory
+that it writes them to, and their scales.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -104,18 +104,12 @@ class WeightMemory:
         """
         elements = 0
         others: set[Piece] = set()
-        experts: dict[nn.Module, int] = {
-            layer.routed_experts: expert_weights(layer) for layer in expert_layers(model)
-        }
+        in_experts: set[nn.Module] = {layer.routed_experts for layer in expert_layers(model)}
         for module in model.modules():
-            if module in experts:
-                elements += experts[module]
-            elif isinstance(module, LinearBase):
-                inputs, outputs = linear_sizes(module)
-                elements += inputs * outputs
+            if isinstance(module, LinearBase | MoERunner):
                 bias = getattr(module, "bias", None)
-                elements += bias.numel() if bias is not None else 0
-            else:
+                elements += count_weights(module) + (0 if bias is None else bias.numel())
+            elif module not in in_experts:
                 others |= set(self._held(module))
         return 2 * (elements + sum(piece.elements for piece in others))
 
@@ -139,16 +133,13 @@ class WeightMemory:
 
 def weights_of_layers(model: nn.Module) -> int:
     """Return how many weights the linears and experts of a model's decoder layers have on this rank."""
-    count = 0
-    for path, module in model.named_modules():
-        if layer_number(path) is None:
-            continue
-        if isinstance(module, LinearBase):
-            inputs, outputs = linear_sizes(module)
-            count += inputs * outputs
-        elif isinstance(module, MoERunner):
-            count += expert_weights(module)
-    return count
+    in_layers = (module for path, module in model.named_modules() if layer_number(path) is not None)
+    return sum(count_weights(m) for m in in_layers if isinstance(m, LinearBase | MoERunner))
+
+
+def count_weights(layer: LinearBase | MoERunner) -> int:
+    """Return how many weights a linear layer, or the experts of a layer, have on this rank."""
+    return expert_weights(layer) if isinstance(layer, MoERunner) else math.prod(linear_sizes(layer))
 
 
 def packed_for_cpu(module: nn.Module) -> Iterator[torch.Tensor | CPUDNNLGEMMHandler]:
@@ -176,10 +167,10 @@ def unpack_the_looked_up(model: nn.Module) -> None:
     In a tied model it packs the same weight twice, once for the embedding and once for the lm_head.
     """
     heads = multiplied(model)
-    embeddings = {module for module in model.modules() if isinstance(module, VocabParallelEmbedding)}
-    for embedding in embeddings.difference(heads):
-        if hasattr(embedding, "cpu_linear"):
-            vars(embedding)["cpu_linear"] = torch.nn.functional.linear
+    for module in model.modules():
+        is_embedding = isinstance(module, VocabParallelEmbedding) and module not in heads
+        if is_embedding and hasattr(module, "cpu_linear"):
+            vars(module)["cpu_linear"] = torch.nn.functional.linear
 
 
 def to_be_packed(model: nn.Module) -> list[VocabParallelEmbedding]:

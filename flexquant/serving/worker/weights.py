@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Load the merged checkpoint's prefixed tensors into the variants, through each variant's own loader.
 
-vLLM makes parameters of uninitialised memory and loads Q, K and V, say, into parts of one. So a few numbers
-of every row are marked before loading, with NaN or an integer, and what still has its marks afterwards was
-never written.
+vLLM makes parameters of uninitialised memory. So a few numbers of every row are marked before loading, with
+NaN or an integer, and what still has its marks afterwards was never written.
 """
 
 from __future__ import annotations
@@ -35,15 +34,6 @@ NOT_LOADED = re.compile(
 """Matches parameters that vLLM's schemes create and a checkpoint need not have."""
 MARKED = 8
 """Numbers of a row that are marked; integers can have the mark's value by themselves."""
-
-
-def finite(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor; raise :class:`FlexQuantError` if a number in it is NaN or infinite."""
-    if not is_finite(tensor):
-        raise FlexQuantError(
-            f"tensor '{key}' holds NaN or infinite numbers; quantise the model again, and merge again"
-        )
-    return tensor
 
 
 class VariantLoader:
@@ -86,11 +76,8 @@ class VariantLoader:
         """Load all weights; return the names of the parameters, with the variant's name first.
 
         Every variant's own loader gets its tensors in the checkpoint's order, in several calls of at most
-        :data:`RUN` tensors. vLLM's loaders keep no state between calls: each tensor of a fused parameter,
-        such as Q, K and V, is put into its part by itself.
-
-        Raises :class:`FlexQuantError` if a tensor is missing or not finite, and for smoothed variants that
-        must not be.
+        :data:`RUN` tensors: vLLM's loaders keep no state between calls. Raises :class:`FlexQuantError` if a
+        tensor is missing or not finite, and for smoothed variants that must not be.
         """
         parameters = {
             f"{name}.{parameter}": tensor
@@ -120,8 +107,11 @@ class VariantLoader:
 
     def _takers(self, prefix: str, key: str) -> list[str]:
         """Return the variants that a tensor is loaded into; for a shared module, only the first."""
-        readers = [name for name in self._readers_of(prefix) if not self._is_copy(name, prefix, key)]
-        takers = [name for name in readers if is_in(key, self._layers[name])]
+        takers = [
+            name
+            for name in self._readers_of(prefix)
+            if not self._is_copy(name, prefix, key) and is_in(key, self._layers[name])
+        ]
         held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
         return takers[:1] if held_once else takers
 
@@ -146,9 +136,14 @@ class VariantLoader:
     def _runs(self, weights: Iterable[NamedTensor]) -> Iterator[tuple[str, list[NamedTensor]]]:
         """Yield each prefix with consecutive tensors, at most :data:`RUN`, whose keys lack the prefix."""
         for prefix, group in groupby(weights, key=lambda item: self._split(item[0])[0]):
-            tensors = ((self._split(key)[1], finite(key, tensor)) for key, tensor in group)
-            while run := list(islice(tensors, RUN)):
-                yield prefix, run
+            while run := list(islice(group, RUN)):
+                for key, tensor in run:
+                    if not is_finite(tensor):
+                        raise FlexQuantError(
+                            f"tensor '{key}' holds NaN or infinite numbers; quantise the model again, and "
+                            "merge again"
+                        )
+                yield prefix, [(self._split(key)[1], tensor) for key, tensor in run]
 
     def _split(self, key: str) -> tuple[str, str]:
         """Split a merged key into its prefix, dot included, and the original key.

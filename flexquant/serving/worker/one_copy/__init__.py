@@ -2,14 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Derive W8A8 without a second copy of the weights: each linear computes INT8 weights from INT4 in each pass.
 
-1. *Build*: the source, a W4A16 variant, gets INT4 kernels whose layout of weights is known: on a GPU Marlin
-   (:func:`use_marlin`), on a CPU one of those that ``cpu.layout_of`` knows. :func:`one_copy_of` makes the
-   variant, a view of the source: it has the source's modules, but for each INT4 linear a view of that linear
-   with another method (:class:`OneCopyMethod`).
+1. *Build*: the source, a W4A16 variant, gets INT4 kernels whose layout of weights is known: on a GPU Marlin,
+   on a CPU one of those that ``cpu.layout_of`` knows. The variant is a view of the source, with a view of
+   each INT4 linear that has another method (:class:`OneCopyMethod`).
 2. *Load*: only the source is loaded. Then :func:`find_scales` gives each view one scale a channel.
-3. *Pass*: the method reads the weights where the source's kernel keeps them, and writes INT8 weights into
-   memory that all layers share. An INT8 product with 8-bit activations follows; on Blackwell, which has none,
-   all this is FP8. ``cpu`` and ``marlin`` do so for a CPU and for a GPU.
+3. *Pass*: the method reads the weights where the source's kernel keeps them, writes INT8 weights into memory
+   that all layers share, and multiplies in INT8; on Blackwell, which has no such product, all this is FP8.
 
 Layers in other precisions, and experts, compute as in the source.
 """
@@ -18,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -40,28 +38,22 @@ from flexquant.serving.worker.plan_views import (
     with_module,
 )
 
+if TYPE_CHECKING:
+    from flexquant.serving.worker.one_copy.cpu import CPUInt8Product
+    from flexquant.serving.worker.one_copy.marlin import MarlinProduct
+
+    Product = CPUInt8Product | MarlinProduct
+    """Multiplies in 8 bit by the weights that the INT4 kernel of one device keeps."""
+
 SCALE_BYTES = 4
 MARLIN_TILES = ((64, 128), (128, 64))
 """Outputs and inputs of which Marlin takes multiples; it pads weights with others."""
 
 
-class Int8Product(Protocol):
-    """Multiplies in 8 bit by the weights that the INT4 kernel of one device keeps."""
-
-    precision: str
-    """For people: INT8, or FP8."""
-
-    def prepare(self, layer: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the buffers that the layer's view needs, once its weights are packed."""
-
-    def multiply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype; ``bias`` is the layer's."""
-
-
 class OneCopyMethod(QuantizeMethodBase):
     """Computes the outputs of a linear with ``product``; ``kernel_name`` is for people."""
 
-    def __init__(self, product: Int8Product, kernel_name: str) -> None:
+    def __init__(self, product: Product, kernel_name: str) -> None:
         self._product = product
         self.kernel_name = kernel_name
 
@@ -69,7 +61,7 @@ class OneCopyMethod(QuantizeMethodBase):
         raise RuntimeError("the source creates the weights; this is a FlexQuant bug")
 
     def find_scales(self, layer: LinearBase) -> None:
-        """Make ``layer``, a view, ready once the source's kernel has packed its weights."""
+        """Give ``layer``, a view, its buffers, once the source's kernel has packed its weights."""
         layer._buffers = {**layer._buffers, **self._product.prepare(layer)}
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,9 +117,8 @@ def use_marlin(source: nn.Module) -> None:
 
 def find_scales(models: Iterable[nn.Module]) -> None:
     """Make the variants among ``models`` that compute their weights ready, once all weights are loaded."""
-    for module in chain.from_iterable(map(_computing, models)):
-        assert isinstance(module.quant_method, OneCopyMethod)
-        module.quant_method.find_scales(module)
+    for layer, method in chain.from_iterable(map(_computing, models)):
+        method.find_scales(layer)
 
 
 def computed_bytes(model: nn.Module) -> int:
@@ -135,15 +126,15 @@ def computed_bytes(model: nn.Module) -> int:
 
     They are the INT8 weights of its largest linear, and for each linear one float32 scale an output channel.
     """
-    sizes = [linear_sizes(layer) for layer in _computing(model)]
+    sizes = [linear_sizes(layer) for layer, _ in _computing(model)]
     return max((i * o for i, o in sizes), default=0) + sum(SCALE_BYTES * o for _, o in sizes)
 
 
-def _computing(model: nn.Module) -> Iterator[LinearBase]:
-    """Yield the linears of a model that compute their weights in each pass."""
+def _computing(model: nn.Module) -> Iterator[tuple[LinearBase, OneCopyMethod]]:
+    """Yield the linears of a model that compute their weights in each pass, with their methods."""
     for module in model.modules():
         if isinstance(module, LinearBase) and isinstance(module.quant_method, OneCopyMethod):
-            yield module
+            yield module, module.quant_method
 
 
 def _int4_linears(model: nn.Module) -> Iterator[tuple[str, LinearBase, MPLinearKernel]]:
@@ -156,15 +147,13 @@ def _int4_linears(model: nn.Module) -> Iterator[tuple[str, LinearBase, MPLinearK
             yield path, layer, kernel
 
 
-def _product(kernel: MPLinearKernel) -> Int8Product | None:
+def _product(kernel: MPLinearKernel) -> Product | None:
     """Return the product of this device for a kernel's weights; None if their layout is not known."""
     if isinstance(kernel, MarlinLinearKernel):
         from flexquant.serving.worker.one_copy.marlin import MarlinProduct
 
         return MarlinProduct(kernel)
-    if not current_platform.is_cpu():
-        return None
     from flexquant.serving.worker.one_copy.cpu import CPUInt8Product, layout_of
 
-    layout = layout_of(type(kernel))
+    layout = layout_of(type(kernel)) if current_platform.is_cpu() else None
     return None if layout is None else CPUInt8Product(kernel, layout)

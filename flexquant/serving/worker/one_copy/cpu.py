@@ -3,8 +3,8 @@
 """Multiply in INT8 on a CPU by weights that are kept in INT4 alone, in the layout of the INT4 kernel.
 
 Each call writes a layer's INT8 weights into memory that all layers of a thread share, and has oneDNN
-multiply (``torch._int_mm``). The two loops around that product are one_copy.cpp, which PyTorch's own tool
-compiles once for a machine; without a compiler, PyTorch's operators do the same, but far more slowly.
+multiply (``torch._int_mm``). The two loops around that product are cpu.cpp, which PyTorch compiles once for a
+machine; without a compiler, PyTorch's operators do the same, but far more slowly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 
 from flexquant.documents.results import digest_of
 from flexquant.serving.kernels import cpu_model
-from flexquant.serving.kernels.cpu_kernels import INNER_K_TILES, TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_kernels import INNER_K_TILES, TorchCPUInt4LinearKernel, exact_int8_linear
 from flexquant.serving.vllm_api import (
     CPUWNA16LinearKernel,
     MPLinearKernel,
@@ -109,14 +109,10 @@ class CPUInt8Product:
         return {CHANNEL_SCALE: channel_scales(*self._weights(layer), inputs, self._layout)}
 
     def multiply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
+        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype; ``bias`` is the layer's."""
+        channel_scale, layout = layer._buffers[CHANNEL_SCALE], self._layout
         out: torch.Tensor = torch.ops.flexquant.one_copy_linear(
-            x,
-            *self._weights(layer),
-            layer._buffers[CHANNEL_SCALE],
-            bias,
-            self._layout.block,
-            self._layout.in_halves,
+            x, *self._weights(layer), channel_scale, bias, layout.block, layout.in_halves
         )
         return out
 
@@ -164,16 +160,15 @@ def one_copy_linear(
     quantized, row, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
     bias = None if bias is None else bias.float()
     if not int8_product_is_exact():
-        sums = _exact_product(quantized, weights)
+        scaled = exact_int8_linear(quantized, row, weights.t(), channel_scale)
     elif has_operators():
         out = torch.empty(len(x), weights.shape[1], dtype=x.dtype)
         sums = torch._int_mm(quantized, weights)
         torch.ops.flexquant_one_copy.scale_sums(sums, row, channel_scale, bias, out)
         return out
     else:
-        sums = torch._int_mm(quantized, weights).float()
-    sums = sums.mul_(row).mul_(channel_scale)
-    return (sums if bias is None else sums.add_(bias)).to(x.dtype)
+        scaled = torch._int_mm(quantized, weights).float().mul_(row).mul_(channel_scale)
+    return (scaled if bias is None else scaled.add_(bias)).to(x.dtype)
 
 
 @torch.library.register_fake("flexquant::one_copy_linear", lib=_library)
@@ -185,20 +180,14 @@ def _one_copy_linear_shape(
 
 @functools.cache
 def has_operators() -> bool:
-    """Whether one_copy.cpp is compiled, which is done now if it was not done before on such a machine."""
+    """Whether cpu.cpp is compiled, which is done now if it was not done before on such a machine."""
     from torch.utils.cpp_extension import load
 
-    built_for = [
-        SOURCE.read_text(),
-        FLAGS,
-        torch.__version__,
-        cpu_model(),
-        torch.backends.cpu.get_cpu_capability(),
-    ]
-    name = f"{digest_of(built_for)[:16]}.so"
+    here = torch.__version__, cpu_model(), torch.backends.cpu.get_cpu_capability()
+    name = f"{digest_of([SOURCE.read_text(), FLAGS, *here])[:16]}.so"
     library = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "one_copy" / name
     path = os.environ.get("PATH", "")
-    # PyTorch looks on the path for ninja, which vLLM brings, also where the environment is not activated.
+    # PyTorch looks for ninja, which vLLM brings, also where the environment is not activated.
     os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
     try:
         if library.exists():
@@ -227,14 +216,6 @@ def int8_product_is_exact() -> bool:
     """Whether PyTorch's INT8 product has the right sums on this CPU, tried with the largest values."""
     x, weights = (torch.full(shape, 127, dtype=torch.int8) for shape in ((16, 64), (64, 16)))
     return bool((torch._int_mm(x, weights) == 64 * 127 * 127).all())
-
-
-def _exact_product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return x @ weights, both int8, in float32, which holds the products of 8-bit integers exactly."""
-    out = torch.zeros(len(x), weights.shape[1], dtype=torch.float32)
-    for columns, rows in zip(x.split(256, dim=1), weights.split(256), strict=True):
-        out.addmm_(columns.float(), rows.float())
-    return out
 
 
 def _zeros(zero: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ tile's 128 words holds eight values that one thread multiplies (``get_weight_per
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from vllm.platforms import current_platform
 
@@ -90,8 +92,7 @@ def eight_bit_weights(
     ``zero`` [groups, outputs] and ``channel_scale`` float32 [outputs] are in the order of outputs.
     """
     outputs, inputs = out.shape
-    groups = len(scale)
-    group = inputs // groups
+    group = inputs // len(scale)
     inputs_at_once = min(group, MOST_INPUTS)
     grid = (triton.cdiv(outputs, OUTPUTS_AT_ONCE), triton.cdiv(inputs, inputs_at_once))
     _int4_to_8_bit[grid](
@@ -103,7 +104,7 @@ def eight_bit_weights(
         outputs,
         inputs,
         group,
-        is_grouped=groups > 1,
+        is_grouped=len(scale) > 1,
         has_zero=zero is not None,
         is_integer=out.dtype == INT8,
         outputs_at_once=OUTPUTS_AT_ONCE,
@@ -115,17 +116,19 @@ def eight_bit_weights(
 def in_order_of_outputs(scale: torch.Tensor) -> torch.Tensor:
     """Return Marlin's scales [groups, outputs] of a layer in the order of outputs."""
     grouped, single = get_scale_perms()
-    order = torch.tensor(grouped if len(scale) > 1 else single, device=scale.device)
-    return scale.unflatten(1, (-1, len(order)))[..., order.argsort()].flatten(1)
+    return _permuted_back(scale, grouped if len(scale) > 1 else single)
 
 
 def zeros_in_order_of_outputs(zero: torch.Tensor, groups: int, outputs: int) -> torch.Tensor:
     """Return Marlin's packed zero points as int8 [groups, outputs]."""
-    values = unpack_cols(zero, 4, groups, outputs)
-    interleaved = torch.tensor(INTERLEAVED, device=zero.device)
-    values = values.unflatten(1, (-1, 8))[..., interleaved.argsort()].flatten(1)
-    order = torch.tensor(get_scale_perms()[0], device=zero.device)
-    return values.unflatten(1, (-1, len(order)))[..., order.argsort()].flatten(1).to(torch.int8)
+    values = _permuted_back(unpack_cols(zero, 4, groups, outputs), INTERLEAVED)
+    return _permuted_back(values, get_scale_perms()[0]).to(torch.int8)
+
+
+def _permuted_back(values: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return ``values`` [.., outputs] as before each ``len(order)`` outputs were permuted so."""
+    back = torch.tensor(order, device=values.device).argsort()
+    return values.unflatten(-1, (-1, len(order)))[..., back].flatten(-2)
 
 
 def marlin_channel_scales(
@@ -142,17 +145,12 @@ def marlin_channel_scales(
     return torch.where(greatest > 0, greatest / GREATEST[precision], 1.0)
 
 
-def precision_here() -> torch.dtype:
-    """Return INT8, or FP8 on Blackwell."""
-    return FP8 if current_platform.has_device_capability(BLACKWELL) else INT8
-
-
 class MarlinProduct:
     """Multiplies in 8 bit by the weights of a layer that ``kernel`` keeps in INT4."""
 
     def __init__(self, kernel: MarlinLinearKernel) -> None:
         self._kernel = kernel
-        self._precision = precision_here()
+        self._precision = FP8 if current_platform.has_device_capability(BLACKWELL) else INT8
         self.precision = "FP8" if self._precision == FP8 else "INT8"
 
     def prepare(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -163,8 +161,7 @@ class MarlinProduct:
             buffers[ZERO] = zeros_in_order_of_outputs(zero, *scale.shape)
         buffers[CHANNEL_SCALE] = marlin_channel_scales(packed, scale, buffers.get(ZERO), self._precision)
         if (bias := getattr(layer, "bias", None)) is not None:
-            order = torch.tensor(get_scale_perms()[1], device=bias.device)
-            buffers[BIAS] = bias.unflatten(0, (-1, len(order)))[:, order.argsort()].flatten()
+            buffers[BIAS] = _permuted_back(bias, get_scale_perms()[1])
         return buffers
 
     def multiply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

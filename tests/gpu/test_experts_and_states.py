@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Mixtures of experts, and layers that keep a state, in CUDA graphs: answers are stock vLLM's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import EXPERTS
+from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
+from tests.gpu.test_graph_modes import BATCHES
+from tests.gpu.test_plans_in_graphs import BY_BATCH
+from tests.gpu.test_policy_change import add, change, step
+from tests.integration.conftest import answers, records_of, tiny_merged  # noqa: F401 - a fixture
+from tests.policies import rules
+from tests.states import make_variants, merge_twins
+
+MODES = ["PIECEWISE", "FULL_AND_PIECEWISE"]
+TWINS = rules("- {when: {phase: decode, batch_size: {max: 4}}, use: second}", "- use: first")
+OPPOSITE = rules("- {when: {phase: decode, batch_size: {max: 4}}, use: first}", "- use: second")
+pytestmark = [] if ON_GPU else pytest.mark.full
+
+
+def generate(folder: Path, runner: str, mode: str, policy: str | None = None, **options: Any) -> list[Any]:
+    with graph_engine(folder, runner, mode, policy, **options) as llm:
+        return [answers(llm, batch, max_tokens=8, ignore_eos=True) for batch in BATCHES]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_plans_of_a_mixture(runner, mode, tiny_merged, tmp_path):  # noqa: F811
+    """Its variants are the static checkpoints, and its passes the policy's."""
+    folder, trace = tiny_merged("qwen3_moe", 2, (EXPERTS,)), tmp_path / "trace.jsonl"
+    w8a8, w4a16 = (
+        generate(folder / "merged", runner, mode, rules(f"- use: {name}")) for name in ("w8a8", "w4a16")
+    )
+    assert w8a8 == generate(folder / "w8a8", runner, mode)
+    assert w4a16 == generate(folder / "w4a16", runner, mode)
+    by_batch = generate(folder / "merged", runner, mode, BY_BATCH, flexquant={"trace": str(trace)})
+    plans = {(p["phase"], p["sequences"]): p["plan"] for p in records_of(trace)[1:]}
+    assert plans[("decode", 1)] == plans[("decode", 3)] == plans[("decode", 20)] == "w4a16"
+    assert plans[("prefill", 1)] == "w8a8"
+    assert by_batch[0] not in (w8a8[0], w4a16[0])
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory):
+    """Return a folder with w8a8 of a model whose layers keep a state, and twins, both of its weights."""
+    made = make_variants(tmp_path_factory.mktemp("states"), "qwen3_next")
+    merge_twins(made)
+    return made
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_graphs_of_two_variants_share_a_state(runner, mode, states, tmp_path):
+    """One variant goes on from what another has written."""
+    trace = tmp_path / "trace.jsonl"
+    found = generate(states / "twins", runner, mode, TWINS, flexquant={"trace": str(trace)})
+    assert found == generate(states / "w8a8", runner, mode)
+    passes = records_of(trace)[1:]
+    assert {(p["phase"] == "decode" and p["sequences"] <= 4, p["plan"]) for p in passes} == {
+        (True, "second"),
+        (False, "first"),
+    }
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_capture_on_the_way_leaves_the_states_of_requests_alone(runner, states):
+    def finish(checkpoint, policy=None, changes=False):
+        with graph_engine(states / checkpoint, runner, "FULL_AND_PIECEWISE", policy) as llm:
+            add(llm, 3, 16)
+            step(llm, 5)
+            if changes:
+                assert change(llm, "opposite", OPPOSITE)["captures_graphs"]
+            return {output.request_id: list(output.outputs[0].token_ids) for output in step(llm)}
+
+    assert finish("twins", TWINS, changes=True) == finish("w8a8")
