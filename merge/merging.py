@@ -65,7 +65,7 @@ def merge_checkpoints(
     shards written so far are deleted. Returns what was written. Raises FlexQuantError for sources that cannot
     be combined, an output that may not be replaced and a full disk.
     """
-    from flexquant.merge.kv.compatibility import check_kv_compatibility  # torch, which verifying does without
+    from flexquant.merge.kv.compatibility import check_kv_compatibility  # transformers' models
 
     output = Path(output)
     named = sources.items() if isinstance(sources, Mapping) else sources
@@ -87,6 +87,8 @@ def merge_checkpoints(
         if not kv.compatible and not allow_incompatible_kv:
             raise FlexQuantError(kv.message)
         names = [s.name for s in plan.sources]
+        if policy is not None:
+            build_route_table(load_policy(policy), names, plan.num_layers, ANY_NUMBER_OF_TOKENS, kv.mixable)
         merged = MergedConfig(
             base_architecture=plan.base_architecture,
             variants={
@@ -98,7 +100,7 @@ def merge_checkpoints(
             shared_modules=plan.shared_modules,
             mixable=tuple(map(tuple, kv.mixable)),
             rescaled=tuple(kv.rescaled),
-            policy=_default_policy(policy, names, plan.num_layers, kv.mixable),
+            policy=policy_to_store(policy, names),
             kv_compatibility=kv.to_json(),
         )
         return _describe(plan, merged, stage, finish(progress), dtype, config_from)
@@ -114,7 +116,11 @@ def _describe(
 ) -> CheckpointReport:
     """Write the files beside the shards; ``digests`` maps merged keys to the SHA-256 of their tensors."""
     copy_files(plan.sidecars.files, stage)
-    write_json(stage / "config.json", _merged_config(plan.sidecars.complete(plan.sources[0].config), merged))
+    base = plan.sidecars.complete(plan.sources[0].config)
+    config = {key: value for key, value in base.items() if key not in ("_name_or_path", *SECTIONS)}
+    config["architectures"] = [served_architecture(merged.base_architecture)]
+    config["quantization_config"] = merged.to_json()
+    write_json(stage / "config.json", config)
     files = ["config.json", *plan.sidecars.files]
     provenance = make_provenance(plan.sources, digests, stage, files, dtype, config_from)
     write_json(stage / PROVENANCE_FILE, provenance)
@@ -129,22 +135,6 @@ def _has_negative_scales(source: Source) -> bool:
     packed = {name.removesuffix("_packed") for name in source.tensors if name.endswith("weight_packed")}
     scales = (ref for name, ref in source.tensors.items() if name.removesuffix("_scale") in packed)
     return any(bool((load_tensor(ref).float() < 0).any()) for ref in scales)
-
-
-def _merged_config(base: JsonObject, merged: MergedConfig) -> JsonObject:
-    left_out = ("_name_or_path", *SECTIONS)
-    config = {key: value for key, value in base.items() if key not in left_out}
-    architecture = served_architecture(merged.base_architecture)
-    return {**config, "architectures": [architecture], "quantization_config": merged.to_json()}
-
-
-def _default_policy(
-    requested: str | None, variants: Collection[str], num_layers: int, mixable: Collection[Collection[str]]
-) -> JsonObject | None:
-    """Return the policy document to store; raise FlexQuantError for one that cannot be served."""
-    if requested is not None:
-        build_route_table(load_policy(requested), variants, num_layers, ANY_NUMBER_OF_TOKENS, mixable)
-    return policy_to_store(requested, variants)
 
 
 def policy_to_store(requested: str | None, variants: Collection[str]) -> JsonObject | None:

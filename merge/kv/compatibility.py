@@ -7,14 +7,9 @@ quantisation noise. GPTQ, rounding to nearest and SmoothQuant's fold of a norm i
 Scaling K or V themselves (AWQ's v -> o smoothing) or rotating them (SpinQuant's R2 and R3) does not: each
 such model is right on its own cache, and silently wrong on the other's.
 
-What is compared. Each layer runs in transformers' own code for both variants, without its matrices
-(`skeleton`): in their place both variants get the same outputs. Whatever runs (norms, biases, attention,
-rotary embedding) has to cache and return the same numbers, up to the rounding of parameters (`layer_pass`).
-The matrices are compared with one another (`layer_comparison`): they have to agree up to quantisation noise
-(`agreement`), after factors between the two variants' inputs are multiplied out, so that a legitimate fold
-cancels. Gradients tell which rows reach the cache. Cache scales, run-time rotations, the projection that
-expands a latent cache and tensors that no layer of transformers reads have to be equal. A rotation of the
-whole residual stream is undone (`outside_layers`), and layers are then compared up to the cache only.
+`layer_comparison` compares the layers in transformers' own code, `outside_layers` what is around them. Cache
+scales and run-time rotations have to be equal. What is quantised may differ by noise, within the bounds of
+`agreement`.
 
 States. Linear attention, state spaces and short convolutions carry a state from token to token, and a variant
 reads what another wrote there. What a layer writes into transformers' cache is compared like K and V, after
@@ -73,11 +68,10 @@ from flexquant.checkpoint.module_names import decoder_layer
 from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
-from flexquant.merge.kv.agreement import MatrixDistance
-from flexquant.merge.kv.layer_comparison import LayerComparison, RowsCached, equal
+from flexquant.merge.kv.layer_comparison import LayerComparison, RowsCached
 from flexquant.merge.kv.outside_layers import ResidualBasis, compare_bases, logits_difference
 from flexquant.merge.kv.skeleton import Skeleton
-from flexquant.merge.kv.variant_weights import CACHE_SCALE, VariantWeights
+from flexquant.merge.kv.variant_weights import CACHE_SCALE, VariantWeights, unequal
 
 KV_ADVICE = (
     "quantise both from the same 16-bit model without smoothing or rotating K and V "
@@ -115,10 +109,8 @@ class Pair:
         for find_difference in (rotation_difference, scale_difference):
             if difference := find_difference(self.variant.source, self.reference.source):
                 return difference
-        of_variant, of_reference = self.variant.before_layers(), self.reference.before_layers()
-        for name in sorted(of_variant.keys() | of_reference.keys()):
-            if not equal(of_variant.get(name), of_reference.get(name)):
-                return f"'{name}', which all layers compute with, is not equal in both"
+        for name in unequal(self.variant.before_layers(), self.reference.before_layers()):
+            return f"'{name}', which all layers compute with, is not equal in both"
         self.compare_bases(pool)
         difference = self.basis.difference
         if self.basis.related:
@@ -155,8 +147,18 @@ class Pair:
 
 
 def rotation_difference(variant: Source, reference: Source) -> str:
-    """Return how the run-time rotations of K differ; empty if they do not."""
-    a, b = (_cache_transforms(of.quantization_config) for of in (variant, reference))
+    """Return how the run-time rotations of K (SpinQuant's R3) differ; empty if they do not."""
+    found: list[JsonObject] = []
+    for source in (variant, reference):
+        groups = (source.quantization_config.get("transform_config") or {}).get("config_groups") or {}
+        found.append(
+            {
+                name: group
+                for name, group in groups.items()
+                if any(apply.get("location") in CACHE_TRANSFORMS for apply in group.get("apply", ()))
+            }
+        )
+    a, b = found
     if a == b:
         return ""
     return f"rotation of the KV cache is {b!r} in '{reference.name}' and {a!r} in '{variant.name}'"
@@ -172,16 +174,6 @@ def scale_difference(variant: Source, reference: Source) -> str:
         if not torch.equal(x, y):  # NaN equals nothing
             return f"the cache scale '{name}' differs or is no number; a quantised KV cache needs the same"
     return ""
-
-
-def _cache_transforms(section: JsonObject) -> JsonObject:
-    """Return the run-time rotations of K (SpinQuant's R3), by name."""
-    groups = (section.get("transform_config") or {}).get("config_groups") or {}
-    return {
-        name: group
-        for name, group in groups.items()
-        if any(apply.get("location") in CACHE_TRANSFORMS for apply in group.get("apply", ()))
-    }
 
 
 @dataclass
@@ -208,6 +200,11 @@ class KVReport:
         """Whether layers of all variants can be mixed."""
         return self.compatible and len(self.mixable) == 1
 
+    def refuse(self, sources: Sequence[Source], message: str) -> KVReport:
+        """Record why sharing is refused, count all other variants as rescaled, and return self."""
+        self.message, self.rescaled = message, [source.name for source in sources[1:]]
+        return self
+
     def join(self, variant: str, other: str) -> None:
         """Put a variant that was alone into the group of another."""
         self.mixable.remove([variant])
@@ -222,17 +219,22 @@ class KVReport:
             "worst": self.worst,
         }
 
-    def record(self, projection: str, variant: str, layer: int, found: MatrixDistance) -> None:
-        entry = {
-            "variant": variant,
-            "layer": layer,
-            "relative_error": round(found.error.measured, 5),
-            "allowed": round(found.error.allowed, 5),
-            "nearest_bound": str(found.worst),
-            "share_of_bound": round(found.worst.ratio, 4),
-        }
-        if entry["share_of_bound"] >= self.worst.get(projection, {}).get("share_of_bound", 0.0):
-            self.worst[projection] = entry
+    def note(self, pair: Pair, layer: int, found: LayerComparison) -> None:
+        """Add one layer's comparison; called in the order of the layers."""
+        for projection, agreement in found.agreements:
+            entry = {
+                "variant": pair.variant.source.name,
+                "layer": layer,
+                "relative_error": round(agreement.error.measured, 5),
+                "allowed": round(agreement.error.allowed, 5),
+                "nearest_bound": str(agreement.worst),
+                "share_of_bound": round(agreement.worst.ratio, 4),
+            }
+            if entry["share_of_bound"] >= self.worst.get(projection, {}).get("share_of_bound", 0.0):
+                self.worst[projection] = entry
+        difference = found.cache_difference or found.residual_difference
+        if difference and pair.mixable:
+            pair.forbid_mixing(difference)
 
 
 def check_kv_compatibility(sources: Sequence[Source], progress: LayerProgress | None = None) -> KVReport:
@@ -255,13 +257,13 @@ def check_kv_compatibility(sources: Sequence[Source], progress: LayerProgress | 
             variant = VariantWeights(source, skeleton)
             pair = Pair(variant, reference, skeleton)
             if difference := pair.cache_and_basis_difference(pool):
-                return _refuse(report, sources, pair.refusal(difference))
+                return report.refuse(sources, pair.refusal(difference))
             for layer, found in enumerate(pool.map(pair.compare_layer, layers)):
-                _note(report, pair, layer, found)
+                report.note(pair, layer, found)
                 if found.rescaled and source.name not in report.rescaled:
                     report.rescaled.append(source.name)
                 if found.cache_difference:
-                    return _refuse(report, sources, pair.refusal(found.cache_difference))
+                    return report.refuse(sources, pair.refusal(found.cache_difference))
                 layers_done += 1
                 if progress is not None:
                     progress(layers_done, layers_in_all)
@@ -271,7 +273,7 @@ def check_kv_compatibility(sources: Sequence[Source], progress: LayerProgress | 
                     pair.compare_bases(pool)
                     if pair.mixable:
                         for layer, found in enumerate(pool.map(pair.compare_layer, layers)):
-                            _note(report, pair, layer, found)
+                            report.note(pair, layer, found)
                 if pair.mixable:
                     report.join(source.name, other.source.name)
                     break
@@ -279,21 +281,6 @@ def check_kv_compatibility(sources: Sequence[Source], progress: LayerProgress | 
             else:
                 different_streams.append(variant)
     return report
-
-
-def _refuse(report: KVReport, sources: Sequence[Source], message: str) -> KVReport:
-    """Record why sharing is refused, and count all other variants as rescaled."""
-    report.message, report.rescaled = message, [source.name for source in sources[1:]]
-    return report
-
-
-def _note(report: KVReport, pair: Pair, layer: int, found: LayerComparison) -> None:
-    """Add one layer's comparison to the report; called in the order of the layers."""
-    for projection, agreement in found.agreements:
-        report.record(projection, pair.variant.source.name, layer, agreement)
-    difference = found.cache_difference or found.residual_difference
-    if difference and pair.mixable:
-        pair.forbid_mixing(difference)
 
 
 @contextmanager

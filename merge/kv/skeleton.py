@@ -46,7 +46,7 @@ EXPERTS = "experts"
 Answer: TypeAlias = "torch.Tensor | tuple[Answer, ...]"
 """Output of a matrix; experts can return several tensors."""
 OwnForward = Callable[..., Answer]
-MatrixForward = Callable[[str, nn.Module, OwnForward, tuple[object, ...]], Answer]
+MatrixForward = Callable[[str, nn.Module, OwnForward, tuple[Any, ...]], Answer]
 """Called with a matrix's name in its layer, module, own forward and arguments; returns its output."""
 
 
@@ -134,7 +134,7 @@ class Skeleton:
             _shapes_beside(layer, found) for layer, found in zip(self.layers, self.matrices, strict=True)
         ]
         """Shapes of what ``run`` takes of each layer: all parameters but weights of Linears and experts."""
-        self._calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
+        self._calls: list[tuple[tuple[Any, ...], dict[str, object]]] = []
         self._cache = Written(self._config)
         self._written_before: list[int] = []
         """Number of tensors that the cache was given before each layer, and after the last one."""
@@ -225,7 +225,7 @@ class Skeleton:
     def _see_calls(self) -> None:
         """Run the model once, with parameters of ones, and record the arguments of every layer."""
 
-        def see(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
             self._calls.append((args, kwargs))
             self._written_before.append(len(self._cache.tensors))
 
@@ -308,16 +308,9 @@ def random(seed: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
-def input_of(args: tuple[object, ...]) -> torch.Tensor:
-    """Return a matrix's first argument."""
-    given = args[0]
-    assert isinstance(given, torch.Tensor)
-    return given
-
-
-def answer_at_random(name: str, module: nn.Module, forward: OwnForward, args: tuple[object, ...]) -> Answer:
+def answer_at_random(name: str, module: nn.Module, forward: OwnForward, args: tuple[Any, ...]) -> Answer:
     """Return normal numbers in the shape of the matrix's output, plus its bias."""
-    given = input_of(args)
+    given = args[0]
     if is_linear(module):
         answer = random(name, (*given.shape[:-1], module.out_features))
         return answer if module.bias is None else answer + module.bias

@@ -5,14 +5,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, decoder_layer, decoder_roots
-from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor
+from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor, same_bytes
 from flexquant.checkpoint.schemes import QUANTISATION_PARAMETER
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
@@ -61,7 +61,7 @@ class VariantWeights:
         self.num_layers = count_layers(source.config)
         self._skeleton = skeleton
         self._root = _decoder_root(source)
-        self._layers = [LayerTensors() for _ in range(self.num_layers)]
+        self.layers = [LayerTensors() for _ in range(self.num_layers)]
         stack = f"{self._root}layers."
         for name, ref in source.tensors.items():
             found = decoder_layer(name)
@@ -70,9 +70,6 @@ class VariantWeights:
         for number in range(self.num_layers):
             self._check_complete(number)
 
-    def layer(self, number: int) -> LayerTensors:
-        return self._layers[number]
-
     def load_parameters(self, layer: int) -> dict[str, torch.Tensor]:
         """Return every parameter of transformers' layer but the Linears' weights, float32.
 
@@ -80,7 +77,7 @@ class VariantWeights:
         tensors. Raises FlexQuantError for a tensor whose shape does not fit the config, and for NaN or
         infinite numbers.
         """
-        tensors = self._layers[layer]
+        tensors = self.layers[layer]
         loaded = {}
         for name, shape in self._skeleton.parameters[layer].items():
             module, _, own = name.rpartition(".")
@@ -95,7 +92,7 @@ class VariantWeights:
 
     def rounding_steps(self, layer: int) -> dict[str, float]:
         """Return the largest relative rounding error of each parameter's stored dtype, by name."""
-        refs = self._layers[layer].parameters
+        refs = self.layers[layer].parameters
         dtypes = {
             name: refs[name].dtype if name in refs else "BF16" for name in self._skeleton.parameters[layer]
         }
@@ -105,14 +102,10 @@ class VariantWeights:
         self,
         module: str,
         rows: Sequence[range] | None = None,
-        columns: torch.Tensor | None = None,
         row_factors: torch.Tensor | None = None,
         chunk_weights: int = CHUNK_WEIGHTS,
     ) -> ScaledMatrix:
-        """Return rows of a module's matrix, times ``columns`` [in] and the rows' ``row_factors`` [out].
-
-        Without ``rows``, all are returned.
-        """
+        """Return these rows of a module's matrix, or all, times the rows' ``row_factors`` [out]."""
         linear = self.reader.open(module)
         rows = [range(linear.shape[0])] if rows is None else rows
 
@@ -123,9 +116,7 @@ class VariantWeights:
                     read = replace(read, rows=read.rows * row_factors[row_numbers(chunk)])
                 yield read
 
-        if columns is None:
-            columns = torch.ones(linear.shape[1], dtype=torch.float32)
-        return ScaledMatrix(chunks(), columns)
+        return ScaledMatrix(chunks(), torch.ones(linear.shape[1], dtype=torch.float32))
 
     @property
     def embeddings_name(self) -> str:
@@ -143,12 +134,6 @@ class VariantWeights:
         """The module that makes the logits: the lm_head or, where there is none, the token embeddings."""
         heads = (name.rpartition(".")[0] for name in self.source.tensors if HEAD.search(name))
         return next(heads, self.embeddings_name)
-
-    def embeddings(
-        self, rows: Sequence[range] | None = None, chunk_weights: int = CHUNK_WEIGHTS
-    ) -> ScaledMatrix:
-        """Return token embeddings, [tokens, hidden]; without ``rows``, those of all tokens."""
-        return self.matrix(self.embeddings_name, rows, chunk_weights=chunk_weights)
 
     def embedding_sample(self) -> list[range]:
         """Return blocks of at least four times as many tokens as the hidden size, or of all tokens."""
@@ -180,7 +165,7 @@ class VariantWeights:
 
     def _sort(self, layer: int, name: str, start: int, ref: TensorRef) -> None:
         """Add one tensor to its LayerTensors; ``name[start:]`` is its name in the layer."""
-        tensors, matrices = self._layers[layer], self._skeleton.matrices[layer]
+        tensors, matrices = self.layers[layer], self._skeleton.matrices[layer]
         module, _, own = name.rpartition(".")
         local = name[start:]
         if INDEXER in name or (STATE.search(name) and not self._skeleton.keeps_state(layer)):
@@ -217,7 +202,7 @@ class VariantWeights:
     def _check_complete(self, layer: int) -> None:
         """Raise FlexQuantError if a matrix of transformers' layer has no tensor."""
         for name in self._skeleton.matrices[layer]:
-            if name not in self._layers[layer].matrices and not is_experts(name):
+            if name not in self.layers[layer].matrices and not is_experts(name):
                 raise FlexQuantError(
                     f"layer {layer} of variant '{self.source.name}' has no weight for '{name}', which a "
                     f"{self.source.architecture} has as transformers builds it, so what it caches cannot be "
@@ -267,3 +252,10 @@ def _decoder_root(source: Source) -> str:
             "compared"
         )
     return roots.pop()
+
+
+def unequal(a: Mapping[str, TensorRef], b: Mapping[str, TensorRef]) -> Iterator[str]:
+    """Yield the names, in order, of what is not in both with the same dtype, shape and bytes."""
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b or not same_bytes(a[name], b[name]):
+            yield name

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Write a plain checkpoint of compressed-tensors: one variant of a merged one, or another format's."""
+"""Write a plain checkpoint of compressed-tensors: one variant of a merged one, or another format's.
+
+And verify a merged checkpoint, by its recorded hashes or bit by bit against its sources.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flexquant.checkpoint.folder import (
@@ -18,10 +21,19 @@ from flexquant.checkpoint.folder import (
     recipe_name,
 )
 from flexquant.checkpoint.hub import find_model
-from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
+from flexquant.checkpoint.merged_checkpoint import (
+    PROVENANCE_FILE,
+    MergedCheckpoint,
+    check_recorded_files,
+    check_recorded_tensors,
+    check_same_names,
+    match_each,
+    report_differences,
+)
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
-from flexquant.checkpoint.safetensors_io import TensorRef, total_bytes
+from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes, total_bytes
+from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import (
     DEFAULT_SHARD_SIZE,
     Progress,
@@ -34,30 +46,7 @@ from flexquant.checkpoint.writer import (
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import check_parameters
-
-
-def write_plain_checkpoint(
-    output: Path,
-    tensors: Mapping[str, TensorRef],
-    config: JsonObject,
-    files: Mapping[str, Path],
-    *,
-    overwrite: bool,
-    max_shard_size: int = DEFAULT_SHARD_SIZE,
-    progress: Progress | None = None,
-    check: Callable[[Mapping[str, str]], None] = lambda digests: None,
-) -> None:
-    """Write ``tensors``, ``config.json`` and copies of ``files``, by name, to ``output``.
-
-    The output appears only when it is complete and ``check``, which gets the SHA-256 of every tensor, has not
-    raised. Raises FlexQuantError for a full disk, a tensor that cannot be read and what appeared meanwhile.
-    """
-    shards = plan_shards([tensors], max_shard_size)
-    check_free_space(output, needed_bytes(shards, files.values()))
-    with staged_folder(output, overwrite=overwrite) as stage:
-        copy_files(files, stage)
-        check(write_shards(stage, shards, progress))
-        write_json(stage / "config.json", config)
+from flexquant.merge.same_model import model_differences, with_names
 
 
 def split_checkpoint(
@@ -80,7 +69,8 @@ def split_checkpoint(
     prepare_output(output, [checkpoint.folder], overwrite=overwrite)
     keys = checkpoint.variant_keys(variant)
     tensors = checkpoint.variant_tensors(variant)
-    files = _plan_files(checkpoint, variant)
+    files = find_files(checkpoint.folder, (*COPIED, own := recipe_name(variant)))
+    files = {RECIPE if name == own else name: path for name, path in files.items()}
     recorded = checkpoint.provenance.tensors
 
     def check(digests: Mapping[str, str]) -> None:
@@ -91,7 +81,7 @@ def split_checkpoint(
                     f"{PROVENANCE_FILE}; fetch or merge the checkpoint again"
                 )
 
-    write_plain_checkpoint(
+    _write(
         output,
         tensors,
         checkpoint.source_config(variant),
@@ -102,12 +92,6 @@ def split_checkpoint(
         check=check,
     )
     return {"output": str(output), "variant": variant, "tensors": len(tensors), "bytes": total_bytes(tensors)}
-
-
-def _plan_files(checkpoint: MergedCheckpoint, variant: str) -> dict[str, Path]:
-    """Return the files to copy: name in the plain checkpoint -> path."""
-    files = find_files(checkpoint.folder, (*COPIED, own := recipe_name(variant)))
-    return {RECIPE if name == own else name: path for name, path in files.items()}
 
 
 def convert_checkpoint(
@@ -138,7 +122,70 @@ def convert_checkpoint(
     files = find_files(folder, COPIED)
     config = {key: value for key, value in source.config.items() if key not in SECTIONS}
     config[SECTIONS[0]] = source.quantization_config
-    write_plain_checkpoint(output, source.tensors, config, files, overwrite=overwrite, progress=progress)
+    _write(output, source.tensors, config, files, overwrite=overwrite, progress=progress)
     method = "16 bit" if stored is None else stored.get("quant_method")
     linears = sum(name.endswith(".weight_scale") for name in source.tensors)
     return {"output": str(output), "from": method, "linears": linears}
+
+
+def verify_checkpoint(
+    folder: str | Path,
+    against: Mapping[str, str | Path] | Sequence[tuple[str, str | Path]] = (),
+    progress: Progress | None = None,
+) -> JsonObject:
+    """Compare every tensor of a merged checkpoint, and return how many were compared with what.
+
+    Tensors are compared with the source folders in ``against``, by variant name; without ``against``, with
+    the recorded SHA-256. Raises FlexQuantError that names the tensors (with their shards) or files that
+    differ, are missing or should not be there.
+    """
+    checkpoint = MergedCheckpoint.open(folder)
+    pairs = list(against.items()) if isinstance(against, Mapping) else list(against)
+    check_recorded_files(checkpoint)
+    if pairs:
+        dtype = checkpoint.provenance.dtype
+        counts = {name: _check_source(checkpoint, open_source(name, f, dtype), progress) for name, f in pairs}
+    else:
+        counts = {"recorded hashes": check_recorded_tensors(checkpoint, progress)}
+    return {"verified": str(folder), "tensors_compared_with": counts}
+
+
+def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progress | None) -> int:
+    checkpoint.check_variant(source.name)
+    stored = checkpoint.variant_tensors(source.name)
+    source = with_names(source, stored.keys())
+    check_same_names(set(source.tensors), set(stored), str(source.folder), str(checkpoint.folder))
+    merged_config = checkpoint.source_config(source.name)
+    of_all = checkpoint.provenance.config_from in (None, source.name)
+    differences = model_differences(source.config, merged_config) if of_all else []
+    if source.quantization_config != merged_config["quantization_config"]:
+        differences.append(("quantization_config", "...", "..."))
+    if differences:
+        raise FlexQuantError(
+            f"the config of variant '{source.name}' in {checkpoint.folder} differs from {source.folder} in "
+            f"'{differences[0][0]}'; merge it again"
+        )
+    matches = match_each(source.tensors, lambda name, ref: same_bytes(ref, stored[name]), progress)
+    places = {name: f"{name} in {ref.file.name}" for name, ref in stored.items()}
+    report_differences(checkpoint, matches, places, str(source.folder))
+    return len(matches)
+
+
+def _write(
+    output: Path,
+    tensors: Mapping[str, TensorRef],
+    config: JsonObject,
+    files: Mapping[str, Path],
+    *,
+    overwrite: bool,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    progress: Progress | None = None,
+    check: Callable[[Mapping[str, str]], None] = lambda digests: None,
+) -> None:
+    """Write a checkpoint, which appears once it is complete and ``check`` of the tensors' SHA-256 passed."""
+    shards = plan_shards([tensors], max_shard_size)
+    check_free_space(output, needed_bytes(shards, files.values()))
+    with staged_folder(output, overwrite=overwrite) as stage:
+        copy_files(files, stage)
+        check(write_shards(stage, shards, progress))
+        write_json(stage / "config.json", config)
