@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, make_provenance
@@ -33,6 +34,9 @@ from flexquant.policy.default_policy import choose_policy
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from flexquant.policy.schema import SCHEMA
+
+if TYPE_CHECKING:
+    from flexquant.merge.kv.compatibility import KVReport
 
 ANY_NUMBER_OF_TOKENS = 1 << 20
 
@@ -86,49 +90,42 @@ def merge_checkpoints(
         kv = check_kv_compatibility(plan.sources, kv_progress)
         if not kv.compatible and not allow_incompatible_kv:
             raise FlexQuantError(kv.message)
-        names = [s.name for s in plan.sources]
-        if policy is not None:
-            build_route_table(load_policy(policy), names, plan.num_layers, ANY_NUMBER_OF_TOKENS, kv.mixable)
-        merged = MergedConfig(
-            base_architecture=plan.base_architecture,
-            variants={
-                s.name: StoredVariant(
-                    f"{s.name}.", s.quantization_config, s.name in plan.own_heads, _has_negative_scales(s)
-                )
-                for s in plan.sources
-            },
-            shared_modules=plan.shared_modules,
-            mixable=tuple(map(tuple, kv.mixable)),
-            rescaled=tuple(kv.rescaled),
-            policy=policy_to_store(policy, names),
-            kv_compatibility=kv.to_json(),
-        )
-        return _describe(plan, merged, stage, finish(progress), dtype, config_from)
-
-
-def _describe(
-    plan: MergePlan,
-    merged: MergedConfig,
-    stage: Path,
-    digests: Mapping[str, str],
-    dtype: str | None,
-    config_from: str | None,
-) -> CheckpointReport:
-    """Write the files beside the shards; ``digests`` maps merged keys to the SHA-256 of their tensors."""
-    copy_files(plan.sidecars.files, stage)
-    base = plan.sidecars.complete(plan.sources[0].config)
-    config = {key: value for key, value in base.items() if key not in ("_name_or_path", *SECTIONS)}
-    config["architectures"] = [served_architecture(merged.base_architecture)]
-    config["quantization_config"] = merged.to_json()
-    write_json(stage / "config.json", config)
-    files = ["config.json", *plan.sidecars.files]
-    provenance = make_provenance(plan.sources, digests, stage, files, dtype, config_from)
-    write_json(stage / PROVENANCE_FILE, provenance)
-    report = report_checkpoint(merged, plan.num_layers, plan.tensors)
-    (stage / "README.md").write_text(
-        make_card(report, plan.sources, provenance, plan.sidecars.files), encoding="utf-8"
-    )
+        merged = _merged_config(plan, kv, policy)
+        digests = finish(progress)
+        copy_files(plan.sidecars.files, stage)
+        base = plan.sidecars.complete(plan.sources[0].config)
+        config = {key: value for key, value in base.items() if key not in ("_name_or_path", *SECTIONS)}
+        config["architectures"] = [served_architecture(merged.base_architecture)]
+        config["quantization_config"] = merged.to_json()
+        write_json(stage / "config.json", config)
+        files = ["config.json", *plan.sidecars.files]
+        provenance = make_provenance(plan.sources, digests, stage, files, dtype, config_from)
+        write_json(stage / PROVENANCE_FILE, provenance)
+        report = report_checkpoint(merged, plan.num_layers, plan.tensors)
+        card = make_card(report, plan.sources, provenance, plan.sidecars.files)
+        (stage / "README.md").write_text(card, encoding="utf-8")
     return report
+
+
+def _merged_config(plan: MergePlan, kv: KVReport, policy: str | None) -> MergedConfig:
+    """Return what the checkpoint says of itself; raise FlexQuantError for a policy that cannot be served."""
+    names = [source.name for source in plan.sources]
+    if policy is not None:
+        build_route_table(load_policy(policy), names, plan.num_layers, ANY_NUMBER_OF_TOKENS, kv.mixable)
+    return MergedConfig(
+        base_architecture=plan.base_architecture,
+        variants={
+            s.name: StoredVariant(
+                f"{s.name}.", s.quantization_config, s.name in plan.own_heads, _has_negative_scales(s)
+            )
+            for s in plan.sources
+        },
+        shared_modules=plan.shared_modules,
+        mixable=tuple(map(tuple, kv.mixable)),
+        rescaled=tuple(kv.rescaled),
+        policy=policy_to_store(policy, names),
+        kv_compatibility=kv.to_json(),
+    )
 
 
 def _has_negative_scales(source: Source) -> bool:

@@ -48,7 +48,7 @@ from flexquant.merge.kv.layer_pass import (
     find_cached,
     run_pass,
 )
-from flexquant.merge.kv.skeleton import WITH_HEADS, Skeleton, is_experts, is_linear, shape_of
+from flexquant.merge.kv.skeleton import WITH_HEADS, is_experts, is_linear, shape_of
 from flexquant.merge.kv.variant_weights import VariantWeights, unequal
 
 DOWN_AND_UP = {"down_proj": "up_proj", "w2": "w3"}
@@ -56,6 +56,8 @@ DOWN_AND_UP = {"down_proj": "up_proj", "w2": "w3"}
 LEAST_ROWS = 96
 """Least rows compared of an expert's gate or up projection; fewer than elsewhere, as experts are many."""
 
+Weights = tuple[VariantWeights, VariantWeights]
+"""The variant's, and the reference's."""
 Modules = tuple[str, str]
 """A matrix's module in the variant and in the reference."""
 Columns = tuple[torch.Tensor, torch.Tensor]
@@ -101,12 +103,7 @@ class LayerComparison:
     """The comparison of one layer; with a ``rotation`` of the residual stream it stops at the KV cache."""
 
     def __init__(
-        self,
-        skeleton: Skeleton,
-        layer: int,
-        weights: tuple[VariantWeights, VariantWeights],
-        rotation: torch.Tensor | None,
-        known_rows: RowsCached,
+        self, weights: Weights, layer: int, rotation: torch.Tensor | None, known_rows: RowsCached
     ) -> None:
         self.agreements: list[tuple[str, MatrixDistance]] = []
         """(Last part of the matrix's name, how it agrees), in the order of the comparisons."""
@@ -116,8 +113,8 @@ class LayerComparison:
         """Why plans cannot mix the variants' layers; empty if nothing was found against it."""
         self.rescaled = rotation is not None
         """Whether a fold or rotation gives a matrix other inputs or outputs than the reference's."""
-        self._skeleton, self._layer, self._rotation = skeleton, layer, rotation
-        self._weights = weights
+        self._weights, self._layer, self._rotation = weights, layer, rotation
+        self._skeleton = skeleton = weights[1].skeleton
         self._tensors = (weights[0].layers[layer], weights[1].layers[layer])
         self._parameters = (weights[0].load_parameters(layer), weights[1].load_parameters(layer))
         self._pass = partial(run_pass, skeleton, layer, until_cached=rotation is not None)
@@ -130,7 +127,7 @@ class LayerComparison:
         self._run = partial(self._pass, reference=self._seen)
         self._cached_rows_differ = False
         self._turned: set[str] = set()
-        """Matrices that read the residual stream, which is rotated."""
+        """The variant's modules that read the residual stream, which is rotated."""
         self._given: dict[str, torch.Tensor] = {}
         """Inputs of the variant's matrices, rotated into the reference's basis."""
 
@@ -203,7 +200,7 @@ class LayerComparison:
         if self._rotation is not None and excess(x, factors * expected) > 1:
             x = x @ self._rotation.T
             factors = column_factors(x, expected)
-            self._turned.add(name)
+            self._turned.add(self._tensors[0].matrices.get(name, ""))
         self._given[name] = x
         size = expected.square().mean(0).sqrt()
         size = size.clamp_min(LEAST_COLUMN * float(size.mean()))
@@ -251,11 +248,10 @@ class LayerComparison:
         cached = self._rows.get(name, torch.zeros(out, dtype=torch.bool))
         if self._skeleton.stands_in and name in self._rows:  # its rows may lie in another order
             cached = torch.ones_like(cached)
-        rotation = self._rotation if name in self._turned else None
         if rows := _ranges(cached):
             widths = (self._seen.results[of].shape[-1] for of in WITH_HEADS if of in self._seen.results)
             heads = next((width for width in widths if int(cached.sum()) % width == 0), None)
-            sums = self._sums(modules, rows, columns, rotation)
+            sums = self._sums(modules, rows, columns)
             self._note(name, modules, judge_matrices(sums, heads, row_numbers=row_numbers(rows)), cached=True)
         others = _ranges(~cached)
         turn = self._layer + list(matrices).index(name)
@@ -266,12 +262,12 @@ class LayerComparison:
         ]
         if not sample:
             return None
-        sums, gains = self._sums(modules, sample, columns, rotation), None
+        sums, gains = self._sums(modules, sample, columns), None
         self.rescaled |= bool((sums.rows.gains() - 1).abs().median() > RESCALED)
         agreement = judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, ROW_GAIN, row_numbers(sample))
         if not agreement.agrees:
             gains = self._cancelling_gains(name, modules, others, columns)
-            agreement = self._judge(modules, sample, columns, rotation, None if gains is None else 1 / gains)
+            agreement = self._judge(modules, sample, columns, None if gains is None else 1 / gains)
         self._note(name, modules, agreement, cached=False)
         return gains
 
@@ -295,11 +291,10 @@ class LayerComparison:
         modules: Modules,
         rows: Sequence[range],
         columns: Columns,
-        rotation: torch.Tensor | None = None,
         row_factors: torch.Tensor | None = None,
     ) -> MatrixDistance:
         """Return how rows that do not reach the cache agree; see `_sums`."""
-        sums = self._sums(modules, rows, columns, rotation, row_factors)
+        sums = self._sums(modules, rows, columns, row_factors)
         return judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, row_numbers(rows))
 
     def _sums(
@@ -307,13 +302,12 @@ class LayerComparison:
         modules: Modules,
         rows: Sequence[range],
         columns: Columns,
-        rotation: torch.Tensor | None = None,
         row_factors: torch.Tensor | None = None,
     ) -> MatrixSums:
         """Sum over rows of the variant's matrix, turned back or with ``row_factors``, and the reference's."""
         of_variant = self._weights[0].matrix(modules[0], rows, row_factors)
-        if rotation is not None:
-            of_variant = of_variant.rotated(rotation)
+        if self._rotation is not None and modules[0] in self._turned:
+            of_variant = of_variant.rotated(self._rotation)
         of_reference = self._weights[1].matrix(modules[1], rows)
         return sum_products(of_variant.times_columns(columns[0]), of_reference.times_columns(columns[1]))
 

@@ -31,7 +31,6 @@ from flexquant.merge.kv.agreement import (
     sum_products,
 )
 from flexquant.merge.kv.layer_pass import column_factors, excess
-from flexquant.merge.kv.skeleton import Skeleton
 from flexquant.merge.kv.variant_weights import VariantWeights, unequal
 
 EMBEDDING_TOLERANCE = 0.02
@@ -53,15 +52,7 @@ class ResidualBasis:
     difference: str = ""
     """How the token embeddings differ; empty if they do not."""
     rotation: torch.Tensor | None = None
-    """float32 [hidden, hidden]; None if the embeddings agree without a rotation, or with none at all."""
-
-    @property
-    def same(self) -> bool:
-        return not self.difference
-
-    @property
-    def related(self) -> bool:
-        return self.same or self.rotation is not None
+    """float32 [hidden, hidden]; None if the embeddings agree without one, or with none at all."""
 
 
 def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Executor) -> ResidualBasis:
@@ -135,14 +126,14 @@ def _cross(variant: VariantWeights, reference: VariantWeights) -> torch.Tensor:
 
 
 def logits_difference(
-    variant: VariantWeights, reference: VariantWeights, skeleton: Skeleton, rotation: torch.Tensor | None
+    variant: VariantWeights, reference: VariantWeights, rotation: torch.Tensor | None
 ) -> str:
     """Return how two variants make other logits of one last layer's output; empty if they do not.
 
     ``rotation`` [hidden, hidden] is that of the variant's residual stream.
     """
-    both = (variant, reference)
-    norms = [of.after_layers() for of in both]
+    both, skeleton = (variant, reference), reference.skeleton
+    norms = [of.outside(skeleton.after_layers) for of in both]
     heads = [of.stored(of.head_name) for of in both]
     are_equal = [not any(unequal(a, b)) for a, b in (norms, heads)]
     if all(are_equal) and rotation is None:
