@@ -64,11 +64,6 @@ class Written(DynamicCache):
         self.tensors: list[tuple[str, torch.Tensor]] = []
         """Names and tensors, in the order of writing; K and V are [1, heads, tokens, head size]."""
 
-    @property
-    def has_states(self) -> bool:
-        """Whether a layer of the model carries a state from token to token."""
-        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
-
     def update(
         self,
         key_states: torch.Tensor,
@@ -138,7 +133,8 @@ class Skeleton:
         self._cache = Written(self._config)
         self._written_before: list[int] = []
         """Number of tensors that the cache was given before each layer, and after the last one."""
-        self._tokens = TOKENS_WITH_STATES if self._cache.has_states else TOKENS
+        states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._cache.layers)
+        self._tokens = TOKENS_WITH_STATES if states else TOKENS
         self.before_layers: set[str] = set()
         """Modules outside of the layers, without the embeddings, that run before the last layer."""
         self.after_layers: list[str] = []
@@ -163,10 +159,6 @@ class Skeleton:
         """Return the names of what a layer writes into its cache, in the order of writing."""
         first, behind = self._written_before[layer : layer + 2]
         return [name for name, _ in self._cache.tensors[first:behind]]
-
-    def keeps_state(self, layer: int) -> bool:
-        """Whether a layer writes more than K and V."""
-        return any(is_state(name) for name in self.writes(layer))
 
     def run(
         self,

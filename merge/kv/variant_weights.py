@@ -18,7 +18,7 @@ from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.agreement import BLOCK_ROWS, ScaledMatrix, ScaledRows, row_numbers, sample_rows
 from flexquant.merge.kv.dequantize import WeightReader
-from flexquant.merge.kv.skeleton import Skeleton, is_experts, shape_of
+from flexquant.merge.kv.skeleton import Skeleton, is_experts, is_state, shape_of
 
 CHUNK_WEIGHTS = 1 << 18  # weights of a chunk: 1 MiB as float32, which fits into a core's cache
 CACHE_SCALE = re.compile(r"\.([kv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))$")
@@ -166,7 +166,8 @@ class VariantWeights:
         tensors, matrices = self.layers[layer], self.skeleton.matrices[layer]
         module, _, own = name.rpartition(".")
         local = name[start:]
-        if INDEXER in name or (STATE.search(name) and not self.skeleton.keeps_state(layer)):
+        states = any(map(is_state, self.skeleton.writes(layer)))
+        if INDEXER in name or (STATE.search(name) and not states):
             raise FlexQuantError(
                 f"layer {layer} of variant '{self.source.name}' has a state or a cache of its own in "
                 f"'{module}', which transformers does not keep in the cache of its model, so it cannot be "
