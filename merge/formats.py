@@ -58,8 +58,8 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
 
 
 def _read(
-    folder: Path, section: JsonObject | None, tensors: Mapping[str, TensorRef]
-) -> tuple[JsonObject, Mapping[str, TensorRef]]:
+    folder: Path, section: JsonObject | None, tensors: dict[str, TensorRef]
+) -> tuple[JsonObject, dict[str, TensorRef]]:
     """Return the ``quantization_config`` and the tensors as compressed-tensors has them."""
     if section is None:
         return _section({}, ()), tensors

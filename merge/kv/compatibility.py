@@ -229,8 +229,8 @@ def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None 
                 if other is not reference:
                     pair = Pair(variant, other)
                     pair.compare_bases(pool)
-                    compared = () if pair.residual_message else pool.map(pair.compare_layer, layers)
-                    for layer, found in enumerate(compared):
+                    compared = range(0) if pair.residual_message else layers
+                    for layer, found in enumerate(pool.map(pair.compare_layer, compared)):
                         report.note(pair, layer, found)
                 if not pair.residual_message:
                     report.mixable.remove([source.name])

@@ -96,11 +96,9 @@ class VariantWeights:
 
     def rounding_steps(self, layer: int) -> dict[str, float]:
         """Return the largest relative rounding error of each parameter's stored dtype, by name."""
-        refs, steps = self.layers[layer].parameters, {}
-        for name in self.skeleton.parameters[layer]:
-            dtype = refs[name].dtype if name in refs else "BF16"
-            steps[name] = 2.0 ** -(FLOAT_DTYPES.get(dtype, 7) + 1)
-        return steps
+        refs, names = self.layers[layer].parameters, self.skeleton.parameters[layer]
+        dtypes = {name: refs[name].dtype if name in refs else "BF16" for name in names}
+        return {name: 2.0 ** -(FLOAT_DTYPES.get(dtype, 7) + 1) for name, dtype in dtypes.items()}
 
     def matrix(
         self,
