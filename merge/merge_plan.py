@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexquant.checkpoint.built_model import written_or_default
@@ -98,16 +98,16 @@ def plan_merge(
     sources = [first, *(with_names(source, first.tensors.keys()) for source in sources[1:])]
     num_layers = count_layers(first.config)
     model = _class_of(first)
-    shapes = [logical_shapes(s.tensors) for s in sources]
     is_tied = bool(written_or_default(first.config, "tie_word_embeddings"))
-    for source, shape in zip(sources, shapes, strict=True):
+    for source in sources:
         present = {int(m["index"]) for name in source.tensors if (m := LAYER.search(name))}
         for missing in sorted(set(range(num_layers)) - present):
             raise FlexQuantError(
                 f"'{source.name}' has no tensors for layer {missing} of {num_layers} ({source.folder}); "
                 "download or quantise it again"
             )
-        _check_same_shapes(first, shapes[0], source, shape, model, is_tied=is_tied)
+        if source is not first:
+            _check_same_shapes(first, source, model, is_tied)
         check_parameters(source)
     sidecars = plan_sidecars(sources, tokenizer_from, generation_from, processor_from)
     shared = _find_shared(sources)
@@ -172,19 +172,12 @@ def _check_same_model(a: Source, b: Source) -> None:
         )
 
 
-def _check_same_shapes(
-    a: Source,
-    a_shapes: Mapping[str, tuple[int, ...]],
-    b: Source,
-    b_shapes: Mapping[str, tuple[int, ...]],
-    model: ModelClass | None,
-    *,
-    is_tied: bool,
-) -> None:
+def _check_same_shapes(a: Source, b: Source, model: ModelClass | None, is_tied: bool) -> None:
     """Raise FlexQuantError unless both have the same parameters.
 
     Either may lack what ``model``, their class, drops, and the lm_head of a tied model.
     """
+    a_shapes, b_shapes = logical_shapes(a.tensors), logical_shapes(b.tensors)
     for name in sorted(a_shapes.keys() | b_shapes.keys()):
         if name not in a_shapes or name not in b_shapes:
             if (is_tied and HEAD.search(name)) or (model is not None and model.drops(name)):

@@ -7,7 +7,8 @@ And verify a merged checkpoint, by its recorded hashes or bit by bit against its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from flexquant.checkpoint.folder import (
@@ -73,24 +74,14 @@ def split_checkpoint(
     files = {RECIPE if name == own else name: path for name, path in files.items()}
     recorded = checkpoint.provenance.tensors
 
-    def check(digests: Mapping[str, str]) -> None:
+    config = checkpoint.source_config(variant)
+    with _written(output, tensors, config, files, overwrite, max_shard_size, progress) as digests:
         for name, digest in digests.items():
             if recorded.get(keys[name], digest) != digest:
                 raise FlexQuantError(
                     f"tensor '{keys[name]}' in {folder} differs from its recorded SHA-256 in "
                     f"{PROVENANCE_FILE}; fetch or merge the checkpoint again"
                 )
-
-    _write(
-        output,
-        tensors,
-        checkpoint.source_config(variant),
-        files,
-        overwrite=overwrite,
-        max_shard_size=max_shard_size,
-        progress=progress,
-        check=check,
-    )
     return {"output": str(output), "variant": variant, "tensors": len(tensors), "bytes": total_bytes(tensors)}
 
 
@@ -122,7 +113,8 @@ def convert_checkpoint(
     files = find_files(folder, COPIED)
     config = {key: value for key, value in source.config.items() if key not in SECTIONS}
     config[SECTIONS[0]] = source.quantization_config
-    _write(output, source.tensors, config, files, overwrite=overwrite, progress=progress)
+    with _written(output, source.tensors, config, files, overwrite, DEFAULT_SHARD_SIZE, progress):
+        pass
     method = "16 bit" if stored is None else stored.get("quant_method")
     linears = sum(name.endswith(".weight_scale") for name in source.tensors)
     return {"output": str(output), "from": method, "linears": linears}
@@ -171,21 +163,21 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
     return len(matches)
 
 
-def _write(
+@contextmanager
+def _written(
     output: Path,
     tensors: Mapping[str, TensorRef],
     config: JsonObject,
     files: Mapping[str, Path],
-    *,
     overwrite: bool,
-    max_shard_size: int = DEFAULT_SHARD_SIZE,
-    progress: Progress | None = None,
-    check: Callable[[Mapping[str, str]], None] = lambda digests: None,
-) -> None:
-    """Write a checkpoint, which appears once it is complete and ``check`` of the tensors' SHA-256 passed."""
+    max_shard_size: int,
+    progress: Progress | None,
+) -> Iterator[Mapping[str, str]]:
+    """Write a checkpoint and yield its tensors' SHA-256; it appears at ``output`` if the block passes."""
     shards = plan_shards([tensors], max_shard_size)
     check_free_space(output, needed_bytes(shards, files.values()))
     with staged_folder(output, overwrite=overwrite) as stage:
         copy_files(files, stage)
-        check(write_shards(stage, shards, progress))
+        digests = write_shards(stage, shards, progress)
         write_json(stage / "config.json", config)
+        yield digests
