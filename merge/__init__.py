@@ -10,7 +10,6 @@ This folder is imported as `flexquant.merge`. README.md says which module does w
 """
 
 from flexquant.merge.merging import merge_checkpoints
-from flexquant.merge.plain_checkpoint import convert_checkpoint, split_checkpoint
-from flexquant.merge.verify import verify_checkpoint
+from flexquant.merge.split_verify import convert_checkpoint, split_checkpoint, verify_checkpoint
 
 __all__ = ["convert_checkpoint", "merge_checkpoints", "split_checkpoint", "verify_checkpoint"]

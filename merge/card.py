@@ -138,7 +138,17 @@ def _base_models(source: Source, card: JsonObject) -> list[str]:
 
 def describe_origins(variants: Sequence[str], files: Mapping[str, Path]) -> str:
     """Return a Markdown list with an item per variant; ``files`` maps sidecar names to their paths."""
-    return "\n".join(_describe(name, files.get(recipe_name(name))) for name in variants)
+    lines = []
+    for variant in variants:
+        line = f"- `{variant}`: its source came without a recipe."
+        if (path := files.get(recipe_name(variant))) is not None:
+            try:
+                document = from_yaml(path.read_bytes(), str(path), "recipe", [OUR_RECIPES]).data
+                line = _describe_ours(variant, document)
+            except (FlexQuantError, LookupError, TypeError, ValueError, AttributeError):
+                line = f"- `{variant}`: by `{recipe_name(variant)}`, as it came with the source."
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def describe_losses(variants: Sequence[str], files: Mapping[str, Path]) -> str:
@@ -151,16 +161,6 @@ def describe_losses(variants: Sequence[str], files: Mapping[str, Path]) -> str:
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     said = "".join(f"\n{line}.\n" for line in too_much(losses))
     return f"\nLost against the 16-bit model, on texts that no variant was calibrated on:\n\n{table}\n{said}"
-
-
-def _describe(variant: str, path: Path | None) -> str:
-    if path is None:
-        return f"- `{variant}`: its source came without a recipe."
-    try:
-        document = from_yaml(path.read_bytes(), str(path), "recipe", [OUR_RECIPES]).data
-        return _describe_ours(variant, document)
-    except (FlexQuantError, LookupError, TypeError, ValueError, AttributeError):
-        return f"- `{variant}`: by `{recipe_name(variant)}`, as it came with the source."
 
 
 def _describe_ours(variant: str, document: JsonObject) -> str:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexquant.checkpoint.built_model import written_or_default
@@ -98,16 +98,27 @@ def plan_merge(
     sources = [first, *(with_names(source, first.tensors.keys()) for source in sources[1:])]
     num_layers = count_layers(first.config)
     model = _class_of(first)
-    shapes = [logical_shapes(s.tensors) for s in sources]
     is_tied = bool(written_or_default(first.config, "tie_word_embeddings"))
-    for source, shape in zip(sources, shapes, strict=True):
-        _check_layers(source, num_layers)
-        _check_same_shapes(first, shapes[0], source, shape, model, is_tied=is_tied)
+    for source in sources:
+        present = {int(m["index"]) for name in source.tensors if (m := LAYER.search(name))}
+        for missing in sorted(set(range(num_layers)) - present):
+            raise FlexQuantError(
+                f"'{source.name}' has no tensors for layer {missing} of {num_layers} ({source.folder}); "
+                "download or quantise it again"
+            )
+        if source is not first:
+            _check_same_shapes(first, source, model, is_tied)
         check_parameters(source)
     sidecars = plan_sidecars(sources, tokenizer_from, generation_from, processor_from)
     shared = _find_shared(sources)
     if len(sources) > 1:
-        _check_towers(sources, shared)
+        for name, module in _find_towers(sources).items():
+            if name not in shared:
+                raise FlexQuantError(
+                    f"'{name}' is not equal in all variants, but images are read once for all of them; leave "
+                    f"'{module}' out of quantising in each (add 're:.*{module.rpartition('.')[2]}.*' to the "
+                    "recipe's 'ignore')"
+                )
     groups = {"shared": {SHARED_PREFIX + name: first.tensors[name] for name in sorted(shared)}}
     for source in sources:
         own = sorted(source.tensors.keys() - shared)
@@ -161,29 +172,12 @@ def _check_same_model(a: Source, b: Source) -> None:
         )
 
 
-def _check_layers(source: Source, num_layers: int) -> None:
-    present = {int(m["index"]) for name in source.tensors if (m := LAYER.search(name))}
-    missing = sorted(set(range(num_layers)) - present)
-    if missing:
-        raise FlexQuantError(
-            f"'{source.name}' has no tensors for layer {missing[0]} of {num_layers} ({source.folder}); "
-            "download or quantise it again"
-        )
-
-
-def _check_same_shapes(
-    a: Source,
-    a_shapes: Mapping[str, tuple[int, ...]],
-    b: Source,
-    b_shapes: Mapping[str, tuple[int, ...]],
-    model: ModelClass | None,
-    *,
-    is_tied: bool,
-) -> None:
+def _check_same_shapes(a: Source, b: Source, model: ModelClass | None, is_tied: bool) -> None:
     """Raise FlexQuantError unless both have the same parameters.
 
     Either may lack what ``model``, their class, drops, and the lm_head of a tied model.
     """
+    a_shapes, b_shapes = logical_shapes(a.tensors), logical_shapes(b.tensors)
     for name in sorted(a_shapes.keys() | b_shapes.keys()):
         if name not in a_shapes or name not in b_shapes:
             if (is_tied and HEAD.search(name)) or (model is not None and model.drops(name)):
@@ -203,13 +197,12 @@ def _check_same_shapes(
 def _find_shared(sources: Sequence[Source]) -> set[str]:
     """Return the names of the tensors that are bit-identical in all sources; empty for a single source."""
     first, *others = sources
-    if not others:
-        return set()
 
     def is_shared(name: str, ref: TensorRef) -> bool:
         return all(name in s.tensors and same_bytes(ref, s.tensors[name]) for s in others)
 
-    return {name for name, shared in match_each(first.tensors, is_shared, None).items() if shared}
+    found = match_each(first.tensors, is_shared, None) if others else {}
+    return {name for name, shared in found.items() if shared}
 
 
 def _find_towers(sources: Sequence[Source]) -> dict[str, str]:
@@ -225,17 +218,6 @@ def _read_names(sources: Sequence[Source]) -> set[str]:
     """Return the names of the tensors that the sources' class reads."""
     names, model = {name for source in sources for name in source.tensors}, _class_of(sources[0])
     return names if model is None else {name for name in names if not model.drops(name)}
-
-
-def _check_towers(sources: Sequence[Source], shared: Collection[str]) -> None:
-    """Raise FlexQuantError unless all tensors that process images are ``shared``."""
-    for name, module in _find_towers(sources).items():
-        if name not in shared:
-            raise FlexQuantError(
-                f"'{name}' is not equal in all variants, but images are read once for all of them; leave "
-                f"'{module}' out of quantising in each (add 're:.*{module.rpartition('.')[2]}.*' to the "
-                "recipe's 'ignore')"
-            )
 
 
 def _holder(tensor_name: str) -> str | None:

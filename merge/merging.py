@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, make_provenance
@@ -32,6 +33,9 @@ from flexquant.merge.same_model import with_config_of
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import choose_policy, load_policy
 from flexquant.policy.schema import SCHEMA
+
+if TYPE_CHECKING:
+    from flexquant.merge.kv.compatibility import KVReport
 
 ANY_NUMBER_OF_TOKENS = 1 << 20
 
@@ -64,7 +68,7 @@ def merge_checkpoints(
     shards written so far are deleted. Returns what was written. Raises FlexQuantError for sources that cannot
     be combined, an output that may not be replaced and a full disk.
     """
-    from flexquant.merge.kv.compatibility import check_kv_compatibility  # torch, which verifying does without
+    from flexquant.merge.kv.compatibility import check_kv_compatibility  # transformers' models
 
     output = Path(output)
     named = sources.items() if isinstance(sources, Mapping) else sources
@@ -85,65 +89,48 @@ def merge_checkpoints(
         kv = check_kv_compatibility(plan.sources, kv_progress)
         if not kv.compatible and not allow_incompatible_kv:
             raise FlexQuantError(kv.message)
-        names = [s.name for s in plan.sources]
-        merged = MergedConfig(
-            base_architecture=plan.base_architecture,
-            variants={
-                s.name: StoredVariant(
-                    f"{s.name}.", s.quantization_config, s.name in plan.own_heads, _has_negative_scales(s)
-                )
-                for s in plan.sources
-            },
-            shared_modules=plan.shared_modules,
-            mixable=tuple(map(tuple, kv.mixable)),
-            rescaled=tuple(kv.rescaled),
-            policy=_default_policy(policy, names, plan.num_layers, kv.mixable),
-            kv_compatibility=kv.to_json(),
-        )
-        return _describe(plan, merged, stage, finish(progress), dtype, config_from)
-
-
-def _describe(
-    plan: MergePlan,
-    merged: MergedConfig,
-    stage: Path,
-    digests: Mapping[str, str],
-    dtype: str | None,
-    config_from: str | None,
-) -> CheckpointReport:
-    """Write the files beside the shards; ``digests`` maps merged keys to the SHA-256 of their tensors."""
-    copy_files(plan.sidecars.files, stage)
-    write_json(stage / "config.json", _merged_config(plan.sidecars.complete(plan.sources[0].config), merged))
-    files = ["config.json", *plan.sidecars.files]
-    provenance = make_provenance(plan.sources, digests, stage, files, dtype, config_from)
-    write_json(stage / PROVENANCE_FILE, provenance)
-    report = report_checkpoint(merged, plan.num_layers, plan.tensors)
-    (stage / "README.md").write_text(
-        make_card(report, plan.sources, provenance, plan.sidecars.files), encoding="utf-8"
-    )
+        merged = _merged_config(plan, kv, policy)
+        digests = finish(progress)
+        copy_files(plan.sidecars.files, stage)
+        base = plan.sidecars.complete(plan.sources[0].config)
+        config = {key: value for key, value in base.items() if key not in ("_name_or_path", *SECTIONS)}
+        config["architectures"] = [served_architecture(merged.base_architecture)]
+        config["quantization_config"] = merged.to_json()
+        write_json(stage / "config.json", config)
+        files = ["config.json", *plan.sidecars.files]
+        provenance = make_provenance(plan.sources, digests, stage, files, dtype, config_from)
+        write_json(stage / PROVENANCE_FILE, provenance)
+        report = report_checkpoint(merged, plan.num_layers, plan.tensors)
+        card = make_card(report, plan.sources, provenance, plan.sidecars.files)
+        (stage / "README.md").write_text(card, encoding="utf-8")
     return report
+
+
+def _merged_config(plan: MergePlan, kv: KVReport, policy: str | None) -> MergedConfig:
+    """Return what the checkpoint says of itself; raise FlexQuantError for a policy that cannot be served."""
+    names = [source.name for source in plan.sources]
+    if policy is not None:
+        build_route_table(load_policy(policy), names, plan.num_layers, ANY_NUMBER_OF_TOKENS, kv.mixable)
+    return MergedConfig(
+        base_architecture=plan.base_architecture,
+        variants={
+            s.name: StoredVariant(
+                f"{s.name}.", s.quantization_config, s.name in plan.own_heads, _has_negative_scales(s)
+            )
+            for s in plan.sources
+        },
+        shared_modules=plan.shared_modules,
+        mixable=tuple(map(tuple, kv.mixable)),
+        rescaled=tuple(kv.rescaled),
+        policy=policy_to_store(policy, names),
+        kv_compatibility=kv.to_json(),
+    )
 
 
 def _has_negative_scales(source: Source) -> bool:
     packed = {name.removesuffix("_packed") for name in source.tensors if name.endswith("weight_packed")}
     scales = (ref for name, ref in source.tensors.items() if name.removesuffix("_scale") in packed)
     return any(bool((load_tensor(ref).float() < 0).any()) for ref in scales)
-
-
-def _merged_config(base: JsonObject, merged: MergedConfig) -> JsonObject:
-    left_out = ("_name_or_path", *SECTIONS)
-    config = {key: value for key, value in base.items() if key not in left_out}
-    architecture = served_architecture(merged.base_architecture)
-    return {**config, "architectures": [architecture], "quantization_config": merged.to_json()}
-
-
-def _default_policy(
-    requested: str | None, variants: Collection[str], num_layers: int, mixable: Collection[Collection[str]]
-) -> JsonObject | None:
-    """Return the policy document to store; raise FlexQuantError for one that cannot be served."""
-    if requested is not None:
-        build_route_table(load_policy(requested), variants, num_layers, ANY_NUMBER_OF_TOKENS, mixable)
-    return policy_to_store(requested, variants)
 
 
 def policy_to_store(requested: str | None, variants: Collection[str]) -> JsonObject | None:

@@ -15,48 +15,252 @@ unsigned integers,
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.entrypoints.convert import AutoAWQConverter
+from torch.nn.functional import pad
 
-from flexquant.checkpoint.loadable import COMPRESSED_TENSORS
-from flexquant.checkpoint.model_config import ConfigGroup, JsonObject, QuantizedNumbers
-from flexquant.checkpoint.module_names import EMBEDDINGS
+from flexquant.checkpoint.model_config import AWQ, GPTQ, ConfigGroup, JsonObject, complete_settings
 from flexquant.checkpoint.safetensors_io import TensorRef, computed, load_tensor
 from flexquant.errors import FlexQuantError
-from flexquant.merge.packed_settings import GPTQ, PackedFormat, read_settings
 
-EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
 FLOATS = ("F16", "BF16", "F32")
 PACKED_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 """Ends of the names of a linear's tensors."""
-Tensors = dict[str, TensorRef]
-Form = TypeVar("Form")
-"""What the settings of a format say of a linear."""
+AUTO_ROUND = ("auto-round", "intel/auto-round")
+PACKED_METHODS = (AWQ, GPTQ, *AUTO_ROUND)
+WITH_OFFSET, WITHOUT_OFFSET = "gptq", "gptq_v2"
+"""Values of GPTQ's ``checkpoint_format``: zero points stored minus one, and as they are."""
+
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Each of eight neighbouring outputs -> its place in a word of AWQ's."""
+INPUTS_AT_A_TIME = 256
+"""Inputs of an AWQ linear that are repacked at a time, to stay in a core's cache; an even number."""
+BY_LAYER = ("bits", "group_size", "sym", "desc_act")
+"""Settings that vLLM reads of a pattern of GPTQModel's ``dynamic``."""
+LEFT_OUT = "-:"
+"""Begins a pattern of linears that are not quantised; others may begin with ``+:``."""
+Read = tuple[dict[str, ConfigGroup], dict[str, TensorRef]]
+"""The scheme of each quantised linear, and the tensors as compressed-tensors has them."""
 
 
-def from_packed_format(
-    folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]
-) -> tuple[JsonObject, Tensors]:
-    """Return the ``quantization_config`` and the tensors as compressed-tensors has them.
+@dataclass(frozen=True)
+class PackedFormat:
+    """What the settings of a checkpoint say of a quantised linear."""
 
-    Quantised values do not change. Raises FlexQuantError for settings that compressed-tensors cannot hold,
+    method: str
+    """AWQ or GPTQ."""
+    bits: int
+    group_size: int
+    """Inputs of a group; -1 for all."""
+    symmetric: bool
+    offsets: tuple[int, ...] = (0,)
+    """What may have to be added to a stored zero point."""
+    reordered: bool = field(default=False, compare=False)
+    """Whether the inputs without ``g_idx`` are in an unknown order."""
+
+    @property
+    def middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def values(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the unsigned values in int32 words [rows, words], int32 [rows, values]."""
+        shifts = torch.arange(0, 32, self.bits, dtype=torch.int32)
+        values = (packed.unsqueeze(-1) >> shifts & (1 << self.bits) - 1).flatten(-2)
+        return (
+            AutoAWQConverter.reverse_awq_order(values, None, self.bits)[0] if self.method == AWQ else values
+        )
+
+    def pack_weight(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return ``weight_packed``, int32 [out, in * bits / 32]."""
+        if self.method == GPTQ:
+            return stored.T.contiguous()
+        inputs, words = stored.shape
+        pairs = torch.zeros(words, len(AWQ_PLACES), -(-inputs // 8) * 4, dtype=torch.uint8)
+        for first in range(0, inputs, INPUTS_AT_A_TIME):
+            part = stored[first : first + INPUTS_AT_A_TIME].view(torch.uint8).unflatten(1, (words, 4))
+            part = pad(part.permute(2, 1, 0), (0, part.shape[0] % 2))  # a byte: two outputs of one input
+            even, odd = part[..., 0::2], part[..., 1::2]
+            halves = even & 15 | odd << 4, even >> 4 | odd & 240
+            start, stop = first // 2, first // 2 + even.shape[-1]
+            for output, place in enumerate(AWQ_PLACES):
+                pairs[:, output, start:stop] = halves[place % 2][place // 2]
+        return pairs.flatten(0, 1).view(torch.int32)
+
+    def pack_zero_points(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return ``weight_zero_point``, int32 [out * bits / 32, in / g]."""
+        zero_points = (self.values(stored) + self.offsets[0]) % (1 << self.bits)
+        signed = (zero_points - self.middle).to(torch.int8)
+        return pack_to_int32(signed.T.contiguous(), self.bits, packed_dim=0).contiguous()
+
+    def is_symmetric(self, stored: torch.Tensor) -> bool:
+        """Whether all zero points are in the middle."""
+        values = self.values(stored)
+        return any(
+            bool(((values + offset) % (1 << self.bits) == self.middle).all()) for offset in self.offsets
+        )
+
+    def scheme(self) -> ConfigGroup:
+        """Return what a group of compressed-tensors says of such linears."""
+        size = self.group_size if self.group_size > 0 else None
+        return {
+            "weights": {
+                "num_bits": self.bits,
+                "type": "int",
+                "symmetric": self.symmetric,
+                "strategy": "group" if size else "channel",
+                "group_size": size,
+                "dynamic": False,
+            },
+            "input_activations": None,
+            "format": "pack-quantized",
+        }
+
+
+@dataclass(frozen=True)
+class PackedSettings:
+    """What the settings of a checkpoint say of its quantised linears, by name."""
+
+    base: PackedFormat
+    by_pattern: tuple[tuple[re.Pattern[str], PackedFormat], ...] = ()
+
+    def of(self, module: str) -> PackedFormat:
+        """Return the format of a linear: the first pattern that fits the start of its name decides."""
+        return next((form for pattern, form in self.by_pattern if pattern.match(module)), self.base)
+
+
+def read_settings(folder: Path, section: JsonObject) -> PackedSettings:
+    """Return what a ``quantization_config`` says of the linears.
+
+    Raises FlexQuantError for settings that compressed-tensors cannot hold.
+    """
+    method = section["quant_method"]
+    if method in AUTO_ROUND:
+        return PackedSettings(_read_auto_round(folder, section))
+    if method == AWQ:
+        return PackedSettings(_read_awq(folder, section))
+    return PackedSettings(_read_gptq(folder, section), tuple(_read_dynamic(folder, section)))
+
+
+def _read_dynamic(folder: Path, section: JsonObject) -> Iterator[tuple[re.Pattern[str], PackedFormat]]:
+    """Yield the patterns of GPTQModel's ``dynamic``, each with the format of the linears that it fits."""
+    dynamic = section.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise FlexQuantError(
+            f"{folder} has 'dynamic' {dynamic!r} in its quantization_config, expected an object of settings "
+            "by pattern; get the checkpoint again"
+        )
+    for text, changes in dynamic.items():
+        left_out = text.startswith(LEFT_OUT)
+        if not left_out and not isinstance(changes, dict):
+            raise FlexQuantError(
+                f"{folder} has '{text}' in 'dynamic' of its quantization_config with {changes!r}, expected "
+                "an object of settings; get the checkpoint again"
+            )
+        try:
+            pattern = re.compile(text.removeprefix(LEFT_OUT).removeprefix("+:"))
+        except (re.error, OverflowError, RecursionError) as e:
+            raise FlexQuantError(
+                f"{folder} has '{text}' in 'dynamic' of its quantization_config, which is no regular "
+                f"expression ({e}); correct it, or get the checkpoint again"
+            ) from e
+        own = {} if left_out else {key: changes[key] for key in BY_LAYER if key in changes}
+        yield pattern, _read_gptq(folder, section | own)
+
+
+def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
+    packing = str(section.get("packing_format"))
+    method = next((known for known in (AWQ, GPTQ) if known in packing), None)
+    extra = section.get("extra_config") or {}
+    layers = list(extra.values()) if isinstance(extra, dict) else [extra]
+    if not all(isinstance(layer, dict) and type(layer.get("bits", 16)) is int for layer in layers):
+        raise FlexQuantError(
+            f"{folder} has the extra_config {extra!r}, expected an object of settings by layer, with numbers "
+            "of bits; get the checkpoint again"
+        )
+    found = complete_settings(section, str(folder))
+    symmetric = found["sym"]
+    unserved = method == GPTQ and not symmetric
+    if (
+        method is None
+        or unserved
+        or section.get("data_type", "int") != "int"
+        or any(layer.get("bits", 16) < 16 for layer in layers)
+    ):
+        raise FlexQuantError(
+            f"{folder} was exported by AutoRound in a form that is not read (packing_format {packing}, "
+            f"data_type {section.get('data_type')}, sym {symmetric}, {len(layers)} layers with settings of "
+            "their own); export it as auto_round:auto_gptq (symmetric), auto_round:auto_awq or "
+            "llm_compressor, as integers, with one setting for all layers"
+        )
+    # AutoRound's releases differ in the offset; vLLM ignores the zero points of its symmetric linears.
+    return PackedFormat(method, *_bits_and_size(folder, found, method), symmetric, offsets=(0, 1))
+
+
+def _read_awq(folder: Path, section: JsonObject) -> PackedFormat:
+    version = str(section.get("version", "gemm"))
+    if version.lower() != "gemm":
+        raise FlexQuantError(
+            f"{folder} is in AWQ's format {version!r}; take an AWQ checkpoint in the GEMM format"
+        )
+    found = complete_settings(section, str(folder), AWQ)
+    return PackedFormat(AWQ, *_bits_and_size(folder, found, AWQ), not found["zero_point"])
+
+
+def _read_gptq(folder: Path, section: JsonObject) -> PackedFormat:
+    form = section.get("checkpoint_format") or WITH_OFFSET
+    if form not in (WITH_OFFSET, WITHOUT_OFFSET):
+        raise FlexQuantError(
+            f"{folder} has the checkpoint_format {form!r}; only '{WITH_OFFSET}' and '{WITHOUT_OFFSET}' are "
+            "read: take the checkpoint that it was packed from"
+        )
+    offset = 1 if form == WITH_OFFSET else 0
+    found = complete_settings(section, str(folder))
+    bits, size = _bits_and_size(folder, found, GPTQ)
+    return PackedFormat(GPTQ, bits, size, found["sym"], (offset,), found["desc_act"] and size > 0)
+
+
+def _bits_and_size(folder: Path, settings: JsonObject, method: str) -> tuple[int, int]:
+    """Return the bits of a weight and the inputs of a group."""
+    bits, size = settings["bits"], settings["group_size"]
+    allowed = (4,) if method == AWQ else (4, 8)
+    if bits not in allowed:
+        listed = " and ".join(map(str, allowed))
+        raise FlexQuantError(f"{folder} has {bits} bits a weight; of {method} only {listed} are read")
+    if not (size > 0 or (size == -1 and method == GPTQ)):
+        raise FlexQuantError(
+            f"{folder} has the group_size {size} in its quantization_config, expected a number of inputs "
+            "or, for GPTQ, -1: correct it, or get the checkpoint again"
+        )
+    return bits, size
+
+
+def from_packed_format(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> Read:
+    """Read AWQ, GPTQ and AutoRound's exports in these; quantised values do not change.
+
+    Raises FlexQuantError for settings that compressed-tensors cannot hold,
     and for tensors whose dtype, shape or content does not fit the settings.
     """
     settings = read_settings(folder, section)
-    method = settings.base.method
-    linears = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
-    if not linears:
+    names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
+    if not names:
         raise FlexQuantError(
-            f"{folder} has no linear in the format of {method} (no tensor is named '*.qweight'); take a "
-            "checkpoint that is not packed for one kernel, such as marlin's"
+            f"{folder} has no linear in the format of {settings.base.method} (no tensor is named "
+            "'*.qweight'); take a checkpoint that is not packed for one kernel, such as marlin's"
         )
-    found = {name: ref for name, ref in tensors.items() if not _is_part(name, tensors)}
-    forms = {name: settings.of(name) for name in linears}
-    for name, form in forms.items():
+    linears = {name: settings.of(name) for name in names}
+    found = {
+        name: ref
+        for name, ref in tensors.items()
+        if not (name.endswith(PACKED_PARTS) and name.rpartition(".")[0] in linears)
+    }
+    for name, form in linears.items():
         for part in ("weight", "weight_packed"):
             if f"{name}.{part}" in tensors:
                 raise FlexQuantError(
@@ -64,28 +268,10 @@ def from_packed_format(
                     "checkpoint again"
                 )
         found |= _linear(name, form, tensors)
-    return section_by_layer(forms, _scheme, "pack-quantized", matrices_in_16_bit(tensors)), found
+    return {name: form.scheme() for name, form in linears.items()}, found
 
 
-def matrices_in_16_bit(tensors: Mapping[str, TensorRef]) -> set[str]:
-    """Return the modules with a matrix called ``weight``, but for embeddings; lm_head is always among them.
-
-    The settings of a checkpoint name what is not quantised by parts of names, which may fit others.
-    """
-    weights = [key for key, ref in tensors.items() if key.endswith(".weight") and len(ref.shape) == 2]
-    return {
-        "lm_head",
-        *(key.removesuffix(".weight") for key in weights if not key.endswith(EMBEDDING_WEIGHTS)),
-    }
-
-
-def _is_part(name: str, tensors: Mapping[str, TensorRef]) -> bool:
-    """Whether a tensor is one that `_linear` converts."""
-    module = name.rpartition(".")[0]
-    return name.endswith(PACKED_PARTS) and f"{module}.qweight" in tensors
-
-
-def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -> Tensors:
+def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
     """Return a linear's tensors; raise FlexQuantError unless what is stored fits the settings."""
     part = {name: tensors.get(f"{module}.{name}") for name in ("qweight", "scales", "qzeros", "g_idx")}
     qweight = part["qweight"]
@@ -102,8 +288,15 @@ def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -
     }
     needed = {"scales"} if form.symmetric else {"scales", "qzeros"}
     for name, (dtypes, shape) in expected.items():
-        if part[name] is not None or name in needed:
-            _check_tensor(f"{module}.{name}", part[name], dtypes, shape)
+        ref = part[name]
+        if ref is None and name in needed:
+            raise FlexQuantError(f"{module}.{name} is missing; get the checkpoint again")
+        if ref is not None and (ref.dtype not in dtypes or ref.shape != shape):
+            raise FlexQuantError(
+                f"{module}.{name} is {ref.dtype} {list(ref.shape)} instead of {' or '.join(dtypes)} "
+                f"{list(shape)}; correct bits and group_size in the quantization_config, or get the "
+                "checkpoint again"
+            )
     scales, qzeros, g_idx = part["scales"], part["qzeros"], part["g_idx"]
     assert scales is not None
     _check_order(module, form, g_idx, inputs)
@@ -112,12 +305,11 @@ def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -
             f"{module} has zero points beside {form.middle}, though its quantization_config says 'sym'; get "
             "the checkpoint again"
         )
-    words = -(-inputs // values)
-    weight = f"{module}.weight"
+    weight, words, size = f"{module}.weight", -(-inputs // values), torch.tensor([outputs, inputs])
     found = [
         _transformed(f"{weight}_packed", qweight, "I32", (outputs, words), form.pack_weight),
         _transformed(f"{weight}_scale", scales, scales.dtype, (outputs, groups), _turned),
-        _constant(f"{weight}_shape", qweight, torch.tensor([outputs, inputs])),
+        computed(f"{weight}_shape", qweight, "I64", (2,), lambda rows: _of_rows(size, rows)),
     ]
     if not form.symmetric and qzeros is not None:
         shape = (-(-outputs // values), groups)
@@ -136,16 +328,6 @@ def _check_order(module: str, form: PackedFormat, g_idx: TensorRef | None, input
         raise FlexQuantError(
             f"{module} was quantised with its inputs in another order (desc_act), which the kernels for "
             "compressed-tensors do not undo; take a checkpoint without desc_act"
-        )
-
-
-def _check_tensor(key: str, ref: TensorRef | None, dtypes: Sequence[str], shape: tuple[int, ...]) -> None:
-    if ref is None:
-        raise FlexQuantError(f"{key} is missing; get the checkpoint again")
-    if ref.dtype not in dtypes or ref.shape != shape:
-        raise FlexQuantError(
-            f"{key} is {ref.dtype} {list(ref.shape)} instead of {' or '.join(dtypes)} {list(shape)}; correct "
-            "bits and group_size in the quantization_config, or get the checkpoint again"
         )
 
 
@@ -176,48 +358,5 @@ def _transformed(
     return computed(name, stored, dtype, shape, compute)
 
 
-def _constant(name: str, like: TensorRef, value: torch.Tensor) -> TensorRef:
-    return computed(name, like, "I64", tuple(value.shape), lambda rows: _of_rows(value, rows))
-
-
 def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
     return whole if rows is None else torch.cat([whole[part.start : part.stop] for part in rows])
-
-
-def section_by_layer(
-    forms: Mapping[str, Form], scheme: Callable[[Form], ConfigGroup], file_format: str, ignored: set[str]
-) -> JsonObject:
-    """Return the ``quantization_config``: a group for each form, which names its linears if several."""
-    linears: dict[Form, list[str]] = {}
-    for name in sorted(forms):
-        linears.setdefault(forms[name], []).append(name)
-    groups = [
-        ConfigGroup(targets=names if len(linears) > 1 else ["Linear"], **scheme(form), format=file_format)
-        for form, names in linears.items()
-    ]
-    return compressed_tensors_section(groups, file_format, ignored)
-
-
-def compressed_tensors_section(
-    groups: Sequence[ConfigGroup], file_format: str, ignored: Iterable[str]
-) -> JsonObject:
-    """Return the ``quantization_config`` of a checkpoint of compressed-tensors."""
-    return {
-        "quant_method": COMPRESSED_TENSORS,
-        "format": file_format,
-        "quantization_status": "compressed",
-        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
-        "ignore": sorted(ignored),
-    }
-
-
-def _scheme(form: PackedFormat) -> ConfigGroup:
-    weights: QuantizedNumbers = {
-        "num_bits": form.bits,
-        "type": "int",
-        "symmetric": form.symmetric,
-        "strategy": "group" if form.group_size > 0 else "channel",
-        "group_size": form.group_size if form.group_size > 0 else None,
-        "dynamic": False,
-    }
-    return {"weights": weights, "input_activations": None}

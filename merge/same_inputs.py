@@ -10,9 +10,8 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +34,7 @@ from flexquant.errors import FlexQuantError, explained
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token")
 """Special tokens by the names under which vLLM asks for them. It pads nothing."""
 SHOWN = 120
@@ -108,11 +108,47 @@ def tokenizer_difference(a: Source, b: Source) -> str | None:
         first, second = load_tokenizer(a.folder), load_tokenizer(b.folder)
     except FlexQuantError as e:
         return f"{differing[0]} differs or is missing, and more cannot be said, as {e}"
-    for what, behaviour in _behaviours(first, second):
-        x, y = behaviour(first), behaviour(second)
+    texts = [*HARD_TEXTS, *(f"a{token}b {token} c" for token in first.get_added_vocab())]
+    with_template = bool(first.chat_template and second.chat_template)
+    behaviours = (_behaviour(one, texts, with_template) for one in (first, second))
+    for (what, x), (_, y) in zip(*behaviours, strict=True):
         if x != y:
             return f"{what}, {first_difference(x, y)}"
     return None
+
+
+def _behaviour(tokenizer: Tokenizer, texts: list[str], with_template: bool) -> Iterator[tuple[str, object]]:
+    """Yield what tokenizers are compared by, one after the other: a description, and what this one does."""
+    yield "special tokens", {name: getattr(tokenizer, name) for name in SPECIAL}
+    yield "vocabularies", tokenizer.get_vocab()
+    added = tokenizer.added_tokens_decoder.items()
+    yield "added tokens", {str(number): repr(token) for number, token in added}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = json.loads(backend.to_str())["model"] if backend else {}
+    yield "models", {key: value for key, value in model.items() if key != "vocab"}
+    if with_template:
+        templates = tokenizer.chat_template
+        named = templates if isinstance(templates, dict) else {"default": templates}
+        yield "chat templates", {name: str(text).removesuffix("\n") for name, text in named.items()}
+    for text in texts:
+        ids = {special: tokenizer.encode(text, add_special_tokens=special) for special in (True, False)}
+        yield (
+            f"token ids of the text {text!r}",
+            {
+                "with special tokens": ids[True],
+                "without": ids[False],
+                "decoded": tokenizer.decode(ids[True]),
+                "decoded without special tokens": tokenizer.decode(ids[True], skip_special_tokens=True),
+            },
+        )
+    for conversation in CONVERSATIONS if with_template else ():
+        try:
+            rendered: object = tokenizer.apply_chat_template(
+                conversation, tokenize=True, return_dict=False, add_generation_prompt=True
+            )
+        except Exception as e:  # a template can raise anything
+            rendered = str(e)
+        yield "texts of a conversation", rendered
 
 
 def has_same_file(name: str, a: Source, b: Source) -> bool:
@@ -123,69 +159,15 @@ def has_same_file(name: str, a: Source, b: Source) -> bool:
     return read_json(x) == read_json(y) if name.endswith(".json") else x.read_bytes() == y.read_bytes()
 
 
+def stored_json(source: Source, name: str) -> JsonObject:
+    """Return the JSON object in a file of a checkpoint; empty if there is no such file."""
+    return read_json(confined_file(source.folder, name)) if (source.folder / name).exists() else {}
+
+
 def has_chat_template(source: Source) -> bool:
     """Whether a checkpoint has a chat template, in a file of its own or in its tokenizer's config."""
-    config = source.folder / "tokenizer_config.json"
-    in_config = config.is_file() and read_json(confined_file(source.folder, config.name)).get("chat_template")
+    in_config = stored_json(source, TOKENIZER_CONFIG).get("chat_template")
     return bool(in_config or find_files(source.folder, CHAT_TEMPLATES))
-
-
-def _behaviours(a: Tokenizer, b: Tokenizer) -> list[tuple[str, Callable[[Tokenizer], object]]]:
-    """Return what two tokenizers are compared by: a description, and a function of one."""
-    texts = [*HARD_TEXTS, *(f"a{token}b {token} c" for token in a.get_added_vocab())]
-    found: list[tuple[str, Callable[[Tokenizer], object]]] = [
-        ("special tokens", lambda tokenizer: {name: getattr(tokenizer, name) for name in SPECIAL}),
-        ("vocabularies", lambda tokenizer: tokenizer.get_vocab()),
-        ("added tokens", _added_tokens),
-        ("models", _model),
-    ]
-    if a.chat_template and b.chat_template:
-        found.append(("chat templates", _chat_templates))
-    found += [(f"token ids of the text {text!r}", partial(_token_ids, text=text)) for text in texts]
-    if a.chat_template and b.chat_template:
-        found += [
-            ("texts of a conversation", partial(_rendered, number=i)) for i in range(len(CONVERSATIONS))
-        ]
-    return found
-
-
-def _added_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    return {str(number): repr(token) for number, token in tokenizer.added_tokens_decoder.items()}
-
-
-def _model(tokenizer: Tokenizer) -> dict[str, object]:
-    """Return a fast tokenizer's model without its vocabulary, in the form that the library writes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    model = json.loads(backend.to_str())["model"] if backend else {}
-    return {key: value for key, value in model.items() if key != "vocab"}
-
-
-def _chat_templates(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the chat templates by name, without the last line's end, which Jinja leaves out."""
-    templates = tokenizer.chat_template
-    named = templates if isinstance(templates, dict) else {"default": templates}
-    return {name: str(template).removesuffix("\n") for name, template in named.items()}
-
-
-def _token_ids(tokenizer: Tokenizer, text: str) -> dict[str, object]:
-    """Return a text's token ids with and without special tokens, and the texts that they are decoded to."""
-    ids = {special: tokenizer.encode(text, add_special_tokens=special) for special in (True, False)}
-    return {
-        "with special tokens": ids[True],
-        "without": ids[False],
-        "decoded": tokenizer.decode(ids[True]),
-        "decoded without special tokens": tokenizer.decode(ids[True], skip_special_tokens=True),
-    }
-
-
-def _rendered(tokenizer: Tokenizer, number: int) -> object:
-    """Return what the chat template makes of a conversation; the error's text if it refuses that."""
-    try:
-        return tokenizer.apply_chat_template(
-            CONVERSATIONS[number], tokenize=True, return_dict=False, add_generation_prompt=True
-        )
-    except Exception as e:  # a template can raise anything
-        return str(e)
 
 
 def first_difference(x: object, y: object) -> str:
@@ -193,12 +175,8 @@ def first_difference(x: object, y: object) -> str:
     if isinstance(x, Mapping) and isinstance(y, Mapping):
         key = min((key for key in {*x, *y} if x.get(key) != y.get(key)), key=str)
         return f"{key!r}: {first_difference(x.get(key), y.get(key))}"
-    return f"{_short(x)} against {_short(y)}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    shown = (text if len(text) <= SHOWN else f"{text[:SHOWN]}..." for text in (repr(x), repr(y)))
+    return " against ".join(shown)
 
 
 def processor_difference(a: Source, b: Source) -> str | None:
@@ -219,12 +197,8 @@ def processor_difference(a: Source, b: Source) -> str | None:
 
 def processor_parts(source: Source) -> dict[str, JsonObject]:
     """Return the settings that a checkpoint has of a processor and of its parts, as they are written."""
-
-    def read(name: str) -> JsonObject:
-        return read_json(confined_file(source.folder, name)) if (source.folder / name).exists() else {}
-
-    own = read(CONFIG)
-    parts = {part: own.pop(part, None) or read(file) for part, file in PARTS.items()}
+    own = stored_json(source, CONFIG)
+    parts = {part: own.pop(part, None) or stored_json(source, file) for part, file in PARTS.items()}
     return {part: settings for part, settings in {"processor": own, **parts}.items() if settings}
 
 

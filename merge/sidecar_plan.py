@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from flexquant.checkpoint.built_model import known_config, written_or_default
@@ -24,10 +25,12 @@ from flexquant.checkpoint.model_config import JsonObject, reads_more_than_text, 
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError, explained
 from flexquant.merge.same_inputs import (
+    TOKENIZER_CONFIG,
     has_chat_template,
     has_same_file,
     processor_difference,
     processor_parts,
+    stored_json,
     tokenizer_difference,
 )
 
@@ -47,7 +50,6 @@ SAMPLING: dict[str, tuple[int, ...]] = {
 """
 ENDS = "eos_token_id"
 SETTINGS = (*SAMPLING, ENDS)
-TOKENIZER_CONFIG = "tokenizer_config.json"
 AUTO_MAP = "auto_map"
 """Key of a config that names the classes to load, in files beside it or of transformers."""
 TOKENIZER_CLASS = "tokenizer_class"
@@ -124,11 +126,16 @@ def plan_sidecars(
     identical = {
         name for source in sources for name in _code_files(source.folder, _remote_code(source.config))
     }
-    code = set(_code_files(tokenizer.folder, _tokenizer_config(tokenizer)))
+    code = set(_code_files(tokenizer.folder, stored_json(tokenizer, TOKENIZER_CONFIG)))
     if tokenizer_from is None:
         identical |= code
-    for name in sorted(identical):
-        _check_identical(name, sources)
+    first = sources[0]
+    for name, other in product(sorted(identical), sources[1:]):
+        if not has_same_file(name, first, other):
+            raise FlexQuantError(
+                f"{name} is not the same in '{first.name}' ({first.folder}) and '{other.name}' "
+                f"({other.folder}); variants of one model need the same code"
+            )
     files = {
         name: confined_file(tokenizer.folder, name)
         for name in sorted({*identical, *code, *find_files(tokenizer.folder, TOKENIZER)})
@@ -158,7 +165,7 @@ def _choose(
     """Return the source by this name or, if all do the same, ``first``."""
     if name is not None:
         return named(sources, name, f"--{part}-from")
-    for other in [source for source in sources if source is not first]:
+    for other in (source for source in sources if source is not first):
         if found := difference(first, other):
             raise FlexQuantError(
                 f"the {part}s of '{first.name}' and '{other.name}' differ: {found}. One model has one; "
@@ -175,13 +182,12 @@ def _choose_generation(sources: Sequence[Source], name: str | None) -> Source:
     settings = generation_settings(first)
     for other in others:
         theirs = generation_settings(other)
-        for key in SETTINGS:
-            if settings.get(key) != theirs.get(key):
-                raise FlexQuantError(
-                    f"the generation settings of '{first.name}' and '{other.name}' differ in {key}: "
-                    f"{settings.get(key)} against {theirs.get(key)}. One checkpoint has one set of defaults: "
-                    f"{choice(first, other, '--generation-from')}"
-                )
+        for key in (key for key in SETTINGS if settings[key] != theirs[key]):
+            raise FlexQuantError(
+                f"the generation settings of '{first.name}' and '{other.name}' differ in {key}: "
+                f"{settings[key]} against {theirs[key]}. One checkpoint has one set of defaults: "
+                f"{choice(first, other, '--generation-from')}"
+            )
     return next((source for source in sources if settings_file(source.folder)), first)
 
 
@@ -199,11 +205,6 @@ def named(sources: Sequence[Source], name: str, option: str) -> Source:
     raise FlexQuantError(f"{option} names '{name}', but the variants are {names}; name one of them")
 
 
-def _tokenizer_config(source: Source) -> JsonObject:
-    present = (source.folder / TOKENIZER_CONFIG).is_file()
-    return read_json(confined_file(source.folder, TOKENIZER_CONFIG)) if present else {}
-
-
 def _remote_code(config: JsonObject) -> JsonObject:
     """Return a model's config if it needs code in its folder, as transformers has no class for it."""
     return config if AUTO_MAP in config and known_config(config, "config.json") is None else {}
@@ -211,7 +212,13 @@ def _remote_code(config: JsonObject) -> JsonObject:
 
 def _code_files(folder: Path, config: JsonObject) -> Iterator[str]:
     """Yield the names of the Python files that a config's AUTO_MAP loads, with what they import."""
-    classes = _mapped_classes(config.get(AUTO_MAP))
+    mapped = config.get(AUTO_MAP)
+    classes = [
+        name
+        for value in (mapped.values() if isinstance(mapped, dict) else ())
+        for name in (value if isinstance(value, list) else [value])
+        if isinstance(name, str)
+    ]
     for module in sorted({name.partition(".")[0] for name in classes if "--" not in name}):
         from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -221,19 +228,3 @@ def _code_files(folder: Path, config: JsonObject) -> Iterator[str]:
         with explained(problem, "get the checkpoint again", (OSError, ValueError)):
             imported = [Path(found).name for found in get_relative_import_files(path)]
         yield from imported
-
-
-def _mapped_classes(auto_map: object) -> list[str]:
-    values = auto_map.values() if isinstance(auto_map, dict) else ()
-    listed = [value if isinstance(value, list) else [value] for value in values]
-    return [name for names in listed for name in names if isinstance(name, str)]
-
-
-def _check_identical(name: str, sources: Sequence[Source]) -> None:
-    first = sources[0]
-    for other in sources[1:]:
-        if not has_same_file(name, first, other):
-            raise FlexQuantError(
-                f"{name} is not the same in '{first.name}' ({first.folder}) and '{other.name}' "
-                f"({other.folder}); variants of one model need the same code"
-            )

@@ -5,7 +5,7 @@
 Matrices are read as chunks of rows with their scales beside them: scales and variances are one number for a
 row, a column or a group of neighbouring columns. Multiplied out, each would be as large as the weight; kept
 apart, they enter the sums as vectors in matrix-vector products. Four statistics, all computed from these
-sums, are compared with bounds; `compatibility` says how the bounds were found. They follow from the noise
+sums, are compared with bounds; BOUNDS.md says how the bounds were found. They follow from the noise
 variance that `dequantize` predicts, so they are wider for INT4 than for INT8.
 
 Every row that writes the KV cache is compared. The other matrices and the token embeddings are most of a

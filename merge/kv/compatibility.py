@@ -7,61 +7,25 @@ quantisation noise. GPTQ, rounding to nearest and SmoothQuant's fold of a norm i
 Scaling K or V themselves (AWQ's v -> o smoothing) or rotating them (SpinQuant's R2 and R3) does not: each
 such model is right on its own cache, and silently wrong on the other's.
 
-What is compared. Each layer runs in transformers' own code for both variants, without its matrices
-(`skeleton`): in their place both variants get the same outputs. Whatever runs (norms, biases, attention,
-rotary embedding) has to cache and return the same numbers, up to the rounding of parameters (`layer_pass`).
-The matrices are compared with one another (`layer_comparison`): they have to agree up to quantisation noise
-(`agreement`), after factors between the two variants' inputs are multiplied out, so that a legitimate fold
-cancels. Gradients tell which rows reach the cache. Cache scales, run-time rotations, the projection that
-expands a latent cache and tensors that no layer of transformers reads have to be equal. A rotation of the
-whole residual stream is undone (`outside_layers`), and layers are then compared up to the cache only.
+`layer_comparison` compares the layers in transformers' own code, `outside_layers` what is around them. Cache
+scales and run-time rotations have to be equal. What is quantised may differ by noise, within the bounds of
+`agreement`.
 
-States. Linear attention, state spaces and short convolutions carry a state from token to token, and a variant
-reads what another wrote there. What a layer writes into transformers' cache is compared like K and V, after
-more tokens. A state that transformers does not keep in its cache is refused.
+Linear attention, state spaces and short convolutions carry a state from token to token. What a layer writes
+into transformers' cache is compared like K and V, after more tokens; a state that transformers does not keep
+there is refused. BOUNDS.md says why the length does not matter, and how all bounds were found.
 
-    Noise of matrices does not grow with the length, so its bounds are those of K and V. A head that keeps the
-    share exp(-g) of its state from token to token, g = exp(A_log) softplus(a + dt_bias), forgets errors as it
-    forgets tokens. If noise moves a by d, g is off by a share of at most d, as softplus' <= softplus; what
-    was written n tokens ago is off by n g d, and weighs exp(-n g): at most d / e, whatever n is. The delta
-    rule, I - b k k^T with |k| = 1, does not enlarge errors either. Measured on random layers of Qwen3-Next
-    and Granite 4, INT8 against INT4 (their matrices are 0.10 apart): the state's relative error is 0.12 to
-    0.20 after 12, 48, 192, 768 and 3072 tokens alike, for heads that forget at once or after a thousand.
-
-    A parameter that the state is computed with (A_log, dt_bias, conv1d, norms inside) could add up unseen:
-    in a head that forgets slowly, another A_log shows after thousands of tokens only. So each of its numbers
-    may differ by the rounding of its dtype and no more.
-
-What a difference forbids. These forbid a shared cache: a difference in a row that reaches the cache, in a
-parameter, in a 16-bit matrix, or in a module outside of the layers; another matrix that differs by more than
-quantisation ever explains; and columns that are larger or smaller on the whole, because the layers behind
-them then cache something else. A matrix that differs by more than noise, but by less than that, forbids only
-plans that mix layers, and so does another residual basis.
-
-The expected noise. Rounding to steps of width s has an error of variance s^2 / 12, so the scales predict how
-far two variants are apart: the root of the sum of both variances, relative to the reference's norm. Measured
-errors, as multiples of that prediction: rounding to nearest 1.00 to 1.13 on SmolLM2-135M; llmcompressor's
-GPTQ, which trades weight error for output error, 1.35 to 1.73 (W4A16 g64 against SmoothQuant W8A8, K and V of
-all 30 layers). The bounds, in `agreement`:
-
-    relative error    4 times the prediction, 2.3 times what GPTQ needs; at most 0.8. Measured 0.12-0.20 under
-                      bounds of 0.32-0.55; rotations and other models have 1.41. Other matrices: 6 times; GPTQ
-                      reaches 3.1 behind massive activations (down_proj).
-    gain of a row     an output channel's least-squares factor, within 10 %: GPTQ reaches 5 %, while v -> o
-                      smoothing by 0.8-1.25 shows 20 %. Other matrices: 25 %; GPTQ reaches 9.6 %.
-    gain of columns   the median over input channels, within 3 %; it shows a norm that was changed without its
-                      projections (6 % for changes by 0.8-1.25) and stays below 0.6 % otherwise. GPTQ moves a
-                      single column by up to 107 %, so the worst one says nothing.
-    other numbers     6 times the effect of rounding every parameter to its dtype, plus the effect of float32
-                      arithmetic in another order.
-
-Smoothing by less than 10 % passes: it changes K and V less than INT4 does.
+These forbid a shared cache: a difference in a row that reaches the cache, in a parameter, in a 16-bit matrix,
+or in a module outside of the layers; another matrix that differs by more than quantisation ever explains; and
+columns that are larger or smaller on the whole, because the layers behind them then cache something else. A
+matrix that differs by more than noise, but by less than that, forbids only plans that mix layers, and so does
+another residual basis.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,12 +36,12 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import decoder_layer
 from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.checkpoint.source import Source
+from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
-from flexquant.merge.kv.agreement import MatrixDistance
-from flexquant.merge.kv.layer_comparison import LayerComparison, RowsCached, equal
+from flexquant.merge.kv.layer_comparison import LayerComparison, RowsCached
 from flexquant.merge.kv.outside_layers import ResidualBasis, compare_bases, logits_difference
 from flexquant.merge.kv.skeleton import Skeleton
-from flexquant.merge.kv.variant_weights import CACHE_SCALE, VariantWeights
+from flexquant.merge.kv.variant_weights import CACHE_SCALE, VariantWeights, unequal
 
 KV_ADVICE = (
     "quantise both from the same 16-bit model without smoothing or rotating K and V "
@@ -86,8 +50,6 @@ KV_ADVICE = (
 RESIDUAL_ADVICE = "use plans that run all layers in one variant, or quantise both without rotation"
 CACHE_TRANSFORMS = ("k_cache", "q_attn", "input", "output")
 """Locations (compressed_tensors.transform.TransformLocation) of transforms that run with the model."""
-LayerProgress = Callable[[int, int], object]
-"""Called with (layers compared, layers to compare)."""
 ALIKE = ("llama", "qwen3", "phi3")
 """transformers models that can stand in for a missing one: plain, with norms of Q and K, fused matrices."""
 WITH_BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -97,40 +59,32 @@ WEIGHT = re.compile(r"\.weight(_packed)?$")
 class Pair:
     """A variant and the reference that it is compared with. Several threads compare layers at a time."""
 
-    def __init__(self, variant: VariantWeights, reference: VariantWeights, skeleton: Skeleton) -> None:
+    def __init__(self, variant: VariantWeights, reference: VariantWeights) -> None:
         self.variant, self.reference = variant, reference
-        self._skeleton = skeleton
         self.names = f"variants '{reference.source.name}' and '{variant.source.name}'"
         self.basis: ResidualBasis
         self._rows_cached: RowsCached = {}
         self.residual_message = ""
         """Why their layers cannot be mixed; empty if nothing was found against it."""
 
-    @property
-    def mixable(self) -> bool:
-        return not self.residual_message
-
     def cache_and_basis_difference(self, pool: Executor) -> str:
         """Return the first difference in K's rotations, cache scales, modules outside the layers or basis."""
         for find_difference in (rotation_difference, scale_difference):
             if difference := find_difference(self.variant.source, self.reference.source):
                 return difference
-        of_variant, of_reference = self.variant.before_layers(), self.reference.before_layers()
-        for name in sorted(of_variant.keys() | of_reference.keys()):
-            if not equal(of_variant.get(name), of_reference.get(name)):
-                return f"'{name}', which all layers compute with, is not equal in both"
+        before = self.reference.skeleton.before_layers
+        for name in unequal(self.variant.outside(before), self.reference.outside(before)):
+            return f"'{name}', which all layers compute with, is not equal in both"
         self.compare_bases(pool)
         difference = self.basis.difference
-        if self.basis.related:
-            weights = (self.variant, self.reference)
-            difference = pool.submit(
-                logits_difference, *weights, self._skeleton, self.basis.rotation
-            ).result()
+        if not difference or self.basis.rotation is not None:
+            compared = (self.variant, self.reference, self.basis.rotation)
+            difference = pool.submit(logits_difference, *compared).result()
         return f"{difference}, so they are not copies of one model" if difference else ""
 
     def compare_bases(self, pool: Executor) -> None:
         self.basis = compare_bases(self.variant, self.reference, pool)
-        if not self.basis.same:
+        if self.basis.difference:
             self.forbid_mixing(f"their residual streams lie in different bases: {self.basis.difference}")
 
     def refusal(self, difference: str) -> str:
@@ -142,9 +96,9 @@ class Pair:
         )
 
     def compare_layer(self, layer: int) -> LayerComparison:
-        weights, rotation = (self.variant, self.reference), self.basis.rotation
+        weights = (self.variant, self.reference)
         try:
-            return LayerComparison(self._skeleton, layer, weights, rotation, self._rows_cached).run()
+            return LayerComparison(weights, layer, self.basis.rotation, self._rows_cached).run()
         except FlexQuantError:
             raise
         except Exception as e:  # the code of a model in transformers can raise anything
@@ -155,8 +109,18 @@ class Pair:
 
 
 def rotation_difference(variant: Source, reference: Source) -> str:
-    """Return how the run-time rotations of K differ; empty if they do not."""
-    a, b = (_cache_transforms(of.quantization_config) for of in (variant, reference))
+    """Return how the run-time rotations of K (SpinQuant's R3) differ; empty if they do not."""
+    found: list[JsonObject] = []
+    for source in (variant, reference):
+        groups = (source.quantization_config.get("transform_config") or {}).get("config_groups") or {}
+        found.append(
+            {
+                name: group
+                for name, group in groups.items()
+                if any(apply.get("location") in CACHE_TRANSFORMS for apply in group.get("apply", ()))
+            }
+        )
+    a, b = found
     if a == b:
         return ""
     return f"rotation of the KV cache is {b!r} in '{reference.name}' and {a!r} in '{variant.name}'"
@@ -172,16 +136,6 @@ def scale_difference(variant: Source, reference: Source) -> str:
         if not torch.equal(x, y):  # NaN equals nothing
             return f"the cache scale '{name}' differs or is no number; a quantised KV cache needs the same"
     return ""
-
-
-def _cache_transforms(section: JsonObject) -> JsonObject:
-    """Return the run-time rotations of K (SpinQuant's R3), by name."""
-    groups = (section.get("transform_config") or {}).get("config_groups") or {}
-    return {
-        name: group
-        for name, group in groups.items()
-        if any(apply.get("location") in CACHE_TRANSFORMS for apply in group.get("apply", ()))
-    }
 
 
 @dataclass
@@ -208,10 +162,10 @@ class KVReport:
         """Whether layers of all variants can be mixed."""
         return self.compatible and len(self.mixable) == 1
 
-    def join(self, variant: str, other: str) -> None:
-        """Put a variant that was alone into the group of another."""
-        self.mixable.remove([variant])
-        next(group for group in self.mixable if other in group).append(variant)
+    def refuse(self, sources: Sequence[Source], message: str) -> KVReport:
+        """Record why sharing is refused, count all other variants as rescaled, and return self."""
+        self.message, self.rescaled = message, [source.name for source in sources[1:]]
+        return self
 
     def to_json(self) -> JsonObject:
         return {
@@ -222,25 +176,31 @@ class KVReport:
             "worst": self.worst,
         }
 
-    def record(self, projection: str, variant: str, layer: int, found: MatrixDistance) -> None:
-        entry = {
-            "variant": variant,
-            "layer": layer,
-            "relative_error": round(found.error.measured, 5),
-            "allowed": round(found.error.allowed, 5),
-            "nearest_bound": str(found.worst),
-            "share_of_bound": round(found.worst.ratio, 4),
-        }
-        if entry["share_of_bound"] >= self.worst.get(projection, {}).get("share_of_bound", 0.0):
-            self.worst[projection] = entry
+    def note(self, pair: Pair, layer: int, found: LayerComparison) -> None:
+        """Add one layer's comparison; called in the order of the layers."""
+        for projection, agreement in found.agreements:
+            entry = {
+                "variant": pair.variant.source.name,
+                "layer": layer,
+                "relative_error": round(agreement.error.measured, 5),
+                "allowed": round(agreement.error.allowed, 5),
+                "nearest_bound": str(agreement.worst),
+                "share_of_bound": round(agreement.worst.ratio, 4),
+            }
+            if entry["share_of_bound"] >= self.worst.get(projection, {}).get("share_of_bound", 0.0):
+                self.worst[projection] = entry
+        difference = found.cache_difference or found.residual_difference
+        if difference and not pair.residual_message:
+            pair.forbid_mixing(difference)
 
 
-def check_kv_compatibility(sources: Sequence[Source], progress: LayerProgress | None = None) -> KVReport:
+def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None = None) -> KVReport:
     """Decide whether variants can share one KV cache, and whether one plan can mix their layers.
 
     Reads every row that reaches the cache, and a sample of the others. Variants that cannot be mixed with
-    the first are read again, to compare them with one another. Returns at the first layer that forbids
-    sharing. Raises FlexQuantError for an architecture or a scheme that cannot be compared.
+    the first are read again, to compare them with one another. ``progress`` is called with the layers
+    compared and those to compare. Returns at the first layer that forbids sharing. Raises FlexQuantError for
+    an architecture or a scheme that cannot be compared.
     """
     report = KVReport(mixable=[[source.name] for source in sources])
     if len(sources) < 2:
@@ -249,51 +209,37 @@ def check_kv_compatibility(sources: Sequence[Source], progress: LayerProgress | 
         skeleton = pool.submit(build_skeleton, sources[0]).result()
         reference = VariantWeights(sources[0], skeleton)
         layers = range(reference.num_layers)
-        different_streams = [reference]
+        streams = [reference]
         layers_done, layers_in_all = 0, len(layers) * (len(sources) - 1)
         for source in sources[1:]:
             variant = VariantWeights(source, skeleton)
-            pair = Pair(variant, reference, skeleton)
+            pair = Pair(variant, reference)
             if difference := pair.cache_and_basis_difference(pool):
-                return _refuse(report, sources, pair.refusal(difference))
+                return report.refuse(sources, pair.refusal(difference))
             for layer, found in enumerate(pool.map(pair.compare_layer, layers)):
-                _note(report, pair, layer, found)
+                report.note(pair, layer, found)
                 if found.rescaled and source.name not in report.rescaled:
                     report.rescaled.append(source.name)
                 if found.cache_difference:
-                    return _refuse(report, sources, pair.refusal(found.cache_difference))
+                    return report.refuse(sources, pair.refusal(found.cache_difference))
                 layers_done += 1
                 if progress is not None:
                     progress(layers_done, layers_in_all)
-            for other in different_streams:
+            for other in streams:
                 if other is not reference:
-                    pair = Pair(variant, other, skeleton)
+                    pair = Pair(variant, other)
                     pair.compare_bases(pool)
-                    if pair.mixable:
-                        for layer, found in enumerate(pool.map(pair.compare_layer, layers)):
-                            _note(report, pair, layer, found)
-                if pair.mixable:
-                    report.join(source.name, other.source.name)
+                    compared = range(0) if pair.residual_message else layers
+                    for layer, found in enumerate(pool.map(pair.compare_layer, compared)):
+                        report.note(pair, layer, found)
+                if not pair.residual_message:
+                    report.mixable.remove([source.name])
+                    next(group for group in report.mixable if other.source.name in group).append(source.name)
                     break
                 report.residual_messages.append(pair.residual_message)
             else:
-                different_streams.append(variant)
+                streams.append(variant)
     return report
-
-
-def _refuse(report: KVReport, sources: Sequence[Source], message: str) -> KVReport:
-    """Record why sharing is refused, and count all other variants as rescaled."""
-    report.message, report.rescaled = message, [source.name for source in sources[1:]]
-    return report
-
-
-def _note(report: KVReport, pair: Pair, layer: int, found: LayerComparison) -> None:
-    """Add one layer's comparison to the report; called in the order of the layers."""
-    for projection, agreement in found.agreements:
-        report.record(projection, pair.variant.source.name, layer, agreement)
-    difference = found.cache_difference or found.residual_difference
-    if difference and pair.mixable:
-        pair.forbid_mixing(difference)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
@@ -55,28 +56,23 @@ class WeightReader:
         out_features, in_features = shape
         return out_features, in_features
 
-    def check_shapes(self, module: str, args: QuantizationArgs) -> None:
-        """Raise FlexQuantError unless a Linear's parameters have the shapes that its scheme asks for."""
-        problem = shape_problem(
-            args, self.shape(module), self.stored(module), lambda name: self.ref(module, name)
-        )
-        if problem:
-            raise self.error(module, f"{problem}; quantise it again")
-
     def weight_args(self, module: str) -> QuantizationArgs:
-        """Return how a Linear's weight is quantised; raise FlexQuantError for 16 bit or another scheme."""
-        scheme = self.schemes.of(module)
+        """Return how a Linear's weight is quantised.
+
+        Raises FlexQuantError for 16 bit, another scheme, and parameters of other shapes than it asks for.
+        """
+        scheme, stored = self.schemes.of(module), self.stored(module)
         if scheme is None or scheme.weights is None:
-            dtype = self.stored(module).dtype
-            raise self.error(module, f"is stored as {dtype}, but no config group quantises it")
-        args = scheme.weights
-        form = self.schemes.format_of(scheme)
+            raise self.error(module, f"is stored as {stored.dtype}, but no config group quantises it")
+        args, form = scheme.weights, self.schemes.format_of(scheme)
         if not is_readable(args, form):
             raise self.error(
                 module,
                 f"has the scheme {form} ({args.num_bits}-bit {args.type}, {args.strategy}), "
                 "which cannot be compared; use INT4, INT8 or FP8 weights",
             )
+        if problem := shape_problem(args, self.shape(module), stored, partial(self.ref, module)):
+            raise self.error(module, f"{problem}; quantise it again")
         return args
 
     def open(self, module: str) -> StoredLinear:
@@ -122,10 +118,7 @@ class StoredLinear:
         if _is_float(self._stored):
             return
         self._args = reader.weight_args(module)
-        reader.check_shapes(module, self._args)
-        self._scale = load_tensor(reader.source.tensors[f"{module}.weight_scale"]).float()
-        if not is_finite(self._scale):
-            raise self._not_finite()
+        self._scale = self._finite(load_tensor(reader.source.tensors[f"{module}.weight_scale"]).float())
         self._zero_point = None if self._args.type == "float" else self._load_zero_point()
 
     def read(self, rows: Sequence[range] | None = None) -> ScaledRows:
@@ -162,29 +155,18 @@ class StoredLinear:
         """Return scales or zero points of the rows at ``index``, [rows or 1, groups of equal width]."""
         if per_group.numel() == 1:
             return per_group.reshape(1, 1)
-        if per_group.ndim == 1:
-            per_group = per_group[:, None]
-        if self._args.strategy == "block":
-            height, width = self._args.block_structure
-            return self._equal_groups(per_group[index // height], width)
-        per_group = per_group[index]
-        if per_group.shape[1] == 1:
+        is_block = self._args.strategy == "block"
+        height, width = self._args.block_structure if is_block else (1, self._args.group_size)
+        per_group = per_group[index // height]
+        if per_group.shape[1] == 1 or per_group.shape[1] * width == self.shape[1]:
             return per_group
-        return self._equal_groups(per_group, self._args.group_size)
+        return per_group.repeat_interleave(width, dim=1)[:, : self.shape[1]]  # the last block is narrower
 
-    def _equal_groups(self, per_group: torch.Tensor, width: int) -> torch.Tensor:
-        """Return one number per group, or, if the last group is narrower, one per column."""
-        if per_group.shape[1] * width == self.shape[1]:
-            return per_group
-        return per_group.repeat_interleave(width, dim=1)[:, : self.shape[1]]
-
-    def _finite(self, weight: torch.Tensor) -> torch.Tensor:
-        if not is_finite(weight):
-            raise self._not_finite()
-        return weight
-
-    def _not_finite(self) -> FlexQuantError:
-        return self._reader.error(self._module, "holds NaN or infinite weights or scales; quantise it again")
+    def _finite(self, numbers: torch.Tensor) -> torch.Tensor:
+        if not is_finite(numbers):
+            problem = "holds NaN or infinite weights or scales; quantise it again"
+            raise self._reader.error(self._module, problem)
+        return numbers
 
     def _load_zero_point(self) -> torch.Tensor | None:
         ref = self._reader.ref(self._module, "weight_zero_point")

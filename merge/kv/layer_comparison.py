@@ -14,7 +14,7 @@ experts are compared by tensor name, since transformers fuses their matrices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -41,17 +41,15 @@ from flexquant.merge.kv.layer_pass import (
     CALL,
     ROUNDING,
     Cached,
-    LayerPass,
     changed,
     column_factors,
-    cut_off,
     excess,
     explain_difference,
     find_cached,
     run_pass,
 )
-from flexquant.merge.kv.skeleton import WITH_HEADS, Skeleton, is_experts, is_linear, shape_of
-from flexquant.merge.kv.variant_weights import Experts, VariantWeights
+from flexquant.merge.kv.skeleton import WITH_HEADS, is_experts, is_linear, shape_of
+from flexquant.merge.kv.variant_weights import VariantWeights, unequal
 
 DOWN_AND_UP = {"down_proj": "up_proj", "w2": "w3"}
 """Down projection -> up projection; the columns of the first may undo a factor of the second's rows."""
@@ -59,6 +57,9 @@ LEAST_ROWS = 96
 """Least rows compared of an expert's gate or up projection; fewer than elsewhere, as experts are many."""
 
 Weights = tuple[VariantWeights, VariantWeights]
+"""The variant's, and the reference's."""
+Modules = tuple[str, str]
+"""A matrix's module in the variant and in the reference."""
 Columns = tuple[torch.Tensor, torch.Tensor]
 """Factors of a matrix's columns in the variant and in the reference, [in] each."""
 LATENT_UP = "kv_b_proj"
@@ -75,25 +76,6 @@ LEAST_COLUMN = 0.1
 IN_A_STATE = "a state is computed with, where a difference adds up from token to token"
 RowsCached = dict[object, Cached]
 """Names and shapes of a layer's matrices -> what such a layer's cache is computed with."""
-
-
-def compare_experts(
-    weights: Weights, experts: tuple[Experts, Experts], turn: int, given: Columns
-) -> Iterator[tuple[str, tuple[str, str], MatrixDistance]]:
-    """Yield for each matrix its name below the experts, its two modules, and how they agree.
-
-    ``given`` are factors of the experts' inputs; ``turn`` chooses the sample of rows.
-    """
-    for number, matrices in sorted(experts[1].items()):
-        pairs = {name: (experts[0][number][name], module) for name, module in matrices.items()}
-        for name, modules in pairs.items():
-            up = pairs.get(DOWN_AND_UP.get(name, ""))
-            if name in DOWN_AND_UP:
-                agreement = _compare_down(weights, modules, up, turn, given)
-            else:
-                agreement = _judge(weights, modules, turn, given, LEAST_ROWS)
-            yield f"{number}.{name}", modules, agreement
-        turn += 1
 
 
 def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | None) -> bool:
@@ -117,42 +99,11 @@ def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | No
     return True
 
 
-def _compare_down(
-    weights: Weights, modules: tuple[str, str], up: tuple[str, str] | None, turn: int, given: Columns
-) -> MatrixDistance:
-    """Compare down projections; if they disagree, again with the gains of the rows of ``up`` undone."""
-    ones = torch.ones(weights[1].reader.shape(modules[1])[1], dtype=torch.float32)
-    agreement = _judge(weights, modules, turn, (ones, ones))
-    if agreement.agrees or up is None:
-        return agreement
-    gains = _sums(weights, up, [range(len(ones))], given).rows.gains().float()
-    return _judge(weights, modules, turn, (gains, ones))
-
-
-def _judge(
-    weights: Weights, modules: tuple[str, str], turn: int, columns: Columns, least: int | None = None
-) -> MatrixDistance:
-    count = weights[1].reader.shape(modules[1])[0]
-    rows = sample_rows(count, turn) if least is None else sample_rows(count, turn, least)
-    sums = _sums(weights, modules, rows, columns)
-    return judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, row_numbers(rows))
-
-
-def _sums(weights: Weights, modules: tuple[str, str], rows: list[range], columns: Columns) -> MatrixSums:
-    a, b = (of.matrix(module, rows, c) for of, module, c in zip(weights, modules, columns, strict=True))
-    return sum_products(a, b)
-
-
 class LayerComparison:
     """The comparison of one layer; with a ``rotation`` of the residual stream it stops at the KV cache."""
 
     def __init__(
-        self,
-        skeleton: Skeleton,
-        layer: int,
-        weights: tuple[VariantWeights, VariantWeights],
-        rotation: torch.Tensor | None,
-        known_rows: RowsCached,
+        self, weights: Weights, layer: int, rotation: torch.Tensor | None, known_rows: RowsCached
     ) -> None:
         self.agreements: list[tuple[str, MatrixDistance]] = []
         """(Last part of the matrix's name, how it agrees), in the order of the comparisons."""
@@ -162,16 +113,21 @@ class LayerComparison:
         """Why plans cannot mix the variants' layers; empty if nothing was found against it."""
         self.rescaled = rotation is not None
         """Whether a fold or rotation gives a matrix other inputs or outputs than the reference's."""
-        self._skeleton, self._layer, self._rotation, self._known_rows = skeleton, layer, rotation, known_rows
-        self._weights = weights
-        self._tensors = (weights[0].layer(layer), weights[1].layer(layer))
+        self._weights, self._layer, self._rotation = weights, layer, rotation
+        self._skeleton = skeleton = weights[1].skeleton
+        self._tensors = (weights[0].layers[layer], weights[1].layers[layer])
         self._parameters = (weights[0].load_parameters(layer), weights[1].load_parameters(layer))
         self._pass = partial(run_pass, skeleton, layer, until_cached=rotation is not None)
-        self._seen, (self._rows, self._of_states) = self._run_reference()
+        matrices = skeleton.matrices[layer]
+        kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
+        if kind not in known_rows:
+            known_rows[kind] = find_cached(self._pass, self._parameters[1])
+        self._rows, self._of_states = known_rows[kind]
+        self._seen = self._pass(self._parameters[1])
         self._run = partial(self._pass, reference=self._seen)
         self._cached_rows_differ = False
         self._turned: set[str] = set()
-        """Matrices that read the residual stream, which is rotated."""
+        """The variant's modules that read the residual stream, which is rotated."""
         self._given: dict[str, torch.Tensor] = {}
         """Inputs of the variant's matrices, rotated into the reference's basis."""
 
@@ -199,34 +155,30 @@ class LayerComparison:
 
     def _compare_stored(self) -> None:
         """Compare, byte for byte, tensors that no pass reads and the projection of a latent cache."""
-        unread = [of.unread for of in self._tensors]
-        for name in sorted(unread[0].keys() | unread[1].keys()):
-            if not equal(unread[0].get(name), unread[1].get(name)):
+        a, b = self._tensors
+        for name in unequal(a.unread, b.unread):
+            self._refuse(
+                f"'{name}' is not equal in both, and the layer as transformers builds it does not read "
+                "it, so what it does to the cache is not known"
+            )
+        for name in unequal(a.parameters, b.parameters) if self._skeleton.stands_in else ():
+            stored = (b.parameters.get(name) or a.parameters[name]).name
+            self._refuse(
+                f"'{stored}' is not equal in both, and what the model does with it is not known, since the "
+                "installed transformers cannot build it; update transformers, or quantise without moving "
+                "scales into the norms"
+            )
+        for matrix in (name for name in a.matrices if name.endswith(LATENT_UP)):
+            of_variant, of_reference = (
+                weights.stored(own.matrices[matrix])
+                for weights, own in zip(self._weights, self._tensors, strict=True)
+            )
+            if any(unequal(of_variant, of_reference)):
                 self._refuse(
-                    f"'{name}' is not equal in both, and the layer as transformers builds it does not read "
-                    "it, so what it does to the cache is not known"
+                    f"layer {self._layer} {matrix}, which expands the cached latent for all variants at "
+                    f"once, is not the same in both; keep it in 16 bits in all ('re:.*{LATENT_UP}$' among "
+                    "what the recipe ignores)"
                 )
-        if self._skeleton.stands_in:
-            parameters = [of.parameters for of in self._tensors]
-            for name, ref in sorted(parameters[1].items()):
-                if not equal(parameters[0].get(name), ref):
-                    self._refuse(
-                        f"'{ref.name}' is not equal in both, and what the model does with it is not known, "
-                        "since the installed transformers cannot build it; update transformers, or quantise "
-                        "without moving scales into the norms"
-                    )
-        for matrix in self._skeleton.matrices[self._layer]:
-            if matrix.endswith(LATENT_UP):
-                a, b = (
-                    of.stored(own.matrices[matrix])
-                    for of, own in zip(self._weights, self._tensors, strict=True)
-                )
-                if a.keys() != b.keys() or not all(equal(a[name], b[name]) for name in a):
-                    self._refuse(
-                        f"layer {self._layer} {matrix}, which expands the cached latent for all variants at "
-                        f"once, is not the same in both; keep it in 16 bits in all ('re:.*{LATENT_UP}$' "
-                        "among what the recipe ignores)"
-                    )
 
     def _compare_beside_matrices(self, steps: Mapping[str, float]) -> None:
         """Compare parameters whose differences a pass does not show, or not after so few tokens."""
@@ -240,16 +192,6 @@ class LayerComparison:
             if use and excess(a[name], b[name], steps[name] * b[name].abs() / ROUNDING) > 1:
                 self._refuse(f"layer {self._layer} {name}, which {use}, differs")
 
-    def _run_reference(self) -> tuple[LayerPass, Cached]:
-        """Run the reference's layer; return the pass, and what ``RowsCached`` says of such a layer."""
-        matrices, parameters = self._skeleton.matrices[self._layer], self._parameters[1]
-        kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
-        if (known := self._known_rows.get(kind)) is not None:
-            return cut_off(self._pass(parameters)), known
-        seen, known = find_cached(self._pass, parameters)
-        self._known_rows[kind] = known
-        return seen, known
-
     def _compare_matrix(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
         """Compare a matrix whose input is ``x`` [tokens, in]; return row factors [out] that cancel later."""
         expected = self._seen.inputs[name]
@@ -258,7 +200,7 @@ class LayerComparison:
         if self._rotation is not None and excess(x, factors * expected) > 1:
             x = x @ self._rotation.T
             factors = column_factors(x, expected)
-            self._turned.add(name)
+            self._turned.add(self._tensors[0].matrices.get(name, ""))
         self._given[name] = x
         size = expected.square().mean(0).sqrt()
         size = size.clamp_min(LEAST_COLUMN * float(size.mean()))
@@ -267,11 +209,7 @@ class LayerComparison:
             self.rescaled |= bool((factors - 1).abs().median() > RESCALED)
             return self._compare_rows(name, columns)
         self._compare_fused(name, factors)
-        experts = [of.experts.get(name, {}) for of in self._tensors]
-        for expert, modules, agreement in compare_experts(
-            self._weights, (experts[0], experts[1]), self._layer, columns
-        ):
-            self._note(f"{name}.{expert}", modules, agreement, cached=False)
+        self._compare_experts(name, columns)
         return None
 
     def _compare_fused(self, name: str, factors: torch.Tensor) -> None:
@@ -284,6 +222,24 @@ class LayerComparison:
                     f"'{ref.name}' differs by more than rounding; leave experts in 16 bits as they are"
                 )
 
+    def _compare_experts(self, name: str, columns: Columns) -> None:
+        """Compare experts that are stored one by one, matrix by matrix; ``columns`` are of their inputs."""
+        a, b = (of.experts.get(name, {}) for of in self._tensors)
+        for turn, (number, matrices) in enumerate(sorted(b.items()), self._layer):
+            pairs = {part: (a[number][part], module) for part, module in matrices.items()}
+            for part, modules in pairs.items():
+                rows, inputs = self._weights[1].reader.shape(modules[1])
+                if part in DOWN_AND_UP:
+                    ones = torch.ones(inputs, dtype=torch.float32)
+                    sample, up = sample_rows(rows, turn), pairs.get(DOWN_AND_UP[part])
+                    agreement = self._judge(modules, sample, (ones, ones))
+                    if up is not None and not agreement.agrees:
+                        gains = self._sums(up, [range(inputs)], columns).rows.gains().float()
+                        agreement = self._judge(modules, sample, (gains, ones))
+                else:
+                    agreement = self._judge(modules, sample_rows(rows, turn, LEAST_ROWS), columns)
+                self._note(f"{name}.{number}.{part}", modules, agreement, cached=False)
+
     def _compare_rows(self, name: str, columns: Columns) -> torch.Tensor | None:
         """Compare the rows that reach the cache and a sample of the others; return as ``_compare_matrix``."""
         matrices = self._skeleton.matrices[self._layer]
@@ -295,8 +251,8 @@ class LayerComparison:
         if rows := _ranges(cached):
             widths = (self._seen.results[of].shape[-1] for of in WITH_HEADS if of in self._seen.results)
             heads = next((width for width in widths if int(cached.sum()) % width == 0), None)
-            agreement = judge_matrices(self._sums(name, rows, columns), heads, row_numbers=row_numbers(rows))
-            self._note(name, modules, agreement, cached=True)
+            sums = self._sums(modules, rows, columns)
+            self._note(name, modules, judge_matrices(sums, heads, row_numbers=row_numbers(rows)), cached=True)
         others = _ranges(~cached)
         turn = self._layer + list(matrices).index(name)
         sample = [
@@ -306,23 +262,23 @@ class LayerComparison:
         ]
         if not sample:
             return None
-        sums, numbers = self._sums(name, sample, columns), row_numbers(sample)
+        sums, gains = self._sums(modules, sample, columns), None
         self.rescaled |= bool((sums.rows.gains() - 1).abs().median() > RESCALED)
-        agreement, gains = judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, ROW_GAIN, numbers), None
+        agreement = judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, ROW_GAIN, row_numbers(sample))
         if not agreement.agrees:
-            gains = self._cancelling_gains(name, others, columns)
-            if gains is not None:
-                sums = self._sums(name, sample, columns, 1 / gains)
-            agreement = judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, numbers)
+            gains = self._cancelling_gains(name, modules, others, columns)
+            agreement = self._judge(modules, sample, columns, None if gains is None else 1 / gains)
         self._note(name, modules, agreement, cached=False)
         return gains
 
-    def _cancelling_gains(self, name: str, rows: Sequence[range], columns: Columns) -> torch.Tensor | None:
+    def _cancelling_gains(
+        self, name: str, modules: Modules, rows: Sequence[range], columns: Columns
+    ) -> torch.Tensor | None:
         """Return row factors [out] that change nothing later in the layer but columns; None if they do."""
         matrix = self._skeleton.matrices[self._layer][name]
         if self._rotation is not None or not is_linear(matrix):
             return None
-        found = unexplained_gains(self._sums(name, rows, columns).rows).float()
+        found = unexplained_gains(self._sums(modules, rows, columns).rows).float()
         if not bool((found.isfinite() & (found > 0)).all()):
             return None
         gains = torch.ones(matrix.out_features, dtype=torch.float32)
@@ -330,18 +286,32 @@ class LayerComparison:
         seen = self._run(self._parameters[1], gains=lambda point, _: gains if point == name else None)
         return None if changed(seen, self._seen) else gains
 
-    def _sums(
-        self, name: str, rows: Sequence[range], columns: Columns, row_factors: torch.Tensor | None = None
-    ) -> MatrixSums:
-        a, b = (of.matrices[name] for of in self._tensors)
-        variant, reference = self._weights
-        if self._rotation is not None and name in self._turned:
-            of_variant = variant.matrix(a, rows).rotated(self._rotation).times_columns(columns[0])
-        else:
-            of_variant = variant.matrix(a, rows, columns[0], row_factors)
-        return sum_products(of_variant, reference.matrix(b, rows, columns[1]))
+    def _judge(
+        self,
+        modules: Modules,
+        rows: Sequence[range],
+        columns: Columns,
+        row_factors: torch.Tensor | None = None,
+    ) -> MatrixDistance:
+        """Return how rows that do not reach the cache agree; see `_sums`."""
+        sums = self._sums(modules, rows, columns, row_factors)
+        return judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, row_numbers(rows))
 
-    def _note(self, name: str, modules: tuple[str, str], agreement: MatrixDistance, *, cached: bool) -> None:
+    def _sums(
+        self,
+        modules: Modules,
+        rows: Sequence[range],
+        columns: Columns,
+        row_factors: torch.Tensor | None = None,
+    ) -> MatrixSums:
+        """Sum over rows of the variant's matrix, turned back or with ``row_factors``, and the reference's."""
+        of_variant = self._weights[0].matrix(modules[0], rows, row_factors)
+        if self._rotation is not None and modules[0] in self._turned:
+            of_variant = of_variant.rotated(self._rotation)
+        of_reference = self._weights[1].matrix(modules[1], rows)
+        return sum_products(of_variant.times_columns(columns[0]), of_reference.times_columns(columns[1]))
+
+    def _note(self, name: str, modules: Modules, agreement: MatrixDistance, *, cached: bool) -> None:
         """Record how a matrix agrees; a difference that no quantisation explains also forbids sharing."""
         self.agreements.append((name.rpartition(".")[2], agreement))
         if agreement.agrees:
@@ -373,8 +343,3 @@ def _is_of_another_model(agreement: MatrixDistance) -> bool:
 def _ranges(rows: torch.Tensor) -> list[range]:
     """Return the ranges of consecutive rows that a mask, bool [rows], selects."""
     return ranges(torch.nonzero(rows).flatten().tolist())
-
-
-def equal(a: TensorRef | None, b: TensorRef | None) -> bool:
-    """Whether both tensors exist and have the same dtype, shape and bytes."""
-    return a is not None and b is not None and same_bytes(a, b)

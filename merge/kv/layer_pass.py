@@ -10,9 +10,9 @@ arithmetic in another order explains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from flexquant.merge.kv.skeleton import (
     OwnForward,
     Skeleton,
     answer_at_random,
-    input_of,
     is_linear,
     is_state,
     random,
@@ -33,7 +32,7 @@ CALL = ", call "
 """Separates a matrix's name from the number of a later call in the same pass."""
 
 Cached: TypeAlias = tuple[dict[str, torch.Tensor], set[str]]
-"""`rows_cached` of a layer, and its `parameters_of_states`."""
+"""Which rows of each matrix reach the cache, bool [out] by name, and parameters that a state is made with."""
 Gains = Callable[[str, torch.Tensor], torch.Tensor | None]
 """Called with a matrix's name and input [tokens, in]; can return factors of its output features, [out]."""
 ROUNDED_PASSES = 16
@@ -65,7 +64,7 @@ class LayerPass:
 def run_pass(
     skeleton: Skeleton,
     layer: int,
-    parameters: Mapping[str, torch.Tensor],
+    parameters: Parameters,
     reference: LayerPass | None = None,
     *,
     gains: Gains | None = None,
@@ -79,9 +78,9 @@ def run_pass(
     """
     seen = LayerPass()
 
-    def answer(name: str, module: nn.Module, forward: OwnForward, args: tuple[object, ...]) -> Answer:
+    def answer(name: str, module: nn.Module, forward: OwnForward, args: tuple[Any, ...]) -> Answer:
         point = name if name not in seen.inputs else f"{name}{CALL}{len(seen.inputs)}"
-        given = input_of(args)
+        given = args[0]
         seen.inputs[point] = x = given.flatten(0, -2).clone()  # layers compute in place
         seen.beside[point] = tuple(other for other in args[1:] if isinstance(other, torch.Tensor))
         answered: Answer
@@ -111,26 +110,24 @@ def run_pass(
     return seen
 
 
-def find_cached(
-    run: Callable[..., LayerPass], parameters: Mapping[str, torch.Tensor]
-) -> tuple[LayerPass, Cached]:
-    """Run a layer by ``run``; return the pass, and what reaches the cache in layers of its kind.
+def find_cached(run: Callable[..., LayerPass], parameters: Parameters) -> Cached:
+    """Return what the cache of a layer is computed with; ``run`` runs it with parameters.
 
     A head of a state may forget so fast in one layer that its gate has no gradient. So rows count too that
     reach the state with parameters of ones.
     """
     given = {name: p.detach().requires_grad_() for name, p in parameters.items()}
     seen = run(given, with_gradients=True)
-    rows, of_states = rows_cached(seen), parameters_of_states(seen, given)
+    rows, of_states = _rows_cached(seen), _parameters_of_states(seen, given)
     if of_states:
         ones = {name: torch.ones_like(p) if name in of_states else p for name, p in given.items()}
-        for name, also in rows_cached(run(ones, with_gradients=True)).items():
+        for name, also in _rows_cached(run(ones, with_gradients=True)).items():
             rows[name] = rows.get(name, also) | also
-    return cut_off(seen), (rows, of_states)
+    return rows, of_states
 
 
-def rows_cached(seen: LayerPass) -> dict[str, torch.Tensor]:
-    """Return which rows of each matrix change what a pass cached, bool [out] by name; needs gradients.
+def _rows_cached(seen: LayerPass) -> dict[str, torch.Tensor]:
+    """Return which rows of each matrix change what a pass cached, bool [out] by name.
 
     No gradient flows through a matrix, since its answer does not depend on its input. So if a matrix's answer
     reaches the cache, its input counts as cached too.
@@ -138,51 +135,30 @@ def rows_cached(seen: LayerPass) -> dict[str, torch.Tensor]:
     targets = [tensor for name, tensor in seen.results.items() if name != OUTPUT]
     cached: dict[str, torch.Tensor] = {}
     for name, y in reversed(seen.answers.items()):
-        if (
-            isinstance(y, torch.Tensor)
-            and y.requires_grad
-            and bool((rows := _rows_reaching(targets, y)).any())
-        ):
+        if not isinstance(y, torch.Tensor) or not y.requires_grad:
+            continue
+        (gradient,) = _gradients(targets, [y])
+        if gradient is not None and bool((rows := gradient.flatten(0, -2).ne(0).any(0)).any()):
             matrix = name.partition(CALL)[0]
             cached[matrix] = cached.get(matrix, rows) | rows
             targets.append(seen.inputs[name])
     return cached
 
 
-def parameters_of_states(seen: LayerPass, parameters: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names of the ``parameters`` that a state is computed with; needs gradients of them."""
-    states = {
-        name: tensor for name, tensor in seen.results.items() if is_state(name) and tensor.requires_grad
-    }
-    if not states:
-        return set()
-    total = torch.stack([(t * random(name, tuple(t.shape))).sum() for name, t in states.items()]).sum()
-    gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, retain_graph=True)
+def _parameters_of_states(seen: LayerPass, parameters: Parameters) -> set[str]:
+    """Return the names of the ``parameters`` that a state is computed with."""
+    states = [tensor for name, tensor in seen.results.items() if is_state(name)]
+    gradients = _gradients(states, list(parameters.values()))
     return {name for name, found in zip(parameters, gradients, strict=True) if found is not None}
 
 
-def _rows_reaching(targets: list[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
-    """Return which features of an answer [..., out] change one of the targets, bool [out]."""
+def _gradients(targets: list[torch.Tensor], of: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """Return the gradient of a random sum of the targets by each tensor; None where it changes none."""
     reached = [t for t in targets if t.requires_grad]
-    gradient = None
-    if reached:
-        total = torch.stack([(t * random(str(i), tuple(t.shape))).sum() for i, t in enumerate(reached)]).sum()
-        (gradient,) = torch.autograd.grad(total, y, retain_graph=True, allow_unused=True)
-    return (
-        torch.zeros(y.shape[-1], dtype=torch.bool)
-        if gradient is None
-        else gradient.flatten(0, -2).ne(0).any(0)
-    )
-
-
-def cut_off(seen: LayerPass) -> LayerPass:
-    """Return the recorded tensors, detached from their gradients."""
-    return LayerPass(
-        {name: x.detach() for name, x in seen.inputs.items()},
-        {name: tuple(x.detach() for x in others) for name, others in seen.beside.items()},
-        {name: _mapped(torch.Tensor.detach, answer) for name, answer in seen.answers.items()},
-        {name: x.detach() for name, x in seen.results.items()},
-    )
+    if not reached or not of:
+        return [None] * len(of)
+    total = torch.stack([(t * random(str(i), tuple(t.shape))).sum() for i, t in enumerate(reached)]).sum()
+    return torch.autograd.grad(total, of, retain_graph=True, allow_unused=True)
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], answer: Answer) -> Answer:

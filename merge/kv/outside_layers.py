@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import torch
 
-from flexquant.checkpoint.safetensors_io import same_bytes
 from flexquant.merge.kv.agreement import (
     NOISE_FACTOR,
     OUTPUT_NOISE_FACTOR,
@@ -31,10 +30,8 @@ from flexquant.merge.kv.agreement import (
     row_numbers,
     sum_products,
 )
-from flexquant.merge.kv.layer_comparison import equal
 from flexquant.merge.kv.layer_pass import column_factors, excess
-from flexquant.merge.kv.skeleton import Skeleton
-from flexquant.merge.kv.variant_weights import VariantWeights
+from flexquant.merge.kv.variant_weights import VariantWeights, unequal
 
 EMBEDDING_TOLERANCE = 0.02
 """Allowed relative error of an embedding: five times that of bfloat16 storage (two of 2^-8 / sqrt(3))."""
@@ -55,15 +52,7 @@ class ResidualBasis:
     difference: str = ""
     """How the token embeddings differ; empty if they do not."""
     rotation: torch.Tensor | None = None
-    """float32 [hidden, hidden]; None if the embeddings agree without a rotation, or with none at all."""
-
-    @property
-    def same(self) -> bool:
-        return not self.difference
-
-    @property
-    def related(self) -> bool:
-        return self.same or self.rotation is not None
+    """float32 [hidden, hidden]; None if the embeddings agree without one, or with none at all."""
 
 
 def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Executor) -> ResidualBasis:
@@ -71,27 +60,24 @@ def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Exec
 
     A thread of ``pool`` compares them without a rotation; the rotation is computed on all cores.
     """
-    a, b = (of.stored(of.embeddings_name) for of in (variant, reference))
-    if a.keys() == b.keys() and all(same_bytes(a[name], b[name]) for name in a):
+    if not any(unequal(*(of.stored(of.embeddings_name) for of in (variant, reference)))):
         return ResidualBasis()
-    tokens = pool.submit(_compare_tokens, variant, reference).result()
-    ratios = tokens.apart / tokens.allowed
+    apart, allowed, size, variant_size = pool.submit(_compare_tokens, variant, reference).result()
+    ratios = apart / allowed
     worst = int(ratios.argmax())
     if ratios[worst] <= 1:
         return ResidualBasis()
     share = float((ratios > 1).double().mean())
-    one = float(tokens.apart[worst] / tokens.size[worst].clamp_min(TINY))
+    one = float(apart[worst] / size[worst].clamp_min(TINY))
     token = f"the embedding of token {worst} by {one:.3g}, allowed {one / float(ratios[worst]):.3g}"
     if share < ROTATED:
         return ResidualBasis(f"{share:.2%} of the token embeddings differ, {token}")
     left, singular, right = torch.linalg.svd(_cross(variant, reference))
     sample = row_numbers(variant.embedding_sample())
-    size, other, allowed = (
-        float(of[sample].square().sum()) for of in (tokens.size, tokens.variant_size, tokens.allowed)
-    )
+    squares, other, bounds = (float(of[sample].square().sum()) for of in (size, variant_size, allowed))
     # |A - B Q|^2 = |A|^2 + |B|^2 - 2 <B^T A, Q>; for the best Q, <B^T A, Q> is the nuclear norm of B^T A.
-    rotated = max(0.0, size + other - 2 * float(singular.sum(dtype=torch.float64)))
-    error, bound = ((square / max(size, TINY)) ** 0.5 for square in (rotated, allowed))
+    rotated = max(0.0, squares + other - 2 * float(singular.sum(dtype=torch.float64)))
+    error, bound = ((square / max(squares, TINY)) ** 0.5 for square in (rotated, bounds))
     if error > bound:
         return ResidualBasis(
             f"the token embeddings differ, {token}, and all of them by {error:.3g} even after the best "
@@ -102,23 +88,16 @@ def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Exec
     )
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """Norms over each token's embedding, a in the variant and b in the reference; all float64 [tokens]."""
+def _compare_tokens(
+    variant: VariantWeights, reference: VariantWeights
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return norms over each token's embedding, a in the variant and b in the reference; float64 [tokens].
 
-    apart: torch.Tensor
-    """|a - b|"""
-    allowed: torch.Tensor
-    """Largest |a - b| that rounding explains."""
-    size: torch.Tensor
-    """|b|"""
-    variant_size: torch.Tensor
-    """|a|"""
-
-
-def _compare_tokens(variant: VariantWeights, reference: VariantWeights) -> _Tokens:
+    They are |a - b|, the largest |a - b| that rounding explains, |b| and |a|.
+    """
     squares: list[torch.Tensor] = []
-    for a, b in zip(variant.embeddings().chunks, reference.embeddings().chunks, strict=True):
+    chunks = (of.matrix(of.embeddings_name).chunks for of in (variant, reference))
+    for a, b in zip(*chunks, strict=True):
         x, y = a.matrix(), b.matrix()
         noise = a.variances() + b.variances()
         squares.append(
@@ -129,12 +108,15 @@ def _compare_tokens(variant: VariantWeights, reference: VariantWeights) -> _Toke
     allowed = torch.maximum(
         EMBEDDING_TOLERANCE * torch.maximum(size, SMALL_TOKEN * typical), NOISE_FACTOR * noise
     )
-    return _Tokens(apart.nan_to_num(nan=torch.inf), allowed, size, variant_size)
+    return apart.nan_to_num(nan=torch.inf), allowed, size, variant_size
 
 
 def _cross(variant: VariantWeights, reference: VariantWeights) -> torch.Tensor:
     """Return B^T A [hidden, hidden] for a sample of the embeddings, B the reference's and A the variant's."""
-    chunks = [m.embeddings(m.embedding_sample(), CROSS_WEIGHTS).chunks for m in (variant, reference)]
+    chunks = [
+        of.matrix(of.embeddings_name, of.embedding_sample(), chunk_weights=CROSS_WEIGHTS).chunks
+        for of in (variant, reference)
+    ]
     cross: torch.Tensor | None = None
     for a, b in zip(*chunks, strict=True):
         x, y = a.matrix(), b.matrix()
@@ -144,18 +126,16 @@ def _cross(variant: VariantWeights, reference: VariantWeights) -> torch.Tensor:
 
 
 def logits_difference(
-    variant: VariantWeights, reference: VariantWeights, skeleton: Skeleton, rotation: torch.Tensor | None
+    variant: VariantWeights, reference: VariantWeights, rotation: torch.Tensor | None
 ) -> str:
     """Return how two variants make other logits of one last layer's output; empty if they do not.
 
     ``rotation`` [hidden, hidden] is that of the variant's residual stream.
     """
-    both = (variant, reference)
-    norms = [of.after_layers() for of in both]
+    both, skeleton = (variant, reference), reference.skeleton
+    norms = [of.outside(skeleton.after_layers) for of in both]
     heads = [of.stored(of.head_name) for of in both]
-    are_equal = [
-        a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a) for a, b in (norms, heads)
-    ]
+    are_equal = [not any(unequal(a, b)) for a, b in (norms, heads)]
     if all(are_equal) and rotation is None:
         return ""
     hidden = skeleton.hidden(len(skeleton.layers) - 1)[0]

@@ -46,7 +46,7 @@ EXPERTS = "experts"
 Answer: TypeAlias = "torch.Tensor | tuple[Answer, ...]"
 """Output of a matrix; experts can return several tensors."""
 OwnForward = Callable[..., Answer]
-MatrixForward = Callable[[str, nn.Module, OwnForward, tuple[object, ...]], Answer]
+MatrixForward = Callable[[str, nn.Module, OwnForward, tuple[Any, ...]], Answer]
 """Called with a matrix's name in its layer, module, own forward and arguments; returns its output."""
 
 
@@ -63,11 +63,6 @@ class Written(DynamicCache):
         self.most = most
         self.tensors: list[tuple[str, torch.Tensor]] = []
         """Names and tensors, in the order of writing; K and V are [1, heads, tokens, head size]."""
-
-    @property
-    def has_states(self) -> bool:
-        """Whether a layer of the model carries a state from token to token."""
-        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     def update(
         self,
@@ -134,11 +129,12 @@ class Skeleton:
             _shapes_beside(layer, found) for layer, found in zip(self.layers, self.matrices, strict=True)
         ]
         """Shapes of what ``run`` takes of each layer: all parameters but weights of Linears and experts."""
-        self._calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
+        self._calls: list[tuple[tuple[Any, ...], dict[str, object]]] = []
         self._cache = Written(self._config)
         self._written_before: list[int] = []
         """Number of tensors that the cache was given before each layer, and after the last one."""
-        self._tokens = TOKENS_WITH_STATES if self._cache.has_states else TOKENS
+        states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._cache.layers)
+        self._tokens = TOKENS_WITH_STATES if states else TOKENS
         self.before_layers: set[str] = set()
         """Modules outside of the layers, without the embeddings, that run before the last layer."""
         self.after_layers: list[str] = []
@@ -163,10 +159,6 @@ class Skeleton:
         """Return the names of what a layer writes into its cache, in the order of writing."""
         first, behind = self._written_before[layer : layer + 2]
         return [name for name, _ in self._cache.tensors[first:behind]]
-
-    def keeps_state(self, layer: int) -> bool:
-        """Whether a layer writes more than K and V."""
-        return any(is_state(name) for name in self.writes(layer))
 
     def run(
         self,
@@ -225,7 +217,7 @@ class Skeleton:
     def _see_calls(self) -> None:
         """Run the model once, with parameters of ones, and record the arguments of every layer."""
 
-        def see(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
             self._calls.append((args, kwargs))
             self._written_before.append(len(self._cache.tensors))
 
@@ -308,16 +300,9 @@ def random(seed: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
-def input_of(args: tuple[object, ...]) -> torch.Tensor:
-    """Return a matrix's first argument."""
-    given = args[0]
-    assert isinstance(given, torch.Tensor)
-    return given
-
-
-def answer_at_random(name: str, module: nn.Module, forward: OwnForward, args: tuple[object, ...]) -> Answer:
+def answer_at_random(name: str, module: nn.Module, forward: OwnForward, args: tuple[Any, ...]) -> Answer:
     """Return normal numbers in the shape of the matrix's output, plus its bias."""
-    given = input_of(args)
+    given = args[0]
     if is_linear(module):
         answer = random(name, (*given.shape[:-1], module.out_features))
         return answer if module.bias is None else answer + module.bias

@@ -5,20 +5,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, decoder_layer, decoder_roots
-from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor
-from flexquant.checkpoint.schemes import QUANTISATION_PARAMETER
+from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor, same_bytes
+from flexquant.checkpoint.schemes import FLOAT_DTYPES, QUANTISATION_PARAMETER
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.agreement import BLOCK_ROWS, ScaledMatrix, ScaledRows, row_numbers, sample_rows
 from flexquant.merge.kv.dequantize import WeightReader
-from flexquant.merge.kv.skeleton import Skeleton, is_experts, shape_of
+from flexquant.merge.kv.skeleton import Skeleton, is_experts, is_state, shape_of
 
 CHUNK_WEIGHTS = 1 << 18  # weights of a chunk: 1 MiB as float32, which fits into a core's cache
 CACHE_SCALE = re.compile(r"\.([kv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))$")
@@ -32,8 +32,6 @@ EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<matri
 """Name of an expert's matrix in its layer."""
 Experts = dict[str, dict[str, str]]
 """Number of an expert -> name of its matrix -> module in the checkpoint."""
-MANTISSA_BITS = {"BF16": 8, "F16": 11, "F32": 24, "F64": 53}
-"""Bits of precision of each dtype, the implicit leading bit included."""
 
 
 @dataclass
@@ -59,19 +57,22 @@ class VariantWeights:
         self.source = source
         self.reader = WeightReader(source)
         self.num_layers = count_layers(source.config)
-        self._skeleton = skeleton
+        self.skeleton = skeleton
         self._root = _decoder_root(source)
-        self._layers = [LayerTensors() for _ in range(self.num_layers)]
+        self.layers = [LayerTensors() for _ in range(self.num_layers)]
         stack = f"{self._root}layers."
         for name, ref in source.tensors.items():
             found = decoder_layer(name)
             if found is not None and found["stack"] == stack and int(found["index"]) < self.num_layers:
                 self._sort(int(found["index"]), name, found.end(), ref)
-        for number in range(self.num_layers):
-            self._check_complete(number)
-
-    def layer(self, number: int) -> LayerTensors:
-        return self._layers[number]
+        for number, tensors in enumerate(self.layers):
+            for matrix in skeleton.matrices[number]:
+                if matrix not in tensors.matrices and not is_experts(matrix):
+                    raise FlexQuantError(
+                        f"layer {number} of variant '{source.name}' has no weight for '{matrix}', which a "
+                        f"{source.architecture} has as transformers builds it, so what it caches cannot be "
+                        "compared"
+                    )
 
     def load_parameters(self, layer: int) -> dict[str, torch.Tensor]:
         """Return every parameter of transformers' layer but the Linears' weights, float32.
@@ -80,9 +81,9 @@ class VariantWeights:
         tensors. Raises FlexQuantError for a tensor whose shape does not fit the config, and for NaN or
         infinite numbers.
         """
-        tensors = self._layers[layer]
+        tensors = self.layers[layer]
         loaded = {}
-        for name, shape in self._skeleton.parameters[layer].items():
+        for name, shape in self.skeleton.parameters[layer].items():
             module, _, own = name.rpartition(".")
             if own == "weight" and module in tensors.matrices:
                 loaded[name] = self.reader.open(tensors.matrices[module]).read().matrix()
@@ -95,24 +96,18 @@ class VariantWeights:
 
     def rounding_steps(self, layer: int) -> dict[str, float]:
         """Return the largest relative rounding error of each parameter's stored dtype, by name."""
-        refs = self._layers[layer].parameters
-        dtypes = {
-            name: refs[name].dtype if name in refs else "BF16" for name in self._skeleton.parameters[layer]
-        }
-        return {name: 2.0 ** -MANTISSA_BITS.get(dtype, 8) for name, dtype in dtypes.items()}
+        refs, names = self.layers[layer].parameters, self.skeleton.parameters[layer]
+        dtypes = {name: refs[name].dtype if name in refs else "BF16" for name in names}
+        return {name: 2.0 ** -(FLOAT_DTYPES.get(dtype, 7) + 1) for name, dtype in dtypes.items()}
 
     def matrix(
         self,
         module: str,
         rows: Sequence[range] | None = None,
-        columns: torch.Tensor | None = None,
         row_factors: torch.Tensor | None = None,
         chunk_weights: int = CHUNK_WEIGHTS,
     ) -> ScaledMatrix:
-        """Return rows of a module's matrix, times ``columns`` [in] and the rows' ``row_factors`` [out].
-
-        Without ``rows``, all are returned.
-        """
+        """Return these rows of a module's matrix, or all, times the rows' ``row_factors`` [out]."""
         linear = self.reader.open(module)
         rows = [range(linear.shape[0])] if rows is None else rows
 
@@ -123,9 +118,7 @@ class VariantWeights:
                     read = replace(read, rows=read.rows * row_factors[row_numbers(chunk)])
                 yield read
 
-        if columns is None:
-            columns = torch.ones(linear.shape[1], dtype=torch.float32)
-        return ScaledMatrix(chunks(), columns)
+        return ScaledMatrix(chunks(), torch.ones(linear.shape[1], dtype=torch.float32))
 
     @property
     def embeddings_name(self) -> str:
@@ -144,12 +137,6 @@ class VariantWeights:
         heads = (name.rpartition(".")[0] for name in self.source.tensors if HEAD.search(name))
         return next(heads, self.embeddings_name)
 
-    def embeddings(
-        self, rows: Sequence[range] | None = None, chunk_weights: int = CHUNK_WEIGHTS
-    ) -> ScaledMatrix:
-        """Return token embeddings, [tokens, hidden]; without ``rows``, those of all tokens."""
-        return self.matrix(self.embeddings_name, rows, chunk_weights=chunk_weights)
-
     def embedding_sample(self) -> list[range]:
         """Return blocks of at least four times as many tokens as the hidden size, or of all tokens."""
         tokens, hidden = self.reader.shape(self.embeddings_name)
@@ -161,41 +148,36 @@ class VariantWeights:
         tensors = self.source.tensors
         return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
 
-    def before_layers(self) -> dict[str, TensorRef]:
-        """Return the tensors of modules that run before or between the layers, without the embeddings."""
-        return self._outside(self._skeleton.before_layers)
-
-    def after_layers(self) -> dict[str, TensorRef]:
-        """Return the tensors of modules that run behind the last layer, without the lm_head."""
-        return self._outside(self._skeleton.after_layers)
-
-    def load_last(self) -> dict[str, torch.Tensor]:
-        """Return the parameters of what runs behind the last layer by their own names, float32."""
-        return {name.rpartition(".")[2]: self._load_finite(ref) for name, ref in self.after_layers().items()}
-
-    def _outside(self, modules: Collection[str]) -> dict[str, TensorRef]:
+    def outside(self, modules: Collection[str]) -> dict[str, TensorRef]:
+        """Return the tensors of modules of the decoder that are in none of its layers."""
         stack, names = f"{self._root}layers.", {self._root + module for module in modules}
         outer = {n: ref for n, ref in self.source.tensors.items() if not n.startswith(stack)}
         return {n: ref for n, ref in outer.items() if n.rpartition(".")[0] in names}
 
+    def load_last(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of what runs behind the last layer by their own names, float32."""
+        last = self.outside(self.skeleton.after_layers)
+        return {name.rpartition(".")[2]: self._load_finite(ref) for name, ref in last.items()}
+
     def _sort(self, layer: int, name: str, start: int, ref: TensorRef) -> None:
         """Add one tensor to its LayerTensors; ``name[start:]`` is its name in the layer."""
-        tensors, matrices = self._layers[layer], self._skeleton.matrices[layer]
+        tensors, matrices = self.layers[layer], self.skeleton.matrices[layer]
         module, _, own = name.rpartition(".")
         local = name[start:]
-        if INDEXER in name or (STATE.search(name) and not self._skeleton.keeps_state(layer)):
+        states = any(map(is_state, self.skeleton.writes(layer)))
+        if INDEXER in name or (STATE.search(name) and not states):
             raise FlexQuantError(
                 f"layer {layer} of variant '{self.source.name}' has a state or a cache of its own in "
                 f"'{module}', which transformers does not keep in the cache of its model, so it cannot be "
                 "compared and the model cannot be merged"
             )
-        matrix = self._skeleton.rename(layer, f"{local.removesuffix(f'.{own}')}.weight").removesuffix(
+        matrix = self.skeleton.rename(layer, f"{local.removesuffix(f'.{own}')}.weight").removesuffix(
             ".weight"
         )
-        parameter = self._skeleton.rename(layer, local)
+        parameter = self.skeleton.rename(layer, local)
         of_matrix = own in WEIGHTS or QUANTISATION_PARAMETER.search(name) is not None
         is_read = CACHE_SCALE.search(name) is not None
-        if parameter in self._skeleton.parameters[layer]:
+        if parameter in self.skeleton.parameters[layer]:
             tensors.parameters[parameter] = ref
             is_read = True
         if of_matrix and matrix in matrices:
@@ -209,20 +191,10 @@ class VariantWeights:
             experts.setdefault(expert["number"], {})[expert["matrix"]] = module
         if is_read:
             return
-        if (fused := self._skeleton.fused_experts(layer, local)) is not None:
+        if (fused := self.skeleton.fused_experts(layer, local)) is not None:
             tensors.fused.setdefault(fused[0], {})[fused[1]] = ref
         else:
             tensors.unread[name] = ref
-
-    def _check_complete(self, layer: int) -> None:
-        """Raise FlexQuantError if a matrix of transformers' layer has no tensor."""
-        for name in self._skeleton.matrices[layer]:
-            if name not in self._layers[layer].matrices and not is_experts(name):
-                raise FlexQuantError(
-                    f"layer {layer} of variant '{self.source.name}' has no weight for '{name}', which a "
-                    f"{self.source.architecture} has as transformers builds it, so what it caches cannot be "
-                    "compared"
-                )
 
     def _load_finite(self, ref: TensorRef) -> torch.Tensor:
         tensor = load_tensor(ref).float()
@@ -267,3 +239,10 @@ def _decoder_root(source: Source) -> str:
             "compared"
         )
     return roots.pop()
+
+
+def unequal(a: Mapping[str, TensorRef], b: Mapping[str, TensorRef]) -> Iterator[str]:
+    """Yield the names, in order, of what is not in both with the same dtype, shape and bytes."""
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b or not same_bytes(a[name], b[name]):
+            yield name

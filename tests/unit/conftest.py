@@ -45,6 +45,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("source") / "w4a16", scheme="w4a16")
+
+
+@pytest.fixture(scope="session")
 def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("int8")
     sources = {name: make_checkpoint(folder / name, scheme=name) for name in ("w8a8", "w4a16")}

@@ -29,11 +29,6 @@ from tests.foreign import (
 from tests.publishers import edits
 
 
-@pytest.fixture(scope="module")
-def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("source") / "w4a16", scheme="w4a16")
-
-
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
 def test_gptq_gives_the_same_tensors_back(form: str, w4a16: Path, tmp_path: Path) -> None:
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", checkpoint_format=form)

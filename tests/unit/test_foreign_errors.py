@@ -20,7 +20,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints
 from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import plan_merge
-from flexquant.merge.packed_settings import PackedFormat, read_settings
+from flexquant.merge.packed_formats import PackedFormat, read_settings
 from tests.checkpoints import make_checkpoint
 from tests.foreign import awq_tensors, write_foreign
 

@@ -8,91 +8,46 @@ and from 2048 on one in sixteen, the fewest there are.
 
 from __future__ import annotations
 
-import functools
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from benchmarks.speed.synthetic import quantisation_section
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import open_source
 from flexquant.merge.kv.agreement import BLOCK_ROWS, row_numbers, sample_rows
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
-from tests.checkpoints import StateDict, make_checkpoint, quantise_int4, quantise_int8
+from tests.checkpoints import StateDict, base_config, make_checkpoint, random_state_dict
 from tests.unit.edits import Edit, in_float32, orthogonal, rotate_residual, scale_up_to_down
 from tests.unit.full_merge import compare_and_refuse
 
 SIZES = {128: 1, 576: 4, 1024: 8, 2048: 16, 4096: 16}
 """Hidden size -> one block in this many is compared."""
 LARGE = 4096
-HEAD_DIM, KV_HEADS, HEADS, TOKENS = 32, 2, 4, 64
+HEAD_DIM, KV_HEADS, HEADS = 32, 2, 4
 LAYERS = 2
-
-EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-def shapes(hidden: int, kv_heads: int) -> dict[str, tuple[int, int]]:
-    """Return sizes that are narrow inside, so that a wide residual stream stays quick."""
-    heads = max(HEADS, kv_heads)
-    return {
-        "self_attn.q_proj": (heads * HEAD_DIM, hidden),
-        "self_attn.k_proj": (kv_heads * HEAD_DIM, hidden),
-        "self_attn.v_proj": (kv_heads * HEAD_DIM, hidden),
-        "self_attn.o_proj": (hidden, heads * HEAD_DIM),
-        "mlp.gate_proj": (256, hidden),
-        "mlp.up_proj": (256, hidden),
-        "mlp.down_proj": (hidden, 256),
-    }
-
-
-@functools.cache
-def weights(hidden: int, seed: int, kv_heads: int) -> StateDict:
-    generator = torch.Generator().manual_seed(seed)
-    state = {name: torch.randn(TOKENS, hidden, generator=generator) for name in (EMBEDDINGS, HEAD)}
-    state["model.norm.weight"] = torch.ones(hidden)
-    for layer in range(LAYERS):
-        for name, shape in shapes(hidden, kv_heads).items():
-            weight = torch.randn(shape, generator=generator)
-            state[f"model.layers.{layer}.{name}.weight"] = weight
-        state[f"model.layers.{layer}.input_layernorm.weight"] = torch.ones(hidden)
-        state[f"model.layers.{layer}.post_attention_layernorm.weight"] = torch.ones(hidden)
-    return state
 
 
 def write(
     folder: Path, scheme: str, hidden: int, edit: Edit | None = None, seed: int = 0, kv_heads: int = KV_HEADS
 ) -> Source:
-    state = {name: tensor.clone() for name, tensor in weights(hidden, seed, kv_heads).items()}
-    if seed:  # only the layers are from another model
-        state |= {name: weights(hidden, 0, kv_heads)[name] for name in (EMBEDDINGS, HEAD)}
-    if edit is not None:
-        torch.manual_seed(7)
-        edit(state)
-    tensors: StateDict = {}
-    for name, tensor in state.items():
-        if not name.endswith("_proj.weight"):
-            tensors[name] = tensor.to(torch.bfloat16)
-        else:
-            tensors |= quantise_int8(name, tensor) if scheme == "w8a8" else quantise_int4(name, tensor, 32)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    """Write a model that is narrow inside, so that a wide residual stream stays quick."""
+    sizes = {
         "hidden_size": hidden,
-        "head_dim": HEAD_DIM,
         "num_attention_heads": max(HEADS, kv_heads),
         "num_key_value_heads": kv_heads,
-        "num_hidden_layers": LAYERS,
-        "intermediate_size": 256,
-        "vocab_size": TOKENS,
-        "quantization_config": quantisation_section(scheme, 32),
     }
-    (folder / "config.json").write_text(json.dumps(config))
+
+    def change(state: StateDict) -> None:
+        if seed:  # only the layers are from another model
+            own, _ = random_state_dict(base_config(**sizes))
+            state |= {name: own[name].float() for name in state if ".layers." not in name}
+        if edit is not None:
+            torch.manual_seed(7)
+            edit(state)
+
+    make_checkpoint(folder, scheme=scheme, seed=seed, group_size=32, transform=in_float32(change), **sizes)
     return open_source(folder.name, folder)
 
 

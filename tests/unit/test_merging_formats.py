@@ -21,12 +21,6 @@ from tests.foreign import assert_equal, config_of, tensors_of, write_foreign
 from tests.publishers import edits
 from tests.publishers.shapes import AWQ_AS_AUTO_ROUND, GPTQ_AS_AUTO_ROUND
 
-
-@pytest.fixture(scope="module")
-def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("source") / "w4a16", scheme="w4a16")
-
-
 EIGHT_MIDDLES = -0x77777778
 """A word of eight zero points in the middle, 8, without an offset."""
 

@@ -4,11 +4,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
@@ -29,28 +35,35 @@ def exported(folder: Path, **options: Any) -> Path:
     return made
 
 
+def converted(quark: Path, folder: Path) -> Iterator[tuple[str, bool, set[str]]]:
+    """Convert a checkpoint and compare the numbers of its linears.
+
+    Yield each linear's name, whether its weights have a scale for each channel, and its parts.
+    """
+    convert_checkpoint(quark, folder)
+    stored, found = tensors_of(quark), tensors_of(folder)
+    reader = WeightReader(open_source("w8a8", folder))
+    linears = [key.removesuffix(".weight") for key in stored if key.endswith("_proj.weight")]
+    assert len(linears) == 2 * 7
+    for module in linears:
+        scale = stored[f"{module}.weight_scale"]
+        rows = scale[:, None] if scale.ndim == 1 else scale
+        assert torch.equal(reader.open(module).read().matrix(), stored[f"{module}.weight"].float() * rows)
+        parts = {key.rpartition(".")[2]: t for key, t in found.items() if key.startswith(f"{module}.")}
+        assert parts["weight_scale"].shape == rows.shape
+        for name in parts.keys() - {"weight_scale"}:
+            assert torch.equal(parts[name], stored[f"{module}.{name}"]), name
+        yield module, scale.ndim == 1, {*parts}
+
+
 @pytest.mark.parametrize("by", ["per_tensor", "per_channel"])
 @pytest.mark.parametrize(("static", "symmetric"), [(True, True), (True, False), (False, True)])
 def test_numbers_are_those_of_quarks_rule(by: str, static: bool, symmetric: bool, tmp_path: Path) -> None:
     quark = exported(tmp_path / "quark", by=by, static=static, symmetric=symmetric)
-    convert_checkpoint(quark, tmp_path / "converted")
-    stored, found = tensors_of(quark), tensors_of(tmp_path / "converted")
-    reader = WeightReader(open_source("w8a8", tmp_path / "converted"))
-    linears = [key.removesuffix(".weight") for key in stored if key.endswith("_proj.weight")]
-    assert len(linears) == 2 * 7
     kept = {"weight", "weight_scale"} | ({"input_scale"} if static else set())
     kept |= set() if symmetric else {"input_zero_point"}
-    for module in linears:
-        scale = stored[f"{module}.weight_scale"]
-        rows = scale[:, None] if by == "per_channel" else scale
-        assert torch.equal(reader.open(module).read().matrix(), stored[f"{module}.weight"].float() * rows)
-        parts = {
-            key.rpartition(".")[2]: tensor for key, tensor in found.items() if key.startswith(f"{module}.")
-        }
-        assert parts.keys() == kept
-        for name in kept - {"weight_scale"}:
-            assert torch.equal(parts[name], stored[f"{module}.{name}"]), name
-        assert parts["weight_scale"].shape == rows.shape
+    for _, by_channel, parts in converted(quark, tmp_path / "converted"):
+        assert by_channel is (by == "per_channel") and parts == kept
     section = config_of(tmp_path / "converted")["quantization_config"]
     group = section["config_groups"]["group_0"]
     assert section["ignore"] == ["lm_head"] and section["format"] == "int-quantized"
@@ -60,31 +73,31 @@ def test_numbers_are_those_of_quarks_rule(by: str, static: bool, symmetric: bool
     assert (inputs["strategy"], inputs["dynamic"], inputs["symmetric"]) == expected
 
 
+def schemes_of(quark: Path, linears: Iterable[str]) -> dict[str, tuple[str, bool, bool]]:
+    """Return what vLLM reads of linears, for Quark's settings as for those that they are read as.
+
+    That is how weights are scaled, whether activations are static, and whether they are symmetric.
+    """
+    theirs = QuarkConfig.from_config(config_of(quark)["quantization_config"])
+    ours: Any = CompressedTensorsConfig.from_config(open_source("w8a8", quark).quantization_config)
+    theirs.packed_modules_mapping = ours.packed_modules_mapping = FUSED
+    layer, found = torch.nn.Linear(1, 1, device="meta"), {}
+    for name in linears:
+        weight_key, input_key, kind = theirs.get_scheme_cls(type(layer), name)
+        stock: Any = theirs.init_scheme(kind, weight_key, input_key)
+        read: Any = ours.get_scheme(layer, name)
+        assert type(read).__name__ == "CompressedTensorsW8A8Int8"
+        found[name] = (f"per_{read.strategy}", read.is_static_input_scheme, read.input_symmetric)
+        assert found[name] == (stock.qscheme, stock.is_static_input_scheme, stock.input_symmetric), name
+    return found
+
+
 def test_vllm_reads_the_same_scheme(tmp_path: Path) -> None:
     """vLLM gives a linear the same kernel for Quark's settings as for those that they are read as."""
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-        CompressedTensorsConfig,
-    )
-    from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
-
-    for number, options in enumerate(
-        {"by": by, "static": static, "symmetric": symmetric}
-        for by in ("per_tensor", "per_channel")
-        for static, symmetric in ((True, True), (True, False), (False, True), (False, False))
-    ):
-        quark = exported(tmp_path / str(number), **options)
-        theirs = QuarkConfig.from_config(config_of(quark)["quantization_config"])
-        layer = torch.nn.Linear(1, 1, device="meta")
-        weight_key, input_key, kind = theirs.get_scheme_cls(type(layer), DOWN)
-        scheme = theirs.init_scheme(kind, weight_key, input_key)
-        ours = CompressedTensorsConfig.from_config(open_source("w8a8", quark).quantization_config)
-        read: Any = ours.get_scheme(layer, DOWN)
-        assert type(read).__name__ == "CompressedTensorsW8A8Int8"
-        assert (
-            f"per_{read.strategy}",
-            read.is_static_input_scheme,
-            read.input_symmetric,
-        ) == (scheme.qscheme, scheme.is_static_input_scheme, scheme.input_symmetric), options
+    for by in ("per_tensor", "per_channel"):
+        for static, symmetric in ((True, True), (True, False), (False, True), (False, False)):
+            options = {"by": by, "static": static, "symmetric": symmetric}
+            assert schemes_of(exported(tmp_path / str(options), **options), [DOWN]), options
 
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -99,11 +112,6 @@ BY_LAYER = {
 
 
 def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path: Path) -> None:
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-        CompressedTensorsConfig,
-    )
-    from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
-
     quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=BY_LAYER)
     edits.section(
         layer_quant_config={
@@ -113,20 +121,8 @@ def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path: Path) -> None:
             "model.layers.1.self_attn.o_proj.weight": layer_settings(quark)["*layers.1.mlp.*"],
         }
     )(quark)
-    theirs = QuarkConfig.from_config(config_of(quark)["quantization_config"])
-    ours: Any = CompressedTensorsConfig.from_config(open_source("w8a8", quark).quantization_config)
-    theirs.packed_modules_mapping = ours.packed_modules_mapping = FUSED
-    layer = torch.nn.Linear(1, 1, device="meta")
-    found = {}
-    for number in (0, 1):
-        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
-            prefix = f"model.layers.{number}.{name}"
-            weight_key, input_key, kind = theirs.get_scheme_cls(type(layer), prefix)
-            scheme: Any = theirs.init_scheme(kind, weight_key, input_key)
-            read: Any = ours.get_scheme(layer, prefix)
-            found[prefix] = (f"per_{read.strategy}", read.is_static_input_scheme, read.input_symmetric)
-            stock = (scheme.qscheme, scheme.is_static_input_scheme, scheme.input_symmetric)
-            assert found[prefix] == stock, prefix
+    parts = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    found = schemes_of(quark, [f"model.layers.{number}.{part}" for number in (0, 1) for part in parts])
     channel = [DOWN, "model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"]
     assert {found[name] for name in channel} == {("per_channel", False, True)}
     assert found["model.layers.0.mlp.down_proj"] == ("per_tensor", True, False)
@@ -135,24 +131,12 @@ def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path: Path) -> None:
 
 def test_numbers_of_layers_with_settings_of_their_own_are_kept(tmp_path: Path) -> None:
     quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=BY_LAYER)
-    convert_checkpoint(quark, tmp_path / "converted")
-    stored, found = tensors_of(quark), tensors_of(tmp_path / "converted")
-    reader = WeightReader(open_source("w8a8", tmp_path / "converted"))
-    for module in [key.removesuffix(".weight") for key in stored if key.endswith("_proj.weight")]:
-        scale = stored[f"{module}.weight_scale"]
-        by_channel = scale.ndim == 1
+    for module, by_channel, parts in converted(quark, tmp_path / "converted"):
         assert by_channel is (
             module.startswith("model.layers.1.mlp") or module.endswith("0.self_attn.o_proj")
         )
-        assert torch.equal(
-            reader.open(module).read().matrix(),
-            stored[f"{module}.weight"].float() * (scale[:, None] if by_channel else scale),
-        )
         zeros = not by_channel and ".0.mlp." in module
-        assert (f"{module}.input_scale" in found, f"{module}.input_zero_point" in found) == (
-            not by_channel,
-            zeros,
-        )
+        assert ("input_scale" in parts, "input_zero_point" in parts) == (not by_channel, zeros)
     section = config_of(tmp_path / "converted")["quantization_config"]
     assert section["ignore"] == ["lm_head"]
     named = [name for group in section["config_groups"].values() for name in group["targets"]]
@@ -175,9 +159,6 @@ def layer_settings(folder: Path) -> JsonObject:
 def test_parts_of_what_vllm_fuses_need_one_setting(
     parts: str, layers: dict[str, Any], exclude: list[str], tmp_path: Path
 ) -> None:
-    from vllm.model_executor.layers.linear import LinearBase
-    from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
-
     quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=layers)
     edits.section(exclude=["lm_head", *exclude])(quark)
     in_16_bit = {f"{module}.weight": torch.zeros(64, 128).bfloat16() for module in exclude}

@@ -15,7 +15,7 @@ import pytest
 from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.checkpoint.served_config import is_published_int4, read_merged_config, read_model_config
 from flexquant.errors import FlexQuantError
-from flexquant.merge.packed_settings import read_settings
+from flexquant.merge.packed_formats import read_settings
 from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.foreign import write_foreign

@@ -22,11 +22,6 @@ DOWN = "model.layers.1.mlp.down_proj"
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
-@pytest.fixture(scope="module")
-def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("source") / "w4a16", scheme="w4a16")
-
-
 def weights_of(folder: Path) -> dict[str, Any]:
     """Return what a converted checkpoint says of each linear's weights, by name."""
     groups = config_of(folder)["quantization_config"]["config_groups"].values()

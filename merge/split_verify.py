@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Write a plain checkpoint of compressed-tensors: one variant of a merged one, or another format's.
+
+And verify a merged checkpoint, by its recorded hashes or bit by bit against its sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from flexquant.checkpoint.folder import (
+    COPIED,
+    RECIPE,
+    check_folder,
+    confined_file,
+    find_files,
+    quantization_section,
+    read_json,
+    recipe_name,
+)
+from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.merged_checkpoint import (
+    PROVENANCE_FILE,
+    MergedCheckpoint,
+    check_recorded_files,
+    check_recorded_tensors,
+    check_same_names,
+    match_each,
+    report_differences,
+)
+from flexquant.checkpoint.model_config import SECTIONS, JsonObject
+from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
+from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes, total_bytes
+from flexquant.checkpoint.source import Source
+from flexquant.checkpoint.writer import (
+    DEFAULT_SHARD_SIZE,
+    Progress,
+    copy_files,
+    needed_bytes,
+    plan_shards,
+    write_json,
+    write_shards,
+)
+from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import open_source
+from flexquant.merge.merge_plan import check_parameters
+from flexquant.merge.same_model import model_differences, with_names
+
+
+def split_checkpoint(
+    folder: str | Path,
+    variant: str,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    progress: Progress | None = None,
+) -> JsonObject:
+    """Write the variant to ``output``: its original keys, bit-identical tensors, a config of equal effect.
+
+    Returns how many tensors and bytes were written. Raises FlexQuantError for an unknown variant, a tensor
+    that no longer has its recorded hash, an output that may not be replaced and a full disk.
+    """
+    output = Path(output)
+    checkpoint = MergedCheckpoint.open(folder)
+    checkpoint.check_variant(variant)
+    prepare_output(output, [checkpoint.folder], overwrite=overwrite)
+    keys = checkpoint.variant_keys(variant)
+    tensors = checkpoint.variant_tensors(variant)
+    files = find_files(checkpoint.folder, (*COPIED, own := recipe_name(variant)))
+    files = {RECIPE if name == own else name: path for name, path in files.items()}
+    recorded = checkpoint.provenance.tensors
+
+    config = checkpoint.source_config(variant)
+    with _written(output, tensors, config, files, overwrite, max_shard_size, progress) as digests:
+        for name, digest in digests.items():
+            if recorded.get(keys[name], digest) != digest:
+                raise FlexQuantError(
+                    f"tensor '{keys[name]}' in {folder} differs from its recorded SHA-256 in "
+                    f"{PROVENANCE_FILE}; fetch or merge the checkpoint again"
+                )
+    return {"output": str(output), "variant": variant, "tensors": len(tensors), "bytes": total_bytes(tensors)}
+
+
+def convert_checkpoint(
+    folder: str | Path,
+    output: str | Path,
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> JsonObject:
+    """Write a checkpoint to ``output`` as merging reads it: in the format of compressed-tensors.
+
+    Quantised values do not change. ``dtype``, ``bfloat16`` or ``float16``, casts what is in 16 bit; None
+    leaves it. Files that no variant needs are not copied.
+
+    Returns what was converted. Raises FlexQuantError as :func:`~flexquant.merge.formats.open_source` does,
+    for a checkpoint with nothing to convert, an output that may not be replaced and a full disk.
+    """
+    folder, output = find_model(folder), Path(output)
+    check_folder(folder)
+    stored = quantization_section(folder, read_json(confined_file(folder, "config.json")))
+    source = open_source("converted", folder, dtype)
+    if dtype is None and (stored is None or stored == source.quantization_config):
+        found = "is not quantised" if stored is None else "is in the format of compressed-tensors already"
+        raise FlexQuantError(f"{folder} {found}; merge it as it is")
+    check_parameters(source)
+    prepare_output(output, [folder], overwrite=overwrite)
+    files = find_files(folder, COPIED)
+    config = {key: value for key, value in source.config.items() if key not in SECTIONS}
+    config[SECTIONS[0]] = source.quantization_config
+    with _written(output, source.tensors, config, files, overwrite, DEFAULT_SHARD_SIZE, progress):
+        pass
+    method = "16 bit" if stored is None else stored.get("quant_method")
+    linears = sum(name.endswith(".weight_scale") for name in source.tensors)
+    return {"output": str(output), "from": method, "linears": linears}
+
+
+def verify_checkpoint(
+    folder: str | Path,
+    against: Mapping[str, str | Path] | Sequence[tuple[str, str | Path]] = (),
+    progress: Progress | None = None,
+) -> JsonObject:
+    """Compare every tensor of a merged checkpoint, and return how many were compared with what.
+
+    Tensors are compared with the source folders in ``against``, by variant name; without ``against``, with
+    the recorded SHA-256. Raises FlexQuantError that names the tensors (with their shards) or files that
+    differ, are missing or should not be there.
+    """
+    checkpoint = MergedCheckpoint.open(folder)
+    pairs = list(against.items()) if isinstance(against, Mapping) else list(against)
+    check_recorded_files(checkpoint)
+    if pairs:
+        dtype = checkpoint.provenance.dtype
+        counts = {name: _check_source(checkpoint, open_source(name, f, dtype), progress) for name, f in pairs}
+    else:
+        counts = {"recorded hashes": check_recorded_tensors(checkpoint, progress)}
+    return {"verified": str(folder), "tensors_compared_with": counts}
+
+
+def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progress | None) -> int:
+    checkpoint.check_variant(source.name)
+    stored = checkpoint.variant_tensors(source.name)
+    source = with_names(source, stored.keys())
+    check_same_names(set(source.tensors), set(stored), str(source.folder), str(checkpoint.folder))
+    merged_config = checkpoint.source_config(source.name)
+    of_all = checkpoint.provenance.config_from in (None, source.name)
+    differences = model_differences(source.config, merged_config) if of_all else []
+    if source.quantization_config != merged_config["quantization_config"]:
+        differences.append(("quantization_config", "...", "..."))
+    if differences:
+        raise FlexQuantError(
+            f"the config of variant '{source.name}' in {checkpoint.folder} differs from {source.folder} in "
+            f"'{differences[0][0]}'; merge it again"
+        )
+    matches = match_each(source.tensors, lambda name, ref: same_bytes(ref, stored[name]), progress)
+    places = {name: f"{name} in {ref.file.name}" for name, ref in stored.items()}
+    report_differences(checkpoint, matches, places, str(source.folder))
+    return len(matches)
+
+
+@contextmanager
+def _written(
+    output: Path,
+    tensors: Mapping[str, TensorRef],
+    config: JsonObject,
+    files: Mapping[str, Path],
+    overwrite: bool,
+    max_shard_size: int,
+    progress: Progress | None,
+) -> Iterator[Mapping[str, str]]:
+    """Write a checkpoint and yield its tensors' SHA-256; it appears at ``output`` if the block passes."""
+    shards = plan_shards([tensors], max_shard_size)
+    check_free_space(output, needed_bytes(shards, files.values()))
+    with staged_folder(output, overwrite=overwrite) as stage:
+        copy_files(files, stage)
+        digests = write_shards(stage, shards, progress)
+        write_json(stage / "config.json", config)
+        yield digests
