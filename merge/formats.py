@@ -19,11 +19,11 @@ from pathlib import Path
 from flexquant.checkpoint.folder import (
     check_folder,
     confined_file,
+    find_model,
     quantization_section,
     read_json,
     read_tensors,
 )
-from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
 from flexquant.checkpoint.model_config import ConfigGroup, JsonObject, QuantizedNumbers
 from flexquant.checkpoint.safetensors_io import TensorRef

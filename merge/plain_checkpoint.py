@@ -13,11 +13,11 @@ from flexquant.checkpoint.folder import (
     check_folder,
     confined_file,
     find_files,
+    find_model,
     quantization_section,
     read_json,
     recipe_name,
 )
-from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
@@ -29,7 +29,7 @@ from flexquant.checkpoint.writer import (
     needed_bytes,
     plan_shards,
     write_json,
-    write_shards,
+    writing_shards,
 )
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import open_source
@@ -54,9 +54,9 @@ def write_plain_checkpoint(
     """
     shards = plan_shards([tensors], max_shard_size)
     check_free_space(output, needed_bytes(shards, files.values()))
-    with staged_folder(output, overwrite=overwrite) as stage:
+    with staged_folder(output, overwrite=overwrite) as stage, writing_shards(stage, shards) as finish:
         copy_files(files, stage)
-        check(write_shards(stage, shards, progress))
+        check(finish(progress))
         write_json(stage / "config.json", config)
 
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.built_model import check_heads
+from flexquant.checkpoint.built_model import check_heads, find_model_class
 from flexquant.checkpoint.merged_config import check_variant_name
-from flexquant.checkpoint.model_class import find_model_class
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.safetensors_io import DTYPES, TensorRef, computed, load_tensor, read_chunks

@@ -217,7 +217,7 @@ def _without_copies(
     tensors: Mapping[str, TensorRef], variants: Iterable[StoredVariant]
 ) -> dict[str, TensorRef]:
     """Leave out an lm_head that is a copy of the embedding and that none of the variants loads."""
-    no_head = all(variant.own_head is False for variant in variants)
+    no_head = not any(variant.own_head for variant in variants)
     return {key: ref for key, ref in tensors.items() if not (no_head and HEAD.search(key))}
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import flexquant
-from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.folder import find_model
 from flexquant.errors import FlexQuantError, UsageError
 
 OF_CHECKPOINTS = ("build", "quantize", "convert", "merge", "inspect", "doctor", "verify", "split")

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> JsonObject:
 
 def _fit(args: argparse.Namespace) -> Fit:
     """Return what fits into --memory, or beside --kv-tokens; raise FlexQuantError if nothing does."""
-    from flexquant.checkpoint.served_config import read_merged_config
+    from flexquant.checkpoint.merged_config import read_merged_config
     from flexquant.doctor.loaded_bytes import count_bytes
     from flexquant.layers.memory_fit import Fit, PlanLosses
     from flexquant.layers.sensitivity import policy_that_loads

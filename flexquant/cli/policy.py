@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import parse_count
 from flexquant.documents.results import table_lines
 from flexquant.policy.default_policy import DEFAULT_POLICY, choose_policy

@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     if args.reference is not None and args.text is None:
         raise UsageError("--reference is what --text is measured against; give --text too")
 
-    from flexquant.checkpoint.served_config import read_merged_config
+    from flexquant.checkpoint.merged_config import read_merged_config
     from flexquant.tuning.candidates import find_variants, leave_out_lossy
     from flexquant.tuning.objectives import decide
     from flexquant.tuning.policy_file import tuned_policy

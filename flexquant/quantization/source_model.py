@@ -11,19 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.built_model import build_config
+from flexquant.checkpoint.built_model import build_config, find_model_class
 from flexquant.checkpoint.folder import (
     COPIED,
     GENERATION_CONFIG,
     INDEX_FILE,
     SINGLE_FILE,
     find_files,
+    find_model,
     read_16_bit_config,
     read_tensors,
 )
-from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.merged_checkpoint import folder_label
-from flexquant.checkpoint.model_class import find_model_class
 from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, DTYPES, TensorRef, read_finite
 from flexquant.documents.results import digest_of, hash_file

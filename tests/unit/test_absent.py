@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.folder import read_tensors
-from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints, split_checkpoint, verify_checkpoint
 from tests.checkpoints import StateDict, make_checkpoint

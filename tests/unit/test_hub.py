@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.folder import find_model
 from flexquant.errors import FlexQuantError
 from tests.checkpoints import make_checkpoint
 from tests.hub import TOKEN, Hub, serving
@@ -161,7 +161,9 @@ def test_a_merge_that_was_killed_fetches_only_what_had_not_arrived(cache: Cache,
 
 @pytest.mark.parametrize("model", ["./w8a8", "../w8a8", ".models/w8a8", "models/.w8a8", "a/b/c"])
 def test_a_path_that_is_no_id_is_not_asked_for(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexquant.checkpoint.hub._fetch", lambda *asked: pytest.fail(f"asked for {asked}"))
+    monkeypatch.setattr(
+        "flexquant.checkpoint.folder._fetch", lambda *asked: pytest.fail(f"asked for {asked}")
+    )
     assert find_model(model) == Path(model)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from flexquant.checkpoint.merged_config import is_published_int4, read_merged_config, read_model_config
 from flexquant.checkpoint.schemes import LinearSchemes
-from flexquant.checkpoint.served_config import is_published_int4, read_merged_config, read_model_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge.packed_settings import read_settings
 from tests import programs
