@@ -114,8 +114,8 @@ def _fetch(model: str, revision: str | None, wanted: Sequence[str]) -> Path:
         files, others = list(wanted), list(NOT_NEEDED)
         return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=others))
     except (OSError, ValueError, errors.HfHubHTTPError) as e:
-        kinds = [said for kind, said in advice.items() if isinstance(e, kind)]
-        said = kinds[0] if kinds else "try again: what has arrived is kept"
+        kept = "try again: what has arrived is kept"
+        said = next((said for kind, said in advice.items() if isinstance(e, kind)), kept)
         name = f"{model}@{revision}" if revision else model
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise FlexQuantError(f"{name} cannot be fetched from the Hugging Face Hub ({reason}); {said}") from e

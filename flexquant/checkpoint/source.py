@@ -78,9 +78,7 @@ def _read_when_served(tensors: dict[str, TensorRef], config: JsonObject, place: 
     """Leave out what vLLM skips: RoPE's frequencies, and zero biases where the model has no bias."""
     kept = {name: ref for name, ref in tensors.items() if not name.endswith(FREQUENCIES)}
     biases = [name for name in kept if name.endswith(".bias") and LAYER.search(name)]
-    if not biases:
-        return kept
-    if (model := find_model_class(config, place)) is None:
+    if not biases or (model := find_model_class(config, place)) is None:
         return kept
     for name in biases:
         own = model.name_of(name)

@@ -152,11 +152,12 @@ def format_bytes(nbytes: float) -> str:
 
 def describe_bytes(nbytes: BytesByRange) -> str:
     """Return e.g. ``w8a8 layers 0-3: 12.0 MiB, shared: 54.0 MiB``."""
-    return ", ".join(
-        f"{_part(name, run, of_name)}: {format_bytes(size)}"
-        for name, of_name in nbytes.items()
-        for run, size in of_name.items()
-    )
+    parts = []
+    for name, of_name in nbytes.items():
+        for run, size in of_name.items():
+            layers = f" layers {run}" if run else "" if len(of_name) == 1 else " outside layers"
+            parts.append(f"{name}{layers}: {format_bytes(size)}")
+    return ", ".join(parts)
 
 
 def describe_scheme(quantization_config: JsonObject) -> str:
@@ -192,21 +193,10 @@ def describe_kv(kv_compatibility: JsonObject) -> str:
 def _describe(arguments: QuantizedNumbers | None, what: str) -> str:
     if not arguments:
         return f"16-bit {what}"
-    details = [str(arguments.get("strategy", "")).replace("_", " ")]
-    if arguments.get("group_size"):
-        details = [f"group {arguments['group_size']}"]
-    if arguments.get("dynamic"):
-        details.append("dynamic")
-    extra = ", ".join(filter(None, details))
-    return f"{arguments.get('type', 'int')}{arguments.get('num_bits', '')} {what}" + (
-        f" ({extra})" if extra else ""
-    )
-
-
-def _part(name: str, run: str, of_name: Mapping[str, int]) -> str:
-    if run:
-        return f"{name} layers {run}"
-    return name if len(of_name) == 1 else f"{name} outside layers"
+    size, strategy = arguments.get("group_size"), str(arguments.get("strategy", "")).replace("_", " ")
+    details = [f"group {size}" if size else strategy, "dynamic" if arguments.get("dynamic") else ""]
+    extra = f" ({', '.join(filter(None, details))})" if any(details) else ""
+    return f"{arguments.get('type', 'int')}{arguments.get('num_bits', '')} {what}{extra}"
 
 
 def _with_prefix(tensors: Mapping[str, TensorRef], prefix: str) -> dict[str, TensorRef]:
