@@ -165,15 +165,12 @@ def read_chunks(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memo
             left -= len(chunk)
 
 
-def read_finite(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
-    """Yield what :func:`read_chunks` does; raise FlexQuantError at a number that is NaN or infinite.
-
-    ``chunk_bytes`` is a multiple of 8.
-    """
+def read_finite(ref: TensorRef) -> Iterator[memoryview]:
+    """Yield what :func:`read_chunks` does; raise FlexQuantError at a number that is NaN or infinite."""
     import numpy as np
 
     width, _, bits = DTYPES[ref.dtype]
-    for chunk in read_chunks(ref, chunk_bytes):
+    for chunk in read_chunks(ref):
         if bits and bool((np.frombuffer(chunk, f"<u{width // 8}") & bits == bits).any()):
             raise FlexQuantError(
                 f"tensor '{ref.name}' in {ref.file} holds NaN or infinite numbers; fetch or quantise the "

@@ -54,12 +54,7 @@ class Source:
 
     @classmethod
     def make(
-        cls,
-        name: str,
-        folder: Path,
-        config: JsonObject,
-        section: JsonObject,
-        tensors: dict[str, TensorRef],
+        cls, name: str, folder: Path, config: JsonObject, section: JsonObject, tensors: dict[str, TensorRef]
     ) -> Source:
         """Return a source whose tensors are in the form of compressed-tensors, without those that vLLM skips.
 
