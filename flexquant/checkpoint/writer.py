@@ -64,16 +64,15 @@ def plan_shards(groups: Sequence[Mapping[str, TensorRef]], max_shard_size: int) 
     """
     parts: list[dict[str, TensorRef]] = []
     for group in groups:
-        part: dict[str, TensorRef] = {}
         size = 0
+        parts.append({})
         for key, ref in sorted(group.items()):
-            if part and size + ref.nbytes > max_shard_size:
-                parts.append(part)
-                part, size = {}, 0
-            part[key] = ref
+            if parts[-1] and size + ref.nbytes > max_shard_size:
+                size = 0
+                parts.append({})
+            parts[-1][key] = ref
             size += ref.nbytes
-        if part:
-            parts.append(part)
+    parts = [part for part in parts if part]
     if len(parts) == 1:
         return [_lay_out(SINGLE_FILE, parts[0])]
     return [

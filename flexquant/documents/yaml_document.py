@@ -154,10 +154,7 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
         if isinstance(node, yaml.MappingNode):
             return read_mapping(node, path)
         try:
-            value = _plain(loader.construct_object(node))
-            if isinstance(value, int | float) and OLD_NUMBER.fullmatch(node.value):
-                raise ValueError(f"YAML 1.1 takes it for {value}, to the base of 8 or 60")
-            return value
+            return _scalar(loader.construct_object(node), node.value)
         except ValueError as e:
             document.fail(path, f"is {node.value!r}, which cannot be read ({e}); correct or quote it")
 
@@ -188,13 +185,13 @@ def _key(key: str, place: str) -> str:
     return key
 
 
-def _plain(value: object) -> object:
+def _scalar(value: object, written: str) -> object:
     """Return a value that a server's processes can send to each other; raise ValueError for others."""
-    if isinstance(value, str):
-        return _whole(value)
     if isinstance(value, int) and value.bit_length() > 63:
         raise ValueError("a number of more than 63 bit")
-    return value
+    if isinstance(value, int | float) and OLD_NUMBER.fullmatch(written):
+        raise ValueError(f"YAML 1.1 takes it for {value}, to the base of 8 or 60")
+    return _whole(value) if isinstance(value, str) else value
 
 
 def _whole(text: str) -> str:
