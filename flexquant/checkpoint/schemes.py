@@ -246,18 +246,19 @@ def shape_problem(
     if args.strategy == "group" and columns % args.group_size:
         return f"has groups of {args.group_size} inputs, which do not divide its {columns}"
     of_scale = _scale_shapes(args, rows, columns)
-    scale, zero_point, bias = (part(name) for name in ("weight_scale", "weight_zero_point", "bias"))
-    if scale is None:
+    zero_point = part("weight_zero_point")
+    if part("weight_scale") is None:
         return "has no weight_scale"
     of_zero_point = of_scale
     if zero_point is not None and zero_point.dtype == "I32":  # packed along the rows
         of_zero_point = [(math.ceil(rows * args.num_bits / WORD_BITS), of_scale[0][-1])]
-    for name, ref, shapes in (
-        ("weight_scale", scale, of_scale),
-        ("weight_zero_point", zero_point, of_zero_point),
-        ("bias", bias, [(rows,)]),
-    ):
-        if ref is not None and ref.shape not in shapes:
+    allowed: dict[str, list[tuple[int, ...]]] = {
+        "weight_scale": of_scale,
+        "weight_zero_point": of_zero_point,
+        "bias": [(rows,)],
+    }
+    for name, shapes in allowed.items():
+        if (ref := part(name)) is not None and ref.shape not in shapes:
             listed = " or ".join(str(list(shape)) for shape in shapes)
             return f"has a {name} of shape {list(ref.shape)}, expected {listed}"
     if zero_point is None and args.type == "int" and not args.symmetric:
